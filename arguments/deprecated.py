@@ -111,6 +111,7 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
         "--model-parallel-size": "--tensor-model-parallel-size",
         "--encoder-num-layers": "--num-layers",
         "--encoder-seq-length": "--seq-length",
+        "--moe-router-padding-for-fp8": "--moe-router-padding-for-quantization",
         "--moe-token-capacity-factor": "--moe-expert-capacity-factor",
         "--moe-deepep-num-sms": "--moe-flex-dispatcher-num-sms",
         "--moe-hybridep-num-sms": "--moe-flex-dispatcher-num-sms",

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from arguments import derive
 from arguments.flags import Flags, from_flags
+from arguments.precision_file import read_module_precision
 from arguments.resolve_model import model_config
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, DataConfig, TokenizerConfig
@@ -23,7 +24,7 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig, low_precision_config
+from megatron_moe.config.precision import LowPrecisionConfig, ModulePrecision, PrecisionConfig, low_precision_config
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig, LoopConfig
@@ -140,7 +141,16 @@ def _precision(flags: Flags) -> PrecisionConfig:
         main_params_dtype="fp64" if flags.fp64 else flags.main_params_dtype,
         store_param_remainders=(flags.store_param_remainders and has_remainders and flags.main_params_dtype == "fp32"),
         low_precision=_low_precision(flags),
+        module_precision=_module_precision(flags),
         low_precision_params=low_params,
+    )
+
+
+def _module_precision(flags: Flags) -> tuple[ModulePrecision, ...]:
+    if flags.te_precision_config_file is None:
+        return ()
+    return read_module_precision(
+        flags.te_precision_config_file, weight_grad=flags.fp8_wgrad, emulate=flags.emulate_low_precision
     )
 
 

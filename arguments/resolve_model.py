@@ -24,6 +24,7 @@ from megatron_moe.config.moe import (
     RouterConfig,
     SharedExpertsConfig,
 )
+from megatron_moe.config.precision import ROW_ALIGNMENT
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Original context length in tokens of Llama 3's RoPE scaling. Megatron has no flag for it."""
@@ -218,7 +219,14 @@ def moe_config(flags: Flags) -> MoEConfig:
         flex_dispatcher_backend=flags.moe_flex_dispatcher_backend,
         flex_dispatcher_num_sms=flags.moe_flex_dispatcher_num_sms,
         shared_overlap=flags.moe_shared_expert_overlap,
+        row_alignment=_row_alignment(flags),
     )
+
+
+def _row_alignment(flags: Flags) -> int:
+    if not flags.moe_router_padding_for_quantization or not (flags.fp8_format or flags.fp4_format):
+        return 1
+    return ROW_ALIGNMENT[flags.fp4_recipe if flags.fp4_format else flags.fp8_recipe]
 
 
 def _router(flags: Flags) -> RouterConfig:

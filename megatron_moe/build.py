@@ -198,7 +198,7 @@ def build_model(
             device = "cpu" if plan.loop.use_cpu_initialization else context.device
             init_parameters(model, plan.loop.seed, plan.model.init, device)
     if plan.precision.low_precision is not None:
-        apply_low_precision(model, plan.precision.low_precision, context, kernels)
+        apply_low_precision(model, plan.precision, context, kernels)
     return model
 
 
@@ -207,7 +207,9 @@ def _expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) ->
     moe = [layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)]
     kinds = {config.dispatcher for config in moe}
     assert len(kinds) <= 1, f"different token dispatchers: {sorted(kinds)}"
-    return new_expert_comm(moe[0], context, kernels) if moe else None
+    if not moe:
+        return None
+    return new_expert_comm(moe[0], context, kernels, overlaps_microbatches=plan.pipeline.overlap)
 
 
 def _saved_tensor_policy(

@@ -133,15 +133,13 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
-    """The paged stash stores only unquantized tensors: expert inputs, outputs of the first GEMM, and activations."""
+    """The paged stash stores only expert inputs, outputs of the first GEMM, and activations, before quantisation."""
     if not flags.moe_paged_stash:
         return
     others = {
         "--add-bias-linear": flags.add_bias_linear,
         "--moe-apply-probs-on-input": flags.moe_apply_probs_on_input,
         "--no-moe-memory-efficient-permutation": not flags.moe_memory_efficient_permutation,
-        f"--fp8-format {flags.fp8_format}": flags.fp8_format,
-        f"--fp4-format {flags.fp4_format}": flags.fp4_format,
     }
     if any(others.values()):
         yield f"{_PAGED} with {enabled(others)}, which saves additional tensors", "leave out one of them"

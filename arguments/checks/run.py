@@ -27,6 +27,7 @@ from arguments.checks import (
     optimizer,
     output,
     pipeline,
+    precision,
     tensor_parallel,
 )
 from arguments.checks.violation import Violations
@@ -57,7 +58,9 @@ MODEL_RULES: tuple[Rule, ...] = _functions_of(Violations, model, attention, moe,
 INPUT_RULES: tuple[Rule, ...] = _functions_of(Violations, data)
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
-    *_functions_of(Violations, tensor_parallel, batch, context_parallel, pipeline, memory, cuda_graphs, optimizer),
+    *_functions_of(
+        Violations, tensor_parallel, batch, context_parallel, pipeline, memory, cuda_graphs, optimizer, precision
+    ),
     *INPUT_RULES,
     *_functions_of(Violations, output),
 )

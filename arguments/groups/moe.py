@@ -79,6 +79,11 @@ class MoEFlags:
     """Bound on the tokens that the experts of a rank receive, as a multiple of the mean over ranks; it sizes the
     buffers."""
 
+    moe_router_padding_for_quantization: bool = close(
+        False, "rows are padded on the experts' rank, after the exchange; results do not change"
+    )
+    """Pad the rows of every expert to a multiple of the block length of FP8 and FP4 GEMMs: 16, 32 for mxfp8, 128 for
+    blockwise and nvfp4."""
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""
     moe_expert_wgrad_interval: int = ours(1, least=1)

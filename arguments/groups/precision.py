@@ -85,8 +85,9 @@ class PrecisionFlags:
         "fp32", f"{_BLOCKS} and holds the square root; fp8 uses stochastic rounding"
     )
     """Dtype of Adam's second moment."""
-    te_precision_config_file: str | None = not_yet(None, "all modules use the same format")
-    """File with number formats per module."""
+    te_precision_config_file: str | None = close(None, "training and evaluation recipes must be equal")
+    """YAML file with FP8 and FP4 recipes of single modules, selected by patterns of their names; see
+    docs/low-precision.md."""
     output_logit_dtype: Literal["bf16", "fp32"] | None = not_yet(
         None, "logits have the dtype of the parameters; the loss is computed in fp32"
     )

@@ -19,14 +19,17 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.low_precision_state import Format, PackedState
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels, QueryKeyTransform
 
+EXCHANGE_OPS = ("mark_ranks", "push_tokens", "push_sums", "sum_partials", "wait_for_peers", "acknowledge")
+"""Ops of the flex dispatcher, which exchange rows between ranks."""
 NOT_TIMED: Mapping[str, str] = MappingProxyType(
     {
         "linear_forward": "stands in the row of linear_weight_grad",
         "linear_input_grad": "stands in the row of linear_weight_grad",
         "sort_rows_dense": "plain torch alone computes it, for dense maps of tokens to experts",
+        **dict.fromkeys(EXCHANGE_OPS, "timed over several GPUs by bench_dispatch.py"),
     }
 )
-"""Ops without a row, and why. None of them has a kernel of our own."""
+"""Ops without a row, and why. Only those of exchanges have a kernel of our own."""
 
 EPS = 1e-5
 FP32 = 4

@@ -13,6 +13,7 @@ _WITHOUT_EFFECT = frozenset(
     (
         *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange"),
         *("expert_rank_capacity_factor", "flex_dispatcher_backend", "flex_dispatcher_num_sms"),
+        "row_alignment",
         *("init", "max_positions", "vocab_size"),
     )
 )

@@ -156,6 +156,8 @@ class MoEConfig:
     is not installed."""
     flex_dispatcher_num_sms: int | None = None
     """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
+    row_alignment: int = 1
+    """Multiple to which the rows of an expert are padded (`--moe-router-padding-for-quantization`)."""
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 

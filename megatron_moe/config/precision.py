@@ -1,6 +1,7 @@
 """Number formats of parameters, gradients, optimizer state and GEMMs."""
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 FloatName = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -8,6 +9,10 @@ StateName = Literal["fp32", "bf16", "fp16", "fp8"]
 Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "custom"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
 
+ROW_ALIGNMENT = MappingProxyType(
+    {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128, "custom": 16}
+)
+"""Multiple to which `--moe-router-padding-for-quantization` pads the rows of an expert, by recipe."""
 WHOLE = (0, 0)
 """Block shape of tensors that have one scale per matrix."""
 
@@ -62,6 +67,20 @@ class LowPrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModulePrecision:
+    """Recipe of the modules whose name matches a pattern (`--te-precision-config-file`)."""
+
+    pattern: str
+    """Pattern of module names with `*`, `?` and `[]`, such as `*.mlp.experts.linear_fc1`."""
+    config: LowPrecisionConfig | None
+    """Recipe of the modules; None: their GEMMs use the format of the parameters."""
+    in_low_precision: bool = True
+    """Whether `config` replaces the recipe of the run."""
+    in_params_dtype: bool = False
+    """Whether `config` applies to modules that would use the format of the parameters, as in excluded layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats of a run."""
 
@@ -82,6 +101,8 @@ class PrecisionConfig:
     (`--store-param-remainders`)."""
     low_precision: LowPrecisionConfig | None = None
     """FP8 or FP4 GEMMs (`--fp8-format`, `--fp4-format`); None: GEMMs use the format `params`."""
+    module_precision: tuple[ModulePrecision, ...] = ()
+    """Recipes of single modules; the first matching pattern decides."""
     low_precision_params: bool = False
     """Stores and gathers weights in their GEMM's FP8 or FP4 format (`--fp8-param-gather`, `--fp4-param-gather`)."""
 

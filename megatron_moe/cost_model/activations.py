@@ -44,6 +44,8 @@ class SavedActivation:
     shape: str
     bytes: int
     elements: int
+    rows_of_experts: tuple[int, int] | None = None
+    """Numbers of rows and of experts, for rows of experts, whose low-precision copies are padded per expert."""
     low: bool = False
     """True if only GEMMs read the tensor: with an FP8 or FP4 recipe, it is then saved in that format."""
     recomputed_by: tuple[str, ...] = ()
@@ -110,12 +112,16 @@ def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
     """Tensors that one layer saves for backward."""
     shard = layer.shard(parallel)
     mixer, feed_forward, hidden = shard.mixer, shard.feed_forward, shard.mixer.hidden_size
-    saved = list(_norm("input_norm", layer.norm, hidden, sizes, low=True, input_by="attn_norm", output_by="qkv_linear"))
-    saved += _mla(mixer, sizes) if isinstance(mixer, MLAConfig) else _attention(mixer, layer, sizes)
+    # with sequence parallelism, the input of a column-parallel matrix is saved as a shard, before quantisation; the
+    # two down projections of MLA save their common input once
+    whole, is_mla = not parallel.sequence_parallel, isinstance(mixer, MLAConfig)
+    low = whole and not is_mla
+    saved = list(_norm("input_norm", layer.norm, hidden, sizes, low=low, input_by="attn_norm", output_by="qkv_linear"))
+    saved += _mla(mixer, sizes, low=whole) if isinstance(mixer, MLAConfig) else _attention(mixer, layer, sizes)
     if saves_pairs(mixer.core, parallel):
         saved += _pairs(mixer, sizes)
     # the router reads the norm's output in the activation format, so an MoE layer does not save it in FP8
-    saved += _norm("mlp_norm", layer.norm, hidden, sizes, low=not layer.is_moe, input_by="mlp_norm")
+    saved += _norm("mlp_norm", layer.norm, hidden, sizes, low=whole and not layer.is_moe, input_by="mlp_norm")
     if isinstance(feed_forward, MoEConfig):
         saved += _moe(feed_forward, parallel, sizes)
     else:
@@ -231,17 +237,18 @@ def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
     yield _tensor("attention", "q, k and v by head", "U N (2D+E)", rows * width, size, **marks)
 
 
-def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that MLA saves. Latents are saved for this rank's T tokens; backward gathers them for all U tokens."""
+def _mla(config: MLAConfig, sizes: ActivationSizes, *, low: bool) -> Iterator[SavedActivation]:
+    """Tensors that MLA saves. Latents are saved for this rank's T tokens; backward gathers them for all U tokens.
+    `low`: whether FP8 and FP4 recipes save the normed latents in low precision."""
     tokens, local, size = sizes.inner, sizes.residual, sizes.activation
     marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
     if config.q_lora_rank is not None:
         yield _tensor("attention", "q latent", "T Q", local * config.q_lora_rank, size)
         if config.qk_norm:
-            yield _tensor("attention", "q latent, normed", "T Q", local * config.q_lora_rank, size, low=True)
+            yield _tensor("attention", "q latent, normed", "T Q", local * config.q_lora_rank, size, low=low)
     yield _tensor("attention", "kv latent", "T (L+P)", local * (config.kv_lora_rank + config.qk_rope_dim), size)
     if config.qk_norm:
-        yield _tensor("attention", "kv latent, normed", "T L", local * config.kv_lora_rank, size, low=True)
+        yield _tensor("attention", "kv latent, normed", "T L", local * config.kv_lora_rank, size, low=low)
         statistics = 2 if config.q_lora_rank is not None else 1
         yield _tensor("attention", "statistics of latents", "T", local * statistics, sizes.internal)
     yield _tensor("attention", "q", "U N D", tokens * config.q_width, size, **marks)
@@ -283,12 +290,13 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     yield _tensor("experts", "row index", "R", rows * 2, _INDEX)
     yield _tensor("experts", "probabilities", "R", rows, number)
     even = parallel.etp * sizes.residual * config.router.topk * size
+    padded = (int(rows), config.router.num_experts // parallel.ep)
     marks: dict[str, object] = {"offloaded_by": "expert_fc1", "even_bytes": even * experts.hidden_size}
-    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, **marks)
+    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, rows_of_experts=padded, **marks)
     marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn}
     yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, **marks)
     marks = {"recomputed_by": ("moe_act",), "even_bytes": even * ffn}
-    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, **marks)
+    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, rows_of_experts=padded, **marks)
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
     elif experts.bias:
@@ -323,7 +331,8 @@ def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSi
     hidden, tokens = model.hidden_size, sizes.residual
     yield _tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
     yield _tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)
-    yield _tensor("mtp", "joined", "T 2H", 2 * tokens * hidden, sizes.activation, low=True)
+    low = not parallel.sequence_parallel
+    yield _tensor("mtp", "joined", "T 2H", 2 * tokens * hidden, sizes.activation, low=low)
     for each in layer_tensors(model.layers[-1], parallel, sizes):
         is_input = (each.module, each.name) == ("input_norm", "input")
         recomputed = each.recomputed_by if is_input else (*each.recomputed_by, WHOLE_LAYER)

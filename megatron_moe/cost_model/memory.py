@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     WHOLE_LAYER,
@@ -37,12 +37,15 @@ from megatron_moe.cost_model.workspace import (
     receive_slots,
 )
 from megatron_moe.pipeline.actions import Entry, parts
+from megatron_moe.pipeline.layout import StageLayout
 from megatron_moe.pipeline.schedule import computations
 
 _LOW_ACTIVATION = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
 """FP8 or FP4 recipe -> bytes per element of a saved GEMM input, including scales; 1 for recipes not listed."""
-_LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1 / 16)})
-"""FP8 or FP4 recipe -> bytes per weight element, for recipes that store a rowwise and a columnwise copy."""
+_LOW_WEIGHT = MappingProxyType({"blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32), "nvfp4": 1 + 2 / 16**2})
+"""FP8 or FP4 recipe -> bytes per weight element of the rowwise and the columnwise copy; 2 for recipes not listed."""
+_FP8_PARAMS = 1 + 4 / 128**2
+"""Bytes per weight element with `--fp8-param-gather`, for recipes that transpose the rowwise bytes in backward."""
 _FEW_GROUPS = 4
 """Number of microbatch groups after which the counts in `Moment` repeat periodically."""
 LATE = "waiting for weight gradients"
@@ -102,7 +105,8 @@ class RankBytes:
 
 
 def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
-    """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4.
+    """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
+    GEMMs, for which the weights include their quantised copies.
 
     Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
     """
@@ -114,8 +118,11 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     has_master = precision.params != precision.main_params_dtype
     weight = num_bytes(precision.params)
     weights = float(held.total * weight)
-    if precision.low_precision and precision.low_precision_params:
-        weights -= low.total * (weight - _LOW_WEIGHT.get(precision.recipe or "", 1 + 4 / 128**2))
+    if precision.recipe is not None and precision.low_precision_params:
+        keeps_both = precision.recipe in ("mxfp8", "nvfp4")
+        weights -= low.total * (weight - (_LOW_WEIGHT[precision.recipe] if keeps_both else _FP8_PARAMS))
+    elif precision.recipe is not None:
+        weights += low.total * _LOW_WEIGHT.get(precision.recipe, 2.0)
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
@@ -177,7 +184,7 @@ class RankMemory:
         plan, layout = self.plan, self.plan.layout
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
-        late = [sum(map(self._late, of_chunk)) for of_chunk in self.layers_of_chunks(rank)]
+        late = [self._late_of(stage) for stage in self.plan.layout.chunks(rank)]
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
         in_flight, delayed = _peak(self.moments(rank), sizes, late)
         modules: dict[str, float] = defaultdict(float)
@@ -202,7 +209,7 @@ class RankMemory:
             in_flight=sum(in_flight),
             dispatch=workspace.dispatch,
             working=workspace.other,
-            receive_slots=max((receive_slots(each, plan.parallel, self.sizes) for each in set(layers)), default=0.0),
+            receive_slots=max((receive_slots(each, plan, self.sizes) for each in set(layers)), default=0.0),
             transfers=self._transfers(),
             visiting=self._visiting(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),
@@ -229,14 +236,32 @@ class RankMemory:
         return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
-        """Numbers of parameters of a pipeline rank: (all, those stored in FP8 or FP4)."""
+        """Numbers of parameters of a pipeline rank: (all, those of FP8 or FP4 GEMMs)."""
         if rank not in self._held:
             plan, low = self.plan, HeldElements()
-            if plan.precision.low_precision and plan.precision.low_precision_params:
-                kinds = Counter(self._layers_of(rank)).items()
+            config = plan.precision.low_precision
+            if config is not None:
+                kinds = Counter(self._low_layers_of(rank)).items()
                 low = sum((low_elements(layer, plan.parallel) * count for layer, count in kinds), low)
+                joined = 2 * plan.model.hidden_size**2 // plan.parallel.tp
+                low += HeldElements(attention=joined * sum(stage.num_mtp for stage in plan.layout.chunks(rank)))
+                if config.output_layer and any(stage.loss for stage in plan.layout.chunks(rank)):
+                    head = plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp
+                    low += HeldElements(attention=head)
             self._held[rank] = held_by_rank(plan.model, plan.layout, rank, plan.parallel), low
         return self._held[rank]
+
+    def _low_layers_of(self, rank: int) -> list[LayerConfig]:
+        """Layers of a pipeline rank with FP8 or FP4 GEMMs."""
+        model, stages = self.plan.model, self.plan.layout.chunks(rank)
+        own = [model.layers[index] for stage in stages for index in stage.layers if self._is_low(index)]
+        return own + [model.layers[-1]] * sum(stage.num_mtp for stage in stages)
+
+    def _is_low(self, index: int) -> bool:
+        """Whether a decoder layer has FP8 or FP4 GEMMs."""
+        config = self.plan.precision.low_precision
+        last = len(self.plan.model.layers)
+        return config is not None and config.layers_at_start <= index < last - config.layers_at_end
 
     def _layers_of(self, rank: int) -> list[LayerConfig]:
         return [layer for layers in self.layers_of_chunks(rank) for layer in layers]
@@ -269,6 +294,8 @@ class RankMemory:
                 # only layer inputs are saved: of every layer, or of the first layer of each recomputed group
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
                 tensors = [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
+            if not self._is_low(layer):
+                tensors = [replace(each, low=False) for each in tensors]
             saved += tensors
         saved += stage_tensors(plan.model, stage, plan.parallel, self.sizes)
         modules: dict[str, float] = defaultdict(float)
@@ -283,13 +310,17 @@ class RankMemory:
         return _ChunkActivations(modules, on_host - kept)
 
     def _place(self, tensor: SavedActivation) -> _Placed:
-        memory, low, recompute = self.plan.memory, self.plan.precision.recipe, self.plan.memory.recompute
+        memory, config, recompute = self.plan.memory, self.plan.precision.low_precision, self.plan.memory.recompute
         freed_by = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
         if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
             freed_by = (WHOLE_LAYER,)
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(0.0, recomputed=tensor.bytes)
-        size = tensor.elements * _LOW_ACTIVATION.get(low, 1.0) if tensor.low and low else float(tensor.bytes)
+        size, in_pages = float(tensor.bytes), memory.paged_stash is not None and tensor.even_bytes
+        if tensor.low and config is not None and config.weight_grad and not in_pages:
+            size = tensor.elements * _LOW_ACTIVATION.get(config.recipe, 1.0)
+            if tensor.rows_of_experts is not None:
+                size *= _padding(config, *tensor.rows_of_experts)
         if memory.paged_stash is not None and tensor.even_bytes:
             # rows restored from the stash do not raise the peak: the earlier dispatch needs more memory
             return _Placed(
@@ -306,8 +337,14 @@ class RankMemory:
         """Bytes that a layer saves for one microbatch, including offloaded tensors and excluding recomputed tensors."""
         return sum(each.device + each.host for each in map(self._place, self.tensors(layer)))
 
-    def _late(self, layer: LayerConfig) -> float:
-        """Bytes per microbatch that an MoE layer keeps after backward for delayed expert weight gradients."""
+    def _late_of(self, stage: StageLayout) -> float:
+        """Bytes per microbatch that a stage keeps after backward for delayed expert weight gradients."""
+        layers = self.plan.model.layers
+        own = sum(self._late(layers[index], low=self._is_low(index)) for index in stage.layers)
+        return own + stage.num_mtp * self._late(layers[-1], low=self.plan.precision.low_precision is not None)
+
+    def _late(self, layer: LayerConfig, *, low: bool) -> float:
+        """Bytes per microbatch that an MoE layer keeps after backward. `low`: whether its GEMMs use FP8 or FP4."""
         feed_forward = layer.shard(self.plan.parallel).feed_forward
         if not isinstance(feed_forward, MoEConfig):
             return 0.0
@@ -315,6 +352,10 @@ class RankMemory:
         rows = expert_rows(feed_forward, self.plan.parallel, self.sizes.residual, self.sizes.imbalance)
         # inputs and output gradients of fc1 and fc2
         width = 2 * experts.hidden_size + (1 + experts.activation.fan) * experts.ffn_hidden_size
+        config = self.plan.precision.low_precision
+        if low and config is not None and config.weight_grad:
+            experts_here = feed_forward.router.num_experts // self.plan.parallel.ep
+            return rows * width * _LOW_ACTIVATION.get(config.recipe, 1.0) * _padding(config, int(rows), experts_here)
         return rows * width * self.sizes.activation
 
     def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
@@ -384,6 +425,12 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
     """Moment with the most saved bytes. A microbatch of chunk i saves chunks[i] in flight and late[i] when delayed."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
+
+
+def _padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:
+    """Size of a columnwise copy of expert rows, whose experts are padded to whole blocks, relative to its rows."""
+    length = config.inputs.block[1]
+    return (num_rows // length + num_experts) * length / num_rows if length and num_rows else 1.0
 
 
 def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:

@@ -12,6 +12,7 @@ from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, saves_pairs
 
 ATTENTION = ("input_norm", "attention")
@@ -150,11 +151,12 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
     return Workspace(dispatch=sent + held, other=held)
 
 
-def receive_slots(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Bytes of the flex dispatcher's symmetric memory. Each of four exchanges (dispatch, combine and their backwards)
-    has slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice."""
+def receive_slots(layer: LayerConfig, plan: RunPlan, sizes: ActivationSizes) -> float:
+    """Bytes of the flex dispatcher's symmetric memory. Each of its two channels (four in a schedule that overlaps two
+    microbatches) has slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice."""
+    parallel = plan.parallel
     config, ranks = layer.feed_forward, parallel.ep * parallel.etp
     if not isinstance(config, MoEConfig) or config.dispatcher != "flex" or ranks == 1:
         return 0.0
     per_token = config.experts.hidden_size * sizes.activation + config.router.topk * (4 + sizes.internal)
-    return 4.0 * ranks * sizes.residual * per_token
+    return (4.0 if plan.pipeline.overlap else 2.0) * ranks * sizes.residual * per_token

@@ -12,10 +12,10 @@ import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels import fake_low_precision, reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.fakes import fake_backend
-from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Selection
 
 
 def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
@@ -34,6 +34,8 @@ def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
 
 
 def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
+    if op in LOW_PRECISION_OPS:
+        return "as fused kernels", getattr(fake_low_precision, op)
     if request not in ("auto", "hopper", *_FAKED, reference.NAME):
         raise EnvironmentProblem(
             f"memory emulation on a CPU does not support kernel backend '{request}' for '{op}'; use auto, "

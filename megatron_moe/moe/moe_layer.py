@@ -170,21 +170,25 @@ class MoELayer(nn.Module):
         return state.evolve(out_SBH=out_SBH, normed_SBH=None, routed_TH=None, shared=None)
 
 
-def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:
+def new_expert_comm(
+    config: MoEConfig, ctx: ParallelContext, kernels: Kernels, *, overlaps_microbatches: bool = False
+) -> ExpertComm:
     """Creates the communication state of the token dispatchers of `--moe-token-dispatcher-type`; the local dispatcher
-    if every rank has all experts."""
+    if every rank has all experts. `overlaps_microbatches`: see `ExpertComm`."""
     num_ranks = ctx.group("etp_ep").size
     kind: str = "local" if num_ranks == 1 else config.dispatcher
     library = config.flex_dispatcher_backend
     if kind == "flex" and library == "deepep" and has_deepep():
         kind = "flex with deepep"
-    assert kind == "local" or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {num_ranks} ranks"
+    assert num_ranks == 1 or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {num_ranks} ranks"
     comm = ExpertComm(
         ctx,
         kernels,
         LocalDispatcher if kind == "local" else DISPATCHERS[kind],
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
+        row_alignment=config.row_alignment,
+        overlaps_microbatches=overlaps_microbatches,
     )
     if kind == "flex" and library != "symmetric":
         reason = "deep_ep is not installed" if library == "deepep" else "it is not supported"

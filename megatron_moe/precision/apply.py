@@ -1,8 +1,9 @@
 """Applies an FP8 or FP4 recipe to the linear layers of a model."""
 
+from fnmatch import fnmatchcase
 from functools import partial
 
-from megatron_moe.config.precision import LowPrecisionConfig
+from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.gpt import GPT
@@ -17,14 +18,16 @@ from megatron_moe.precision.linear_precision import DelayedScaling, LinearPrecis
 LowPrecisionModule = Linear | ExpertStack | Head
 
 
-def apply_low_precision(model: GPT, config: LowPrecisionConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelContext, kernels: Kernels) -> None:
     """Sets `precision` of the linear layers and experts of the decoder and of multi-token prediction.
 
     Embedding, router, gates, norms and the output layer keep the dtype of the parameters; the output layer only without
-    `config.output_layer`. So do the first and last decoder layers selected by `config`.
+    `config.output_layer`. So do the first and last decoder layers selected by `config`. Patterns of
+    `precision.module_precision` override the recipe of single modules.
     """
     for name, module in model.named_modules():
-        if isinstance(module, LowPrecisionModule) and _uses_low_precision(name, module, model, config):
+        config = _config_of(name, module, model, precision) if isinstance(module, LowPrecisionModule) else None
+        if isinstance(module, LowPrecisionModule) and config is not None:
             delayed = _delayed_scaling(module, config, ctx) if config.recipe == "delayed" else None
             options = {"name": name, "save_input": _saves_input(name, model), "delayed": delayed}
             module.precision = LinearPrecision(config, kernels, **options)
@@ -50,6 +53,20 @@ def _delayed_scaling(module: LowPrecisionModule, config: LowPrecisionConfig, ctx
     return delayed
 
 
+def _config_of(
+    name: str, module: LowPrecisionModule, model: GPT, precision: PrecisionConfig
+) -> LowPrecisionConfig | None:
+    """Recipe of a module; None: its GEMMs use the dtype of the parameters."""
+    config = precision.low_precision
+    if config is not None and not _uses_low_precision(name, module, model, config):
+        config = None
+    for override in precision.module_precision:
+        if fnmatchcase(name, override.pattern) and not isinstance(module, Head):
+            applies = override.in_params_dtype if config is None else override.in_low_precision
+            return override.config if applies else config
+    return config
+
+
 def _uses_low_precision(name: str, module: LowPrecisionModule, model: GPT, config: LowPrecisionConfig) -> bool:
     if isinstance(module, Head):
         return config.output_layer
@@ -70,9 +87,10 @@ def _saves_input(name: str, model: GPT) -> bool:
         return saved_tensors.stash is not None or is_discarded
     if linear == "linear_proj":  # attention saves its output, except where a gate multiplies it
         attention = model.get_submodule(owner)
-        has_gate = isinstance(attention, Attention) and attention.config.output_gate
-        return not has_gate and not saved_tensors.is_recomputed("core_attn")
-    if owner.endswith(".shared_experts") and linear == "linear_fc1":  # the router saves the same input
+        return not (isinstance(attention, Attention) and attention.config.output_gate)
+    # several layers, or a layer and the router, save the same input
+    if linear in ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "fc1_latent_proj"):
         return True
-    follows_norm = linear in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_fc1")
-    return follows_norm and saved_tensors.is_recomputed("layernorm")
+    if linear == "linear_fc1" and owner.endswith(".shared_experts"):
+        return True
+    return linear in ("linear_qkv", "linear_fc1") and saved_tensors.is_recomputed("layernorm")

@@ -122,9 +122,9 @@ def _split(x: Tensor, offsets_e: Tensor) -> list[Tensor]:
 
 def _joined(copies: list[QuantizedCopy], *, data_dim: int, scales_dim: int) -> QuantizedCopy:
     """Concatenates copies along the given dims of data and scales; factors are stacked."""
-    data, scales = (torch.cat([copy[i] for copy in copies], dim) for i, dim in ((0, data_dim), (1, scales_dim)))
     factors = [copy.factor for copy in copies if copy.factor is not None]
-    return QuantizedCopy(data, scales, torch.cat(factors))
+    data = torch.cat([copy.data for copy in copies], data_dim)
+    return QuantizedCopy(data, torch.cat([copy.scales for copy in copies], scales_dim), torch.cat(factors))
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:

@@ -35,12 +35,11 @@ class QuantizedTensor:
     (nvfp4).
 
     Rows of experts ([R, C], sorted by expert) are quantised per expert. With `WHOLE`, the scales are [e], one per
-    expert. In `columnwise`, [C, R], blocks start again at each expert's first row; the blocks of all experts are
-    stored without gaps in scales [R // n + e, C], whose last rows may be unused. Kernels may instead return [C, n (R //
-    n + e)], where every block starts at a multiple of n and the rest of an expert's last block is 0.
+    expert. Otherwise, `columnwise` pads each expert's rows with zeros to whole blocks: there are R // n + e blocks, of
+    which the last ones may be unused, with bytes [C, blocks * n] and scales [blocks, C].
 
     Copies in E2M1 are padded with zeros along their last dim to whole blocks, because elements share bytes and the
-    Hadamard transform mixes the elements of a block. Rows of experts are padded per expert.
+    Hadamard transform mixes the elements of a block.
     """
 
     rowwise: Tensor | None
@@ -126,26 +125,18 @@ def unpack_e2m1(data: Tensor) -> Tensor:
 def expert_copies(
     copy: QuantizedCopy, block: tuple[int, int], ends: list[int], *, columnwise: bool
 ) -> list[QuantizedCopy]:
-    """Splits a copy of expert rows into one copy per expert. `ends`: end of each expert's rows."""
-    parts, first_block = [], 0
-    per_block = block[1] // 2 if copy.data.dtype == torch.uint8 else block[1]
-    has_gaps = columnwise and block != WHOLE and copy.data.shape[1] == per_block * len(copy.scales)
+    """Splits a copy of expert rows into one copy per expert, with the padding of columnwise copies. `ends`: end of each
+    expert's rows."""
+    bytes_per_block = block[1] // 2 if copy.data.dtype == torch.uint8 else block[1]
+    parts, first = [], 0
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        if not columnwise:
-            data = copy.data[start:end]
-        elif copy.data.dtype == torch.uint8:
-            data = copy.data[:, first_block * per_block : (first_block - (start - end) // block[1]) * per_block]
-        elif has_gaps:
-            data = copy.data[:, first_block * per_block : first_block * per_block + end - start]
-        else:
-            data = copy.data[:, start:end]
         if block == WHOLE:
-            scales = copy.scales[expert]
+            data, scales = copy.data[:, start:end] if columnwise else copy.data[start:end], copy.scales[expert]
         elif columnwise:
-            num_blocks = -(-(end - start) // block[1])
-            scales = copy.scales[first_block : first_block + num_blocks]
-            first_block += num_blocks
+            last = first - (start - end) // block[1]
+            data, scales = copy.data[:, first * bytes_per_block : last * bytes_per_block], copy.scales[first:last]
+            first = last
         else:
-            scales = copy.scales[:, start:end]
+            data, scales = copy.data[start:end], copy.scales[:, start:end]
         parts.append(QuantizedCopy(data, scales, None if copy.factor is None else copy.factor[expert]))
     return parts

@@ -4,6 +4,8 @@ They give the bytes and scales of Transformer Engine's kernels. Inputs are conve
 to nearest even and saturate; nan stays nan.
 """
 
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,9 @@ from megatron_moe.config.precision import WHOLE, Element, OperandFormat
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, spread_scales
 
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+DTYPES = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
+LARGEST = MappingProxyType({"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0})
+"""Largest number of each element format."""
 _MANTISSA = 0x7FFFFF
 
 
@@ -94,14 +97,13 @@ def _e8m0(amax: Tensor) -> Tensor:
 
 
 def _expert_columns(x: Tensor, form: OperandFormat, offsets_e: Tensor) -> QuantizedCopy:
-    """Columnwise copy of expert rows [R, C]: the transposed rows, in blocks that start again at every expert."""
+    """Columnwise copy of expert rows [R, C]: the transposed rows, padded with zeros to whole blocks per expert."""
     length, num_experts = form.block[1], len(offsets_e)
     place_R, is_row_R = _padded_places(offsets_e, len(x), length)
     num_places = (len(x) // length + num_experts) * length
     padded = x.new_zeros(num_places + 1, x.shape[1])
     padded[place_R] = torch.where(is_row_R[:, None], x.detach(), 0)
-    copy = quantize_copy(padded[:num_places].T, form)
-    return QuantizedCopy(copy.data[:, place_R.clamp(max=num_places - 1)], copy.scales)
+    return quantize_copy(padded[:num_places].T, form)
 
 
 def _padded_places(offsets_e: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from megatron_moe.config.model import ModelConfig, MTPConfig, with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GIB
@@ -284,7 +284,7 @@ def test_optimizer_offload_removes_state_from_the_device():
 
 def test_fp8_halves_the_inputs_of_expert_gemms():
     """About 16 GB of DeepSeek-V3's expert inputs, says the paper, for the 60 layers in flight on pipeline rank 2."""
-    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision="tensorwise")), 2)
+    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision=low_precision_config("tensorwise"))), 2)
     saved = dict(of_rank(DEEPSEEK, 2).activations)["experts"] - dict(low.activations)["experts"]
     assert saved == 60 * (448 + 128) / 2 * (1 << 20)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from arguments.flags import Registry
 from arguments.recipe_table import row_of
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
+from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
@@ -45,7 +46,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     standard = of_rank(with_standard_permutation(DEEPSEEK)).kept - plain.kept
     assert standard == 68 * STANDARD_PERMUTATION
     lean = of_rank(replace(DEEPSEEK, precision=replace(BF16, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")))
-    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision="blockwise")))
+    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision=low_precision_config("blockwise"))))
     h100 = row_of("deepseek-v3-h100-1024", Registry.declared()).plan
     paper = ("mlp", "mla_up_proj", "moe_act", "layernorm")
     yield "total of a middle stage", "199.5", f"{plain.total / GIB:.1f}"

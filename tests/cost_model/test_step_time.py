@@ -7,7 +7,7 @@ import pytest
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.step_time import in_flight, pipeline_bubble, stage_costs, step_time
@@ -82,7 +82,9 @@ def test_the_bound_is_operations_over_peak_and_bubble():
     FP64_REF.check(time.bound, time.compute / (1 - time.bubble))
     FP64_REF.check(time.per_token * 16 * tiny.SEQ, time.flops.total)
     FP64_REF.check(time.bubble, pipeline_bubble(plan.schedule(4), stage_costs(plan)))
-    low = step_time(replace(plan, precision=PrecisionConfig(params="bf16", low_precision="blockwise")), gpu)
+    low = step_time(
+        replace(plan, precision=PrecisionConfig(params="bf16", low_precision=low_precision_config("blockwise"))), gpu
+    )
     in_bf16 = time.flops.head + time.flops.core_attention
     FP64_REF.check(low.compute, (in_bf16 + (time.flops.total - in_bf16) / 2) / 4 / gpu.bf16)
 

@@ -40,7 +40,7 @@ def by_block(x: Tensor, block: tuple[int, int], largest: float, element: torch.d
     for i in range(0, x.shape[0], height):
         for j in range(0, x.shape[1], width):
             part = x[i : i + height, j : j + width].float()
-            scale = largest / part.abs().max() if part.numel() and part.any() else torch.ones(())
+            scale = torch.tensor(largest) / part.abs().max() if part.numel() and part.any() else torch.ones(())
             if power_of_2:
                 scale = 2.0 ** torch.floor(torch.log2(scale))
             value = (part * scale).clamp(-largest, largest).to(element).double() * (1 / scale).double()

@@ -20,6 +20,7 @@ from megatron_moe.config.attention import ContextExchange
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.parallel import Launch
+from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
@@ -156,6 +157,26 @@ def test_standard_permutation_saves_the_expert_outputs() -> None:
     assert abs(standard.ratio - 1) < WITHIN
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8", "nvfp4"])
+def test_low_precision_copies_agree(recipe: str) -> None:
+    """Quantised weights and saved columnwise copies, with layers in bf16 and weight gradients of two microbatches."""
+    plan = plan_of("q6")
+    for options in ({"layers_at_start": 2, "layers_at_end": 1}, {"weight_grad": False}):
+        low = replace(plan.precision, low_precision=low_precision_config(recipe, **options))
+        found = compare(replace(plan, precision=low))
+        assert abs(found.ratio - 1) < 0.002
+    without = replace(plan, precision=replace(plan.precision, low_precision=None))
+    assert found.closed.kept == compare(without).closed.kept, "the original inputs are saved"
+
+
+def test_low_precision_under_sequence_parallelism_agrees() -> None:
+    """Inputs of column-parallel matrices are saved as shards, before quantisation."""
+    plan = plan_of("q6")
+    parallel = replace(plan.parallel, tp=2, etp=2, world_size=2, sequence_parallel=True)
+    low = replace(plan.precision, low_precision=low_precision_config("blockwise"))
+    assert abs(compare(replace(plan, parallel=parallel, precision=low)).ratio - 1) < WITHIN
+
+
 def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
     plan = plan_of("m8")
     one, two = (
@@ -211,7 +232,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(factor: float | None, num_sm
     )
     parallel = replace(plan.parallel, ep=4, world_size=4)
     found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
-    slots = 4 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # exchanges x ranks x tokens x bytes
+    slots = 2 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # channels x ranks x tokens x bytes
     assert found.closed.receive_slots == slots
     assert abs(found.ratio - 1) < WITHIN
 

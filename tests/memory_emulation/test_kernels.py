@@ -15,7 +15,7 @@ from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import fakes, reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.kernel_set import OPS
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan, QueryKeyTransform
 from megatron_moe.kernels.pages import make_pages
 from megatron_moe.memory_emulation import kernels as emulated
@@ -184,8 +184,10 @@ def test_fakes_do_not_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_op_is_emulated_by_the_backend_that_auto_selects() -> None:
     backends = {choice.op: choice.backend for choice in KERNELS.choices}
-    assert {op for op, name in backends.items() if name == "as triton"} == set(triton_kernels.PROVIDES)
-    rest = set(OPS) - set(triton_kernels.PROVIDES) - set(torch_native.PROVIDES)
+    assert {op for op, name in backends.items() if name == "as triton"} == set(triton_kernels.PROVIDES) - set(
+        LOW_PRECISION_OPS
+    )
+    rest = set(OPS) - set(triton_kernels.PROVIDES) - set(torch_native.PROVIDES) - set(LOW_PRECISION_OPS)
     assert all(backends[op] == reference.NAME for op in rest), "plain torch on a GPU, and so here"
 
 

@@ -10,12 +10,16 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_moe.config.model import with_experts
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
-from tests.parity.cells import compare_plan, plan_of
+from megatron_moe.layout_check.table import compare_runs
+from tests.helpers.tolerances import FP64_LAYOUT
+from tests.parity.cells import compare_plan, plan_of, record_one_rank
 from tests.parity.dimensions import cell_of
 
 PLAIN_WEIGHT_GRAD = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
 SINGLE_ELEMENTS = low_precision_config("blockwise", blocks=1)
+DELAYED = low_precision_config("delayed", hybrid=True, amax_history_len=2, amax_compute_algo="max", margin=1)
 LAYOUTS = (
     "plain",
     "tp=2 sp=on shared=on",
@@ -32,6 +36,8 @@ LAYOUTS = (
     "recompute=moe documents=packed",
 )
 """Cells of the parity matrix."""
+CUT_BLOCKS = ("tp=4 sp=on attention=mla mtp=on",)
+"""Cells whose shards cut blocks of 4 elements; scales of whole tensors, reduced over all ranks, are not concerned."""
 PER_TENSOR_LAYOUTS = ("dp=2 zero=on accumulation=2", "pp=2 accumulation=2 recompute=small")
 """Cells whose GEMM operands are the same tensors on one rank."""
 
@@ -52,7 +58,30 @@ def test_layouts_with_quantised_weight_gradients_equal_one_rank(name: str) -> No
     check(name, SINGLE_ELEMENTS)
 
 
+@pytest.mark.parametrize("name", (*LAYOUTS, *CUT_BLOCKS))
+def test_layouts_with_delayed_scales_equal_one_rank(name: str) -> None:
+    """The first step has scale 1, so gradients must have one magnitude: data-parallel ranks do not divide the loss."""
+    check(f"{name} loss=token".removeprefix("plain "), DELAYED)
+
+
 @pytest.mark.parametrize("name", PER_TENSOR_LAYOUTS)
-@pytest.mark.parametrize("recipe", ["tensorwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 def test_layouts_with_the_same_tensors_equal_one_rank(name: str, recipe: str) -> None:
     check(name, low_precision_config(recipe, hybrid=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["dp=2 ep=2 dispatcher=alltoall loss=token", "tp=2 sp=on ep=2 dispatcher=flex accumulation=2"]
+)
+def test_padded_expert_rows_equal_one_rank(name: str) -> None:
+    """--moe-router-padding-for-quantization: padding rows change no result."""
+    plan = plan_of(cell_of(name))
+    padded = with_experts(plan.model, lambda moe: replace(moe, row_alignment=8))
+    plan = replace(plan, model=padded, precision=replace(plan.precision, low_precision=DELAYED))
+    comparison = compare_plan(plan)
+    assert comparison.equal, comparison.text()
+    unpadded = with_experts(plan.model, lambda moe: replace(moe, row_alignment=1))
+    comparison = compare_runs(
+        record_one_rank(replace(plan, model=unpadded)), [record_one_rank(plan)], rtol=FP64_LAYOUT.rtol
+    )
+    assert comparison.equal, comparison.text()

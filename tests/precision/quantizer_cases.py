@@ -47,6 +47,7 @@ def make_input(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> Tensor:
 def digests(parts: Mapping[str, Tensor]) -> dict[str, str]:
     """Shape and checksum of the bytes of every tensor."""
     return {
-        name: f"{tuple(part.shape)} " + hashlib.sha256(part.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()[:16]
+        name: f"{tuple(part.shape)} "
+        + hashlib.sha256(part.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()[:16]
         for name, part in parts.items()
     }

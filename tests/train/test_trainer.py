@@ -187,7 +187,7 @@ def test_out_of_memory_step_raises_with_a_report():
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_expert_row_overflow_on_one_rank_stops_updates_of_all_ranks(monkeypatch, overflows):
-    def new_expert_comm(kind, ctx, kernels):
+    def new_expert_comm(kind, ctx, kernels, **options):
         return ExpertComm(ctx, kernels, TokenMajorDispatcher, row_capacity_factor=1.0)
 
     def spoil(trainer, step):

@@ -39,7 +39,7 @@ class AllToAllHandle:
     index: RowIndex
     """Token of each row that this rank sends."""
     order: RowIndex | None
-    """Permutation that sorts the received rows by expert; None if this rank has only one expert."""
+    """Permutation that sorts and pads the received rows by expert; None if one expert has them all, without padding."""
     plan: ExchangePlan
     num_tokens: int
 
@@ -64,7 +64,7 @@ class AllToAllDispatcher:
     can_overflow = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
-        self.kernels = comm.kernels
+        self.kernels, self.align = comm.kernels, comm.row_alignment
         self.read_rows: Callable[[Tensor, int], list[list[int]]] = lambda rows_PQ, num_choices: rows_PQ.tolist()
         """Function that copies rows_PQ to the host. rows_PQ[p, q] is the number of rows that rank p of etp x ep sends
         to rank q of ep. Memory emulation replaces the function by an estimate from this rank's number of choices."""
@@ -143,13 +143,14 @@ class AllToAllDispatcher:
         )
 
     def _order(self, plan: ExchangePlan) -> RowIndex | None:
-        """Permutation that stably sorts the received rows by local expert; None if the rank has only one expert."""
+        """Permutation that stably sorts the received rows by local expert and pads each expert's rows; None if the rank
+        has only one expert and pads nothing."""
         num_sources, num_local = plan.counts_Pe.shape
-        if num_local == 1:
+        if num_local == 1 and self.align == 1:
             return None
         expert_Pe = torch.arange(num_local, device=plan.counts_Pe.device).expand(num_sources, num_local)
         ids_R = expert_Pe.flatten().repeat_interleave(plan.counts_Pe.flatten(), output_size=plan.num_held)
-        return self.kernels.sort_rows(ids_R[:, None], num_local, None)
+        return self.kernels.sort_rows(ids_R[:, None], num_local, None, self.align)
 
 
 def _arrival_order(ctx: ParallelContext) -> list[int]:

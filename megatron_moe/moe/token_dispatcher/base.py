@@ -122,6 +122,8 @@ class ExpertComm:
         *,
         row_capacity_factor: float | None = None,
         num_sms: int | None = None,
+        row_alignment: int = 1,
+        overlaps_microbatches: bool = False,
     ) -> None:
         """Creates the resources.
 
@@ -130,12 +132,16 @@ class ExpertComm:
             row_capacity_factor: bound on the rows of a rank, relative to T * K; None: what no routing exceeds. Only for
                 dispatchers that can overflow.
             num_sms: multiprocessors of a push; None: all.
+            row_alignment: multiple to which the rows of an expert are padded.
+            overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
         """
         self.ctx = ctx
         self.kernels = kernels
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
         self.dispatcher = dispatcher
         self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
+        self.row_alignment = row_alignment
+        self.overlaps_microbatches = overlaps_microbatches
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
             self.overflow = torch.zeros((), device=ctx.device)
@@ -179,16 +185,19 @@ class ExpertComm:
         return all_reduce_(self.overflow.clone(), self.ctx.group("world"), "max")
 
 
-def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:
+def index_rows(
+    routing: Routing, kernels: Kernels, max_rows: int | None = None, *, align: int = 1
+) -> tuple[RowIndex, Tensor]:
     """Returns the `RowIndex` and the probabilities of a routing's R rows, which are sorted by expert, then by token.
 
     R is known on the host: E * capacity if experts are padded, otherwise T * K (T * E if `map_TE` is set). `max_rows`
-    is an upper limit of R; all rows beyond it must be padding."""
+    is an upper limit of R; all rows beyond it must be padding. `align`: multiple to which each expert's rows are
+    padded, only if `map_TE` is None; R then includes the largest number of padding rows."""
     if routing.map_TE is not None:
         index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
     else:
         assert routing.ids_TK is not None, "a routing is sparse or dense"
-        index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity)
+        index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity, align)
     probs_R = kernels.gather_probs(routing.probs, index)
     return (index, probs_R) if max_rows is None else (first_rows(index, max_rows), probs_R[:max_rows])
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.ops import RowIndex, most_rows
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows
 
 Work = Any
@@ -182,15 +182,16 @@ class FlexDispatcher:
         """Rows of the local experts among the received choices, and the number of rows needed (int32 scalar on the
         device) if it may exceed the bound."""
         capacity = None if capacity_per_rank is None else capacity_per_rank * self.num_ranks
-        index = self.kernels.sort_rows(ids_GK, self.num_local, capacity)
+        align = self.comm.row_alignment
+        index = self.kernels.sort_rows(ids_GK, self.num_local, capacity, align)
         if capacity is not None:
             return index, None
-        bound = len(ids_GK) * min(ids_GK.shape[1], self.num_local)
+        bound = most_rows(len(ids_GK) * min(ids_GK.shape[1], self.num_local), self.num_local, align)
         factor = self.comm.row_capacity_factor
         even_share = ids_GK.numel() / self.comm.ep.size
         if factor is None or factor * even_share >= bound:
             return first_rows(index, bound), None
-        bound = int(factor * even_share)
+        bound = most_rows(int(factor * even_share), self.num_local, align)
         assert index.rows_TK is not None
         bounded = replace(
             first_rows(index, bound),

@@ -13,7 +13,7 @@ class LocalDispatcher:
     can_overflow = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
-        self.kernels = comm.kernels
+        self.kernels, self.align = comm.kernels, comm.row_alignment
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         return tokens_TH, routing
@@ -21,7 +21,7 @@ class LocalDispatcher:
     def finish_dispatch(self, pending: tuple[Tensor, Routing]) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies every token to the rows of its experts; padding rows are zeros."""
         tokens_TH, routing = pending
-        index, probs_R = index_rows(routing, self.kernels)
+        index, probs_R = index_rows(routing, self.kernels, align=self.align)
         return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[DispatchedTokens, CombineHandle]:

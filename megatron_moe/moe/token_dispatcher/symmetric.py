@@ -29,8 +29,12 @@ class _Push:
 
 
 class SymmetricTransport:
-    """Pushes rows to the ranks that need them, through one channel per direction and pass: a schedule that overlaps two
-    microbatches has at most one exchange of each in progress. Raises EnvironmentProblem if the ranks span hosts."""
+    """Pushes rows to the ranks that need them. Raises EnvironmentProblem if the ranks span hosts.
+
+    One channel carries tokens (dispatch and the gradient of combine) and one carries sums (combine and the gradient of
+    dispatch). If the schedule overlaps the forward of one microbatch with the backward of another, each pass has its
+    own two, because exchanges of both are in progress at the same time.
+    """
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self._comm, self._kernels, self._group = comm, comm.kernels, comm.etp_ep
@@ -43,7 +47,7 @@ class SymmetricTransport:
                 f"use --moe-token-dispatcher-type alltoall, or at most {launch.local_world_size} expert ranks"
             )
         self._streams = make_streams(comm.ctx.device, _STREAM)
-        self._channels: dict[tuple[str, ChannelShape], PushChannel] = {}
+        self._channels: dict[tuple[str, bool, ChannelShape], PushChannel] = {}
         num_local = num_experts // comm.ep.size
         self._first, self._num_local = comm.ep.rank * num_local, num_local
         grid = expert_grid(comm.ctx.config)
@@ -56,7 +60,7 @@ class SymmetricTransport:
         return ExchangeRoute(ids_TK, self._kernels.mark_ranks(ids_TK, self._owner_EP))
 
     def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _Push:
-        channel = self._channel("dispatch" if probs_TK is not None else "combine backward", tokens_TH, route)
+        channel = self._channel("tokens", probs_TK is None, tokens_TH, route)
         choices = None if probs_TK is None else (route.ids_TK, probs_TK.to(channel.received_values.dtype))
 
         def push() -> None:
@@ -73,7 +77,7 @@ class SymmetricTransport:
         return ReceivedTokens(channel.received, local_GK, channel.received_values)
 
     def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _Push:
-        channel = self._channel("combine" if grad_GK is None else "dispatch backward", rows_RH, route)
+        channel = self._channel("sums", grad_GK is not None, rows_RH, route)
 
         def push() -> None:
             self._kernels.push_sums(rows_RH, index, grad_GK, channel)
@@ -111,13 +115,14 @@ class SymmetricTransport:
         exchange.keep = ()
         return exchange.channel
 
-    def _channel(self, purpose: str, rows: Tensor, route: ExchangeRoute) -> PushChannel:
-        """The channel of one purpose. Collective over the group when the shape is new."""
+    def _channel(self, content: str, in_backward: bool, rows: Tensor, route: ExchangeRoute) -> PushChannel:
+        """The channel of tokens or sums. Collective over the group when the shape is new."""
         num_tokens, topk = route.ids_TK.shape
         shape = ChannelShape(
             num_ranks=self._group.size, num_tokens=num_tokens, width=rows.shape[1], topk=topk, dtype=rows.dtype
         )
-        if (purpose, shape) not in self._channels:
+        key = (content, in_backward and self._comm.overlaps_microbatches, shape)
+        if key not in self._channels:
             ctx, group = self._comm.ctx, self._group
             channel = new_channel(
                 shape,
@@ -129,8 +134,8 @@ class SymmetricTransport:
             if is_emulated(group, ctx):  # the other ranks never arrive
                 channel.arrived[group.rank].fill_(_PAST_ALL_EPOCHS)
                 channel.acknowledged[group.rank].fill_(_PAST_ALL_EPOCHS)
-            self._channels[purpose, shape] = channel
-        return self._channels[purpose, shape]
+            self._channels[key] = channel
+        return self._channels[key]
 
 
 class SymmetricDispatcher(FlexDispatcher):

@@ -1,7 +1,7 @@
 """Expert weight gradients of block-scaled FP8 operands: both have 1x128 scales along the rows (tokens); fp32 results.
 
-Reads the columnwise (transposed) copies of `backends/triton/quantize.py`, in which block b of 128 rows, counted across
-all experts, starts at column 128 b. As in `fp8_product`, each block of 128 rows is multiplied into a fresh
+Reads the columnwise (transposed) copies, in which block b of 128 rows, counted across all experts, starts at column 128
+b. As in `fp8_product`, each block of 128 rows is multiplied into a fresh
 accumulator, which is scaled and added to sums in fp32 registers. TMA writes the result to the gradient buffer or adds
 it.
 """
@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron_moe.kernels import reference_low_precision as reference
 from megatron_moe.kernels.backends.hopper import weight_grad
 from megatron_moe.kernels.backends.hopper.tiles import add_block, aligned, blocks_of, extent, halves, new_barriers
 from megatron_moe.kernels.backends.triton import experts
@@ -45,11 +44,8 @@ MOST_PARTS = 2
 
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. Plain torch multiplies operands in which an expert's first block may start
-    elsewhere than at a multiple of 128 rows."""
-    if len(out) > 1 and not all(_has_gaps(each) for part in parts for each in (part.grad, part.rows)):
-        reference.quantized_grouped_weight_grad(parts, out, accumulate)
-    elif out.dtype is torch.float32 and FP8_KERNEL:
+    """See `Kernels.grouped_weight_grad`."""
+    if out.dtype is torch.float32 and FP8_KERNEL:
         _launch_all(parts, out, accumulate)
     else:
         plain = [_dequantized(part) for part in parts]
@@ -90,12 +86,6 @@ def _described(part: GroupedPart[MatrixOperand]) -> tuple[TensorDescriptor, Tens
         blocks_of(grad, [HALF.value, ROWS.value]), grad_scales.contiguous(),
         blocks_of(rows, [INPUTS.value, ROWS.value]), rows_scales.contiguous(), part.offsets_e,
     )  # fmt: skip
-
-
-def _has_gaps(operand: MatrixOperand) -> bool:
-    assert isinstance(operand, QuantizedTensor), f"{type(operand)}"
-    data, scales, _ = operand.column_copy
-    return data.shape[1] == ROWS.value * len(scales)
 
 
 def _columnwise(operand: MatrixOperand) -> tuple[Tensor, Tensor]:

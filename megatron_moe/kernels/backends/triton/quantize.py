@@ -45,8 +45,7 @@ def quantize_rows(
     scale: Tensor | None = None,
     seed: int = 0,
 ) -> QuantizedTensor:
-    """See `Kernels.quantize_rows`, for blocks of 1x128. The columnwise copy of expert rows has gaps: [C, 128 B] for B
-    blocks, so that every block starts at a multiple of 128; the rest of an expert's last block is 0."""
+    """See `Kernels.quantize_rows`, for blocks of 1x128."""
     assert form.block == (1, BLOCK) and scale is None, f"{form}"
     x_RK = rows_of(x)
     num_rows, width = x_RK.shape

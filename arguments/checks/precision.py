@@ -1,0 +1,102 @@
+"""Rules about FP8 and FP4 GEMMs."""
+
+from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
+from arguments.precision_file import read_module_precision
+from megatron_moe.config.exit_codes import counted
+
+
+def _low_precision(flags: RuleFlags) -> str:
+    """The option that requests FP8 or FP4 GEMMs, or an empty string."""
+    if flags.fp8_format:
+        return f"--fp8-format {flags.fp8_format}"
+    return f"--fp4-format {flags.fp4_format}" if flags.fp4_format else ""
+
+
+def one_low_precision_format(flags: RuleFlags) -> Violations:
+    """GEMMs are computed either in FP8 or in FP4."""
+    if flags.fp8_format and flags.fp4_format:
+        yield f"--fp8-format {flags.fp8_format} with --fp4-format {flags.fp4_format}", "leave one of them out"
+
+
+def low_precision_needs_bf16(flags: RuleFlags) -> Violations:
+    """FP8 and FP4 tensor cores read operands quantised from bf16 and return bf16. The emulation has no such limit."""
+    if _low_precision(flags) and not flags.bf16 and not flags.emulate_low_precision:
+        yield f"{_low_precision(flags)} with parameters in a wider dtype", "add --bf16, or --emulate-low-precision"
+
+
+def emulation_needs_low_precision(flags: RuleFlags) -> Violations:
+    """--emulate-low-precision concerns FP8 and FP4 GEMMs only."""
+    if flags.emulate_low_precision and not _low_precision(flags):
+        yield "--emulate-low-precision without effect: no GEMM is computed in FP8 or FP4", "add --fp8-format"
+
+
+def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
+    """The output layer supports only the FP8 recipe with the smallest blocks, and no loss in chunks."""
+    if not flags.fp8_output_proj:
+        return
+    if not flags.fp8_format or flags.fp8_recipe != "mxfp8":
+        given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "GEMMs in the dtype of the parameters"
+        yield f"--fp8-output-proj with {given}", "use --fp8-format and --fp8-recipe mxfp8, or leave it out"
+    elif flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear":
+        yield (
+            "--fp8-output-proj with --cross-entropy-fusion-impl linear, which fuses the output layer into the loss",
+            "leave one of them out",
+        )
+
+
+def bf16_layers_leave_other_layers(flags: RuleFlags) -> Violations:
+    """--first-last-layers-bf16 selects at most the layers of the first and of the last pipeline rank."""
+    if not flags.first_last_layers_bf16:
+        return
+    if flags.fp8_format and flags.fp8_recipe == "delayed":
+        yield "--first-last-layers-bf16 with --fp8-recipe delayed", "use another recipe, such as tensorwise"
+    most = flags.num_layers // flags.pipeline_model_parallel_size
+    for option, number in (
+        ("--num-layers-at-start-in-bf16", flags.num_layers_at_start_in_bf16),
+        ("--num-layers-at-end-in-bf16", flags.num_layers_at_end_in_bf16),
+    ):
+        if number > most:
+            yield f"{option} {number} exceeds the {counted(most, 'layer')} of a pipeline rank", f"use at most {most}"
+
+
+def router_padding_needs_low_precision(flags: RuleFlags) -> Violations:
+    """Expert rows are padded for the blocks of FP8 and FP4, by dispatchers that sort rows after the exchange."""
+    padding = "--moe-router-padding-for-quantization"
+    if not flags.moe_router_padding_for_quantization:
+        return
+    if not _low_precision(flags):
+        yield (
+            f"{padding} without effect: all GEMMs use the dtype of the parameters",
+            "add --fp8-format, or leave it out",
+        )
+    elif flags.num_experts and flags.moe_token_dispatcher_type == "allgather" and flags.expert_model_parallel_size > 1:
+        yield f"{padding} with --moe-token-dispatcher-type allgather", "use alltoall or flex, or leave it out"
+    elif "expert_choice" in flags.moe_router_load_balancing_type:
+        yield f"{padding} with expert choice, which selects a fixed number of rows", "leave one of them out"
+
+
+def precision_file_is_valid(flags: RuleFlags) -> Violations:
+    """The file selects recipes of modules by name patterns; kernels are selected for one recipe per run."""
+    if flags.te_precision_config_file is None:
+        return
+    option = f"--te-precision-config-file {flags.te_precision_config_file}"
+    try:
+        overrides = read_module_precision(flags.te_precision_config_file)
+    except ValueError as error:
+        yield f"{option}: {error}", "correct the file"
+        return
+    if not _low_precision(flags):
+        yield f"{option} without --fp8-format or --fp4-format", "add one of them"
+        return
+    own = f"{flags.fp4_recipe} e2m1" if flags.fp4_format else f"{flags.fp8_recipe} {flags.fp8_format}"
+    others = sorted({each.config.name for each in overrides if each.config} - {own})
+    if others and not flags.emulate_low_precision:
+        yield f"{option} uses {', '.join(others)} besides {own}", "use one recipe, or --emulate-low-precision"
+
+
+@missing_feature
+def low_precision_is_not_captured_by_module(flags: RuleFlags) -> Violations:
+    """Weights are quantised by the first microbatch of a step, which the replayed graph of a module does not know."""
+    others = {f"--cuda-graph-impl {flags.cuda_graph_impl}": flags.cuda_graph_impl in ("local", "transformer_engine")}
+    if _low_precision(flags) and any(others.values()):
+        yield f"{_low_precision(flags)} with {enabled(others)}", "use --cuda-graph-impl full_iteration, or none"

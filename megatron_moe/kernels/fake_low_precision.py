@@ -1,0 +1,82 @@
+"""Fakes of FP8 and FP4 kernels for memory emulation: they allocate the results of the fused kernels, on `meta`."""
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.precision import WHOLE, OperandFormat
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
+from megatron_moe.precision.quantizers import DTYPES
+
+_SCALES = MappingProxyType(
+    {"fp32": torch.float32, "power of 2": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+)
+
+
+def quantize_rows(
+    x: Tensor, form: OperandFormat, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None, **options: Any
+) -> QuantizedTensor:
+    num_rows, num_columns = x.shape
+    length, num_matrices = form.block[1], 1 if offsets_e is None else len(offsets_e)
+    row = column = None
+    if rowwise:
+        row = _copy(x, (num_rows, num_columns), form, _blocks(num_columns, length), num_matrices)
+    if columnwise:
+        blocks = _blocks(num_rows, length)
+        if offsets_e is not None and length:
+            blocks = num_rows // length + num_matrices
+            num_rows = blocks * length
+        column = _copy(x, (num_columns, num_rows), form, blocks, num_matrices)
+    return QuantizedTensor.of(row, column, form.block, x.dtype)
+
+
+def quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool, **options: Any) -> QuantizedTensor:
+    *stack, outputs, inputs = weight.shape
+    num_matrices = stack[0] if stack else 1
+    shapes = ((*stack, outputs, inputs), (*stack, inputs, outputs))
+    row, column = (
+        _copy(weight, shape, form, num_matrices * _blocks(shape[-1], form.block[1]), num_matrices) for shape in shapes
+    )
+    return QuantizedTensor.of(row, column if columnwise else None, form.block, weight.dtype)
+
+
+def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    rows, outputs = x.row_copy.data.shape[0], weight.row_copy.data.shape[-2]
+    return x.row_copy.data.new_empty(rows, outputs, dtype=x.dtype)
+
+
+def quantized_linear_input_grad(grad: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
+    rows, inputs = grad.row_copy.data.shape[0], weight.column_copy.data.shape[-2]
+    return grad.row_copy.data.new_empty(rows, inputs, dtype=grad.dtype)
+
+
+def quantized_linear_weight_grad(grad: object, x: object, out: Tensor, accumulate: bool) -> None:
+    """Allocates nothing."""
+
+
+def quantized_grouped_forward(rows: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
+    return quantized_linear_forward(rows, weight, None)
+
+
+def quantized_grouped_input_grad(grad: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
+    return quantized_linear_input_grad(grad, weight)
+
+
+def quantized_grouped_weight_grad(parts: object, out: Tensor, accumulate: bool) -> None:
+    """Allocates nothing."""
+
+
+def _blocks(size: int, length: int) -> int:
+    return -(-size // length) if length else 1
+
+
+def _copy(x: Tensor, shape: tuple[int, ...], form: OperandFormat, blocks: int, num_matrices: int) -> QuantizedCopy:
+    """Empty copy of `shape` with `blocks` blocks along its last dim, over all matrices of a stack."""
+    if form.element == "e2m1":
+        data = x.new_empty((*shape[:-1], -(-shape[-1] // 2)), dtype=torch.uint8)
+    else:
+        data = x.new_empty(shape, dtype=DTYPES[form.element])
+    num_scales = num_matrices if form.block == WHOLE else blocks * _blocks(shape[-2], form.block[0])
+    return QuantizedCopy(data, x.new_empty(num_scales, dtype=_SCALES[form.scale]))

@@ -1,0 +1,181 @@
+"""FP8 and FP4 training by emulation: layers that use it, recompute and offload, delayed scales, resume."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, PagedStashConfig, RecomputeConfig
+from megatron_moe.config.model import MTPConfig
+from megatron_moe.config.moe import SharedExpertsConfig
+from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
+from megatron_moe.config.run import RunPlan
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.linear_precision import DelayedScaling, ModelPrecision
+from megatron_moe.train.checkpointing import saved_tensors
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+from tests.helpers import tiny, tiny_models
+from tests.helpers.pipelines import make_trainer, run_steps
+from tests.helpers.tolerances import EXACT
+
+CONFIGS = {
+    "blockwise": low_precision_config("blockwise", blocks=8),
+    "blockwise, bf16 weight gradients": low_precision_config("blockwise", blocks=8, weight_grad=False),
+    "delayed": low_precision_config("delayed", hybrid=True, amax_history_len=3, amax_compute_algo="max"),
+    "mxfp8": low_precision_config("mxfp8"),
+    "nvfp4": low_precision_config("nvfp4"),
+}
+SHARED = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16), gate=True)
+
+
+def plan_of(config: LowPrecisionConfig, **changes) -> RunPlan:
+    plan = tiny.plan(model=tiny.model(moe_config=tiny.moe(shared=SHARED)), **changes)
+    return replace(plan, precision=replace(plan.precision, low_precision=config))
+
+
+def trained(plan: RunPlan, steps: int = 2) -> dict[str, Tensor]:
+    return run_steps(plan, make_trainer(plan, ParallelContext.single()), TrainState(), steps)
+
+
+def selective(*modules: str) -> MemoryConfig:
+    return MemoryConfig(
+        recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)  # type: ignore[arg-type]
+    )
+
+
+POLICIES = {
+    "full recompute": MemoryConfig(
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    ),
+    "small modules": selective("core_attn", "moe_act", "layernorm", "mlp", "shared_experts"),
+    "moe": selective("moe"),
+    "offload": MemoryConfig(
+        offload=ActivationOffloadConfig(
+            offload_modules=("qkv_linear", "attn_proj", "expert_fc1", "moe_act"), min_offloaded_tensor_size=1
+        )
+    ),
+    "paged stash": MemoryConfig(
+        paged_stash=PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=4.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recomputed_and_stored_activations_give_the_same_bits(config: LowPrecisionConfig, policy: str) -> None:
+    """Recompute quantises the same numbers again; columnwise copies and originals are saved, moved and restored."""
+    expected = trained(plan_of(config))
+    EXACT.check_all(trained(plan_of(config, memory=POLICIES[policy])), expected, policy)
+
+
+def modules_with_fp8(config: LowPrecisionConfig) -> set[str]:
+    mtp = MTPConfig(num_layers=1, loss_scaling_factor=0.1)
+    plan = plan_of(config)
+    plan = replace(plan, model=replace(plan.model, mtp=mtp))
+    model = make_trainer(plan, ParallelContext.single()).model
+    return {name for name, module in model.named_modules() if getattr(module, "precision", None) is not None}
+
+
+def test_linear_layers_of_the_chosen_layers_use_fp8() -> None:
+    """Neither router, embedding, norms, gates nor output layer; layers of multi-token prediction always."""
+    config = CONFIGS["mxfp8"]
+    found = modules_with_fp8(config)
+    attention = ("self_attention.linear_qkv", "self_attention.linear_proj")
+    moe = (f"mlp.{part}.linear_fc{number}" for part in ("experts", "shared_experts") for number in (1, 2))
+    in_moe = (*attention, *moe)
+    mtp = {"mtp.layers.0.eh_proj", *(f"mtp.layers.0.transformer_layer.{name}" for name in in_moe)}
+    dense = {f"decoder.layers.0.{name}" for name in (*attention, "mlp.linear_fc1", "mlp.linear_fc2")}
+    first, second = ({f"decoder.layers.{layer}.{name}" for name in in_moe} for layer in (1, 2))
+    assert found == dense | first | second | mtp
+    assert modules_with_fp8(replace(config, layers_at_start=1, layers_at_end=1)) == first | mtp
+    assert modules_with_fp8(replace(config, layers_at_start=0, layers_at_end=2)) == dense | mtp
+    assert modules_with_fp8(replace(config, output_layer=True)) == found | {"output_layer"}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_runs_are_reproducible_and_differ_from_runs_without_low_precision(config: LowPrecisionConfig) -> None:
+    found = trained(plan_of(config))
+    EXACT.check_all(trained(plan_of(config)), found, "the same run again")
+    plain = plan_of(config)
+    plain = replace(plain, precision=replace(plain.precision, low_precision=None))
+    expected = trained(plain)["loss 2"]
+    assert 0 < abs(float(found["loss 2"] / expected - 1)) < 0.02
+
+
+def test_stochastic_rounding_differs_between_iterations_ranks_and_layers() -> None:
+    trainer = make_trainer(plan_of(CONFIGS["nvfp4"]), ParallelContext.single())
+    first, second, *_ = trainer.low_precision.layers
+    grad = torch.randn(32, 32)
+
+    def draw(layer, iteration: int, rank: int = 0) -> Tensor:
+        ModelPrecision([layer], 1, rank, lambda flat: flat).begin_step(iteration)
+        return layer.grad(grad, rowwise=True, columnwise=False).rowwise
+
+    same, *others = (draw(first, 1), draw(first, 2), draw(first, 1, rank=1), draw(second, 1))
+    assert torch.equal(draw(first, 1), same)
+    assert not any(torch.equal(other, same) for other in others)
+    assert not torch.equal(first.grad(grad, rowwise=True, columnwise=False).rowwise, same), "the second microbatch"
+
+
+def test_delayed_scales_follow_the_history() -> None:
+    config = low_precision_config("delayed", hybrid=True, amax_history_len=2, amax_compute_algo="max", margin=1)
+    scaling = DelayedScaling(config, torch.device("cpu"), num_experts=2, first=1)
+    yes, largest = torch.tensor(True), [448.0, 448.0, 57344.0]
+
+    def step(amax: float, proceed: Tensor = yes) -> Tensor:
+        scaling.amax.zero_()
+        for role in range(3):
+            scaling.scale(role, torch.tensor([amax]), record=True)
+            scaling.scale(role, torch.tensor([amax / 2]), record=True)
+            scaling.scale(role, torch.tensor([amax * 2]), record=False)
+        scaling.update(proceed)
+        assert scaling.scales[:, 0].tolist() == [1.0] * 3, "the expert of another rank has no rows"
+        return scaling.scales[:, 1] / torch.tensor(largest)
+
+    assert step(4.0).tolist() == [1 / 8] * 3, "margin 1 halves the scale"
+    assert step(2.0).tolist() == [1 / 8] * 3, "the largest of two steps"
+    assert step(1.0).tolist() == [1 / 4] * 3
+    assert step(8.0, torch.tensor(False)).tolist() == [1 / 4] * 3, "the step was rejected"
+    assert step(0.0).tolist() == [1 / 2] * 3
+    assert step(0.0).tolist() == [1 / 2] * 3, "no magnitude keeps the scale"
+    assert step(float("inf")).tolist() == [1 / 2] * 3
+    recent = DelayedScaling(replace(config, amax_compute_algo="most_recent"), torch.device("cpu"), None, 0)
+    for amax, expected in ((4.0, 1 / 8), (2.0, 1 / 4)):
+        recent.amax.zero_()
+        recent.scale(0, torch.tensor(amax), record=True)
+        recent.update(yes)
+        assert float(recent.scales[0]) == 448 * expected
+
+
+def test_a_rejected_step_keeps_weights_and_scales() -> None:
+    plan = plan_of(CONFIGS["delayed"])
+    trainer = make_trainer(plan, ParallelContext.single())
+    run_steps(plan, trainer, TrainState(), 1)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    assert any(name.endswith("fp8_scales") and (value != 1).any() for name, value in before.items())
+    trainer._may_continue.fill_(False)
+    run_steps(plan, trainer, TrainState(iteration=1), 1)
+    EXACT.check_all(trainer.model.state_dict(), before)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_resume_is_bitwise_identical(recipe: str, tmp_path: Path) -> None:
+    """Scales and amax histories are saved; the numbers of stochastic rounding depend on the iteration."""
+    plan, context = plan_of(CONFIGS[recipe]), ParallelContext.single()
+    whole = make_trainer(plan, context)
+    run_steps(plan, whole, TrainState(), 2)
+    saver = CheckpointSaver(tmp_path, context, say=lambda line: None)
+    saver.save(2, saved_tensors(whole, optimizer=True), {"iteration": 2})
+    saver.close()
+    state = TrainState(iteration=2, consumed_samples=2 * plan.batch.global_batch_size)
+    expected = run_steps(plan, whole, replace(state), 2)
+    resumed: Trainer = make_trainer(plan, context)
+    load(find(CheckpointConfig(save=tmp_path), context), saved_tensors(resumed, optimizer=True), context)
+    resumed.restored(with_optimizer=True)
+    EXACT.check_all(run_steps(plan, resumed, replace(state), 2), expected)
