@@ -1,7 +1,7 @@
 """Expert weight gradients of block-scaled FP8 operands: both have 1x128 scales along the rows (tokens); fp32 results.
 
-Reads the columnwise (transposed) copies of `backends/triton/quantize.py`, in which block b of 128 rows, counted across
-all experts, starts at column 128 b. As in `fp8_product`, each block of 128 rows is multiplied into a fresh
+Reads the columnwise (transposed) copies, in which block b of 128 rows, counted across all experts, starts at column 128
+b. As in `fp8_product`, each block of 128 rows is multiplied into a fresh
 accumulator, which is scaled and added to sums in fp32 registers. TMA writes the result to the gradient buffer or adds
 it.
 """
@@ -22,9 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron_moe.kernels import reference_low_precision as reference
+from megatron_moe.kernels.backends.hopper import weight_grad
 from megatron_moe.kernels.backends.hopper.tiles import add_block, aligned, blocks_of, extent, halves, new_barriers
+from megatron_moe.kernels.backends.triton import experts
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
+from megatron_moe.kernels.backends.triton.quantize import dequantize_columns
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
@@ -35,21 +37,33 @@ INPUTS = gl.constexpr(128)
 ROWS = gl.constexpr(128)
 """Rows per pipeline stage: one scale block."""
 STAGES = 6
+FP8_KERNEL = False
+"""Multiplies in FP8. False: in bf16, to which operands with power-of-two scales are dequantised exactly."""
 MOST_PARTS = 2
 """Maximum number of parts (microbatches) per launch."""
 
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. Gradient buffers in bf16 are written by torch from a sum in fp32. Plain torch
-    multiplies operands in which an expert's first block need not start at a multiple of 128 rows."""
-    if len(out) > 1 and not all(_has_gaps(each) for part in parts for each in (part.grad, part.rows)):
-        reference.quantized_grouped_weight_grad(parts, out, accumulate)
-        return
-    if out.dtype is not torch.float32:
-        total = torch.empty_like(out, dtype=torch.float32)
-        quantized_grouped_weight_grad(parts, total, False)
-        out.copy_(out + total if accumulate else total)
-        return
+    """See `Kernels.grouped_weight_grad`."""
+    if out.dtype is torch.float32 and FP8_KERNEL:
+        _launch_all(parts, out, accumulate)
+    else:
+        plain = [_dequantized(part) for part in parts]
+        in_bf16 = weight_grad if out.dtype is torch.float32 else experts
+        in_bf16.grouped_weight_grad(plain, out, accumulate)
+
+
+def _dequantized(part: GroupedPart[MatrixOperand]) -> GroupedPart[Tensor]:
+    """The part in bf16, with the gaps between experts as rows of 0."""
+    assert isinstance(part.grad, QuantizedTensor) and isinstance(part.rows, QuantizedTensor)
+    ends = part.offsets_e
+    if len(ends) > 1:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        ends = ((counts + ROWS.value - 1) // ROWS.value * ROWS.value).cumsum(0, dtype=torch.int32)
+    return GroupedPart(dequantize_columns(part.grad), dequantize_columns(part.rows), ends)
+
+
+def _launch_all(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
     assert out.is_contiguous() and aligned(out, "weight gradients") is out, f"{out.shape} {out.stride()}"
     if out.numel() == 0:
         return
@@ -72,12 +86,6 @@ def _described(part: GroupedPart[MatrixOperand]) -> tuple[TensorDescriptor, Tens
         blocks_of(grad, [HALF.value, ROWS.value]), grad_scales.contiguous(),
         blocks_of(rows, [INPUTS.value, ROWS.value]), rows_scales.contiguous(), part.offsets_e,
     )  # fmt: skip
-
-
-def _has_gaps(operand: MatrixOperand) -> bool:
-    assert isinstance(operand, QuantizedTensor), f"{type(operand)}"
-    data, scales, _ = operand.column_copy
-    return data.shape[1] == ROWS.value * len(scales)
 
 
 def _columnwise(operand: MatrixOperand) -> tuple[Tensor, Tensor]:

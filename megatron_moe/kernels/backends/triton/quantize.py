@@ -45,8 +45,7 @@ def quantize_rows(
     scale: Tensor | None = None,
     seed: int = 0,
 ) -> QuantizedTensor:
-    """See `Kernels.quantize_rows`, for blocks of 1x128. The columnwise copy of expert rows has gaps: [C, 128 B] for B
-    blocks, so that every block starts at a multiple of 128; the rest of an expert's last block is 0."""
+    """See `Kernels.quantize_rows`, for blocks of 1x128."""
     assert form.block == (1, BLOCK) and scale is None, f"{form}"
     x_RK = rows_of(x)
     num_rows, width = x_RK.shape
@@ -59,7 +58,7 @@ def quantize_rows(
         scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
         column = QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
         if x_RK.numel():
-            out = row or column  # not written without a rowwise copy
+            out = row or column  # a placeholder without a rowwise copy
             _quantize_both[(num_blocks, triton.cdiv(width, BLOCK))](
                 x_RK, out.data, out.scales, data, scales, blocks, num_rows, width, x_RK.stride(0), data.stride(0),
                 ROWWISE=rowwise, **constants(form, x.dtype), num_warps=BOTH_WARPS,
@@ -127,6 +126,20 @@ def dequantize_rows(rows: QuantizedTensor) -> Tensor:
         tile_rows, columns = ROWS_TILE
         _dequantize_rows[(triton.cdiv(num_rows, tile_rows), triton.cdiv(width, columns))](
             data, scales, out, num_rows, width, ROWS=tile_rows, COLUMNS=columns
+        )
+    return out
+
+
+def dequantize_columns(rows: QuantizedTensor) -> Tensor:
+    """Values [128 B, C] of a columnwise copy [C, R] in B blocks of 1x128, transposed back, with gaps between experts if
+    the copy has them; exact in bf16 if the scales are powers of two. Rows from R on are undefined."""
+    assert rows.block == (1, BLOCK), f"{rows.block}"
+    data, scales, _ = rows.column_copy
+    num_blocks, width = scales.shape
+    out = torch.empty(num_blocks * BLOCK, width, device=data.device, dtype=rows.dtype)
+    if out.numel():
+        _dequantize_columns[(num_blocks, triton.cdiv(width, BLOCK))](
+            data, scales, out, data.shape[1], width, data.stride(0), num_warps=4
         )
     return out
 
@@ -347,3 +360,17 @@ def _dequantize_rows(x_ptr, scales_ptr, out_ptr, num_rows, width, ROWS: tl.const
     scales = tl.load(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], mask=inside, other=0.0)
     out = (x * scales[:, :, None]).reshape(ROWS, COLUMNS)
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _dequantize_columns(x_ptr, scales_ptr, out_ptr, num_rows, width, stride):
+    block = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
+    rows = tl.arange(0, LENGTH)
+    inside = columns < width
+    held = inside[:, None] & (block * LENGTH + rows < num_rows)[None, :]
+    first = x_ptr + block * LENGTH
+    x = tl.load(first + columns.to(tl.int64)[:, None] * stride + rows[None, :], mask=held, other=0.0).to(tl.float32)
+    scales = tl.load(scales_ptr + block * width + columns, mask=inside, other=0.0)
+    out = tl.trans((x * scales[:, None]).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + block * LENGTH * width + rows[:, None] * width + columns[None, :], out, mask=inside[None, :])
