@@ -116,20 +116,6 @@ def permute_quantized(tokens_TH: Tensor, index: RowIndex, form: OperandFormat = 
     return QuantizedTensor.of(row, None, form.block, tokens_TH.dtype)
 
 
-def dequantize_rows(rows: QuantizedTensor) -> Tensor:
-    """Values [R, C] of a rowwise copy in blocks of 1x128; exact in bf16 if the scales are powers of two."""
-    assert rows.block == (1, BLOCK), f"{rows.block}"
-    data, scales, _ = rows.row_copy
-    num_rows, width = data.shape
-    out = torch.empty(num_rows, width, device=data.device, dtype=rows.dtype)
-    if out.numel():
-        tile_rows, columns = ROWS_TILE
-        _dequantize_rows[(triton.cdiv(num_rows, tile_rows), triton.cdiv(width, columns))](
-            data, scales, out, num_rows, width, ROWS=tile_rows, COLUMNS=columns
-        )
-    return out
-
-
 def dequantize_columns(rows: QuantizedTensor) -> Tensor:
     """Values [128 B, C] of a columnwise copy [C, R] in B blocks of 1x128, transposed back, with gaps between experts if
     the copy has them; exact in bf16 if the scales are powers of two. Rows from R on are undefined."""
@@ -346,20 +332,6 @@ def _quantize_tokens(
                 nothing = tl.zeros((1, COLUMNS), tl.float32).to(rows_ptr.dtype.element_ty)
                 tl.store(rows_ptr + row * width + columns, nothing, mask=inside)
                 tl.store(scales_ptr + blocks + row, tl.full((1, COLUMNS // LENGTH), 1.0, tl.float32), mask=has_block)
-
-
-@triton.jit
-def _dequantize_rows(x_ptr, scales_ptr, out_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    place = rows[:, None] * width + columns[None, :]
-    x = tl.load(x_ptr + place, mask=held, other=0.0).to(tl.float32).reshape(ROWS, COLUMNS // LENGTH, LENGTH)
-    blocks = tl.program_id(1) * (COLUMNS // LENGTH) + tl.arange(0, COLUMNS // LENGTH)
-    inside = (rows < num_rows)[:, None] & (blocks * LENGTH < width)[None, :]
-    scales = tl.load(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], mask=inside, other=0.0)
-    out = (x * scales[:, :, None]).reshape(ROWS, COLUMNS)
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit
