@@ -25,7 +25,6 @@ ROWS_TILE = (8, 1024)
 """(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
 BOTH_WARPS, WEIGHT_WARPS = 4, 4
 """Warps per 128x128 tile of casts with a transposed copy, of rows and of weights; the fastest on an H200."""
-_INFINITY = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
@@ -164,7 +163,7 @@ def magnitude_bits(x):
 def scales_of(amax_bits, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Returns (scale, inverse scale) of blocks with the largest magnitudes `amax_bits` (see `magnitude_bits`). The
     scale is 1 for blocks that are 0 or have an element that is not finite."""
-    usable = (amax_bits > 0) & (amax_bits < _INFINITY)
+    usable = (amax_bits > 0) & (amax_bits < 0x7F800000)
     if POWER_OF_TWO:
         # floor(LARGEST / amax) to a power of two, on exponents: both formats' LARGEST has the mantissa 1.75
         tl.static_assert(LARGEST == 448.0 or LARGEST == 57344.0)
