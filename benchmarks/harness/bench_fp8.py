@@ -103,8 +103,8 @@ def casts() -> None:
             ends = ((counts + align - 1) // align * align).cumsum(0).to(torch.int32)
             both = milliseconds(partial(quantize.quantize_rows, x, columnwise=True, offsets_e=ends))
             row(f"cast both {rows} x {width}, 128 experts, aligned to {align}", both, 4.06 * size * 0.75)
-        q = quantize.quantize_rows(x)
-        row(f"dequantise {rows} x {width}", milliseconds(partial(quantize.dequantize_rows, q)), 3.03 * size)
+        q = quantize.quantize_rows(x, rowwise=False, columnwise=True)
+        row(f"dequantise columns {rows} x {width}", milliseconds(partial(quantize.dequantize_columns, q)), 3.03 * size)
     for shape in ((128, 1536, 2048), (8, 4096, 7168)):
         weight = draw(*shape)
         row(f"cast weight {shape}", milliseconds(partial(quantize.quantize_weight, weight)), 4 * weight.numel() / 1e9)

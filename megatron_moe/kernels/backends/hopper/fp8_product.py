@@ -105,8 +105,6 @@ def _load_tiles(rows, weight, stages, shape):
             row, column = place_of(number - first, start, num_down, columns, 2 * HALF)
             lower = end - row > CHUNK
             right = columns - column > HALF
-            num_bytes = rows.block_type.nbytes + weight.block_type.nbytes
-            num_bytes += gl.where(lower, rows.block_type.nbytes, 0) + gl.where(right, weight.block_type.nbytes, 0)
             for k in range(0, depth, DEPTH):
                 stage = step % STAGES
                 mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)

@@ -39,8 +39,6 @@ ROWS = gl.constexpr(128)
 STAGES = 6
 FP8_KERNEL = False
 """Multiplies in FP8. False: in bf16, to which operands with power-of-two scales are dequantised exactly."""
-MOST_PARTS = 2
-"""Maximum number of parts (microbatches) per launch."""
 
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
@@ -70,8 +68,8 @@ def _launch_all(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumu
     held = [part for part in parts if _columnwise(part.rows)[0].numel()]
     if not held and not accumulate:
         out.zero_()
-    for start in range(0, len(held), MOST_PARTS):
-        several = held[start : start + MOST_PARTS]
+    for start in range(0, len(held), weight_grad.MOST_PARTS):
+        several = held[start : start + weight_grad.MOST_PARTS]
         num_experts, outputs, inputs = out.shape
         _fp8_expert_grads[(num_multiprocessors(out.device),)](
             *_described(several[0]), *_described(several[-1]), blocks_of(out, [1, HALF.value, INPUTS.value // 4]),

@@ -7,10 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, rows_of, sum_of_shares
-from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, store_tile
-from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 TILE = 8192
 """Maximum elements of a tile."""
@@ -72,56 +69,21 @@ class _AddRMSNorm(torch.autograd.Function):
         return grad, grad, grad_weight, None, None
 
 
-def rms_norm_quantized(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat = E4M3
-) -> tuple[QuantizedTensor, Tensor]:
-    """RMSNorm of x [..., H] with FP8 results: equals `quantize_rows(rms_norm(...))` without the bf16 result in memory.
-    Also returns 1 / RMS of each row, fp32 [R], for `rms_norm_grad`."""
-    x_RH = rows_of(x)
-    out = empty_rows(x_RH.shape[0], x_RH.shape[1], x.device, form)
-    scale_R = _norm_to(out.data, x_RH, None, x_RH, weight, eps, zero_centered, out.scales, form)
-    return QuantizedTensor.of(out, None, form.block, x.dtype), scale_R
-
-
-def rms_norm_grad(
-    grad: Tensor, x: Tensor, weight: Tensor, scale_R: Tensor, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    """Gradients (of x, of the weight) of an RMSNorm whose forward returned `scale_R`."""
-    grad_x_RH, grad_weight = _norm_backward(grad, None, rows_of(x), weight, scale_R, zero_centered)
-    return grad_x_RH.view(x.shape), grad_weight
-
-
 def _norm(
     x_RH: Tensor, residual_RH: Tensor | None, total_RH: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns (RMSNorm of x, or of x + residual; 1 / RMS of each row, fp32 [R]). Writes x + residual to `total_RH`."""
-    out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-    return out_RH, _norm_to(out_RH, x_RH, residual_RH, total_RH, weight, eps, zero_centered)
-
-
-def _norm_to(
-    out_RH: Tensor,
-    x_RH: Tensor,
-    residual_RH: Tensor | None,
-    total_RH: Tensor,
-    weight: Tensor,
-    eps: float,
-    zero_centered: bool,
-    block_scales: Tensor | None = None,
-    form: OperandFormat = E4M3,
-) -> Tensor:
-    """Writes the RMSNorm to `out_RH`; in FP8 if `block_scales` are given, which it also writes. Returns 1 / RMS."""
     num_rows, width = x_RH.shape
+    out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     scale_R = torch.empty(num_rows, device=x_RH.device, dtype=torch.float32)
     if num_rows:
         added = x_RH if residual_RH is None else residual_RH
-        grid, tile = forward_tiles(num_rows, width if block_scales is None else max(width, BLOCK))
+        grid, tile = forward_tiles(num_rows, width)
         _rms_norm_forward[grid](
-            x_RH, added, total_RH, weight, out_RH, block_scales, scale_R, num_rows, width, x_RH.stride(0),
-            added.stride(0), eps, ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **tile,
-            **constants(form, x_RH.dtype),
+            x_RH, added, total_RH, weight, out_RH, scale_R, num_rows, width, x_RH.stride(0), added.stride(0), eps,
+            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **tile,
         )  # fmt: skip
-    return scale_R
+    return out_RH, scale_R
 
 
 def _norm_backward(
@@ -161,9 +123,8 @@ def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tup
 
 @triton.jit
 def _rms_norm_forward(
-    x_ptr, added_ptr, total_ptr, weight_ptr, out_ptr, block_scales_ptr, scale_ptr, num_rows, width, x_stride,
-    added_stride, eps, ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    x_ptr, added_ptr, total_ptr, weight_ptr, out_ptr, scale_ptr, num_rows, width, x_stride, added_stride, eps,
+    ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
@@ -179,13 +140,7 @@ def _rms_norm_forward(
         weight += 1.0
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / width + eps)
     out = x * scale[:, None] * weight[None, :]
-    if block_scales_ptr is None:
-        tl.store(out_ptr + rows[:, None] * width + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
-    else:
-        out = out.to(x_ptr.dtype.element_ty)  # the same rounding as if quantised later
-        store_tile(
-            out, rows, 0, out_ptr, block_scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO
-        )  # fmt: skip
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
     tl.store(scale_ptr + rows, scale, mask=rows < num_rows)
 
 

@@ -25,7 +25,6 @@ ROWS_TILE = (8, 1024)
 """(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
 BOTH_WARPS, WEIGHT_WARPS = 4, 4
 """Warps per 128x128 tile of casts with a transposed copy, of rows and of weights; the fastest on an H200."""
-_INFINITY = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
@@ -116,20 +115,6 @@ def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat = 
     return QuantizedTensor.of(row, None, form.block, tokens_TH.dtype)
 
 
-def dequantize_rows(rows: QuantizedTensor) -> Tensor:
-    """Values [R, C] of a rowwise copy in blocks of 1x128; exact in bf16 if the scales are powers of two."""
-    assert rows.block == (1, BLOCK), f"{rows.block}"
-    data, scales, _ = rows.row_copy
-    num_rows, width = data.shape
-    out = torch.empty(num_rows, width, device=data.device, dtype=rows.dtype)
-    if out.numel():
-        tile_rows, columns = ROWS_TILE
-        _dequantize_rows[(triton.cdiv(num_rows, tile_rows), triton.cdiv(width, columns))](
-            data, scales, out, num_rows, width, ROWS=tile_rows, COLUMNS=columns
-        )
-    return out
-
-
 def dequantize_columns(rows: QuantizedTensor) -> Tensor:
     """Values [128 B, C] of a columnwise copy [C, R] in B blocks of 1x128, transposed back, with gaps between experts if
     the copy has them; exact in bf16 if the scales are powers of two. Rows from R on are undefined."""
@@ -178,7 +163,7 @@ def magnitude_bits(x):
 def scales_of(amax_bits, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Returns (scale, inverse scale) of blocks with the largest magnitudes `amax_bits` (see `magnitude_bits`). The
     scale is 1 for blocks that are 0 or have an element that is not finite."""
-    usable = (amax_bits > 0) & (amax_bits < _INFINITY)
+    usable = (amax_bits > 0) & (amax_bits < 0x7F800000)
     if POWER_OF_TWO:
         # floor(LARGEST / amax) to a power of two, on exponents: both formats' LARGEST has the mantissa 1.75
         tl.static_assert(LARGEST == 448.0 or LARGEST == 57344.0)
@@ -346,20 +331,6 @@ def _quantize_tokens(
                 nothing = tl.zeros((1, COLUMNS), tl.float32).to(rows_ptr.dtype.element_ty)
                 tl.store(rows_ptr + row * width + columns, nothing, mask=inside)
                 tl.store(scales_ptr + blocks + row, tl.full((1, COLUMNS // LENGTH), 1.0, tl.float32), mask=has_block)
-
-
-@triton.jit
-def _dequantize_rows(x_ptr, scales_ptr, out_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    place = rows[:, None] * width + columns[None, :]
-    x = tl.load(x_ptr + place, mask=held, other=0.0).to(tl.float32).reshape(ROWS, COLUMNS // LENGTH, LENGTH)
-    blocks = tl.program_id(1) * (COLUMNS // LENGTH) + tl.arange(0, COLUMNS // LENGTH)
-    inside = (rows < num_rows)[:, None] & (blocks * LENGTH < width)[None, :]
-    scales = tl.load(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], mask=inside, other=0.0)
-    out = (x * scales[:, :, None]).reshape(ROWS, COLUMNS)
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit
