@@ -24,6 +24,7 @@ FLEX = (
 )
 """No routing exceeds this bound of expert rows, and all cases have buffers of the same size."""
 MOE_GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn moe --cuda-graph-warmup-steps 2"
+FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
 """Approximate time of building a model including the first step, and overhead of tracing."""
 
@@ -111,6 +112,19 @@ CASES = (
     *_both("-whole", "micro batch 2, whole steps as CUDA graphs", WHOLE, _NONE),
     *_both("-gb64", "global batch 64", "--global-batch-size 64", _NONE, warmup=1, steps=3, step_seconds=3.5),
     StepCase(name="ds4", title="DS4, micro batch 1", flags="--recipe ds4", steps=8, traced=2, step_seconds=1.3),
+    StepCase(name="x2", title="X2", flags="--recipe x2", steps=8, traced=2, step_seconds=1.3),
+    *(
+        StepCase(
+            name=f"{name}-fp8",
+            title=f"{name.upper()}, FP8 blockwise",
+            flags=f"--recipe {name} {FP8}",
+            steps=8,
+            traced=2,
+            step_seconds=seconds,
+        )
+        for name, seconds in (("q6", 0.35), ("m8", 0.45), ("ds4", 1.1), ("x2", 1.1))
+    ),
+    *_both("-fp8-whole", "FP8 blockwise, whole steps as CUDA graphs", f"{FP8} {WHOLE}", _NONE),
     *_both("-fp32-masters", "masters in fp32", "--no-use-precision-aware-optimizer", _NONE),
     *_both("-bf16-moments", "moments in bf16", BF16_MOMENTS, _NONE),
     *_both("-repeatable", "--deterministic-mode", "--deterministic-mode", _NONE),

@@ -33,6 +33,7 @@ EVERY_MS = 100
 KINDS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|_push_(tokens|sums)|_wait_for_arrival|deep_ep::"),
     ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|key_grads|query_grads|softmax_warp"),
+    ("casts", r"quantize"),
     (
         "router",
         r"router|(route|gate)_(for|back)ward|topk|count_experts|radixSort|bitonicSort|DeviceRadix|sort|searchsorted",
@@ -41,7 +42,7 @@ KINDS: tuple[tuple[str, str], ...] = (
         "permute",
         r"permute|sort_rows|place_rows|pick_values|gather_rows|sum_choices|index_select|indexSelect|gather|scatter|index_elementwise",
     ),
-    ("expert matrices", r"grouped|GroupProblemShape|ptr_array|PtrArray|expert_grad"),
+    ("expert matrices", r"grouped|GroupProblemShape|ptr_array|PtrArray|expert_grad|fp8_product"),
     ("dense matrices", r"nvjet|gemm|cutlass|splitK|cublas"),
     ("head and loss", r"cross_entropy|log_softmax|LogSoftMax|nll_loss|SoftMaxForward|SoftMaxBackward"),
     ("optimizer", r"adamw|FusedAdam|sum_of_squares|NormTwoOps|multi_tensor"),

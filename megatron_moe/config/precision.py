@@ -61,6 +61,13 @@ class LowPrecisionConfig:
     """Computes GEMMs from dequantised operands, on devices without the format (`--emulate-low-precision`)."""
 
     @property
+    def fused_block(self) -> int | None:
+        """Block length of FP8 formats with scales per block of a row, to which ops can quantise their results; None for
+        other formats."""
+        is_fused = self.inputs.block[0] == self.grads.block[0] == 1 and self.inputs.element != "e2m1"
+        return self.inputs.block[1] if is_fused else None
+
+    @property
     def name(self) -> str:
         """Recipe and format as in `blockwise e4m3`, `tensorwise hybrid` and `nvfp4 e2m1`."""
         return f"{self.recipe} {'hybrid' if self.grads.element == 'e5m2' else self.grads.element}"

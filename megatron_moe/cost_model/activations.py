@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import MLPConfig, MoEConfig, SharedExpertsConfig
+from megatron_moe.config.moe import ExpertsConfig, MLPConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.pipeline.layout import StageLayout
@@ -48,6 +48,9 @@ class SavedActivation:
     """Numbers of rows and of experts, for rows of experts, whose low-precision copies are padded per expert."""
     low: bool = False
     """True if only GEMMs read the tensor: with an FP8 or FP4 recipe, it is then saved in that format."""
+    fused_bytes: int | None = None
+    """Bytes if the casts to FP8 are fused into the experts' other ops (`LowPrecisionConfig.fused_block`); None: as
+    without fusion."""
     recomputed_by: tuple[str, ...] = ()
     """Values of `--recompute-modules` that free this tensor after forward, and possibly `WHOLE_LAYER`."""
     offloaded_by: str = ""
@@ -281,6 +284,11 @@ def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivati
     yield _tensor("router", "choices", "T K", tokens * router.topk, _INDEX + number)
 
 
+def _may_fuse(experts: ExpertsConfig) -> bool:
+    """See `Experts.has_fused_casts`. Assumes an ffn size that is a multiple of the block length."""
+    return experts.grouped and not experts.bias and not experts.probs_on_output
+
+
 def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Tensors that routed experts save. The output of fc2 is saved only with `probs_on_output`."""
     experts, size = config.experts, sizes.activation
@@ -292,10 +300,14 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     even = parallel.etp * sizes.residual * config.router.topk * size
     padded = (int(rows), config.router.num_experts // parallel.ep)
     marks: dict[str, object] = {"offloaded_by": "expert_fc1", "even_bytes": even * experts.hidden_size}
+    if _may_fuse(experts) and parallel.ep * parallel.etp == 1:  # fc1 gathers tokens that the router saves anyway
+        marks["fused_bytes"] = 0
     yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, rows_of_experts=padded, **marks)
     marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn}
     yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, **marks)
     marks = {"recomputed_by": ("moe_act",), "even_bytes": even * ffn}
+    if _may_fuse(experts):
+        marks["fused_bytes"] = 0
     yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, rows_of_experts=padded, **marks)
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)

@@ -317,7 +317,9 @@ class RankMemory:
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(0.0, recomputed=tensor.bytes)
         size, in_pages = float(tensor.bytes), memory.paged_stash is not None and tensor.even_bytes
-        if tensor.low and config is not None and config.weight_grad and not in_pages:
+        if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
+            size = float(tensor.fused_bytes)
+        elif tensor.low and config is not None and config.weight_grad and not in_pages:
             size = tensor.elements * _LOW_ACTIVATION.get(config.recipe, 1.0)
             if tensor.rows_of_experts is not None:
                 size *= _padding(config, *tensor.rows_of_experts)

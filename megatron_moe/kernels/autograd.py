@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.kernels.ops import GroupedPart, Kernels, RowIndex, internal_dtype
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 from megatron_moe.precision.linear_precision import LinearPrecision
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
@@ -20,6 +21,22 @@ class ShardedInput(NamedTuple):
     """This tensor-parallel rank's shard of the input, [S / tp, B, I]."""
     gather: Callable[[Tensor], Tensor]
     """All-gathers the shard to [S, B, I]; not recorded by autograd."""
+
+
+class GradHandoff:
+    """Passes a quantised gradient from the backward of one function to that of the function that made its input."""
+
+    def __init__(self) -> None:
+        self._grads: tuple[Tensor, QuantizedTensor] | None = None
+
+    def put(self, grad: Tensor, grad_q: QuantizedTensor) -> None:
+        """Stores the rowwise copy of the gradient `grad`, which the caller returns to autograd."""
+        self._grads = grad, grad_q
+
+    def take(self, grad: Tensor) -> QuantizedTensor | None:
+        """Copy of `grad`; None if autograd passes another tensor, for example a sum of several gradients."""
+        grads, self._grads = self._grads, None
+        return grads[1] if grads is not None and grads[0] is grad else None
 
 
 def linear(
@@ -41,7 +58,10 @@ def linear(
         out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
     else:
         saves = torch.is_grad_enabled()
-        out = _QuantizedLinear.apply(kernels, x, weight, bias, sharded, precision, saves)  # type: ignore[no-untyped-call]
+        keeps_copy = saves and sharded is None and not precision.save_input
+        x_q = precision.shared_input(x) if precision.fused_block and not keeps_copy else None
+        options = (sharded, precision, saves, keeps_copy, x_q)
+        out = _QuantizedLinear.apply(kernels, x, weight, bias, *options)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -53,18 +73,40 @@ def grouped_linear(
     index: RowIndex | None = None,
     *,
     precision: LinearPrecision | None = None,
+    handoff: GradHandoff | None = None,
 ) -> Tensor:
     """Grouped GEMM of rows [R, I] and expert weights [e, O, I] -> [R, O]; multiplies each row by its expert's weight.
 
     Rows are sorted by expert. Beyond row `offsets_e[-1]`, the result and the gradient of `rows` are undefined. With
     `index`, `rows` are unpermuted tokens [T, I]; only these are saved, because backward permutes them again. With
-    `precision`, the GEMMs multiply quantised operands.
+    `precision`, the GEMMs multiply quantised operands; `handoff` may then provide the quantised gradient.
     """
     if precision is None:
         out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
     else:
-        options = (index, precision, torch.is_grad_enabled())
+        options = (index, precision, handoff, torch.is_grad_enabled())
         out = _QuantizedGroupedLinear.apply(kernels, rows, weight, offsets_e, *options)  # type: ignore[no-untyped-call]
+    return out
+
+
+def grouped_activation_linear(
+    kernels: Kernels,
+    x_RF: Tensor,
+    probs_R: Tensor | None,
+    weight: Tensor,
+    offsets_e: Tensor,
+    config: ActivationConfig,
+    precision: LinearPrecision,
+    handoff: GradHandoff,
+) -> Tensor:
+    """Grouped GEMM of activation(x, probs) with quantised operands; x is [R, F], or [R, 2F] if the activation is gated.
+    Equals `grouped_linear` of `Kernels.activation`, but the activation's result is quantised at once and not saved.
+
+    Backward computes the activation again and puts the quantised gradient of x into `handoff`. Requires
+    `precision.fused_block`.
+    """
+    arguments = (kernels, x_RF, probs_R, weight, offsets_e, config, precision, handoff)
+    out: Tensor = _QuantizedActivationLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -167,12 +209,14 @@ class _QuantizedLinear(torch.autograd.Function):
         sharded: ShardedInput | None,
         precision: LinearPrecision,
         saves: bool,
+        keeps_copy: bool,
+        x_q: QuantizedTensor | None,
     ) -> Tensor:
         ctx.kernels, ctx.weight, ctx.precision = kernels, weight, precision
         ctx.gather = None if sharded is None else sharded.gather
         ctx.bias_dtype = None if bias is None else bias.dtype
-        keeps_copy = saves and sharded is None and not precision.save_input
-        x_q = precision.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
+        if x_q is None:
+            x_q = precision.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
         ctx.weight_q = precision.weight(weight)
         _save_input(ctx, x_q if keeps_copy else x if sharded is None else sharded.shard.detach())
         return kernels.linear_forward(x_q, ctx.weight_q, bias).unflatten(0, x.shape[:-1])
@@ -202,7 +246,7 @@ class _QuantizedLinear(torch.autograd.Function):
             grad_weight = accumulate_grad(weight, compute)
         if wants_bias:
             grad_bias = grad_RO.sum(dim=0, dtype=internal_dtype(grad.dtype)).to(ctx.bias_dtype)
-        return None, grad_x, grad_weight, grad_bias, None, None, None
+        return None, grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 class _QuantizedGroupedLinear(torch.autograd.Function):
@@ -217,13 +261,17 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         offsets_e: Tensor,
         index: RowIndex | None,
         precision: LinearPrecision,
+        handoff: GradHandoff | None,
         saves: bool,
     ) -> Tensor:
-        ctx.kernels, ctx.weight, ctx.index, ctx.precision = kernels, weight, index, precision
+        ctx.kernels, ctx.weight, ctx.index, ctx.precision, ctx.handoff = kernels, weight, index, precision, handoff
         ctx.num_tokens = len(rows)
-        permuted = rows if index is None else kernels.permute(rows, index)
         keeps_copy = saves and index is None and not precision.save_input
-        rows_q = precision.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
+        if index is not None and precision.fused_block:
+            rows_q = kernels.quantize_permuted(rows, index, precision.formats[0])
+        else:
+            permuted = rows if index is None else kernels.permute(rows, index)
+            rows_q = precision.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
         ctx.weight_q = precision.weight(weight)
         _save_input(ctx, rows_q if keeps_copy else rows, offsets_e)
         return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
@@ -236,7 +284,9 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         _, wants_rows, wants_weight, *_ = ctx.needs_input_grad
         grad_rows = grad_weight = None
         low_weight_grad = wants_weight and precision.weight_grad
-        grad_q = precision.grad(grad, rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e)
+        grad_q = None if ctx.handoff is None else ctx.handoff.take(grad)
+        if grad_q is None or low_weight_grad:  # one kernel makes both copies
+            grad_q = precision.grad(grad, rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e)
         if wants_rows:
             grad_rows = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
             if index is not None:
@@ -248,7 +298,48 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
                     rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
             part = GroupedPart(grad_q.only_columnwise() if low_weight_grad else grad, rows, offsets_e)
             grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
-        return None, grad_rows, grad_weight, None, None, None, None
+        return None, grad_rows, grad_weight, None, None, None, None, None
+
+
+class _QuantizedActivationLinear(torch.autograd.Function):
+    """Activation and grouped GEMM with quantised operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        x_RF: Tensor,
+        probs_R: Tensor | None,
+        weight: Tensor,
+        offsets_e: Tensor,
+        config: ActivationConfig,
+        precision: LinearPrecision,
+        handoff: GradHandoff,
+    ) -> Tensor:
+        ctx.kernels, ctx.weight, ctx.config, ctx.precision, ctx.handoff = kernels, weight, config, precision, handoff
+        ctx.save_for_backward(offsets_e, x_RF, probs_R)
+        rows_q = kernels.quantize_activation(x_RF, probs_R, config, precision.formats[0])
+        ctx.weight_q = precision.weight(weight)
+        return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        kernels, precision = ctx.kernels, ctx.precision
+        offsets_e, x_RF, probs_R = ctx.saved_tensors
+        low_weight_grad = ctx.needs_input_grad[3] and precision.weight_grad
+        grad_q = precision.grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
+        grad_RF = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
+        found = kernels.quantize_activation_grad(grad_RF, x_RF, probs_R, ctx.config, precision.formats[1])
+        ctx.handoff.put(found.grad_x_RF, found.grad_x_q)
+        grad_weight = None
+        if ctx.needs_input_grad[3]:
+            part = GroupedPart[MatrixOperand](grad, found.out_RF, offsets_e)
+            if low_weight_grad:
+                rows_q = precision.input(found.out_RF, rowwise=False, columnwise=True, offsets_e=offsets_e)
+                part = GroupedPart[MatrixOperand](grad_q.only_columnwise(), rows_q, offsets_e)
+            grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
+        return None, found.grad_x_RF, found.grad_probs_R, grad_weight, None, None, None, None
 
 
 def _save_input(ctx: Any, x: Tensor | QuantizedTensor, *others: Tensor) -> None:

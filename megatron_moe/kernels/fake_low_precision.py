@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import WHOLE, OperandFormat
+from megatron_moe.kernels.ops import QuantizedActivationGrads, RowIndex
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES
 
@@ -40,6 +42,25 @@ def quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool, **
         _copy(weight, shape, form, num_matrices * _blocks(shape[-1], form.block[1]), num_matrices) for shape in shapes
     )
     return QuantizedTensor.of(row, column if columnwise else None, form.block, weight.dtype)
+
+
+def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -> QuantizedTensor:
+    rows_RH = tokens_TH[:1].expand(len(index.token_R), -1)
+    return quantize_rows(rows_RH, form, rowwise=True, columnwise=False)
+
+
+def quantize_activation(
+    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+) -> QuantizedTensor:
+    return quantize_rows(x_RF[:, : x_RF.shape[1] // config.fan], form, rowwise=True, columnwise=False)
+
+
+def quantize_activation_grad(
+    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+) -> QuantizedActivationGrads:
+    grad_x_RF, out_RF = torch.empty_like(x_RF), torch.empty_like(grad_RF)
+    grad_x_q = quantize_rows(grad_x_RF, form, rowwise=True, columnwise=False)
+    return QuantizedActivationGrads(grad_x_q, grad_x_RF, None if probs_R is None else torch.empty_like(probs_R), out_RF)
 
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,14 @@ MATRIX_PRODUCTS = (
 """Matrix multiplication ops. Their interface allows `QuantizedTensor` operands."""
 QUANTIZED_PRODUCTS = tuple(f"quantized_{op}" for op in MATRIX_PRODUCTS)
 """Matrix multiplications of `QuantizedTensor`s. Backends implement, and users request, them under their own names."""
-LOW_PRECISION_OPS = ("quantize_rows", "quantize_weight", *QUANTIZED_PRODUCTS)
+LOW_PRECISION_OPS = (
+    "quantize_rows",
+    "quantize_weight",
+    "quantize_permuted",
+    "quantize_activation",
+    "quantize_activation_grad",
+    *QUANTIZED_PRODUCTS,
+)
 """Ops that only runs with FP8 or FP4 GEMMs use."""
 OPS: tuple[str, ...] = (*(name for name in vars(Kernels) if not name.startswith("_")), *QUANTIZED_PRODUCTS)
 """Names of all ops, in the order of the `Kernels` interface; last the multiplications of quantised operands."""

@@ -23,7 +23,7 @@ from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 MatrixOperand = Tensor | QuantizedTensor
 """Operand of a matrix multiplication, plain or quantised."""
-Matrix = TypeVar("Matrix", Tensor, MatrixOperand)
+Matrix = TypeVar("Matrix", Tensor, QuantizedTensor, MatrixOperand)
 
 
 class GroupedPart(NamedTuple, Generic[Matrix]):
@@ -197,6 +197,18 @@ class RoutedTokens(NamedTuple):
     """Sum of logsumexp(logits)^2 over valid tokens: scalar, internal dtype, differentiable. None if not requested."""
 
 
+class QuantizedActivationGrads(NamedTuple):
+    """Gradients of an activation, and operands of the GEMMs next to it in backward."""
+
+    grad_x_q: QuantizedTensor
+    """Rowwise copy of `grad_x_RF`."""
+    grad_x_RF: Tensor
+    """Gradient of the activation's input, in its dtype."""
+    grad_probs_R: Tensor | None
+    out_RF: Tensor
+    """Result of the activation, computed again."""
+
+
 class Kernels(Protocol):
     """Interface of the kernel set that modules receive: one method per op."""
 
@@ -253,6 +265,24 @@ class Kernels(Protocol):
     ) -> QuantizedTensor:
         """Quantises a weight [O, I], or a stack of weights [e, O, I]. The rowwise copy is always made. `scale`: as in
         `quantize_rows`, fp32 [] or [e]."""
+        ...
+
+    # quantisation fused into the ops whose results are quantised; formats with one scale per block of a row
+    def quantize_permuted(self, tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -> QuantizedTensor:
+        """Rowwise copy of `permute(tokens_TH, index)`. Each token is quantised once."""
+        ...
+
+    def quantize_activation(
+        self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+    ) -> QuantizedTensor:
+        """Rowwise copy of `activation(x_RF, probs_R, config)`."""
+        ...
+
+    def quantize_activation_grad(
+        self, grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+    ) -> QuantizedActivationGrads:
+        """Gradients of `activation(x_RF, probs_R, config)` for its output's gradient `grad_RF`, with a rowwise copy of
+        the gradient of x. For gated activations, F must be a multiple of the block length."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig, ActivationKind
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 from megatron_moe.kernels.low_precision_state import FIRST_SALT, SECOND_SALT, dither, pack, round_weights, unpack
 from megatron_moe.kernels.ops import (
@@ -21,7 +22,9 @@ from megatron_moe.kernels.ops import (
     AttentionInputs,
     GroupedPart,
     PositionSpan,
+    QuantizedActivationGrads,
     QueryKeyTransform,
+    RowIndex,
     internal_dtype,
     mark_nonfinite,
 )
@@ -52,6 +55,7 @@ from megatron_moe.kernels.reference_routing import sort_rows as sort_rows
 from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_dense
 from megatron_moe.kernels.reference_routing import unpermute as unpermute
 from megatron_moe.parallel import rng
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import quantize_rows as quantize_rows
 from megatron_moe.precision.quantizers import quantize_weight as quantize_weight
 
@@ -266,6 +270,27 @@ def nonlinearity(x: Tensor, kind: ActivationKind) -> Tensor:
             return F.relu(x)
         case "squared_relu":
             return F.relu(x).square()
+
+
+def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -> QuantizedTensor:
+    return quantize_rows(permute(tokens_TH, index), form, rowwise=True, columnwise=False)
+
+
+def quantize_activation(
+    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+) -> QuantizedTensor:
+    return quantize_rows(activation(x_RF, probs_R, config), form, rowwise=True, columnwise=False)
+
+
+def quantize_activation_grad(
+    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+) -> QuantizedActivationGrads:
+    inputs = [each.detach().requires_grad_() for each in (x_RF, probs_R) if each is not None]
+    with torch.enable_grad():
+        out_RF = activation(inputs[0], None if probs_R is None else inputs[1], config)
+    grad_x_RF, *grad_probs_R = torch.autograd.grad(out_RF, inputs, grad_RF)
+    grad_x_q = quantize_rows(grad_x_RF, form, rowwise=True, columnwise=False)
+    return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs_R[0] if grad_probs_R else None, out_RF.detach())
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:

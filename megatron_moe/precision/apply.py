@@ -9,11 +9,12 @@ from megatron_moe.model.attention import Attention
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.output_head import Head
 from megatron_moe.moe.experts import ExpertStack
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import held_experts
-from megatron_moe.precision.linear_precision import DelayedScaling, LinearPrecision, ModelPrecision
+from megatron_moe.precision.linear_precision import DelayedScaling, LastInput, LinearPrecision, ModelPrecision
 
 LowPrecisionModule = Linear | ExpertStack | Head
 
@@ -25,12 +26,25 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
     `config.output_layer`. So do the first and last decoder layers selected by `config`. Patterns of
     `precision.module_precision` override the recipe of single modules.
     """
+    last_input = LastInput()
     for name, module in model.named_modules():
         config = _config_of(name, module, model, precision) if isinstance(module, LowPrecisionModule) else None
         if isinstance(module, LowPrecisionModule) and config is not None:
             delayed = _delayed_scaling(module, config, ctx) if config.recipe == "delayed" else None
-            options = {"name": name, "save_input": _saves_input(name, model), "delayed": delayed}
+            options = {
+                "name": name,
+                "save_input": _saves_input(name, model),
+                "delayed": delayed,
+                "last_input": last_input,
+            }
             module.precision = LinearPrecision(config, kernels, **options)
+    for module in model.modules():
+        if isinstance(module, MoELayer) and model.saved_tensors.stash is None and module.experts.has_fused_casts:
+            # tokens are saved instead of a columnwise copy of rows; on one rank, the router saves them anyway
+            fc1 = module.experts.linear_fc1.precision
+            can_gather = module.dispatcher.token_major is not None
+            if can_gather and fc1 is not None and (ctx.group("etp_ep").size == 1 or not fc1.weight_grad):
+                module.dispatcher.token_major = True
 
 
 def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPrecision:

@@ -1,6 +1,7 @@
 """Low-precision GEMM operands of linear layers: quantisation of inputs, weights and output gradients."""
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -76,6 +77,22 @@ class DelayedScaling:
         self.scales.copy_(torch.where(proceed, scales, self.scales))
 
 
+class LastInput:
+    """Rowwise copy of the last input of a dense layer, for layers that have the same input one after the other."""
+
+    def __init__(self) -> None:
+        self._found: tuple[weakref.ref[Tensor], OperandFormat, QuantizedTensor] | None = None
+
+    def get(self, x: Tensor, form: OperandFormat) -> QuantizedTensor | None:
+        """The copy of `x` in this format, or None."""
+        if self._found is None or self._found[0]() is not x or self._found[1] != form:
+            return None
+        return self._found[2]
+
+    def put(self, x: Tensor, form: OperandFormat, x_q: QuantizedTensor) -> None:
+        self._found = weakref.ref(x), form, x_q
+
+
 class LinearPrecision:
     """Quantises the GEMM operands of one linear layer, or of one stack of expert layers, and caches its weight.
 
@@ -91,6 +108,7 @@ class LinearPrecision:
         name: str = "",
         save_input: bool = False,
         delayed: DelayedScaling | None = None,
+        last_input: LastInput | None = None,
     ) -> None:
         """
         Args:
@@ -98,6 +116,7 @@ class LinearPrecision:
             save_input: saves the original input for backward, which quantises its columnwise copy again, because the
                 input is kept anyway. False: saves the columnwise copy.
             delayed: scales of the recipe delayed; None for the other recipes.
+            last_input: shared by the layers of a model; None: the layer shares no input.
         """
         self.weight_grad = config.weight_grad
         """Whether the weight gradient is computed from quantised copies."""
@@ -106,6 +125,7 @@ class LinearPrecision:
         self._config = config
         self._kernels = kernels
         self._name = name
+        self._last_input = last_input or LastInput()
         self._step: tuple[int, ...] = ()
         self._num_draws = 0
         self._weight: QuantizedTensor | None = None
@@ -139,6 +159,25 @@ class LinearPrecision:
             offsets_e=offsets_e,
             scale=self._scale(_INPUT, lambda: largest_magnitude(x, offsets_e), record),
         )
+
+    def shared_input(self, x: Tensor) -> QuantizedTensor:
+        """Rowwise copy of an input [..., I]; also returned to the next layer with the same input. For formats with
+        `fused_block`, whose copies depend on the input alone."""
+        x_q = self._last_input.get(x, self._config.inputs)
+        if x_q is None:
+            x_q = self.input(x.detach().flatten(0, -2), columnwise=False)
+            self._last_input.put(x, self._config.inputs, x_q)
+        return x_q
+
+    @property
+    def fused_block(self) -> int | None:
+        """See `LowPrecisionConfig.fused_block`."""
+        return self._config.fused_block
+
+    @property
+    def formats(self) -> tuple[OperandFormat, OperandFormat]:
+        """Formats of (inputs, output gradients)."""
+        return self._config.inputs, self._config.grads
 
     def weight(self, weight: Tensor) -> QuantizedTensor:
         """Quantised weight [O, I] or [e, O, I] of this step, both copies."""

@@ -26,7 +26,7 @@ from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 
 BY_NAME = {case.name: case for case in CASES}
-SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280, "m27": 163840, "q24": 151936}
+SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280, "x2": 32000, "m27": 163840, "q24": 151936}
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 

@@ -9,6 +9,7 @@ class TokenMajorDispatcher(AllGatherDispatcher):
     """All-gather dispatcher that lets the experts gather their rows."""
 
     can_overflow = True
+    token_major = True
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         super().__init__(num_experts, comm)

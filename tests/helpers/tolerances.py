@@ -119,6 +119,17 @@ FP32_LAYOUT = Tolerance(
 
 BF16_KERNEL = Tolerance(1.6e-2, 1e-3, "One bf16 kernel against fp32 of the same rounded inputs: four units of 2^-8.")
 
+FP8_KERNEL = Tolerance(
+    6e-3,
+    0.0,
+    "One product of FP8 operands against fp64 of the same values: one unit of 2^-8 for bf16 results, and half of one "
+    "for sums of 128 products with about 14 bits in tensor cores.",
+)
+
+FP8_SUM = Tolerance(
+    2e-3, 0.0, "As FP8_KERNEL, but with results in fp32: only the sums of 128 products in tensor cores are rounded."
+)
+
 BF16_BLOCKS = Tolerance(
     2e-2,
     1e-3,

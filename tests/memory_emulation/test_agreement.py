@@ -168,7 +168,10 @@ def test_low_precision_copies_agree(recipe: str) -> None:
         found = compare(replace(plan, precision=low))
         assert abs(found.ratio - 1) < 0.002
     without = replace(plan, precision=replace(plan.precision, low_precision=None))
-    assert found.closed.kept == compare(without).closed.kept, "the original inputs are saved"
+    if low.low_precision.fused_block is None:
+        assert found.closed.kept == compare(without).closed.kept, "the original inputs are saved"
+    else:
+        assert found.closed.kept < compare(without).closed.kept, "neither expert rows nor activations are saved"
 
 
 def test_low_precision_under_sequence_parallelism_agrees() -> None:

@@ -34,6 +34,7 @@ class AllGatherDispatcher:
     host_reads = 0
     can_overflow = False
     can_be_captured = False
+    token_major: bool | None = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels
@@ -56,7 +57,8 @@ class AllGatherDispatcher:
         # at most min(K, local experts) rows per token
         bound = len(tokens_TH) * min(choices.shape[1], self.num_local) if pending.routing.capacity is None else None
         index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels, bound)
-        return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
+        rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, token_major=bool(self.token_major))
+        return rows, CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[PendingExchange, torch.dtype]:
         """Sums this rank's expert outputs per token and starts the reduce-scatter, which sums them over ranks."""

@@ -63,6 +63,7 @@ class AllToAllDispatcher:
     host_reads = 1
     can_overflow = False
     can_be_captured = False
+    token_major: bool | None = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels, self.align = comm.kernels, comm.row_alignment
@@ -97,7 +98,8 @@ class AllToAllDispatcher:
         handle = AllToAllHandle(pending.index, order, plan, pending.num_tokens)
         if order is not None:
             probs_R = self.kernels.gather_probs(probs_R[:, None], order)
-            return DispatchedTokens.sorted(data_RH, order, probs_R, self.kernels), handle
+            rows = DispatchedTokens.sorted(data_RH, order, probs_R, self.kernels, token_major=bool(self.token_major))
+            return rows, handle
         offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
         return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held), handle
 

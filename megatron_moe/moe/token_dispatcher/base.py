@@ -68,10 +68,14 @@ class DispatchedTokens:
     are missing, and the step must be repeated with a larger bound. None if the dispatcher cannot overflow."""
 
     @classmethod
-    def sorted(cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels) -> "DispatchedTokens":
-        """Copies tokens to expert-sorted rows, as given by `index`. The result's `bound` counts padding rows too."""
-        data_RH = kernels.permute(tokens_TH, index)
-        return cls(data=data_RH, probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R))
+    def sorted(
+        cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels, *, token_major: bool
+    ) -> "DispatchedTokens":
+        """Copies tokens to expert-sorted rows, as given by `index`, or leaves this to the experts if `token_major`. The
+        result's `bound` counts padding rows too."""
+        data = tokens_TH if token_major else kernels.permute(tokens_TH, index)
+        kept = index if token_major else None
+        return cls(data=data, probs_R=probs_R, offsets_e=index.offsets_E, index=kept, bound=len(probs_R))
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,9 @@ class Dispatcher(Protocol, Generic[Handle]):
     """Whether the dispatcher sets `DispatchedTokens.overflow`."""
     can_be_captured: bool
     """Whether CUDA graphs can contain dispatch and combine: no host reads, no collectives, static shapes."""
+    token_major: bool | None
+    """Whether the experts gather their rows from the tokens (`DispatchedTokens.index`), quantised once per token; None
+    if the dispatcher always delivers rows."""
 
     def __init__(self, num_experts: int, comm: "ExpertComm") -> None:
         """`num_experts`: number of experts of the layer on all ranks together."""

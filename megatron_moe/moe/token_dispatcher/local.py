@@ -12,6 +12,7 @@ class LocalDispatcher:
     host_reads = 0
     can_overflow = False
     can_be_captured = True
+    token_major: bool | None = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels, self.align = comm.kernels, comm.row_alignment
@@ -23,7 +24,8 @@ class LocalDispatcher:
         """Copies every token to the rows of its experts; padding rows are zeros."""
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels, align=self.align)
-        return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
+        rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, token_major=bool(self.token_major))
+        return rows, CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[DispatchedTokens, CombineHandle]:
         return rows, handle

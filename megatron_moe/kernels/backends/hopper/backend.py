@@ -1,4 +1,4 @@
-"""Grouped GEMMs for GPUs of compute capability 9 (H100, H200), in Gluon, with TMA and warpgroup MMA.
+"""Grouped GEMMs, bf16 and FP8, for GPUs of compute capability 9 (H100, H200), in Gluon, with TMA and warpgroup MMA.
 
 Unlike in Triton, the kernel code determines which warps load data, which warps compute, and when results are stored.
 Each op is one launch. Row offsets stay on the device. Results are bitwise reproducible, because every sum has a fixed
@@ -12,6 +12,16 @@ import triton
 from torch import Tensor
 
 from megatron_moe.kernels.backends.hopper import weight_grad
+from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_forward as quantized_linear_forward
+from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_input_grad as quantized_linear_input_grad
+from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_weight_grad as quantized_linear_weight_grad
+from megatron_moe.kernels.backends.hopper.fp8_product import quantized_grouped_forward as quantized_grouped_forward
+from megatron_moe.kernels.backends.hopper.fp8_product import (
+    quantized_grouped_input_grad as quantized_grouped_input_grad,
+)
+from megatron_moe.kernels.backends.hopper.fp8_weight_grad import (
+    quantized_grouped_weight_grad as quantized_grouped_weight_grad,
+)
 from megatron_moe.kernels.backends.hopper.product import grouped_forward as grouped_forward
 from megatron_moe.kernels.backends.hopper.product import grouped_input_grad as grouped_input_grad
 from megatron_moe.kernels.backends.triton import experts
@@ -20,7 +30,18 @@ from megatron_moe.kernels.ops import GroupedPart
 
 NAME = "hopper"
 NEEDS = ("triton", "triton.experimental.gluon.nvidia.hopper")
-PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
+PROVIDES = (
+    "grouped_forward",
+    "grouped_input_grad",
+    "grouped_weight_grad",
+    "quantized_linear_forward",
+    "quantized_linear_input_grad",
+    "quantized_linear_weight_grad",
+    "quantized_grouped_forward",
+    "quantized_grouped_input_grad",
+    "quantized_grouped_weight_grad",
+)
+RECIPES = ("blockwise e4m3", "blockwise hybrid")
 GLUON = "3.6"
 """Required Triton version: other versions lack some of the Gluon operations used here (docs/kernels.md)."""
 
@@ -34,7 +55,9 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     if not triton.__version__.startswith(f"{GLUON}."):
         return Support(Priority.NO, f"it requires the Gluon of Triton {GLUON}; installed is {triton.__version__}")
     reason = "TMA and warpgroup MMA; offsets stay on the device"
-    if op == "grouped_weight_grad":
+    if op.startswith("quantized_linear"):
+        reason = "cuBLAS for sizes that it supports, otherwise TMA and warpgroup MMA"
+    if op.endswith("grouped_weight_grad"):
         reason += "; accumulates in fp32 in the gradient buffer"
     return Support(Priority.TAILORED, reason)
 

@@ -10,11 +10,13 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     add_product,
     aligned,
     blocks_of,
-    extent,
     finish,
+    first_tile,
     in_slice,
     new_barriers,
+    place_of,
     rows_by_slice,
+    tiles_of,
     zeros,
 )
 from megatron_moe.kernels.backends.triton.launch import free_multiprocessors
@@ -77,28 +79,6 @@ def _grouped_product(
 
 
 @gluon.jit
-def _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
-    """Returns (first row of an expert, end of its rows, number of its row tiles, total number of its tiles)."""
-    start, end = extent(offsets_ptr, expert)
-    num_down = gl.cdiv(end - start, 2 * ROWS_OF_HALF)
-    return start, end, num_down, num_down * gl.cdiv(columns, TILE_COLUMNS)
-
-
-@gluon.jit
-def _first_tile(before):
-    """Index of this program's first tile of an expert. Tiles are numbered across all experts and assigned to programs
-    round-robin. before: number of tiles of the preceding experts."""
-    programs = gl.num_programs(0)
-    return before + (gl.program_id(0) + programs - before % programs) % programs
-
-
-@gluon.jit
-def _place(tile, start, num_down, TILE_COLUMNS: gl.constexpr):
-    """Returns (first row, first column) of an expert's tile number `tile`."""
-    return start + tile % num_down * (2 * ROWS_OF_HALF), tile // num_down * TILE_COLUMNS
-
-
-@gluon.jit
 def _load_tiles(rows, weight, stages, shape, TRANSPOSED: gl.constexpr):
     rows_stages, weight_stages, full, empty = stages
     offsets_ptr, num_experts, depth, columns = shape
@@ -108,12 +88,12 @@ def _load_tiles(rows, weight, stages, shape, TRANSPOSED: gl.constexpr):
     before = 0
     step = 0
     for expert in range(num_experts):
-        start, end, num_down, num_tiles = _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS)
+        start, end, num_down, num_tiles = tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS)
         first = before
         # count tiles over all experts: Triton 3.6 drops a loop-carried sum that is used only as a loop bound
         before += num_tiles
-        for number in range(_first_tile(first), before, gl.num_programs(0)):
-            row, column = _place(number - first, start, num_down, TILE_COLUMNS)
+        for number in range(first_tile(first), before, gl.num_programs(0)):
+            row, column = place_of(number - first, start, num_down, columns, TILE_COLUMNS)
             both = end - row > ROWS_OF_HALF
             for k in range(0, depth, STEP):
                 stage = step % STAGES
@@ -144,11 +124,11 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.c
     before = 0
     step = 0
     for expert in range(num_experts):
-        start, end, num_down, num_tiles = _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS)
+        start, end, num_down, num_tiles = tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS)
         first = before
         before += num_tiles
-        for number in range(_first_tile(first), before, gl.num_programs(0)):
-            row, column = _place(number - first, start, num_down, TILE_COLUMNS)
+        for number in range(first_tile(first), before, gl.num_programs(0)):
+            row, column = place_of(number - first, start, num_down, columns, TILE_COLUMNS)
             row += HALF * ROWS_OF_HALF
             if row < end:
                 total = zeros(ROWS_OF_HALF, TILE_COLUMNS)

@@ -20,6 +20,10 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 NAME = "hopper"
 _ALIGNMENT = 16
 """Alignment in bytes that TMA requires of tensors and of their rows."""
+ROWS_OF_TILE = gl.constexpr(128)
+"""Rows of a tile of a grouped GEMM's result."""
+_BAND = gl.constexpr(16)
+"""Row tiles of a band; see `place_of`."""
 _FAR = gl.constexpr(1 << 30)
 """Number that exceeds the number of rows of any tensor; see `rows_by_slice`."""
 
@@ -85,6 +89,33 @@ def in_slice(row, end, column):
 def extent(offsets_ptr, expert):
     """Returns (first row of an expert, end of its rows)."""
     return gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0), gl.load(offsets_ptr + expert)
+
+
+@gluon.jit
+def tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
+    """Returns (first row of an expert, end of its rows, number of its row tiles, total number of its tiles)."""
+    start, end = extent(offsets_ptr, expert)
+    num_down = gl.cdiv(end - start, ROWS_OF_TILE)
+    return start, end, num_down, num_down * gl.cdiv(columns, TILE_COLUMNS)
+
+
+@gluon.jit
+def first_tile(before):
+    """Index of this program's first tile of an expert. Tiles are numbered across all experts and assigned to programs
+    round-robin. before: number of tiles of the preceding experts."""
+    programs = gl.num_programs(0)
+    return before + (gl.program_id(0) + programs - before % programs) % programs
+
+
+@gluon.jit
+def place_of(tile, start, num_down, columns, TILE_COLUMNS: gl.constexpr):
+    """Returns (first row, first column) of an expert's tile number `tile`. Tiles are numbered down the columns of bands
+    of rows, so that concurrent programs read few different rows and weights (from the L2 cache)."""
+    per_band = _BAND * gl.cdiv(columns, TILE_COLUMNS)
+    first = tile // per_band * _BAND
+    height = gl.minimum(num_down - first, _BAND)
+    within = tile % per_band
+    return start + (first + within % height) * ROWS_OF_TILE, within // height * TILE_COLUMNS
 
 
 @gluon.jit

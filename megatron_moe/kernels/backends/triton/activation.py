@@ -1,6 +1,6 @@
 """MLP activations, gated or not, times a probability per row. Forward and backward each take one pass over memory.
 
-Only the input and the probabilities are saved; backward recomputes the rest.
+Only the input and the probabilities are saved; backward recomputes the rest. Results can be stored in FP8 directly.
 """
 
 from typing import Any
@@ -11,11 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, store_tile
+from megatron_moe.kernels.ops import QuantizedActivationGrads
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
 """(elements per tile, maximum columns per tile); the fastest on an H200. `NARROW_BACKWARD_TILE` is for output widths
 up to 1024."""
+QUANTIZED_FORWARD_TILE, QUANTIZED_BACKWARD_TILE = (2048, 256), (2048, 256)
+"""Tiles for FP8 results; more rows than above, because the scales of a column of blocks are contiguous."""
 
 NO_CLAMP = float("inf")
 
@@ -30,16 +36,9 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, config: ActivationConfig) -> Tensor:
         x_RF, probs_R = rows_of(x), None if probs is None else probs.reshape(-1).contiguous()
-        num_rows, width = x_RF.shape[0], x_RF.shape[1] // config.fan
-        out_RF = torch.empty(num_rows, width, device=x.device, dtype=x.dtype)
-        if out_RF.numel():
-            rows, columns = _tile(width, *FORWARD_TILE)
-            _activation_forward[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
-                x_RF, x_RF if probs_R is None else probs_R, out_RF, num_rows, width, x_RF.stride(0),
-                config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
-                GATED=config.gated,
-                CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None, ROWS=rows, COLUMNS=columns,
-            )  # fmt: skip
+        width = x_RF.shape[1] // config.fan
+        out_RF = torch.empty(x_RF.shape[0], width, device=x.device, dtype=x.dtype)
+        _forward(x_RF, probs_R, config, out_RF, FORWARD_TILE)
         ctx.save_for_backward(x_RF, probs_R)
         ctx.config = config
         return out_RF.view(*x.shape[:-1], width)
@@ -47,22 +46,87 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_RF, probs_R = ctx.saved_tensors
-        config: ActivationConfig = ctx.config
-        grad_RF = rows_of(grads[0])
-        num_rows, width = grad_RF.shape
         grad_x_RF = torch.empty_like(x_RF, memory_format=torch.contiguous_format)
-        grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
-        if grad_RF.numel():
-            rows, columns = _tile(width, *(BACKWARD_TILE if width > 1024 else NARROW_BACKWARD_TILE))
-            _activation_backward[(triton.cdiv(num_rows, rows),)](
-                grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF,
-                grad_x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
-                config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
-                GATED=config.gated,
-                CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None, ROWS=rows, COLUMNS=columns,
-            )  # fmt: skip
+        tile = BACKWARD_TILE if rows_of(grads[0]).shape[1] > 1024 else NARROW_BACKWARD_TILE
+        grad_probs_R = _backward(grads[0], x_RF, probs_R, ctx.config, grad_x_RF, tile)
         shape = grads[0].shape[:-1]
         return (grad_x_RF.view(*shape, x_RF.shape[1]), None if grad_probs_R is None else grad_probs_R.view(shape), None)
+
+
+def quantize_activation(
+    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
+) -> QuantizedTensor:
+    """Activation with FP8 results: equals `quantize_rows(activation(...))` without the bf16 result in memory."""
+    x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
+    out = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, form)
+    _forward(x_RF, probs_R, config, out.data, QUANTIZED_FORWARD_TILE, out.scales, form)
+    return QuantizedTensor.of(out, None, form.block, x_RF.dtype)
+
+
+def quantize_activation_grad(
+    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
+) -> QuantizedActivationGrads:
+    """See `Kernels.quantize_activation_grad`. For gated activations, the width must be a multiple of 128, because
+    no scale block may contain gradients of both halves."""
+    x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
+    assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
+    quantized = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, form)
+    grad_x_RF = torch.empty(x_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
+    out_RF = torch.empty(grad_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
+    tile = QUANTIZED_BACKWARD_TILE
+    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, grad_x_RF, tile, quantized, out_RF, form)
+    grad_x_q = QuantizedTensor.of(quantized, None, form.block, x_RF.dtype)
+    return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs_R, out_RF)
+
+
+def _forward(
+    x_RF: Tensor,
+    probs_R: Tensor | None,
+    config: ActivationConfig,
+    out_RF: Tensor,
+    tile: tuple[int, int],
+    scales: Tensor | None = None,
+    form: OperandFormat = E4M3,
+) -> None:
+    """Writes the results to `out_RF`; if `scales` is given, in FP8, and their scales to `scales`."""
+    if out_RF.numel():
+        num_rows, width = out_RF.shape
+        rows, columns = _tile(width if scales is None else max(width, BLOCK), *tile)
+        _activation_forward[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+            x_RF, x_RF if probs_R is None else probs_R, out_RF, scales, num_rows, width, x_RF.stride(0),
+            config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
+            GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
+            ROWS=rows, COLUMNS=columns, **constants(form, x_RF.dtype),
+        )  # fmt: skip
+
+
+def _backward(
+    grad: Tensor,
+    x_RF: Tensor,
+    probs_R: Tensor | None,
+    config: ActivationConfig,
+    grad_x_RF: Tensor,
+    tile: tuple[int, int],
+    quantized: QuantizedCopy | None = None,
+    out_RF: Tensor | None = None,
+    form: OperandFormat = E4M3,
+) -> Tensor | None:
+    """Writes the gradient of x to `grad_x_RF` and returns that of the probabilities. If given, also writes the gradient
+    of x in FP8 to `quantized`, and the result of the activation to `out_RF`."""
+    grad_RF = rows_of(grad)
+    num_rows, width = grad_RF.shape
+    grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
+    if grad_RF.numel():
+        rows, columns = _tile(width if quantized is None else max(width, BLOCK), *tile)
+        _activation_backward[(triton.cdiv(num_rows, rows),)](
+            grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF,
+            None if quantized is None else quantized.data, None if quantized is None else quantized.scales, out_RF,
+            x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
+            config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
+            GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
+            ROWS=rows, COLUMNS=columns, **constants(form, x_RF.dtype),
+        )  # fmt: skip
+    return grad_probs_R
 
 
 def _tile(width: int, elements: int, most_columns: int) -> tuple[int, int]:
@@ -112,9 +176,10 @@ def _slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def _activation_forward(
-    x_ptr, probs_ptr, out_ptr, num_rows, width, x_stride, offset, clamp,
+    x_ptr, probs_ptr, out_ptr, scales_ptr, num_rows, width, x_stride, offset, clamp,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -135,14 +200,40 @@ def _activation_forward(
         out = _value(x, KIND)
     if WEIGHTED:
         out *= probs[:, None]
-    tl.store(out_ptr + rows[:, None] * width + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    if scales_ptr is None:
+        tl.store(out_ptr + rows[:, None] * width + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        out = out.to(x_ptr.dtype.element_ty)  # the same rounding as if quantised later
+        first = tl.program_id(1) * COLUMNS
+        store_tile(
+            out, rows, first, out_ptr, scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO
+        )
+
+
+@triton.jit
+def _store_grad(
+    grad, rows, first, x_ptr, out_ptr, quantized_ptr, scales_ptr, num_rows, width, end,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of the gradient of x, which has `width` columns, up to column `end`; also in FP8 if there are
+    scales."""
+    columns = first + tl.arange(0, grad.shape[1])
+    inside = (rows < num_rows)[:, None] & (columns < end)[None, :]
+    grad = grad.to(x_ptr.dtype.element_ty)  # the same rounding as if quantised later
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], grad, mask=inside)
+    if scales_ptr is not None:
+        store_tile(
+            grad, rows, first, quantized_ptr, scales_ptr, num_rows, width, num_rows, end, LARGEST, BOUND, POWER_OF_TWO
+        )
 
 
 @triton.jit
 def _activation_backward(
-    grad_ptr, x_ptr, probs_ptr, grad_x_ptr, grad_probs_ptr, num_rows, width, grad_stride, x_stride, offset, clamp,
+    grad_ptr, x_ptr, probs_ptr, grad_x_ptr, quantized_ptr, scales_ptr, out_ptr, grad_probs_ptr, num_rows, width,
+    grad_stride, x_stride, offset, clamp,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     fan: tl.constexpr = 2 if GATED else 1
@@ -156,7 +247,6 @@ def _activation_backward(
         if WEIGHTED:
             held = inside & (probs != 0.0)[:, None]
         place = x_ptr + rows[:, None] * x_stride + columns[None, :]
-        to_ptr = grad_x_ptr + rows[:, None] * width * fan + columns[None, :]
         grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
         x = tl.load(place, mask=held, other=0.0).to(tl.float32)
         if GATED:
@@ -167,6 +257,7 @@ def _activation_backward(
                 gate = tl.minimum(x, clamp)
                 linear = tl.minimum(tl.maximum(up, -clamp), clamp) + offset
             value = _value(gate, KIND)
+            out = value * linear
             if WEIGHTED:
                 grad_probs += tl.sum(grad * value * linear, axis=1)
                 grad *= probs[:, None]
@@ -175,12 +266,25 @@ def _activation_backward(
             if CLAMPED:
                 grad_gate = tl.where(x <= clamp, grad_gate, 0.0)
                 grad_up = tl.where((up <= clamp) & (up >= -clamp), grad_up, 0.0)
-            tl.store(to_ptr, grad_gate.to(grad_x_ptr.dtype.element_ty), mask=inside)
-            tl.store(to_ptr + width, grad_up.to(grad_x_ptr.dtype.element_ty), mask=inside)
+            _store_grad(
+                grad_up, rows, start + width, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, 2 * width,
+                2 * width, LARGEST, BOUND, POWER_OF_TWO,
+            )  # fmt: skip
+            x_grad = grad_gate
         else:
+            out = _value(x, KIND)
             if WEIGHTED:
                 grad_probs += tl.sum(grad * _value(x, KIND), axis=1)
                 grad *= probs[:, None]
-            tl.store(to_ptr, (grad * _slope(x, KIND)).to(grad_x_ptr.dtype.element_ty), mask=inside)
+            x_grad = grad * _slope(x, KIND)
+        _store_grad(
+            x_grad, rows, start, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, fan * width, width,
+            LARGEST, BOUND, POWER_OF_TWO,
+        )  # fmt: skip
+        if out_ptr is not None:
+            if WEIGHTED:
+                out *= probs[:, None]
+            out = out.to(x_ptr.dtype.element_ty)
+            tl.store(out_ptr + rows[:, None] * width + columns[None, :], out, mask=inside)
     if WEIGHTED:
         tl.store(grad_probs_ptr + rows, grad_probs.to(grad_probs_ptr.dtype.element_ty), mask=rows < num_rows)

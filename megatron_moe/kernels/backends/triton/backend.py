@@ -8,6 +8,8 @@ import torch
 import triton
 
 from megatron_moe.kernels.backends.triton.activation import activation as activation
+from megatron_moe.kernels.backends.triton.activation import quantize_activation as quantize_activation
+from megatron_moe.kernels.backends.triton.activation import quantize_activation_grad as quantize_activation_grad
 from megatron_moe.kernels.backends.triton.attention.blocks import attention_block as attention_block
 from megatron_moe.kernels.backends.triton.attention.blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.backends.triton.attention.whole import attention as attention
@@ -31,6 +33,9 @@ from megatron_moe.kernels.backends.triton.push import push_sums as push_sums
 from megatron_moe.kernels.backends.triton.push import push_tokens as push_tokens
 from megatron_moe.kernels.backends.triton.push import sum_partials as sum_partials
 from megatron_moe.kernels.backends.triton.push import wait_for_peers as wait_for_peers
+from megatron_moe.kernels.backends.triton.quantize import quantize_permuted as quantize_permuted
+from megatron_moe.kernels.backends.triton.quantize import quantize_rows as quantize_rows
+from megatron_moe.kernels.backends.triton.quantize import quantize_weight as quantize_weight
 from megatron_moe.kernels.backends.triton.rope import rope as rope
 from megatron_moe.kernels.backends.triton.routing.op import route as route
 from megatron_moe.kernels.backends.triton.rows import gather_probs as gather_probs
@@ -38,7 +43,7 @@ from megatron_moe.kernels.backends.triton.rows import permute as permute
 from megatron_moe.kernels.backends.triton.rows import unpermute as unpermute
 from megatron_moe.kernels.backends.triton.sort import count_tokens as count_tokens
 from megatron_moe.kernels.backends.triton.sort import sort_rows as sort_rows
-from megatron_moe.kernels.kernel_set import Priority, Support
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority, Support
 
 NAME = "triton"
 NEEDS = ("triton",)
@@ -74,7 +79,13 @@ PROVIDES = (
     "free_pages",
     "adamw_",
     "adamw_packed_",
+    "quantize_rows",
+    "quantize_weight",
+    "quantize_permuted",
+    "quantize_activation",
+    "quantize_activation_grad",
 )
+RECIPES = ("blockwise e4m3", "blockwise hybrid")
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
@@ -82,6 +93,8 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     if dtype is torch.float64:
         return Support(Priority.NO, "fp64 is used for verification only and runs on plain torch")
     if device.type == "cpu":
+        if op in LOW_PRECISION_OPS:
+            return Support(Priority.NO, "Triton's interpreter does not round to FP8 correctly")
         if triton.knobs.runtime.interpret:
             return Support(Priority.YES, "interpreted, for tests")
         return Support(Priority.NO, "it runs on GPUs only")

@@ -1,0 +1,185 @@
+"""Times FP8 casts and grouped products on one GPU and prints a Markdown table with ceilings of the same run.
+
+python benchmarks/harness/bench_fp8.py [--only CASES]
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
+
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad, product, weight_grad
+from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
+from megatron_moe.kernels.reference_routing import sort_rows
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
+
+SHAPES = {
+    "Q6 fc1": (65536, 128, 2048, 1536),
+    "Q6 fc2": (65536, 128, 768, 2048),
+    "M8 fc1": (49152, 64, 2048, 2816),
+    "M8 fc2": (49152, 64, 1408, 2048),
+    "ds4 fc1": (32768, 8, 7168, 4096),
+    "ds4 fc2": (32768, 8, 2048, 7168),
+    "Mixtral fc1": (32768, 8, 6144, 32768),
+    "Mixtral fc2": (32768, 8, 16384, 6144),
+}
+"""(rows, experts, inputs, outputs)."""
+
+
+def milliseconds(work: Callable[[], object], runs: int = 9) -> float:
+    """Median of `runs` runs, queued after a pause so that launches do not count."""
+    for _ in range(3):
+        work()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+    torch.cuda._sleep(20_000_000)
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def row(name: str, time: float, gigabytes: float = 0.0, teraflop: float = 0.0) -> None:
+    rate = f"{1e3 * teraflop / time:.0f} TFLOP/s" if teraflop else f"{gigabytes / time:.2f} TB/s"
+    print(f"| {name} | {time:.3f} | {rate} |", flush=True)
+
+
+def ceilings() -> None:
+    source = torch.rand(1 << 28, device="cuda")
+    target, square = torch.empty_like(source), draw(8192, 8192)
+    row("copy of 1 GB", milliseconds(partial(target.copy_, source)), 2 * source.numel() * 4 / 1e9)
+    row("bf16 product 8192", milliseconds(partial(torch.mm, square, square)), teraflop=2 * 8192**3 / 1e12)
+    for rows, inputs, outputs in ((8192, 4096, 4096), (8192, 7168, 4096), (32768, 2048, 7168)):
+        x, w = quantize.quantize_rows(draw(rows, inputs)), quantize.quantize_weight(draw(outputs, inputs))
+        ends = torch.tensor([rows], device="cuda", dtype=torch.int32)
+        teraflop = 2 * rows * inputs * outputs / 1e12
+        name = f"dense {rows} x {inputs} x {outputs}"
+        try:
+            row(f"scaled_mm {name}", milliseconds(partial(scaled_mm, x, w)), teraflop=teraflop)
+        except RuntimeError as error:
+            print("scaled_mm:", error, flush=True)
+        one = quantize.quantize_weight(draw(1, outputs, inputs))
+        row(
+            f"ours, {name}",
+            milliseconds(partial(fp8_product.quantized_grouped_forward, x, one, ends)),
+            teraflop=teraflop,
+        )
+
+
+def scaled_mm(x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
+    """torch's product, whose scales of weights have a row stride that is a multiple of 4."""
+    assert x.rowwise is not None and x.rowwise_scales is not None and w.rowwise is not None
+    assert w.rowwise_scales is not None
+    padded = F.pad(w.rowwise_scales, (0, -w.rowwise_scales.shape[1] % 4))
+    per_row, per_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    scales = (x.rowwise_scales.T, per_row, padded.T, per_block)
+    return F.scaled_mm(x.rowwise, w.rowwise.T, *scales, output_dtype=torch.bfloat16)
+
+
+def casts() -> None:
+    for rows, width in ((65536, 2048), (32768, 7168), (65536, 1536)):
+        x = draw(rows, width)
+        size = rows * width / 1e9
+        row(f"cast rowwise {rows} x {width}", milliseconds(partial(quantize.quantize_rows, x)), 3.03 * size)
+        both = milliseconds(partial(quantize.quantize_rows, x, columnwise=True))
+        row(f"cast both {rows} x {width}", both, 4.06 * size)
+        for align in (1, 16):
+            counts = torch.randint(0, 128, (rows * 3 // 4,), device="cuda").bincount(minlength=128)
+            ends = ((counts + align - 1) // align * align).cumsum(0).to(torch.int32)
+            both = milliseconds(partial(quantize.quantize_rows, x, columnwise=True, offsets_e=ends))
+            row(f"cast both {rows} x {width}, 128 experts, aligned to {align}", both, 4.06 * size * 0.75)
+        q = quantize.quantize_rows(x, rowwise=False, columnwise=True)
+        row(f"dequantise columns {rows} x {width}", milliseconds(partial(quantize.dequantize_columns, q)), 3.03 * size)
+    for shape in ((128, 1536, 2048), (8, 4096, 7168)):
+        weight = draw(*shape)
+        row(f"cast weight {shape}", milliseconds(partial(quantize.quantize_weight, weight)), 4 * weight.numel() / 1e9)
+    for tokens, topk, experts, hidden in ((8192, 8, 128, 2048), (8192, 6, 64, 2048), (4096, 8, 8, 7168)):
+        index = sort_rows(torch.rand(tokens, experts, device="cuda").topk(topk).indices, experts, None)
+        x = draw(tokens, hidden)
+        size = (2 * tokens * hidden + 1.03 * tokens * topk * hidden) / 1e9
+        time = milliseconds(partial(quantize.quantize_permuted, x, index))
+        row(f"permute and cast {tokens} tokens, {topk} rows each, hidden {hidden}", time, size)
+
+
+def products() -> None:
+    for name, (rows, experts, inputs, outputs) in SHAPES.items():
+        counts = torch.randint(0, experts, (rows,), device="cuda").bincount(minlength=experts)
+        ends = counts.cumsum(0).to(torch.int32)
+        x, grad, weight = draw(rows, inputs), draw(rows, outputs), draw(experts, outputs, inputs)
+        teraflop = 2 * rows * inputs * outputs / 1e12
+        plain = [
+            milliseconds(partial(product.grouped_forward, x, weight, ends)),
+            milliseconds(partial(product.grouped_input_grad, grad, weight, ends)),
+        ]
+        rows_q, grad_q = quantize.quantize_rows(x), quantize.quantize_rows(grad)
+        weight_q = quantize.quantize_weight(weight)
+        row(f"{name} forward, bf16", plain[0], teraflop=teraflop)
+        time = milliseconds(partial(fp8_product.quantized_grouped_forward, rows_q, weight_q, ends))
+        row(f"{name} forward", time, teraflop=teraflop)
+        row(f"{name} input gradient, bf16", plain[1], teraflop=teraflop)
+        time = milliseconds(partial(fp8_product.quantized_grouped_input_grad, grad_q, weight_q, ends))
+        row(f"{name} input gradient", time, teraflop=teraflop)
+
+
+def weight_grads() -> None:
+    for name, (rows, experts, inputs, outputs) in SHAPES.items():
+        if experts * inputs * outputs > 1 << 30:
+            continue
+        counts = torch.randint(0, experts, (rows,), device="cuda").bincount(minlength=experts)
+        ends = counts.cumsum(0).to(torch.int32)
+        x, grad, out = draw(rows, inputs), draw(rows, outputs), torch.zeros(experts, outputs, inputs, device="cuda")
+        teraflop = 2 * rows * inputs * outputs / 1e12
+        part = GroupedPart[Tensor](grad, x, ends)
+        grad_q, x_q = (quantize.quantize_rows(each, columnwise=True, offsets_e=ends) for each in (grad, x))
+        low = GroupedPart[MatrixOperand](grad_q, x_q, ends)
+        for adds in (False, True):
+            how = "added" if adds else "stored"
+            time = milliseconds(partial(weight_grad.grouped_weight_grad, [part], out, adds))
+            row(f"{name} weight gradient, {how}, bf16", time, teraflop=teraflop)
+            for fp8_weight_grad.FP8_KERNEL in (False, True):
+                kind = "FP8" if fp8_weight_grad.FP8_KERNEL else "FP8 dequantised to bf16"
+                time = milliseconds(partial(fp8_weight_grad.quantized_grouped_weight_grad, [low], out, adds))
+                row(f"{name} weight gradient, {how}, {kind}", time, teraflop=teraflop)
+
+
+def activations() -> None:
+    config = ActivationConfig(kind="silu", gated=True)
+    for rows, width in ((65536, 768), (49152, 1408), (32768, 2048)):
+        x, grad, probs = draw(rows, 2 * width), draw(rows, width), torch.rand(rows, device="cuda")
+        size = rows * width / 1e9
+        time = milliseconds(partial(activation.activation, x, probs, config))
+        row(f"SwiGLU {rows} x {width}, bf16", time, 6 * size)
+        time = milliseconds(partial(activation.quantize_activation, x, probs, config))
+        row(f"SwiGLU {rows} x {width} and cast", time, 5.03 * size)
+        time = milliseconds(partial(activation.quantize_activation_grad, grad, x, probs, config))
+        row(f"SwiGLU gradient {rows} x {width} and cast", time, 14.06 * size)
+
+
+def main(argv: list[str]) -> None:
+    parts = {"ceilings": ceilings, "casts": casts, "products": products, "weight_grads": weight_grads}
+    parts["activations"] = activations
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n\n| case | ms | rate |\n|---|---|---|")
+    for name in parser.parse_args(argv).only:
+        parts[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

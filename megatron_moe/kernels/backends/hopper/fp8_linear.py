@@ -1,0 +1,55 @@
+"""Matrix products of dense layers with block-scaled FP8 operands.
+
+cuBLAS computes them through torch (1261 TFLOP/s on an H200, the grouped kernel for one group 1104) where its layout of
+scales, padded to multiples of four, equals ours; the grouped kernels compute other sizes, E5M2 and weight gradients.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_moe.kernels.backends.hopper.fp8_product import multiply
+from megatron_moe.kernels.backends.hopper.fp8_weight_grad import quantized_grouped_weight_grad
+from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
+
+_WEIGHT, _ROWS = 16, 4
+"""cuBLAS is used if these divide the sizes of the weight and the number of rows."""
+
+
+def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """See `Kernels.linear_forward`."""
+    out = _product(x, weight.row_copy)
+    return out if bias is None else out + bias
+
+
+def quantized_linear_input_grad(grad: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
+    """See `Kernels.linear_input_grad`."""
+    return _product(grad, weight.column_copy)
+
+
+def quantized_linear_weight_grad(grad: QuantizedTensor, x: QuantizedTensor, out: Tensor, accumulate: bool) -> None:
+    """See `Kernels.linear_weight_grad`."""
+    part = GroupedPart[MatrixOperand](grad, x, _one_group(grad.column_copy.data.shape[1], out.device))
+    quantized_grouped_weight_grad([part], out[None], accumulate)
+
+
+def _product(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
+    """Product of x [R, D] in blocks of 1x128 and a transposed weight [C, D] in blocks of 128x128 -> bf16 [R, C]."""
+    data, scales, _ = x.row_copy
+    e4m3 = data.dtype == weight.data.dtype == torch.float8_e4m3fn
+    if not e4m3 or len(data) % _ROWS or any(size % _WEIGHT for size in weight.data.shape) or not data.numel():
+        stack = QuantizedCopy(weight.data[None], weight.scales[None])
+        return multiply(x, stack, _one_group(len(data), data.device))
+    padding = -weight.scales.shape[1] % 4
+    weight_scales = F.pad(weight.scales, (0, padding)) if padding else weight.scales
+    kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    out: Tensor = F.scaled_mm(
+        data, weight.data.T, scales.T, kinds[0], weight_scales.T, kinds[1], output_dtype=torch.bfloat16
+    )
+    return out
+
+
+def _one_group(num_rows: int, device: torch.device) -> Tensor:
+    """Offsets of the grouped kernels for one group."""
+    return torch.full((1,), num_rows, device=device, dtype=torch.int32)

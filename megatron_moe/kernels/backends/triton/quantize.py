@@ -1,0 +1,347 @@
+"""Triton kernels that quantise matrices to FP8 with a scale per block of 1x128 or 128x128 elements.
+
+Each kernel reads its input once. Elements are multiplied by their block's scale in fp32, rounded to nearest even and
+saturated; NaN stays NaN. Inverse scales are stored (value = element * inverse scale).
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.config.precision import OperandFormat
+from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.rows import COPY_TILE, permute
+from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
+from megatron_moe.precision.quantizers import DTYPES, LARGEST
+
+BLOCK = 128
+"""Length of a scale block."""
+LENGTH = tl.constexpr(BLOCK)
+ROWS_TILE = (8, 1024)
+"""(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
+BOTH_WARPS, WEIGHT_WARPS = 4, 4
+"""Warps per 128x128 tile of casts with a transposed copy, of rows and of weights; the fastest on an H200."""
+_MANTISSA = tl.constexpr(0x7FFFFF)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
+
+E4M3 = OperandFormat(element="e4m3", block=(1, BLOCK), scale="power of 2")
+E4M3_WEIGHT = replace(E4M3, block=(BLOCK, BLOCK))
+"""Formats of the recipe blockwise for rows and weights."""
+
+
+def quantize_rows(
+    x: Tensor,
+    form: OperandFormat = E4M3,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    offsets_e: Tensor | None = None,
+    scale: Tensor | None = None,
+    seed: int = 0,
+) -> QuantizedTensor:
+    """See `Kernels.quantize_rows`, for blocks of 1x128."""
+    assert form.block == (1, BLOCK) and scale is None, f"{form}"
+    x_RK = rows_of(x)
+    num_rows, width = x_RK.shape
+    row = empty_rows(num_rows, width, x.device, form) if rowwise else None
+    column = None
+    if columnwise:
+        blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
+        num_blocks = triton.cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
+        data = torch.empty(width, num_blocks * BLOCK, device=x.device, dtype=DTYPES[form.element])
+        scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
+        column = QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
+        if x_RK.numel():
+            out = row or column  # a placeholder without a rowwise copy
+            _quantize_both[(num_blocks, triton.cdiv(width, BLOCK))](
+                x_RK, out.data, out.scales, data, scales, blocks, num_rows, width, x_RK.stride(0), data.stride(0),
+                ROWWISE=rowwise, **constants(form, x.dtype), num_warps=BOTH_WARPS,
+            )  # fmt: skip
+    elif row is not None and x_RK.numel():
+        rows, columns = ROWS_TILE
+        _quantize_rows[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+            x_RK, row.data, row.scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
+            **constants(form, x.dtype),
+        )  # fmt: skip
+    return QuantizedTensor.of(row, column, form.block, x.dtype)
+
+
+def quantize_weight(
+    weight: Tensor, form: OperandFormat = E4M3_WEIGHT, *, columnwise: bool = True, scale: Tensor | None = None
+) -> QuantizedTensor:
+    """See `Kernels.quantize_weight`, for blocks of 128x128. Always makes both copies."""
+    assert form.block == (BLOCK, BLOCK) and scale is None, f"{form}"
+    stack = weight.contiguous().view(-1, *weight.shape[-2:])
+    num, outputs, inputs = stack.shape
+    blocks_o, blocks_i = triton.cdiv(outputs, BLOCK), triton.cdiv(inputs, BLOCK)
+
+    def copy(shape: tuple[int, int], blocks: tuple[int, int]) -> QuantizedCopy:
+        lead = weight.shape[:-2]
+        return QuantizedCopy(
+            torch.empty(*lead, *shape, device=weight.device, dtype=DTYPES[form.element]),
+            torch.empty(*lead, *blocks, device=weight.device, dtype=torch.float32),
+        )
+
+    row, column = copy((outputs, inputs), (blocks_o, blocks_i)), copy((inputs, outputs), (blocks_i, blocks_o))
+    if stack.numel():
+        _quantize_weight[(blocks_i, blocks_o, num)](
+            stack, row.data, row.scales, column.data, column.scales, outputs, inputs, **constants(form, weight.dtype),
+            num_warps=WEIGHT_WARPS,
+        )  # fmt: skip
+    return QuantizedTensor.of(row, column, form.block, weight.dtype)
+
+
+def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat = E4M3) -> QuantizedTensor:
+    """See `Kernels.quantize_permuted`. Also gathers the gradients of an unpermute, whose backward is a permute."""
+    if index.rows_TK is None:  # a dense routing index has no row per choice
+        return quantize_rows(permute(tokens_TH, index), form)
+    tokens_TH = rows_of(tokens_TH)
+    num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
+    row = empty_rows(num_rows, width, tokens_TH.device, form)
+    if row.data.numel():
+        columns = min(max(power_of_two(width), BLOCK), COPY_TILE)
+        num_programs = max(num_tokens, 1)
+        each = triton.cdiv(num_rows, num_programs)
+        _quantize_tokens[(num_programs, triton.cdiv(width, columns))](
+            tokens_TH, index.rows_TK.contiguous(), index.token_R, row.data, row.scales, num_tokens, num_rows, width,
+            tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
+            **constants(form, tokens_TH.dtype),
+        )  # fmt: skip
+    return QuantizedTensor.of(row, None, form.block, tokens_TH.dtype)
+
+
+def dequantize_columns(rows: QuantizedTensor) -> Tensor:
+    """Values [128 B, C] of a columnwise copy [C, R] in B blocks of 1x128, transposed back, with gaps between experts if
+    the copy has them; exact in bf16 if the scales are powers of two. Rows from R on are undefined."""
+    assert rows.block == (1, BLOCK), f"{rows.block}"
+    data, scales, _ = rows.column_copy
+    num_blocks, width = scales.shape
+    out = torch.empty(num_blocks * BLOCK, width, device=data.device, dtype=rows.dtype)
+    if out.numel():
+        _dequantize_columns[(num_blocks, triton.cdiv(width, BLOCK))](
+            data, scales, out, data.shape[1], width, data.stride(0), num_warps=4
+        )
+    return out
+
+
+def row_blocks(offsets_e: Tensor, num_rows: int) -> Tensor:
+    """First row and number of rows, int32 [num_rows // 128 + e, 2], of all experts' blocks of 128 rows; without gaps,
+    the rest is 0."""
+    num_experts = len(offsets_e)
+    blocks = torch.zeros(num_rows // BLOCK + num_experts, 2, device=offsets_e.device, dtype=torch.int32)
+    _list_row_blocks[(num_experts,)](offsets_e, blocks, num_experts, EXPERTS=power_of_two(num_experts), EACH=32)
+    return blocks
+
+
+def empty_rows(num_rows: int, width: int, device: torch.device, form: OperandFormat) -> QuantizedCopy:
+    """Uninitialised rowwise copy of a matrix [num_rows, width]."""
+    return QuantizedCopy(
+        torch.empty(num_rows, width, device=device, dtype=DTYPES[form.element]),
+        torch.empty(triton.cdiv(width, BLOCK), num_rows, device=device, dtype=torch.float32),
+    )
+
+
+def constants(form: OperandFormat, source: torch.dtype) -> dict[str, float | bool]:
+    """Constants of the kernels for inputs of dtype `source`, whose largest number replaces an infinite scale."""
+    assert form.element in DTYPES and form.scale in ("fp32", "power of 2"), f"{form}"
+    bound = torch.finfo(source).max
+    return {"LARGEST": LARGEST[form.element], "BOUND": bound, "POWER_OF_TWO": form.scale == "power of 2"}
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x|, int32. They are ordered like the magnitudes; NaN is the largest."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def scales_of(amax_bits, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Returns (scale, inverse scale) of blocks with the largest magnitudes `amax_bits` (see `magnitude_bits`). The
+    scale is 1 for blocks that are 0 or have an element that is not finite."""
+    usable = (amax_bits > 0) & (amax_bits < 0x7F800000)
+    if POWER_OF_TWO:
+        # floor(LARGEST / amax) to a power of two, on exponents: both formats' LARGEST has the mantissa 1.75
+        tl.static_assert(LARGEST == 448.0 or LARGEST == 57344.0)
+        largest: tl.constexpr = 8 if LARGEST == 448.0 else 15
+        above = ((amax_bits & _MANTISSA) > 0x600000).to(tl.int32)
+        exponent = tl.minimum(254 + largest - (amax_bits >> 23) - above, 254)
+        exponent = tl.where(usable, exponent, 127)
+        inverse = tl.where(exponent == 254, 1 << 22, (254 - exponent) << 23)  # 2^-127 is subnormal
+        return (exponent << 23).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+    else:
+        amax = tl.where(usable, amax_bits, 0x3F800000).to(tl.float32, bitcast=True)
+        scale = tl.minimum(tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax), BOUND)
+        scale = tl.where(usable, scale, 1.0)
+        return scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def quantize_tile(x, element: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Quantises a tile [ROWS, COLUMNS] in blocks of 1x128 -> (elements, inverse scales [ROWS, COLUMNS / 128])."""
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    blocks = x.to(tl.float32).reshape(rows, columns // LENGTH, LENGTH)
+    scale, inverse = scales_of(tl.max(magnitude_bits(blocks), axis=2), LARGEST, BOUND, POWER_OF_TWO)
+    return (blocks * scale[:, :, None]).to(element).reshape(rows, columns), inverse
+
+
+@triton.jit
+def store_tile(
+    x, rows, first_column, out_ptr, scales_ptr, num_rows, width, end_row, end_column,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Quantises a tile of a matrix [num_rows, width] in blocks of 1x128 and stores its elements and inverse scales, but
+    not beyond `end_row` and `end_column`."""
+    tile_columns: tl.constexpr = x.shape[1]
+    columns = first_column + tl.arange(0, tile_columns)
+    q, inverse = quantize_tile(x, out_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
+    held = (rows < end_row)[:, None]
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], q, mask=held & (columns < end_column)[None, :])
+    blocks = first_column // LENGTH + tl.arange(0, tile_columns // LENGTH)
+    inside = held & (blocks * LENGTH < end_column)[None, :]
+    tl.store(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], inverse, mask=inside)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr, out_ptr, scales_ptr, num_rows, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * COLUMNS
+    columns = first + tl.arange(0, COLUMNS)
+    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    store_tile(x, rows, first, out_ptr, scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO)
+
+
+@triton.jit
+def _list_row_blocks(offsets_ptr, table_ptr, num_experts, EXPERTS: tl.constexpr, EACH: tl.constexpr):
+    """Writes (first row, number of rows) of each of an expert's row blocks."""
+    mine = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    ends = tl.load(offsets_ptr + expert, mask=expert < num_experts, other=0)
+    starts = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
+    num_blocks = tl.cdiv(ends - starts, LENGTH)
+    before = tl.sum(tl.where(expert < mine, num_blocks, 0), axis=0)
+    start = tl.sum(tl.where(expert == mine, starts, 0), axis=0)
+    end = tl.sum(tl.where(expert == mine, ends, 0), axis=0)
+    for first in range(0, tl.cdiv(end - start, LENGTH), EACH):
+        block = first + tl.arange(0, EACH)
+        row = start + block * LENGTH
+        place = table_ptr + 2 * (before + block)
+        tl.store(place, row, mask=row < end)
+        tl.store(place + 1, tl.minimum(end - row, LENGTH), mask=row < end)
+
+
+@triton.jit
+def _quantize_both(
+    x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
+    across_stride,
+    ROWWISE: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    if blocks_ptr is None:
+        first = block * LENGTH
+        count = tl.minimum(num_rows - first, LENGTH).to(tl.int32)
+    else:
+        first = tl.load(blocks_ptr + 2 * block).to(tl.int64)
+        count = tl.load(blocks_ptr + 2 * block + 1)
+    # offsets within a tile fit into 32 bits
+    row = tl.arange(0, LENGTH)
+    x_ptr += first * stride
+    out_ptr += first * width
+    scales_ptr += first
+    across_scales_ptr += block * width
+    column = tl.program_id(1) * LENGTH
+    columns = column + tl.arange(0, LENGTH)
+    held = (row < count)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    if ROWWISE:
+        store_tile(x, row, column, out_ptr, scales_ptr, num_rows, width, count, width, LARGEST, BOUND, POWER_OF_TWO)
+    scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
+    tl.store(across_scales_ptr + columns, inverse, mask=(columns < width) & (count > 0))
+    across = tl.trans((x.to(tl.float32) * scale[None, :]).to(across_ptr.dtype.element_ty))
+    base = across_ptr + column.to(tl.int64) * across_stride + block * LENGTH
+    place = tl.arange(0, LENGTH)[:, None] * across_stride + row[None, :]
+    tl.store(base + place, across, mask=(columns < width)[:, None] & (count > 0))
+
+
+@triton.jit
+def _quantize_weight(
+    x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, outputs, inputs,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
+    block_i, block_o = tl.program_id(0), tl.program_id(1)
+    blocks_o, blocks_i = tl.cdiv(outputs, LENGTH), tl.cdiv(inputs, LENGTH)
+    # offsets within a tile fit into 32 bits
+    each = tl.arange(0, LENGTH)
+    inside_o = block_o * LENGTH + each < outputs
+    inside_i = block_i * LENGTH + each < inputs
+    place = matrix * outputs * inputs
+    first = place + block_o.to(tl.int64) * LENGTH * inputs + block_i * LENGTH
+    offsets = each[:, None] * inputs + each[None, :]
+    held = inside_o[:, None] & inside_i[None, :]
+    x = tl.load(x_ptr + first + offsets, mask=held, other=0.0)
+    amax = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+    scale, inverse = scales_of(tl.full((1,), 0, tl.int32) + amax, LARGEST, BOUND, POWER_OF_TWO)
+    q = (x.to(tl.float32) * scale[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + first + offsets, q, mask=held)
+    first = place + block_i.to(tl.int64) * LENGTH * outputs + block_o * LENGTH
+    held = inside_i[:, None] & inside_o[None, :]
+    tl.store(across_ptr + first + each[:, None] * outputs + each[None, :], tl.trans(q), mask=held)
+    one = matrix * blocks_o * blocks_i + tl.arange(0, 1)
+    tl.store(scales_ptr + one + block_o * blocks_i + block_i, inverse)
+    tl.store(across_scales_ptr + one + block_i * blocks_o + block_o, inverse)
+
+
+@triton.jit
+def _quantize_tokens(
+    tokens_ptr, places_ptr, token_ptr, rows_ptr, scales_ptr, num_tokens, num_rows, width, stride, rows_each,
+    EACH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COLUMNS
+    columns = first + tl.arange(0, COLUMNS)[None, :]
+    blocks = (first // LENGTH + tl.arange(0, COLUMNS // LENGTH))[None, :]
+    inside, has_block = columns < width, blocks * LENGTH < width
+    blocks = blocks.to(tl.int64) * num_rows
+    # see `rows._copy_tokens`: the rows are divided among the programs, which clear the padding rows of their share
+    own = token * rows_each + tl.arange(0, EACH)
+    requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
+    some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0
+    if token < num_tokens:
+        x = tl.load(tokens_ptr + token * stride + columns, mask=inside, other=0.0)
+        q, inverse = quantize_tile(x, rows_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
+        for choice in tl.static_range(TOPK):
+            row = tl.load(places_ptr + token * TOPK + choice)
+            tl.store(rows_ptr + row * width + columns, q, mask=inside & (row >= 0))
+            tl.store(scales_ptr + blocks + row, inverse, mask=has_block & (row >= 0))
+    if some_empty:
+        for number in range(rows_each):
+            row = token * rows_each + number
+            if tl.load(token_ptr + row, mask=row < num_rows, other=0) < 0:
+                nothing = tl.zeros((1, COLUMNS), tl.float32).to(rows_ptr.dtype.element_ty)
+                tl.store(rows_ptr + row * width + columns, nothing, mask=inside)
+                tl.store(scales_ptr + blocks + row, tl.full((1, COLUMNS // LENGTH), 1.0, tl.float32), mask=has_block)
+
+
+@triton.jit
+def _dequantize_columns(x_ptr, scales_ptr, out_ptr, num_rows, width, stride):
+    block = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
+    rows = tl.arange(0, LENGTH)
+    inside = columns < width
+    held = inside[:, None] & (block * LENGTH + rows < num_rows)[None, :]
+    first = x_ptr + block * LENGTH
+    x = tl.load(first + columns.to(tl.int64)[:, None] * stride + rows[None, :], mask=held, other=0.0).to(tl.float32)
+    scales = tl.load(scales_ptr + block * width + columns, mask=inside, other=0.0)
+    out = tl.trans((x * scales[:, None]).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + block * LENGTH * width + rows[:, None] * width + columns[None, :], out, mask=inside[None, :])

@@ -1,0 +1,247 @@
+"""FP8 casts against their definition in plain torch, bit for bit, and products of FP8 operands against fp64."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.precision import OperandFormat, low_precision_config
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
+from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
+from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton.backend import permute
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
+from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
+from megatron_moe.kernels.reference_routing import sort_rows
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantizers import DTYPES
+from tests.gpu.test_hopper_on_one_gpu import COUNTS, ROWS_BEHIND, draw, offsets, slices
+from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows, values_of_weight
+from tests.helpers.tolerances import EXACT, FP8_KERNEL, FP8_SUM, FP32_REF
+
+pytestmark = pytest.mark.gpu1
+
+FORMS = {
+    "e4m3": quantize.E4M3,
+    "e4m3, fp32 scales": replace(quantize.E4M3, scale="fp32"),
+    "e5m2": replace(quantize.E4M3, element="e5m2"),
+}
+
+
+def wild(*shape: int, seed: int) -> Tensor:
+    """Normal numbers times powers of e, with blocks of zeros, subnormal numbers, and some infinities and NaN."""
+    x = draw(*shape, seed=seed) * torch.exp(4 * draw(*shape, seed=seed + 100).float()).bfloat16()
+    flat = x.view(-1)
+    flat[: len(flat) // 7] = 0
+    flat[len(flat) // 7 : len(flat) // 6] *= 2.0**-120
+    for value, place in ((torch.nan, 1), (torch.inf, 2), (-torch.inf, 3), (-torch.nan, 4)):
+        flat[place * len(flat) // 5 - 1] = value
+    return x
+
+
+def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = True, rows: int | None = None) -> None:
+    """Asserts equal elements and scales of both copies, of the first `rows` rows."""
+    assert actual.block == expected.block
+    assert actual.rowwise is not None and expected.rowwise is not None and actual.rowwise_scales is not None
+    same_elements(actual.rowwise[:rows], expected.rowwise[:rows], "rowwise")
+    EXACT.check(actual.rowwise_scales[..., :rows], expected.rowwise_scales, "scales")
+    if columnwise:
+        assert actual.columnwise is not None and actual.columnwise_scales is not None
+        assert expected.columnwise is not None and expected.columnwise_scales is not None
+        used, num_blocks = expected.columnwise.shape[-1], expected.columnwise_scales.shape[-2]
+        same_elements(actual.columnwise[..., :used], expected.columnwise, "columnwise")
+        EXACT.check(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", [(1, 16), (300, 200), (256, 1024), (77, 7168)])
+def test_casts_of_rows(shape: tuple[int, int], form: OperandFormat) -> None:
+    x = wild(*shape, seed=1)
+    expected = quantized_rows(x, dtype=DTYPES[form.element], power_of_two=form.scale == "power of 2")
+    same(quantize.quantize_rows(x, form), expected, columnwise=False)
+    same(quantize.quantize_rows(x, form, columnwise=True), expected)
+    wide = torch.cat([x, x], 1)[:, : shape[1]]
+    same(quantize.quantize_rows(wide, form), expected, columnwise=False)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_casts_of_expert_rows(counts: list[int]) -> None:
+    num_rows = sum(counts)
+    x = torch.cat([wild(num_rows, 200, seed=2), torch.full((ROWS_BEHIND, 200), torch.nan, device="cuda").bfloat16()])
+    actual = quantize.quantize_rows(x, columnwise=True, offsets_e=offsets(counts))
+    same(actual, quantized_rows(x[:num_rows], torch.tensor(counts).cumsum(0).tolist()), rows=num_rows)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 300, 200), (2, 256, 128), (1536, 2048)])
+def test_casts_of_weights(shape: tuple[int, ...], form: OperandFormat) -> None:
+    weight = wild(*shape, seed=3)
+    expected = quantized_weight(weight, dtype=DTYPES[form.element], power_of_two=form.scale == "power of 2")
+    same(quantize.quantize_weight(weight, replace(form, block=(128, 128))), expected)
+
+
+@pytest.mark.parametrize(("tokens", "width", "align"), [(1, 128, 1), (300, 200, 1), (513, 2048, 16), (100, 7168, 128)])
+def test_permuted_casts(tokens: int, width: int, align: int) -> None:
+    ids = torch.rand(tokens, 20, device="cuda").topk(6).indices
+    index = sort_rows(ids, 20, None, align)
+    x = wild(tokens, width, seed=4)
+    same(quantize.quantize_permuted(x, index), quantized_rows(permute(x, index)), columnwise=False)
+
+
+def test_dequantised_columns_are_exact() -> None:
+    x = quantize.quantize_rows(draw(300, 200, seed=5) * torch.exp(4 * draw(300, 1, seed=6)), columnwise=True)
+    EXACT.check(quantize.dequantize_columns(x)[:300].double(), values_of_columns(x, [300], 0).T, "values")
+
+
+@pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "fp32 scales"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (80, 272), (512, 320), (208, 1408), (2048, 128)])
+def test_products_match_fp64(inputs: int, outputs: int, counts: list[int], power_of_two: bool) -> None:
+    ends, num_rows = offsets(counts), sum(counts)
+    weight = quantized_weight(draw(len(counts), outputs, inputs, seed=1), power_of_two=power_of_two)
+    behind = [torch.full((ROWS_BEHIND, width), torch.nan, device="cuda").bfloat16() for width in (inputs, outputs)]
+    rows, grad = (
+        quantized_rows(torch.cat([draw(num_rows, tail.shape[1], seed=seed), tail]), power_of_two=power_of_two)
+        for seed, tail in enumerate(behind, 2)
+    )
+    forward = fp8_product.quantized_grouped_forward(rows, weight, ends)
+    backward = fp8_product.quantized_grouped_input_grad(grad, weight, ends)
+    rows_RI, grad_RO, weight_eOI = values_of_rows(rows), values_of_rows(grad), values_of_weight(weight)
+    for expert, part in slices(counts):
+        what = f"expert {expert}"
+        FP8_KERNEL.check(forward[part].double(), rows_RI[part] @ weight_eOI[expert].T, f"forward of {what}")
+        FP8_KERNEL.check(backward[part].double(), grad_RO[part] @ weight_eOI[expert], f"gradient of {what}")
+    EXACT.check(
+        fp8_product.quantized_grouped_forward(rows, weight, ends)[:num_rows], forward[:num_rows], "a second time"
+    )
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["in bf16", "in FP8"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["stored", "added"])
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (272, 80), (320, 512), (1408, 208)])
+def test_weight_gradients_match_fp64(
+    inputs: int,
+    outputs: int,
+    counts: list[int],
+    num_parts: int,
+    accumulate: bool,
+    fp8: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fp8_weight_grad, "FP8_KERNEL", fp8)
+    before = torch.randn(len(counts), outputs, inputs, device="cuda")
+    expected = before.double() if accumulate else torch.zeros_like(before, dtype=torch.float64)
+    parts = []
+    for number in range(num_parts):
+        counted = counts[number:] + counts[:number]
+        ends = offsets(counted)
+        operands = [
+            cast_with_nan_behind(draw(sum(counts), width, seed=10 * number + place), ends)
+            for place, width in enumerate((outputs, inputs))
+        ]
+        parts.append(GroupedPart[MatrixOperand](operands[0], operands[1], ends))
+        for expert in range(len(counted)):
+            grad, rows = (values_of_columns(each, counted, expert) for each in operands)
+            expected[expert] += grad @ rows.T
+    actual, repeated = (before.clone() if accumulate else torch.full_like(before, torch.nan) for _ in range(2))
+    for out in (actual, repeated):
+        fp8_weight_grad.quantized_grouped_weight_grad(parts, out, accumulate)
+    FP8_SUM.check(actual.double(), expected, "gradient")
+    EXACT.check(repeated, actual, "a second time")
+
+
+def cast_with_nan_behind(x: Tensor, ends: Tensor) -> QuantizedTensor:
+    """Both copies of expert rows, followed by rows of NaN without an expert."""
+    return quantize.quantize_rows(torch.cat([x, x[:ROWS_BEHIND] * torch.nan]), columnwise=True, offsets_e=ends)
+
+
+def values_of_columns(x: QuantizedTensor, counts: list[int], expert: int) -> Tensor:
+    """fp64 values of an expert's rows in the columnwise copy."""
+    assert x.columnwise is not None and x.columnwise_scales is not None
+    first = sum(-(-count // 128) for count in counts[:expert])
+    blocks = first + torch.arange(counts[expert], device="cuda") // 128
+    columns = x.columnwise[:, 128 * first : 128 * first + counts[expert]]
+    return columns.double() * x.columnwise_scales[blocks].T.double()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("width", [128, 768, 1408])
+def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
+    config = ActivationConfig(kind="silu", gated=True)
+    x = draw(301, 2 * width, seed=1).requires_grad_()
+    probs = torch.rand(301, device="cuda").requires_grad_() if weighted else None
+    if probs is not None:
+        probs.data[::5] = 0.0
+    grad = draw(301, width, seed=2)
+    plain = activation.activation(x, probs, config)
+    plain.backward(grad)
+    given = None if probs is None else probs.detach()
+    forward = activation.quantize_activation(x.detach(), given, config)
+    found = activation.quantize_activation_grad(grad, x.detach(), given, config)
+    assert x.grad is not None
+    same(forward, quantized_rows(plain.detach()), columnwise=False)
+    same(found.grad_x_q, quantized_rows(x.grad), columnwise=False)
+    EXACT.check(found.grad_x_RF, x.grad, "gradient of the input")
+    EXACT.check(found.out_RF, plain.detach(), "result")
+    if probs is not None:
+        FP32_REF.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(37, 80, 272), (256, 384, 640), (48, 128, 1408), (4096, 512, 256)]
+)
+def test_dense_products_match_fp64(rows: int, inputs: int, outputs: int, element: Literal["e4m3", "e5m2"]) -> None:
+    x, bias = quantize.quantize_rows(draw(rows, inputs, seed=1), columnwise=True), draw(outputs, seed=2)
+    form = replace(quantize.E4M3, element=element)
+    grad = quantize.quantize_rows(draw(rows, outputs, seed=3), form, columnwise=True)
+    weight = quantize.quantize_weight(draw(outputs, inputs, seed=4))
+    x_RI, grad_RO, weight_OI = values_of_rows(x), values_of_rows(grad), values_of_weight(weight)
+    forward = hopper_kernels.quantized_linear_forward(x, weight, bias)
+    FP8_KERNEL.check(forward.double(), x_RI @ weight_OI.T + bias.double(), "forward")
+    input_grad = hopper_kernels.quantized_linear_input_grad(grad, weight)
+    FP8_KERNEL.check(input_grad.double(), grad_RO @ weight_OI, "input gradient")
+    expected = values_of_columns(grad, [rows], 0) @ values_of_columns(x, [rows], 0).T
+    for out, tolerance in (
+        (torch.ones(outputs, inputs, device="cuda"), FP8_SUM),
+        (draw(outputs, inputs, seed=5), FP8_KERNEL),
+    ):
+        before = out.double()
+        hopper_kernels.quantized_linear_weight_grad(grad, x, out, True)
+        tolerance.check(out.double(), before + expected, f"weight gradient added in {out.dtype}")
+        hopper_kernels.quantized_linear_weight_grad(grad, x, out, False)
+        tolerance.check(out.double(), expected, f"weight gradient in {out.dtype}")
+
+
+def test_copies_are_made_separately() -> None:
+    x, ends = draw(300, 256, seed=1), offsets([100, 0, 200])
+    both = quantize.quantize_rows(x, columnwise=True, offsets_e=ends)
+    only = quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
+    assert only.rowwise is None and only.rowwise_scales is None
+    assert only.columnwise is not None and both.columnwise is not None
+    same_elements(only.columnwise[:, : 3 * 128], both.columnwise[:, : 3 * 128], "columnwise")
+    EXACT.check(only.columnwise_scales, both.columnwise_scales, "scales")
+
+
+def test_kernels_are_selected_for_the_recipe_blockwise() -> None:
+    device = torch.device("cuda")
+    for hybrid in (False, True):
+        config = low_precision_config("blockwise", hybrid=hybrid)
+        kernels = select_kernels(KernelConfig(), device, torch.bfloat16, config)
+        backends = {choice.op: choice.backend for choice in kernels.choices if choice.op in LOW_PRECISION_OPS}
+        assert {backends.pop(f"quantize_{what}") for what in ("rows", "weight")} == {"triton"}
+        assert set(backends.values()) == {"hopper"}
+
+
+def test_products_without_rows() -> None:
+    weight = quantized_weight(draw(3, 64, 128, seed=1))
+    empty = quantize.quantize_rows(draw(0, 128, seed=1))
+    ends = torch.zeros(3, device="cuda", dtype=torch.int32)
+    assert fp8_product.quantized_grouped_forward(empty, weight, ends).shape == (0, 64)

@@ -1,0 +1,188 @@
+"""FP8 kernels without a GPU: casts in the interpreter, and whether the Hopper products compile. Results on a GPU:
+tests/gpu/test_fp8_on_one_gpu.py."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
+from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements
+from tests.helpers.tolerances import EXACT
+from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
+
+LAUNCHES = """
+from dataclasses import replace
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
+from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.ops import GroupedPart, RowIndex
+
+fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
+quantize._list_row_blocks = Compiled(quantize._list_row_blocks)
+for name in ("rows", "both", "weight", "tokens"):
+    setattr(quantize, f"_quantize_{name}", Compiled(getattr(quantize, f"_quantize_{name}")))
+fp8_weight_grad.FP8_KERNEL = True
+fp8_weight_grad._fp8_expert_grads = Compiled(fp8_weight_grad._fp8_expert_grads)
+for name in ("forward", "backward"):
+    setattr(activation, f"_activation_{name}", Compiled(getattr(activation, f"_activation_{name}")))
+x, stack = torch.zeros(1024, 512, dtype=torch.bfloat16), torch.zeros(8, 768, 512, dtype=torch.bfloat16)
+ends = torch.zeros(8, dtype=torch.int32)
+weight = quantize.quantize_weight(stack)
+fp8_product.quantized_grouped_forward(quantize.quantize_rows(x), weight, ends)
+grad = quantize.quantize_rows(torch.zeros(1024, 768, dtype=torch.bfloat16), columnwise=True, offsets_e=ends)
+fp8_product.quantized_grouped_input_grad(grad, weight, ends)
+hybrid = replace(quantize.E4M3, element="e5m2")
+fp8_product.quantized_grouped_input_grad(quantize.quantize_rows(torch.zeros_like(x), hybrid), weight, ends)
+rows = quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
+for parts, accumulate in ((1, False), (2, True)):
+    part = GroupedPart(grad, rows, ends)
+    fp8_weight_grad.quantized_grouped_weight_grad([part] * parts, torch.zeros(8, 768, 512), accumulate)
+part = GroupedPart(quantize.quantize_rows(x, hybrid, columnwise=True, offsets_e=ends), rows, ends)
+fp8_weight_grad.quantized_grouped_weight_grad([part], torch.zeros(8, 512, 512), False)
+swiglu = ActivationConfig(kind="silu", gated=True)
+activation.quantize_activation(x, torch.zeros(1024), swiglu)
+activation.quantize_activation_grad(x[:, :256], x, torch.zeros(1024), swiglu)
+"""
+EDGES = (0.0, torch.nan, torch.inf, 2.0**-125, 1e-38, 3e38)
+"""Values of single elements: no scale, no scale, no scale, scales that overflow, and the smallest scale."""
+
+
+def exact_values(*shape: int, seed: int) -> Tensor:
+    """Random bf16 numbers that are E4M3 numbers, so that casts with scales >= 1 are exact: the interpreter does not
+    round to nearest."""
+    bits = torch.randint(0, 127, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    signs = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.uint8) << 7
+    return (bits | signs).view(torch.float8_e4m3fn).bfloat16()
+
+
+def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = False) -> None:
+    assert actual.block == expected.block
+    same_elements(actual.rowwise, expected.rowwise, "rowwise")
+    EXACT.check(actual.rowwise_scales, expected.rowwise_scales, "scales")
+    if columnwise:
+        assert actual.columnwise_scales is not None and expected.columnwise_scales is not None
+        same_elements(actual.columnwise, expected.columnwise, "columnwise")
+        num_blocks = expected.columnwise_scales.shape[-2]
+        EXACT.check(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
+
+
+def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
+    kernels = compiled(LAUNCHES)
+    assert len(kernels) == 17
+    for code in kernels:
+        assert code["shared"] <= SHARED_MEMORY
+        assert NO_SPILLS in code["ptxas"]
+    products = instructions(kernels, r"wgmma\.mma_async\.sync\.aligned\.(\w+\.f32\.\w+\.\w+)")
+    assert products == {"m64n128k32.f32.e4m3.e4m3": 4, "m64n128k32.f32.e5m2.e4m3": 2}
+    assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 6, "e5m2x2": 2}
+    adding = [code for code in kernels if "cp.reduce.async.bulk.tensor" in code["ptx"]]
+    assert len(adding) == 1, "sums are added by TMA, and only where they shall be added"
+
+
+def instructions(kernels: list[dict[str, Any]], pattern: str) -> Counter[str]:
+    """Number of kernels with each variant of an instruction."""
+    return Counter(variant for code in kernels for variant in set(re.findall(pattern, code["ptx"])))
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (5, 128), (130, 300), (33, 640)])
+def test_casts_of_rows(shape: tuple[int, int]) -> None:
+    x = exact_values(*shape, seed=1)
+    check(quantize.quantize_rows(x), quantized_rows(x))
+    check(quantize.quantize_rows(x, columnwise=True), quantized_rows(x), columnwise=True)
+    wide = torch.cat([x, x], 1)[:, : shape[1]]
+    check(quantize.quantize_rows(wide), quantized_rows(x))
+
+
+@pytest.mark.parametrize("scale", ["power of 2", "fp32"])
+@pytest.mark.parametrize("edge", EDGES)
+def test_scales_of_unusual_blocks(edge: float, scale: str) -> None:
+    x = torch.zeros(3, 256, dtype=torch.bfloat16)
+    x[1, 5], x[2, 200] = edge, -edge
+    form = replace(quantize.E4M3, scale=scale)
+    expected = quantized_rows(x, power_of_two=scale == "power of 2")
+    actual = quantize.quantize_rows(x, form, columnwise=True)
+    EXACT.check(actual.rowwise_scales, expected.rowwise_scales, "scales")
+    EXACT.check(actual.columnwise_scales, expected.columnwise_scales, "columnwise scales")
+    weight = quantize.quantize_weight(x[:, :128], replace(form, block=(128, 128)))
+    expected = quantized_weight(x[:, :128], power_of_two=scale == "power of 2")
+    EXACT.check(weight.rowwise_scales, expected.rowwise_scales, "scales of a weight")
+
+
+@pytest.mark.parametrize("counts", [[0, 70, 1, 200, 0, 129], [16, 0, 144, 32], [0, 0, 3]])
+def test_column_blocks_start_again_at_every_expert(counts: list[int]) -> None:
+    ends, num_rows = torch.tensor(counts).cumsum(0), sum(counts)
+    x = exact_values(num_rows + 5, 144, seed=2)
+    x[num_rows:] = torch.nan
+    actual = quantize.quantize_rows(x, columnwise=True, offsets_e=ends.int())
+    expected = quantized_rows(x[:num_rows], ends.tolist())
+    assert actual.rowwise is not None and actual.columnwise is not None and actual.rowwise_scales is not None
+    assert expected.columnwise is not None
+    held = QuantizedTensor(
+        rowwise=actual.rowwise[:num_rows], rowwise_scales=actual.rowwise_scales[:, :num_rows],
+        columnwise=actual.columnwise[:, : expected.columnwise.shape[1]],
+        columnwise_scales=actual.columnwise_scales, block=actual.block,
+    )  # fmt: skip
+    check(held, expected, columnwise=True)
+    copies = expert_copies(actual.column_copy, actual.block, ends.tolist(), columnwise=True)
+    EXACT.check(torch.cat([copy.scales for copy in copies]), expected.columnwise_scales, "scales of all experts")
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (2, 130, 300), (3, 128, 256)])
+def test_casts_of_weights(shape: tuple[int, ...]) -> None:
+    weight = exact_values(*shape, seed=3)
+    check(quantize.quantize_weight(weight), quantized_weight(weight), columnwise=True)
+
+
+@pytest.mark.parametrize("align", [1, 16])
+def test_permuted_casts(align: int) -> None:
+    ids = torch.rand(20, 6, generator=torch.Generator().manual_seed(0)).topk(3).indices
+    ids[3, 1] = -1
+    index = reference.sort_rows(ids, 6, None, align)
+    x = exact_values(20, 300, seed=4)
+    check(quantize.quantize_permuted(x, index), quantized_rows(reference.permute(x, index)))
+
+
+def test_dequantised_columns_are_exact() -> None:
+    x = quantized_rows(torch.randn(130, 300) * torch.exp(4 * torch.randn(130, 1)))
+    x = replace(x, dtype=torch.bfloat16)
+    assert x.columnwise is not None and x.columnwise_scales is not None
+    expected = x.columnwise.double() * x.columnwise_scales.T.double().repeat_interleave(128, 1)[:, :130]
+    EXACT.check(quantize.dequantize_columns(x)[:130].double(), expected.T, "values")
+
+
+def test_tensors_without_elements() -> None:
+    empty = quantize.quantize_rows(torch.zeros(0, 256, dtype=torch.bfloat16), columnwise=True)
+    assert empty.rowwise is not None and empty.rowwise.shape == (0, 256)
+    assert quantize.dequantize_columns(empty).shape == (0, 256)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    "config", [ActivationConfig(kind="silu", gated=True), ActivationConfig(kind="squared_relu", gated=False)], ids=str
+)
+def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(37, 384 * config.fan, generator=generator).bfloat16().requires_grad_()
+    probs = torch.rand(37, generator=generator).requires_grad_() if weighted else None
+    if probs is not None:
+        probs.data[::5] = 0.0
+    grad = torch.randn(37, 384, generator=generator).bfloat16()
+    plain = activation.activation(x, probs, config)
+    plain.backward(grad)
+    forward = activation.quantize_activation(x.detach(), None if probs is None else probs.detach(), config)
+    found = activation.quantize_activation_grad(grad, x.detach(), None if probs is None else probs.detach(), config)
+    assert x.grad is not None
+    check(forward, quantize.quantize_rows(plain.detach()))
+    check(found.grad_x_q, quantize.quantize_rows(x.grad))
+    EXACT.check(found.grad_x_RF, x.grad, "gradient of the input")
+    EXACT.check(found.out_RF, plain.detach(), "result")
+    if probs is not None:
+        EXACT.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")

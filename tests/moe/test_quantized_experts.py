@@ -1,0 +1,137 @@
+"""Experts with casts fused into other ops: same numbers, saved tensors and memory policies as without fusion."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.memory import RecomputeConfig
+from megatron_moe.config.moe import ActivationConfig, ExpertsConfig
+from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.moe.experts import Experts
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.linear_precision import LinearPrecision
+from tests.helpers.tolerances import EXACT
+from tests.moe.routings import fill
+
+TOKENS, TOPK, EXPERTS, HIDDEN, FFN = 13, 2, 4, 12, 8
+CONFIGS = {
+    "blockwise": low_precision_config("blockwise", blocks=4),
+    "weight gradients in bf16": low_precision_config("blockwise", blocks=4, weight_grad=False),
+    "hybrid": low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False),
+    "fp32 scales": low_precision_config("blockwise", blocks=4, power_of_2=False, weight_grad=False),
+    "mxfp8": replace(low_precision_config("mxfp8"), weight_grad=False),
+}
+KINDS = {"swiglu": ActivationConfig(kind="silu", gated=True), "squared_relu": ActivationConfig(kind="squared_relu")}
+
+
+def counted(calls: dict[str, int]) -> KernelSet:
+    """Reference kernels that count the calls of every op."""
+
+    def count(op: str, *arguments: object, **named: object) -> object:
+        calls[op] = calls.get(op, 0) + 1
+        return getattr(reference, op)(*arguments, **named)
+
+    kernels = reference.bundle()
+    for op in ("quantize_rows", "quantize_permuted", "quantize_activation", "quantize_activation_grad", "permute"):
+        setattr(kernels, op, partial(count, op))
+    return kernels
+
+
+def experts(
+    config: LowPrecisionConfig, kind: str, kernels: KernelSet, policy: SavedTensorPolicy | None = None, ffn: int = FFN
+) -> Experts:
+    fields = {"hidden_size": HIDDEN, "ffn_hidden_size": ffn, "activation": KINDS[kind]}
+    made = Experts(
+        ExpertsConfig(num_experts=EXPERTS, **fields), ParallelContext.single(dtype=torch.float32), kernels, policy
+    )
+    fill(made)
+    for stack in (made.linear_fc1, made.linear_fc2):
+        stack.precision = LinearPrecision(config, kernels)
+    return made
+
+
+def tokens() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids_TK = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOPK).indices
+    ids_TK[3, 1] = -1
+    probs_TK = torch.rand(TOKENS, TOPK, generator=generator) * (ids_TK >= 0)
+    return torch.randn(TOKENS, HIDDEN, generator=generator), ids_TK, probs_TK
+
+
+def run(made: Experts, kernels: KernelSet, *, token_major: bool) -> dict[str, Tensor]:
+    """Output and all gradients of two microbatches."""
+    x_TH, ids_TK, probs_TK = tokens()
+    for _ in range(2):
+        x_TH, probs_TK = x_TH.detach().requires_grad_(), probs_TK.detach().requires_grad_()
+        index = kernels.sort_rows(ids_TK, EXPERTS, None)
+        probs_R = kernels.gather_probs(probs_TK, index)
+        rows = DispatchedTokens.sorted(x_TH, index, probs_R, kernels, token_major=token_major)
+        out_TH = kernels.unpermute(made(rows).data, index, TOKENS)
+        out_TH.backward(torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)))
+    found = {"output": out_TH.detach(), "tokens": x_TH.grad, "probs": probs_TK.grad}
+    return found | {name: parameter.grad for name, parameter in made.named_parameters()}
+
+
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        EXACT.check(actual[name], value, name)
+        assert value.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_fused_casts_change_no_number(config, kind, token_major, monkeypatch) -> None:
+    calls: dict[str, int] = {}
+    kernels, ffn = counted(calls), 32 if config.recipe == "mxfp8" else FFN
+    made = experts(config, kind, kernels, ffn=ffn)
+    assert made.has_fused_casts
+    fused = run(made, kernels, token_major=token_major)
+    assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 2
+    assert calls.get("quantize_permuted", 0) == (2 if token_major else 0)
+    if not config.weight_grad:  # per microbatch: the gradient of fc2's output, and fc1's rows if already permuted
+        assert calls["quantize_rows"] == (2 if token_major else 4)
+    monkeypatch.setattr(Experts, "has_fused_casts", False)
+    same(fused, run(experts(config, kind, kernels, ffn=ffn), kernels, token_major=False))
+
+
+def test_fused_casts_save_neither_rows_nor_the_result_of_the_activation() -> None:
+    made = experts(CONFIGS["weight gradients in bf16"], "swiglu", kernels := reference.bundle())
+    x_TH, ids_TK, probs_TK = tokens()
+    index = kernels.sort_rows(ids_TK, EXPERTS, None)
+    rows = DispatchedTokens.sorted(
+        x_TH.requires_grad_(), index, kernels.gather_probs(probs_TK, index), kernels, token_major=True
+    )
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        made(rows)
+    num_rows = len(index.token_R)
+    shapes = sorted(tuple(each.shape) for each in saved if each.dtype.is_floating_point)
+    assert shapes == sorted([(TOKENS, HIDDEN), (num_rows,), (num_rows, 2 * FFN)])
+
+
+def test_recomputing_the_activation_changes_nothing() -> None:
+    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act",))
+    config, kernels = CONFIGS["weight gradients in bf16"], reference.bundle()
+    expected = run(experts(config, "swiglu", kernels), kernels, token_major=True)
+    policy = SavedTensorPolicy(recompute)
+    same(run(experts(config, "swiglu", kernels, policy), kernels, token_major=True), expected)
+
+
+@pytest.mark.parametrize("fields", [{"bias": True}, {"probs_on_output": True}, {"grouped": False}])
+def test_other_experts_are_quantised_by_separate_ops(fields: dict[str, bool]) -> None:
+    config = ExpertsConfig(
+        num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=KINDS["swiglu"], **fields
+    )
+    made = Experts(config, ParallelContext.single(dtype=torch.float32), kernels := reference.bundle())
+    for stack in (made.linear_fc1, made.linear_fc2):
+        stack.precision = LinearPrecision(CONFIGS["blockwise"], kernels)
+    assert not made.has_fused_casts
+    assert not experts(CONFIGS["blockwise"], "swiglu", kernels, ffn=10).has_fused_casts, "blocks of gate and up"
