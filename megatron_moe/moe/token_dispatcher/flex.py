@@ -243,7 +243,7 @@ class FlexDispatcher:
     host_reads = 0
     can_overflow = True
     can_be_captured = False
-    token_major = None
+    token_major: bool | None = None
 
     def __init__(self, num_experts: int, comm: ExpertComm, transport: Transport) -> None:
         self.comm, self.kernels, self.transport = comm, comm.kernels, transport

@@ -224,7 +224,7 @@ class HybridEPDispatcher:
     host_reads = 0
     can_overflow = True
     can_be_captured = False
-    token_major = None
+    token_major: bool | None = None
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         comm.transport = comm.transport or HybridEPTransport(num_experts, comm)
