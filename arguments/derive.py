@@ -66,14 +66,18 @@ def alltoall_is_symmetric(flags: Flags) -> bool:
     return exchanges and is_sparse and flags.device != "cpu" and not flags.fp64
 
 
-def experts_are_captured(flags: Flags) -> bool:
+def exchange_is_symmetric(flags: Flags, ranks_per_host: int) -> bool:
+    """Whether the expert ranks exchange tokens through symmetric memory: they are on one host."""
+    flex = flags.moe_token_dispatcher_type == "flex" and flags.moe_flex_dispatcher_backend == "symmetric"
+    return (flex or alltoall_is_symmetric(flags)) and ranks_per_host % expert_ranks(flags) == 0
+
+
+def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured if
     tokens are exchanged other than through symmetric memory, if experts overlap with another microbatch, or if GEMMs
     use fp32 or are not grouped: the host then reads token counts."""
-    exchanged = expert_ranks(flags) > 1
-    symmetric = flags.moe_token_dispatcher_type == "flex" and flags.moe_flex_dispatcher_backend == "symmetric"
-    capturable = not exchanged or (symmetric and not flags.overlap_moe_expert_parallel_comm)
-    return capturable and flags.bf16 and flags.moe_grouped_gemm
+    symmetric = exchange_is_symmetric(flags, ranks_per_host) and not flags.overlap_moe_expert_parallel_comm
+    return (expert_ranks(flags) == 1 or symmetric) and flags.bf16 and flags.moe_grouped_gemm
 
 
 def windowed_layers(

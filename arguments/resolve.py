@@ -61,7 +61,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         profile=_profile(flags),
         resilience=_resilience(flags, loop),
         kernels=_kernels(flags),
-        cuda_graphs=_graphs(flags, model),
+        cuda_graphs=_graphs(flags, model, launch),
         launch=launch,
         **provenance,
     )
@@ -314,24 +314,25 @@ def _profile(flags: Flags) -> ProfileConfig:
     return from_flags(ProfileConfig, flags, tool=tool, memory_snapshot=snapshot)
 
 
-def _graphs(flags: Flags, model: ModelConfig) -> CudaGraphConfig:
+def _graphs(flags: Flags, model: ModelConfig, launch: Launch) -> CudaGraphConfig:
     warmup = max(flags.cuda_graph_warmup_steps, 1)  # the first step compiles kernels and creates library plans
     match flags.cuda_graph_impl:
         case "none":
             return CudaGraphConfig(cuda_graph_warmup_steps=warmup)
         case "full_iteration":
             return CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=warmup)
-    modules: Any = flags.cuda_graph_modules or _all_graph_modules(flags, model)  # checks/cuda_graphs.py rejects mamba
+    # checks/cuda_graphs.py rejects mamba
+    modules: Any = flags.cuda_graph_modules or _all_graph_modules(flags, model, launch)
     return CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=warmup)
 
 
-def _all_graph_modules(flags: Flags, model: ModelConfig) -> tuple[GraphModule, ...]:
+def _all_graph_modules(flags: Flags, model: ModelConfig, launch: Launch) -> tuple[GraphModule, ...]:
     """Default of --cuda-graph-modules: all modules of this model that can be captured."""
     modules: list[GraphModule] = ["attn"]
     if not all(layer.is_moe for layer in model.layers):
         modules.append("mlp")
     if any(layer.is_moe for layer in model.layers):
-        modules.append("moe" if derive.experts_are_captured(flags) else "moe_router")
+        modules.append("moe" if derive.experts_are_captured(flags, launch.local_world_size) else "moe_router")
     return tuple(modules)
 
 

@@ -114,7 +114,8 @@ def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
     """Deferred weight gradients need the expert rows of earlier microbatches, which the next replay overwrites."""
     if flags.moe_expert_wgrad_interval == 1 or flags.cuda_graph_impl in ("none", "full_iteration"):
         return
-    captured = flags.cuda_graph_modules or (("moe",) if derive.experts_are_captured(flags) else ())
+    by_default = ("moe",) if derive.experts_are_captured(flags, flags.ranks_per_host) else ()
+    captured = flags.cuda_graph_modules or by_default
     rows = [name for name in captured if name in ("moe", "moe_preprocess")]
     if rows:
         yield (
@@ -126,8 +127,8 @@ def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
-    """Capture of collectives is not supported; NCCL's all-to-all also reads its split sizes on the host. The flex
-    dispatcher exchanges tokens by kernels, which can be captured."""
+    """Capture of collectives is not supported; NCCL's all-to-all also reads its split sizes on the host. Kernels that
+    exchange tokens through symmetric memory can be captured."""
     if flags.cuda_graph_impl == "none":
         return
     sizes = {
@@ -141,7 +142,8 @@ def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
             "remove one of them",
         )
     capture, ranks = _expert_capture(flags), derive.expert_ranks(flags)
-    if capture and ranks > 1 and flags.num_experts and flags.moe_token_dispatcher_type != "flex":
+    symmetric = derive.exchange_is_symmetric(flags, flags.ranks_per_host)
+    if capture and ranks > 1 and flags.num_experts and not symmetric:
         exchange = (
             f"the graph contains the token exchange of --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}, "
             "which the host or NCCL takes part in"

@@ -571,6 +571,14 @@ def test_experts_are_captured_where_the_host_reads_nothing(more, experts):
     assert plan_of(f"{GRAPHS} {more} --moe-layer-freq 1").cuda_graphs.cuda_graph_modules == ("attn", experts)
 
 
+@pytest.mark.parametrize(("ranks_per_host", "experts"), [("8", "moe"), ("1", "moe_router")])
+@pytest.mark.parametrize("dispatcher", ["flex", "alltoall"])
+def test_experts_over_ranks_are_captured_on_one_host(dispatcher, ranks_per_host, experts):
+    flags = f"{GRAPHS} --bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type {dispatcher}"
+    ranks = {**EIGHT_RANKS, "LOCAL_WORLD_SIZE": ranks_per_host}
+    assert plan_of(f"{flags} --global-batch-size 32", environ=ranks).cuda_graphs.cuda_graph_modules[-1] == experts
+
+
 def test_weight_gradients_overlap_with_exchanges_only_where_tokens_are_exchanged():
     flag = "--overlap-dispatch-backward-with-experts-wgrad"
     assert not plan_of(flag).pipeline.overlap_dispatch_backward_with_experts_wgrad

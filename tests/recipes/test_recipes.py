@@ -24,7 +24,7 @@ OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
 WITHOUT_A_ROW = {
     "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", "Nemotron-3-Nano-30B-A3B", "Qwen3-Next-80B-A3B", "Quickstart",
     "DeepSeek-V3, 4 layers of 8 experts", "Moonlight-16B-A3B, 8 layers", "Qwen3-30B-A3B, 6 layers",
-    "Qwen3-30B-A3B, 24 layers",
+    "Qwen3-30B-A3B, 24 layers", "Mixtral-8x22B, 2 layers",
 }  # fmt: skip
 """Models with unsupported mixers, and truncated models."""
 
