@@ -16,6 +16,7 @@ from benchmarks.harness.kernel_case import Draw, KernelCase
 from benchmarks.harness.kernel_cases_attention import attention_cases
 from benchmarks.harness.kernel_cases_moe import moe_cases
 from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
 from megatron_moe.kernels.low_precision_state import Format, PackedState
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels, QueryKeyTransform
 
@@ -27,9 +28,10 @@ NOT_TIMED: Mapping[str, str] = MappingProxyType(
         "linear_input_grad": "stands in the row of linear_weight_grad",
         "sort_rows_dense": "plain torch alone computes it, for dense maps of tokens to experts",
         **dict.fromkeys(EXCHANGE_OPS, "timed over several GPUs by bench_dispatch.py"),
+        **dict.fromkeys(LOW_PRECISION_OPS, "timed by bench_fp8.py"),
     }
 )
-"""Ops without a row, and why. Only those of exchanges have a kernel of our own."""
+"""Ops without a row, and why. Only those of exchanges and of low precision have a kernel of our own."""
 
 EPS = 1e-5
 FP32 = 4
