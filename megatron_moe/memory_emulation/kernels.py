@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import fake_low_precision, reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
@@ -34,13 +35,15 @@ def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
     return KernelSet.of(functions, tuple(choices))
 
 
-def triton_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> KernelSet:
+def triton_kernels(
+    config: KernelConfig, device: torch.device, dtype: torch.dtype, low_precision: LowPrecisionConfig | None = None
+) -> KernelSet:
     """Kernel set for `meta` tensors with the Triton kernels that the registry selects for `device`, and fakes for all
     other ops. The caller prevents launches (`backends/triton/precompile.py`)."""
-    selected, fakes = select_kernels(config, device, dtype), emulated_kernels(KernelConfig(), dtype)
+    selected, fakes = select_kernels(config, device, dtype, low_precision), emulated_kernels(KernelConfig(), dtype)
     in_triton = {backend.name for backend in discover(BACKENDS) if "triton" in backend.needs}
-    functions = {c.op: getattr(selected if c.backend in in_triton else fakes, c.op) for c in selected.choices}
-    return KernelSet.of(functions, selected.choices)
+    own = {choice.op for choice in selected.choices if choice.backend in in_triton}
+    return KernelSet.of({op: getattr(selected if op in own else fakes, op) for op in OPS}, selected.choices)
 
 
 def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:

@@ -135,7 +135,7 @@ def take_step(plan: RunPlan, device: torch.device, *, kernels_of: torch.device |
         if kernels_of is None:
             kernels = build.build_kernels(small, context)
         else:
-            kernels = triton_kernels(small.kernels, kernels_of, context.dtype)
+            kernels = triton_kernels(small.kernels, kernels_of, context.dtype, small.precision.low_precision)
         kernels = with_assumed_choices(kernels, assumed_load(context))
         model = build.build_model(small, context, kernels, initial=False)
         assume_load(model, assumed_load(context))
