@@ -151,10 +151,8 @@ def weight_grads() -> None:
             how = "added" if adds else "stored"
             time = milliseconds(partial(weight_grad.grouped_weight_grad, [part], out, adds))
             row(f"{name} weight gradient, {how}, bf16", time, teraflop=teraflop)
-            for fp8_weight_grad.FP8_KERNEL in (False, True):
-                kind = "FP8" if fp8_weight_grad.FP8_KERNEL else "FP8 dequantised to bf16"
-                time = milliseconds(partial(fp8_weight_grad.quantized_grouped_weight_grad, [low], out, adds))
-                row(f"{name} weight gradient, {how}, {kind}", time, teraflop=teraflop)
+            time = milliseconds(partial(fp8_weight_grad.quantized_grouped_weight_grad, [low], out, adds))
+            row(f"{name} weight gradient, {how}, FP8 dequantised to bf16", time, teraflop=teraflop)
 
 
 def activations() -> None:
