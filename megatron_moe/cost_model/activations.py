@@ -49,8 +49,8 @@ class SavedActivation:
     low: bool = False
     """True if only GEMMs read the tensor: with an FP8 or FP4 recipe, it is then saved in that format."""
     fused_bytes: int | None = None
-    """Bytes if the casts to FP8 are fused into the experts' other ops (`LowPrecisionConfig.fused_block`); None: as
-    without fusion."""
+    """Bytes if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None: as without
+    fusion."""
     recomputed_by: tuple[str, ...] = ()
     """Values of `--recompute-modules` that free this tensor after forward, and possibly `WHOLE_LAYER`."""
     offloaded_by: str = ""
@@ -264,7 +264,8 @@ def _mlp(module: str, config: MLPConfig, sizes: ActivationSizes, recomputed_by: 
     tokens, ffn = sizes.inner, config.ffn_hidden_size
     fan, mark = config.activation.fan, {"recomputed_by": (recomputed_by,)}
     yield _tensor(module, "first product", "U 2F" if fan == 2 else "U F", tokens * fan * ffn, sizes.activation, **mark)
-    yield _tensor(module, "activation", "U F", tokens * ffn, sizes.activation, low=True, **mark)
+    fused = {} if config.bias else {"fused_bytes": 0}
+    yield _tensor(module, "activation", "U F", tokens * ffn, sizes.activation, low=True, **mark, **fused)
 
 
 def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:

@@ -23,22 +23,6 @@ class ShardedInput(NamedTuple):
     """All-gathers the shard to [S, B, I]; not recorded by autograd."""
 
 
-class GradHandoff:
-    """Passes a quantised gradient from the backward of one function to that of the function that made its input."""
-
-    def __init__(self) -> None:
-        self._grads: tuple[Tensor, QuantizedTensor] | None = None
-
-    def put(self, grad: Tensor, grad_q: QuantizedTensor) -> None:
-        """Stores the rowwise copy of the gradient `grad`, which the caller returns to autograd."""
-        self._grads = grad, grad_q
-
-    def take(self, grad: Tensor) -> QuantizedTensor | None:
-        """Copy of `grad`; None if autograd passes another tensor, for example a sum of several gradients."""
-        grads, self._grads = self._grads, None
-        return grads[1] if grads is not None and grads[0] is grad else None
-
-
 def linear(
     kernels: Kernels,
     x: Tensor,
@@ -73,39 +57,39 @@ def grouped_linear(
     index: RowIndex | None = None,
     *,
     precision: LinearPrecision | None = None,
-    handoff: GradHandoff | None = None,
 ) -> Tensor:
     """Grouped GEMM of rows [R, I] and expert weights [e, O, I] -> [R, O]; multiplies each row by its expert's weight.
 
     Rows are sorted by expert. Beyond row `offsets_e[-1]`, the result and the gradient of `rows` are undefined. With
     `index`, `rows` are unpermuted tokens [T, I]; only these are saved, because backward permutes them again. With
-    `precision`, the GEMMs multiply quantised operands; `handoff` may then provide the quantised gradient.
+    `precision`, the GEMMs multiply quantised operands.
     """
     if precision is None:
         out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
     else:
-        options = (index, precision, handoff, torch.is_grad_enabled())
+        options = (index, precision, torch.is_grad_enabled())
         out = _QuantizedGroupedLinear.apply(kernels, rows, weight, offsets_e, *options)  # type: ignore[no-untyped-call]
     return out
 
 
-def grouped_activation_linear(
+def activation_linear(
     kernels: Kernels,
-    x_RF: Tensor,
-    probs_R: Tensor | None,
+    x: Tensor,
     weight: Tensor,
-    offsets_e: Tensor,
-    config: ActivationConfig,
+    activation: ActivationConfig,
     precision: LinearPrecision,
-    handoff: GradHandoff,
+    *,
+    probs_R: Tensor | None = None,
+    offsets_e: Tensor | None = None,
 ) -> Tensor:
-    """Grouped GEMM of activation(x, probs) with quantised operands; x is [R, F], or [R, 2F] if the activation is gated.
-    Equals `grouped_linear` of `Kernels.activation`, but the activation's result is quantised at once and not saved.
+    """Linear layer of activation(x, probs) with quantised operands; x is [..., F], or [..., 2F] if the activation is
+    gated. With `offsets_e`, a grouped GEMM of rows [R, F] or [R, 2F]. Equals `linear` or `grouped_linear` of
+    `Kernels.activation`, but the activation's result is quantised at once and not saved.
 
-    Backward computes the activation again and puts the quantised gradient of x into `handoff`. Requires
-    `precision.fused_block`.
+    Backward computes the activation again, and its gradient together with the rowwise copy for the layer before it.
+    Requires `precision.fuses(activation, weight)`.
     """
-    arguments = (kernels, x_RF, probs_R, weight, offsets_e, config, precision, handoff)
+    arguments = (kernels, x, probs_R, weight, offsets_e, activation, precision)
     out: Tensor = _QuantizedActivationLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
@@ -229,7 +213,9 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_RO = grad.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         low_weight_grad = wants_weight and precision.weight_grad
-        grad_q = precision.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
+        grad_q = precision.take_grad(grad)
+        if grad_q is None or low_weight_grad:  # one kernel makes both copies
+            grad_q = precision.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
         if wants_x:
             grad_x = kernels.linear_input_grad(grad_q, ctx.weight_q).unflatten(0, grad.shape[:-1])
         if wants_weight:
@@ -261,10 +247,9 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         offsets_e: Tensor,
         index: RowIndex | None,
         precision: LinearPrecision,
-        handoff: GradHandoff | None,
         saves: bool,
     ) -> Tensor:
-        ctx.kernels, ctx.weight, ctx.index, ctx.precision, ctx.handoff = kernels, weight, index, precision, handoff
+        ctx.kernels, ctx.weight, ctx.index, ctx.precision = kernels, weight, index, precision
         ctx.num_tokens = len(rows)
         keeps_copy = saves and index is None and not precision.save_input
         if index is not None and precision.fused_block:
@@ -284,8 +269,8 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         _, wants_rows, wants_weight, *_ = ctx.needs_input_grad
         grad_rows = grad_weight = None
         low_weight_grad = wants_weight and precision.weight_grad
-        grad_q = None if ctx.handoff is None else ctx.handoff.take(grad)
-        if grad_q is None or low_weight_grad:  # one kernel makes both copies
+        grad_q = precision.take_grad(grad)
+        if grad_q is None or low_weight_grad:
             grad_q = precision.grad(grad, rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e)
         if wants_rows:
             grad_rows = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
@@ -298,48 +283,60 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
                     rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
             part = GroupedPart(grad_q.only_columnwise() if low_weight_grad else grad, rows, offsets_e)
             grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
-        return None, grad_rows, grad_weight, None, None, None, None, None
+        return None, grad_rows, grad_weight, None, None, None, None
 
 
 class _QuantizedActivationLinear(torch.autograd.Function):
-    """Activation and grouped GEMM with quantised operands."""
+    """Activation and linear layer, or grouped GEMM, with quantised operands."""
 
     @staticmethod
     def forward(
         ctx: Any,
         kernels: Kernels,
-        x_RF: Tensor,
+        x: Tensor,
         probs_R: Tensor | None,
         weight: Tensor,
-        offsets_e: Tensor,
-        config: ActivationConfig,
+        offsets_e: Tensor | None,
+        activation: ActivationConfig,
         precision: LinearPrecision,
-        handoff: GradHandoff,
     ) -> Tensor:
-        ctx.kernels, ctx.weight, ctx.config, ctx.precision, ctx.handoff = kernels, weight, config, precision, handoff
-        ctx.save_for_backward(offsets_e, x_RF, probs_R)
-        rows_q = kernels.quantize_activation(x_RF, probs_R, config, precision.formats[0])
+        ctx.kernels, ctx.weight, ctx.activation, ctx.precision = kernels, weight, activation, precision
+        ctx.save_for_backward(offsets_e, x, probs_R)
+        rows_q = kernels.quantize_activation(x.flatten(0, -2), probs_R, activation, precision.formats[0])
         ctx.weight_q = precision.weight(weight)
+        if offsets_e is None:
+            return kernels.linear_forward(rows_q, ctx.weight_q, None).unflatten(0, x.shape[:-1])
         return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
         kernels, precision = ctx.kernels, ctx.precision
-        offsets_e, x_RF, probs_R = ctx.saved_tensors
-        low_weight_grad = ctx.needs_input_grad[3] and precision.weight_grad
-        grad_q = precision.grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
-        grad_RF = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
-        found = kernels.quantize_activation_grad(grad_RF, x_RF, probs_R, ctx.config, precision.formats[1])
-        ctx.handoff.put(found.grad_x_RF, found.grad_x_q)
+        offsets_e, x, probs_R = ctx.saved_tensors
+        grad_RO, wants_weight = grads[0].flatten(0, -2), ctx.needs_input_grad[3]
+        low_weight_grad = wants_weight and precision.weight_grad
+        grad_q = precision.grad(grad_RO, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
+        if offsets_e is None:
+            grad_RF = kernels.linear_input_grad(grad_q, ctx.weight_q)
+        else:
+            grad_RF = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
+        x_RF, formats = x.flatten(0, -2), precision.formats
+        found = kernels.quantize_activation_grad(grad_RF, x_RF, probs_R, ctx.activation, formats[1])
+        grad_x = found.grad_x_RF.view(x.shape)
+        precision.put_grad(grad_x, found.grad_x_q)
         grad_weight = None
-        if ctx.needs_input_grad[3]:
-            part = GroupedPart[MatrixOperand](grad, found.out_RF, offsets_e)
+        if wants_weight:
+            grad, rows = grad_RO, found.out_RF
             if low_weight_grad:
-                rows_q = precision.input(found.out_RF, rowwise=False, columnwise=True, offsets_e=offsets_e)
-                part = GroupedPart[MatrixOperand](grad_q.only_columnwise(), rows_q, offsets_e)
-            grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
-        return None, found.grad_x_RF, found.grad_probs_R, grad_weight, None, None, None, None
+                grad = grad_q.only_columnwise()
+                rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+
+            def compute(out: Tensor, accumulate: bool) -> None:
+                kernels.linear_weight_grad(grad, rows, out, accumulate)
+
+            part = GroupedPart[MatrixOperand](grad, rows, offsets_e)
+            delayed = BatchedWeightGrad(kernels.grouped_weight_grad, (part,))
+            grad_weight = accumulate_grad(ctx.weight, compute if offsets_e is None else delayed)
+        return None, grad_x, found.grad_probs_R, grad_weight, None, None, None
 
 
 def _save_input(ctx: Any, x: Tensor | QuantizedTensor, *others: Tensor) -> None:

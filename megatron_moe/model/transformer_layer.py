@@ -26,14 +26,13 @@ class MLP(nn.Module):
     def __init__(self, config: MLPConfig, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
-        self.kernels = kernels
         hidden, ffn, fan = config.hidden_size, config.ffn_hidden_size, config.activation.fan
         self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, bias=config.bias, tp_dim=0, splits=(ffn,) * fan)
         self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, bias=config.bias, tp_dim=1, init="output")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        return self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.config.activation))
+        return self.linear_fc2.of_activation(self.linear_fc1(hidden), self.config.activation)
 
 
 class TransformerLayer(nn.Module):

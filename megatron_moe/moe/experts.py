@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.kernels import autograd
-from megatron_moe.kernels.autograd import GradHandoff
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
@@ -64,12 +63,11 @@ class Experts(nn.Module):
         used = offsets_e[-1]
         # token-major storage has no padding rows, so a stash would not reduce memory
         stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
-        handoff = GradHandoff() if self.has_fused_casts else None
         with stash, self.saved_tensors.offload_scope("expert_fc1"):
-            ffn_RF = self.linear_fc1(data, offsets_e, index=index, handoff=handoff)
-        if handoff is not None:
+            ffn_RF = self.linear_fc1(data, offsets_e, index=index)
+        if self.has_fused_casts:
             with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
-                return replace(rows, data=self._activate_and_multiply(ffn_RF, probs_R, offsets_e, handoff), index=None)
+                return replace(rows, data=self._activate_and_multiply(ffn_RF, probs_R, offsets_e), index=None)
         inputs = (ffn_RF,) if probs_R is None else (ffn_RF, probs_R)
         with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
             act_RF = self._activate(*inputs)
@@ -84,19 +82,22 @@ class Experts(nn.Module):
     def has_fused_casts(self) -> bool:
         """Whether the inputs and gradients of the GEMMs are quantised by the ops that compute them. The activation's
         result is then computed again in backward instead of saved."""
-        fc1, fc2 = self.linear_fc1.precision, self.linear_fc2.precision
-        if fc1 is None or fc2 is None or not fc1.fused_block or not fc2.fused_block:
+        fc1, fc2, config = self.linear_fc1.precision, self.linear_fc2.precision, self.config
+        if (
+            fc1 is None
+            or fc2 is None
+            or not fc1.fused_block
+            or not fc2.fuses(config.activation, self.linear_fc2.weight)
+        ):
             return False
-        is_whole = not self.config.activation.gated or self.linear_fc2.weight.shape[-1] % fc1.fused_block == 0
-        return is_whole and self.config.grouped and not self.config.bias and not self.config.probs_on_output
+        return config.grouped and not config.bias and not config.probs_on_output
 
-    def _activate_and_multiply(
-        self, ffn_RF: Tensor, probs_R: Tensor | None, offsets_e: Tensor, handoff: GradHandoff
-    ) -> Tensor:
+    def _activate_and_multiply(self, ffn_RF: Tensor, probs_R: Tensor | None, offsets_e: Tensor) -> Tensor:
         weight, precision = self.linear_fc2.weight, self.linear_fc2.precision
         assert precision is not None
-        arguments = (weight, offsets_e, self.config.activation, precision, handoff)
-        return autograd.grouped_activation_linear(self.kernels, ffn_RF, probs_R, *arguments)
+        return autograd.activation_linear(
+            self.kernels, ffn_RF, weight, self.config.activation, precision, probs_R=probs_R, offsets_e=offsets_e
+        )
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
         return self.kernels.activation(ffn_RF, probs_R, self.config.activation)
@@ -137,19 +138,11 @@ class ExpertStack(nn.Module):
         self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
 
     def forward(
-        self,
-        rows: Tensor,
-        offsets_e: Tensor,
-        *,
-        index: RowIndex | None = None,
-        probs_R: Tensor | None = None,
-        handoff: GradHandoff | None = None,
+        self, rows: Tensor, offsets_e: Tensor, *, index: RowIndex | None = None, probs_R: Tensor | None = None
     ) -> Tensor:
         """Maps `rows` [R, I] to [R, O]. With `index`, `rows` are tokens [T, I], from which the GEMM gathers its R rows.
-        `probs_R` multiplies only the bias. `handoff`: see `autograd.grouped_linear`."""
-        out_RO = autograd.grouped_linear(
-            self.kernels, rows, self.weight, offsets_e, index, precision=self.precision, handoff=handoff
-        )
+        `probs_R` multiplies only the bias."""
+        out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index, precision=self.precision)
         if self.bias is None:
             return out_RO
         # on the other etp ranks the bias is 0 but gets the full gradient, so that all copies stay equal

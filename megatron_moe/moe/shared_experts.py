@@ -38,12 +38,14 @@ class SharedExperts(nn.Module):
         return self.second(self.first(hidden), hidden)
 
     def first(self, hidden: Tensor) -> Tensor:
-        """First half of `forward`: returns act(fc1(hidden)), [..., F]."""
-        return self.kernels.activation(self.linear_fc1(hidden), None, self.activation)
+        """First half of `forward`: returns fc1(hidden), [..., F], or [..., 2F] for a gated activation."""
+        out: Tensor = self.linear_fc1(hidden)
+        return out
 
-    def second(self, act: Tensor, hidden: Tensor) -> Tensor:
-        """Second half of `forward`: returns fc2(act), [..., H], multiplied by the gate of `hidden` if configured."""
-        out: Tensor = self.linear_fc2(act)
+    def second(self, ffn: Tensor, hidden: Tensor) -> Tensor:
+        """Second half of `forward`: returns fc2(act(ffn)), [..., H], multiplied by the gate of `hidden` if
+        configured."""
+        out = self.linear_fc2.of_activation(ffn, self.activation)
         if self.gate_weight is None:
             return out
         logit = autograd.linear(self.kernels, hidden, self.gate_weight)

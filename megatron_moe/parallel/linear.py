@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ShardedInput
 from megatron_moe.kernels.ops import Kernels
@@ -84,6 +85,16 @@ class Linear(nn.Module):
         partial_SBO = autograd.linear(self.kernels, x, self.weight, precision=self.precision)
         out = leave_tensor_parallel(partial_SBO, self.ctx)
         return out if self.bias is None else out + self.bias
+
+    def of_activation(self, x: Tensor, activation: ActivationConfig) -> Tensor:
+        """`forward` of activation(x), for `tp_dim` = 1. If possible, the activation quantises its result, and backward
+        computes it again."""
+        precision = self.precision
+        if precision is None or self.bias is not None or not precision.fuses(activation, self.weight):
+            return self.forward(self.kernels.activation(x, None, activation))
+        return leave_tensor_parallel(
+            autograd.activation_linear(self.kernels, x, self.weight, activation, precision), self.ctx
+        )
 
 
 def column_product(

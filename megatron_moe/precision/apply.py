@@ -14,7 +14,7 @@ from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import held_experts
-from megatron_moe.precision.linear_precision import DelayedScaling, LastInput, LinearPrecision, ModelPrecision
+from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision, ModelPrecision
 
 LowPrecisionModule = Linear | ExpertStack | Head
 
@@ -26,7 +26,7 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
     `config.output_layer`. So do the first and last decoder layers selected by `config`. Patterns of
     `precision.module_precision` override the recipe of single modules.
     """
-    last_input = LastInput()
+    last_copies = LastCopies()
     for name, module in model.named_modules():
         config = _config_of(name, module, model, precision) if isinstance(module, LowPrecisionModule) else None
         if isinstance(module, LowPrecisionModule) and config is not None:
@@ -35,7 +35,7 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
                 "name": name,
                 "save_input": _saves_input(name, model),
                 "delayed": delayed,
-                "last_input": last_input,
+                "last_copies": last_copies,
             }
             module.precision = LinearPrecision(config, kernels, **options)
     for module in model.modules():

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import LARGEST, largest_magnitude
@@ -77,20 +78,33 @@ class DelayedScaling:
         self.scales.copy_(torch.where(proceed, scales, self.scales))
 
 
-class LastInput:
-    """Rowwise copy of the last input of a dense layer, for layers that have the same input one after the other."""
+class LastCopies:
+    """Rowwise copies that the layers of a model pass to each other: of the last input of a dense layer, for layers that
+    have the same input one after the other, and of the last gradient that an activation returned to autograd."""
 
     def __init__(self) -> None:
         self._found: tuple[weakref.ref[Tensor], OperandFormat, QuantizedTensor] | None = None
+        self._grad: tuple[Tensor, OperandFormat, QuantizedTensor] | None = None
 
     def get(self, x: Tensor, form: OperandFormat) -> QuantizedTensor | None:
-        """The copy of `x` in this format, or None."""
+        """The copy of the input `x` in this format, or None."""
         if self._found is None or self._found[0]() is not x or self._found[1] != form:
             return None
         return self._found[2]
 
     def put(self, x: Tensor, form: OperandFormat, x_q: QuantizedTensor) -> None:
         self._found = weakref.ref(x), form, x_q
+
+    def put_grad(self, grad: Tensor, form: OperandFormat, grad_q: QuantizedTensor) -> None:
+        self._grad = grad, form, grad_q
+
+    def take_grad(self, grad: Tensor, form: OperandFormat) -> QuantizedTensor | None:
+        """The copy of the gradient `grad` in this format, which is then released; None if `grad` is another tensor, for
+        example a sum of several gradients."""
+        if self._grad is None or self._grad[0] is not grad or self._grad[1] != form:
+            return None
+        grad_q, self._grad = self._grad[2], None
+        return grad_q
 
 
 class LinearPrecision:
@@ -108,7 +122,7 @@ class LinearPrecision:
         name: str = "",
         save_input: bool = False,
         delayed: DelayedScaling | None = None,
-        last_input: LastInput | None = None,
+        last_copies: LastCopies | None = None,
     ) -> None:
         """
         Args:
@@ -116,7 +130,7 @@ class LinearPrecision:
             save_input: saves the original input for backward, which quantises its columnwise copy again, because the
                 input is kept anyway. False: saves the columnwise copy.
             delayed: scales of the recipe delayed; None for the other recipes.
-            last_input: shared by the layers of a model; None: the layer shares no input.
+            last_copies: shared by the layers of a model; None: the layer shares no copies.
         """
         self.weight_grad = config.weight_grad
         """Whether the weight gradient is computed from quantised copies."""
@@ -125,7 +139,7 @@ class LinearPrecision:
         self._config = config
         self._kernels = kernels
         self._name = name
-        self._last_input = last_input or LastInput()
+        self._last_copies = last_copies or LastCopies()
         self._step: tuple[int, ...] = ()
         self._num_draws = 0
         self._weight: QuantizedTensor | None = None
@@ -163,16 +177,29 @@ class LinearPrecision:
     def shared_input(self, x: Tensor) -> QuantizedTensor:
         """Rowwise copy of an input [..., I]; also returned to the next layer with the same input. For formats with
         `fused_block`, whose copies depend on the input alone."""
-        x_q = self._last_input.get(x, self._config.inputs)
+        x_q = self._last_copies.get(x, self._config.inputs)
         if x_q is None:
             x_q = self.input(x.detach().flatten(0, -2), columnwise=False)
-            self._last_input.put(x, self._config.inputs, x_q)
+            self._last_copies.put(x, self._config.inputs, x_q)
         return x_q
+
+    def put_grad(self, grad: Tensor, grad_q: QuantizedTensor) -> None:
+        """Passes the rowwise copy of a gradient, which the caller returns to autograd, to the layer that gets it."""
+        self._last_copies.put_grad(grad, self._config.grads, grad_q)
+
+    def take_grad(self, grad: Tensor) -> QuantizedTensor | None:
+        """Rowwise copy of an output gradient, if the op that made it has also quantised it."""
+        return self._last_copies.take_grad(grad, self._config.grads)
 
     @property
     def fused_block(self) -> int | None:
         """See `LowPrecisionConfig.fused_block`."""
         return self._config.fused_block
+
+    def fuses(self, activation: ActivationConfig, weight: Tensor) -> bool:
+        """Whether an activation can quantise its result for this layer, and its gradient for the layer before it. No
+        block of the gradient may contain channels of both halves of a gated activation."""
+        return bool(self.fused_block) and (not activation.gated or weight.shape[-1] % (self.fused_block or 1) == 0)
 
     @property
     def formats(self) -> tuple[OperandFormat, OperandFormat]:

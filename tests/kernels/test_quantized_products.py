@@ -11,7 +11,7 @@ from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.autograd import ShardedInput
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
-from megatron_moe.precision.linear_precision import LastInput, LinearPrecision
+from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
@@ -186,8 +186,8 @@ def test_layers_with_the_same_input_share_its_copy() -> None:
     config, kernels, calls = replace(CONFIGS["blockwise"], weight_grad=False), reference.bundle(), []
     quantize = kernels.quantize_rows
     kernels.quantize_rows = lambda *given, **named: calls.append(given[0]) or quantize(*given, **named)
-    last = LastInput()
-    layers = [LinearPrecision(config, kernels, last_input=last) for _ in range(3)]
+    last = LastCopies()
+    layers = [LinearPrecision(config, kernels, last_copies=last) for _ in range(3)]
     x, other, weight = draw(3, 2, 10), draw(3, 2, 10, seed=1), draw(7, 10, seed=2)
     outs = [
         autograd.linear(kernels, given, weight, precision=layer)
@@ -198,5 +198,5 @@ def test_layers_with_the_same_input_share_its_copy() -> None:
     alone = autograd.linear(KERNELS, other, weight, precision=LinearPrecision(config, KERNELS))
     EXACT.check(outs[2], alone, "another input")
     e5m2 = replace(config, inputs=replace(config.inputs, element="e5m2"))
-    autograd.linear(kernels, other, weight, precision=LinearPrecision(e5m2, kernels, last_input=last))
+    autograd.linear(kernels, other, weight, precision=LinearPrecision(e5m2, kernels, last_copies=last))
     assert len(calls) == 3, "another format"

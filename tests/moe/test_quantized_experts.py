@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.memory import RecomputeConfig
-from megatron_moe.config.moe import ActivationConfig, ExpertsConfig
+from megatron_moe.config.moe import ActivationConfig, ExpertsConfig, MLPConfig, SharedExpertsConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.model.transformer_layer import MLP
 from megatron_moe.moe.experts import Experts
+from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
 from tests.helpers.tolerances import EXACT
 from tests.moe.routings import fill
 
@@ -52,8 +54,9 @@ def experts(
         ExpertsConfig(num_experts=EXPERTS, **fields), ParallelContext.single(dtype=torch.float32), kernels, policy
     )
     fill(made)
+    last = LastCopies()
     for stack in (made.linear_fc1, made.linear_fc2):
-        stack.precision = LinearPrecision(config, kernels)
+        stack.precision = LinearPrecision(config, kernels, last_copies=last)
     return made
 
 
@@ -135,3 +138,37 @@ def test_other_experts_are_quantised_by_separate_ops(fields: dict[str, bool]) ->
         stack.precision = LinearPrecision(CONFIGS["blockwise"], kernels)
     assert not made.has_fused_casts
     assert not experts(CONFIGS["blockwise"], "swiglu", kernels, ffn=10).has_fused_casts, "blocks of gate and up"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("shared", [False, True], ids=["dense", "shared"])
+def test_casts_fused_into_dense_activations_change_no_number(config, kind, shared, monkeypatch) -> None:
+    calls: dict[str, int] = {}
+    kernels, ffn = counted(calls), 32 if config.recipe == "mxfp8" else FFN
+    mlp = MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=ffn, activation=KINDS[kind])
+    ctx = ParallelContext.single(dtype=torch.float32)
+    made = SharedExperts(SharedExpertsConfig(mlp=mlp), ctx, kernels) if shared else MLP(mlp, ctx, kernels)
+    fill(made)
+    last = LastCopies()
+    for linear in (made.linear_fc1, made.linear_fc2):
+        linear.precision = LinearPrecision(config, kernels, last_copies=last)
+
+    def run_once() -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
+        saved: list[tuple[int, ...]] = []
+        x = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+            out = made(x)
+        parameters = dict(made.named_parameters())
+        grads = torch.autograd.grad(out.square().sum(), [x, *parameters.values()])
+        return dict(zip(["input", *parameters], grads, strict=True)) | {"output": out.detach()}, saved
+
+    fused, saved = run_once()
+    assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 1
+    # of fc1's input and fc2's output gradient; fc1's weight gradient needs a columnwise copy of its output gradient
+    assert calls["quantize_rows"] == (4 if config.weight_grad else 2)
+    # of these widths, only fc1's output is saved
+    assert sum(shape[-1] in (ffn, KINDS[kind].fan * ffn) for shape in saved if len(shape) == 3) == 1
+    monkeypatch.setattr(LinearPrecision, "fuses", lambda *_: False)
+    same(fused, run_once()[0])
+    assert calls["quantize_activation"] == 1
