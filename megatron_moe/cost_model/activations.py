@@ -144,14 +144,18 @@ def stage_tensors(
         saved.append(_tensor("embedding", "tokens", "U", sizes.inner, _INDEX))
     if stage.final_norm:
         saved += _norm("final_norm", model.norm, model.hidden_size, sizes)
-    if stage.loss:
-        saved += _head(model, parallel, sizes)
     if stage.num_mtp:
         for _ in range(model.num_mtp):
             saved += _mtp_layer(model, parallel, sizes)
     if stage.loss:
-        saved += [replace(each, module="mtp") for _ in range(model.num_mtp) for each in _head(model, parallel, sizes)]
+        saved += head_tensors(model, parallel, sizes)
     return saved
+
+
+def head_tensors(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> list[SavedActivation]:
+    """Saved tensors of the output layer and the loss, for the model and for every depth of multi-token prediction."""
+    head = list(_head(model, parallel, sizes))
+    return head + [replace(each, module="mtp") for _ in range(model.num_mtp) for each in head]
 
 
 def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[SavedActivation]:

@@ -21,6 +21,7 @@ from megatron_moe.cost_model.activations import (
     ActivationSizes,
     SavedActivation,
     expert_rows,
+    head_tensors,
     layer_tensors,
     num_bytes,
     stage_tensors,
@@ -195,9 +196,15 @@ class RankMemory:
             modules[LATE] = sum(map(mul, delayed, late))
         longest = max(len(stage.layers) for stage in stages)
         candidates = [self._workspace(layer, longest) for layer in dict.fromkeys(layers)]
-        if any(stage.loss for stage in stages):
-            candidates.append(in_loss(plan.model, plan.parallel, self.sizes))
         workspace = max(candidates, key=lambda each: each.total, default=Workspace())
+        if any(stage.loss for stage in stages):
+            arguments = plan.model, plan.parallel, self.sizes
+            loss, heads = in_loss(*arguments), head_tensors(*arguments)
+            if workspace.total - sum(each.bytes for each in heads) <= loss.total:
+                workspace = loss
+            else:  # the peak is in a layer, after the backward of the head
+                for each in heads:
+                    modules[each.module] -= each.bytes
         if plan.pipeline.overlap:
             # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
             workspace = workspace.and_more(max((self._saved_by(layer) for layer in set(layers)), default=0.0))

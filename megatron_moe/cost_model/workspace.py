@@ -97,14 +97,15 @@ def in_feed_forward(layer: LayerConfig, parallel: ParallelConfig, sizes: Activat
 
 
 def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of the loss. Without tp, it is the gradient of the logits. With tp, it is three tensors of
-    the forward in fp32 or wider: logits, logits minus maximum, and exponentials. A chunked loss needs these tensors for
-    one chunk only, but also stores the original logits of this chunk."""
+    """Peak workspace of the loss. Without tp, it is the gradient of the hidden state, because that of the logits
+    overwrites them. With tp, it is three tensors of the forward in fp32 or wider: logits, logits minus maximum, and
+    exponentials. A chunked loss also stores the logits of one chunk."""
     vocab, chunk = model.vocab_size // parallel.tp, model.loss_chunk
-    size = sizes.activation if parallel.tp == 1 else 3 * sizes.internal
+    hidden = sizes.inner * model.hidden_size * sizes.activation if parallel.tp == 1 else 0
+    size = 0 if parallel.tp == 1 else 3 * sizes.internal
     if chunk is None:
-        return Workspace(other=float(sizes.inner * vocab * size))
-    return Workspace(other=float(min(chunk, sizes.inner) * vocab * (size + sizes.activation)))
+        return Workspace(other=float(hidden + sizes.inner * vocab * size))
+    return Workspace(other=float(hidden + min(chunk, sizes.inner) * vocab * (size + sizes.activation)))
 
 
 def _stream(hidden: int, sizes: ActivationSizes) -> float:

@@ -352,7 +352,9 @@ class Kernels(Protocol):
         ...
 
     def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        """Cross-entropy loss of each token, -log softmax(logits)[label]: [T] in the internal dtype."""
+        """Cross-entropy loss of each token, -log softmax(logits)[label]: [T] in the internal dtype.
+
+        Backward may overwrite the logits with their gradient, so nothing else may read them after it. It runs once."""
         ...
 
     # routing

@@ -116,7 +116,9 @@ def _mean_or_sum(mean: bool) -> Any:
 
 
 def _is_nccl(group: ProcessGroup) -> bool:
-    return group.device.type == "cuda" and dist.get_backend(group.handle) == "nccl"
+    """Whether NCCL runs the group's collectives, or a fake backend, which emulates NCCL, skips them."""
+    backend = dist.get_backend(group.handle)
+    return backend == "fake" or (group.device.type == "cuda" and backend == "nccl")
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:

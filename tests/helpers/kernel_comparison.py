@@ -85,7 +85,7 @@ def with_gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype, device: str = "cpu"
 ) -> list[Tensor]:
     """Result and input gradients for a fixed output gradient, computed on `device` and returned on the CPU."""
-    leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+    leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in inputs]  # a backward may overwrite its input
     out = function(*leaves)
     grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
     return [x.cpu() for x in (out.detach(), *grads)]

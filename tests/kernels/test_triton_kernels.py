@@ -185,6 +185,16 @@ def test_cross_entropy_of_strided_labels() -> None:
     compare(lambda k: lambda x: k.cross_entropy(x, labels), [draw(3, 10)], torch.float32)
 
 
+def test_gradient_of_cross_entropy_overwrites_the_logits() -> None:
+    logits = draw(3, 10).requires_grad_()
+    copied = 1 * logits
+    loss = triton_kernels.cross_entropy(copied, torch.arange(3)).sum()
+    (grad,) = torch.autograd.grad(loss, copied, retain_graph=True)
+    assert grad.data_ptr() == copied.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_cross_entropy_of_huge_and_infinite_logits_is_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0]], requires_grad=True)
     loss = triton_kernels.cross_entropy(logits, torch.tensor([0, 1]))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe.config.parallel import ParallelConfig
@@ -120,6 +121,15 @@ def test_an_error_on_one_rank_reaches_the_caller() -> None:
 
     with pytest.raises(Exception, match="rank 1 is ill"):
         on_threads(ParallelConfig(world_size=2), rank)
+
+
+def test_emulated_reduce_scatter_writes_into_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[Tensor] = []
+    monkeypatch.setattr(dist, "get_backend", lambda group: "fake")
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda out, *args, **options: outputs.append(out))
+    flat = torch.zeros(6)
+    start_reduce_scatter_(flat, ProcessGroup("dp", (0, 1), 1, None, flat.device))
+    assert [out.data_ptr() for out in outputs] == [flat[3:].data_ptr()]
 
 
 def _under_gloo(context: ParallelContext) -> list[Tensor]:
