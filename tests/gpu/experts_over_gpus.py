@@ -27,7 +27,7 @@ from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatche
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import free_port
-from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_this_rank
+from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_one_rank, on_this_rank
 
 BALANCED = {
     "score_function": "sigmoid",
@@ -95,6 +95,24 @@ def flex_layers(context_of: ContextOf, num_ranks: int, ranks_per_host: int | Non
         kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
         results.append(on_this_rank(ctx, config, fold, data, kernels=kernels))
     return results
+
+
+def bf16_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """Every fold with the flex dispatcher, on one host and on two, in bf16; and the result of the local dispatcher on
+    one GPU, with the same kernels."""
+    results = []
+    for fold, config, data in bf16_cases(num_ranks):
+        ctx = context_of(fold, torch.bfloat16)
+        kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
+        alone = ParallelContext.single(dtype=ctx.dtype, device=ctx.device)
+        expected = on_one_rank(config, data, ctx=alone, kernels=kernels).tensors
+        on_host = {name: value.cpu() for name, value in expected.items()}
+        results.append((on_this_rank(ctx, config, fold, data, kernels=kernels), on_host))
+    return results
+
+
+def bf16_cases(num_ranks: int) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
+    return [*flex_cases(num_ranks), *flex_cases(num_ranks, num_ranks // 2)]
 
 
 def hierarchical_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:

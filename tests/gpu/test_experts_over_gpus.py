@@ -7,6 +7,8 @@ import pytest
 import torch.multiprocessing as mp
 
 from tests.gpu.experts_over_gpus import (
+    bf16_cases,
+    bf16_layers,
     cases,
     every_case,
     flex_bounds,
@@ -20,7 +22,7 @@ from tests.gpu.experts_over_gpus import (
     without_waiting,
 )
 from tests.helpers.ranks import free_port
-from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_LAYOUT, FP32_REF, FP64_LAYOUT
+from tests.helpers.tolerances import BF16_KERNEL, BF16_LAYOUT, EXACT, FP32_LAYOUT, FP32_REF, FP64_LAYOUT
 from tests.moe.parallel.folded import gathered, name_of, on_one_rank
 
 NUM_GPUS = pytest.mark.parametrize(
@@ -58,6 +60,14 @@ def test_layers_on_two_hosts_match_one_rank(num_gpus: int, tmp_path: Path) -> No
     for place, (fold, config, data) in enumerate(flex_cases(num_gpus, num_gpus // 2)):
         actual = gathered([results[place] for results in by_rank], fold)
         FP32_LAYOUT.check_all(actual.tensors, on_one_rank(config, data).tensors, name_of(fold))
+
+
+@NUM_GPUS
+def test_bf16_layers_match_the_local_dispatcher(num_gpus: int, tmp_path: Path) -> None:
+    by_rank = on_gpus(num_gpus, bf16_layers, tmp_path)
+    for place, (fold, _, _) in enumerate(bf16_cases(num_gpus)):
+        actual = gathered([results[place][0] for results in by_rank], fold)
+        BF16_LAYOUT.check_all(actual.tensors, by_rank[0][place][1], name_of(fold))
 
 
 @NUM_GPUS

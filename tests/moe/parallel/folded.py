@@ -146,15 +146,23 @@ def make_mb(hidden: Tensor, valid: Tensor | None, **fields: Any) -> MicrobatchCo
 
 
 def on_one_rank(
-    config: MoEConfig, data: Data, partition: ParallelConfig | None = None, change: Change = leave
+    config: MoEConfig,
+    data: Data,
+    partition: ParallelConfig | None = None,
+    change: Change = leave,
+    ctx: ParallelContext | None = None,
+    kernels: Kernels = KERNELS,
 ) -> Result:
-    """Oracle on one rank: consecutive microbatches; with `partition`, every rank's part is a separate microbatch."""
-    ctx = ParallelContext.single()
-    layer, metrics, dp = make_layer(config, ctx, change), MetricAccumulator(), len(data.hidden)
+    """Oracle on one rank: consecutive microbatches; with `partition`, every rank's part is a separate microbatch.
+    `ctx`: one rank, by default on the CPU in fp64."""
+    ctx = ctx or ParallelContext.single()
+    layer, metrics, dp = make_layer(config, ctx, change, kernels), MetricAccumulator(), len(data.hidden)
     shape = partition or ParallelConfig(world_size=dp)
     outs, grads = [], []
     for d, c, t in _pieces(shape, dp):
         hidden, push, valid = data.piece(shape, d, c, t)
+        hidden, push = (part.to(ctx.device, ctx.dtype) for part in (hidden, push))
+        valid = None if valid is None else valid.to(ctx.device)
         hidden = hidden.clone().requires_grad_()
         out = layer(hidden, make_mb(hidden, valid, metrics=metrics, aux_loss_scale=1.0))
         (out * push).sum().backward()
