@@ -24,6 +24,13 @@ FLEX = (
 )
 """No routing exceeds this bound of expert rows, and all cases have buffers of the same size."""
 MOE_GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn moe --cuda-graph-warmup-steps 2"
+OVERLAPS = {
+    "": "",
+    "-wgrad": "--overlap-dispatch-backward-with-experts-wgrad",
+    "-pairs": "--overlap-moe-expert-parallel-comm",
+    "-pairs-wgrad": "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+}
+"""Overlaps of the exchange with compute, with buffers for balanced routing."""
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
 """Approximate time of building a model including the first step, and overhead of tracing."""
@@ -98,6 +105,12 @@ def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
         *(
             case(f"-skew{skew}", f"expert skew {skew}", f"--moe-router-force-skew {skew}", unbalanced=True)
             for skew in (1.5, 3, 4.4, 8)
+        ),
+        *(
+            case(
+                f"-bound1.1{suffix}", f"row bound 1.1 {flags}".strip(), f"--moe-expert-rank-capacity-factor 1.1 {flags}"
+            )
+            for suffix, flags in OVERLAPS.items()
         ),
         case("-replayed", "replayed choices of a trained router", unbalanced=True, replayed=True),
     )

@@ -122,7 +122,7 @@ BF16_KERNEL = Tolerance(1.6e-2, 1e-3, "One bf16 kernel against fp32 of the same 
 BF16_LAYOUT = Tolerance(
     2e-2,
     1e-3,
-    "One MoE layer in bf16 over ranks against one rank with the same kernels: as BF16_KERNEL, and one unit of 2^-8 more "
+    "An MoE layer in bf16 over ranks against one rank with the same kernels: as BF16_KERNEL, and one unit of 2^-8 more "
     "for the sums of a token's outputs on each rank, which are sent in bf16.",
 )
 
