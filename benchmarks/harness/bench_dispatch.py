@@ -140,7 +140,7 @@ def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None) -> 
     with torch.no_grad():
         pending = dispatcher.start_dispatch(tokens_TH, routing)
         dispatcher.finish_dispatch(pending)
-    channel = comm.transport._channel("dispatch", tokens_TH, pending.route)
+    channel = comm.transport._channel("tokens", False, tokens_TH, pending.route)
     times = []
     for repeat in range(WARMUP + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -112,7 +112,10 @@ def bf16_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def bf16_cases(num_ranks: int) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
-    return [*flex_cases(num_ranks), *flex_cases(num_ranks, num_ranks // 2)]
+    """`flex_cases` on one host and on two, with experts whose shards have whole 16-byte rows, as TMA requires."""
+    found = [*flex_cases(num_ranks), *flex_cases(num_ranks, num_ranks // 2)]
+    wide = [replace(config, experts=replace(config.experts, ffn_hidden_size=32)) for _, config, _ in found]
+    return [(fold, config, data) for (fold, _, data), config in zip(found, wide, strict=True)]
 
 
 def hierarchical_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:

@@ -1,7 +1,12 @@
-"""Stand-in for CUDA graphs on a CPU: a replay runs the work again and copies its outputs to those of the first run."""
+"""Stand-in for CUDA graphs on a CPU: a replay runs the work again and copies its outputs to those of the first run.
 
+As in torch, no graph can be captured into a pool whose graphs have all been destroyed.
+"""
+
+import gc
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -14,16 +19,26 @@ class EagerRecorder(CudaGraphRecorder):
         """Has no stream."""
 
     def pool(self) -> Any:
-        return object()
+        return _Pool()
 
     def capture(self, work: Work, pool: Any) -> CapturedGraph:
-        return _EagerGraph(work)
+        assert pool.graphs or not pool.was_used, "all graphs of this pool have been destroyed"
+        graph = _EagerGraph(work)
+        pool.graphs.add(graph)
+        pool.was_used = True
+        return graph
 
     def empty_cache(self) -> None:
-        pass
+        gc.collect()  # a destroyed graph and its work refer to each other
 
     def pool_bytes(self, pools: Sequence[Any]) -> int:
         return 0
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.graphs: WeakSet[_EagerGraph] = WeakSet()
+        self.was_used = False
 
 
 class _EagerGraph(CapturedGraph):

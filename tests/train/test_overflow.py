@@ -104,6 +104,7 @@ def test_graphs_are_captured_again_with_the_raised_bound(config: CudaGraphConfig
     def run(context: ParallelContext) -> tuple[Reports, dict[str, Tensor], float]:
         class Counter(EagerRecorder):
             def empty_cache(self) -> None:
+                super().empty_cache()
                 captures[context.rank].append(len(trainer.recent))
 
         def with_counter(plan: RunPlan, context: ParallelContext) -> tuple[Trainer, TrainLoader]:

@@ -60,6 +60,7 @@ class FullIterationGraph:
         """Drops all graphs, because shapes in them change. The next step runs eagerly, so that kernels for the new
         shapes are compiled; the step after it is captured. All ranks must call it between the same steps."""
         self._captured.clear()
+        self._pool = self._recorder.pool()  # torch captures nothing into a pool whose graphs have been destroyed
         self._num_steps = min(self._num_steps, self._warmup - 1)
 
     def summary(self) -> str | None:
