@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
+from megatron_moe.precision.expert_rows import largest_magnitude
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
-from megatron_moe.precision.quantizers import LARGEST, largest_magnitude
+from megatron_moe.precision.quantizers import LARGEST
 
 _INPUT, _WEIGHT, _GRAD = range(3)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
+from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, spread_scales
 
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
@@ -24,23 +25,24 @@ _SIZE = 16
 def quantize_rows(
     x: Tensor, form: OperandFormat, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None, seed: int = 0
 ) -> QuantizedTensor:
-    """Quantises rows [R, C]; see `Kernels.quantize_rows`. With `offsets_e`, copies the offsets to the host."""
+    """Quantises rows [R, C]; see `Kernels.quantize_rows`."""
     noise = torch.Generator(x.device).manual_seed(seed) if form.stochastic else None
-    parts = [x] if offsets_e is None else _split(x, offsets_e)
     row = column = None
-    if rowwise:
-        row = _joined([_quantize(part, form, noise) for part in parts], data_dim=0, scales_dim=1)
-        if offsets_e is not None:
-            row = QuantizedCopy(_padded(row.data, 0, len(x)), _padded(row.scales, 1, len(x)), row.factor)
-    if columnwise:
-        transforms = [hadamard(_padded(part.T, 1, -(-len(part) // _SIZE) * _SIZE)) for part in parts]
-        column = _joined([_quantize(part, form, noise) for part in transforms], data_dim=1, scales_dim=0)
-        if offsets_e is not None:
-            blocks = len(x) // _SIZE + len(offsets_e)
-            data = _padded(column.data, 1, blocks * _SIZE // 2)
-            column = QuantizedCopy(data, _padded(column.scales, 0, blocks), column.factor)
     if offsets_e is None:
-        row, column = _one_matrix(row), _one_matrix(column)
+        row = _quantize(x, form, noise) if rowwise else None
+        column = _quantize(hadamard(_whole_blocks(x.T)), form, noise) if columnwise else None
+    else:
+        if rowwise:
+            is_row_R = torch.arange(len(x), device=x.device) < offsets_e[-1]
+            scale = _matrix_scale(largest_magnitude(x, offsets_e))
+            rows = torch.where(is_row_R[:, None], x.detach(), 0)
+            row = _quantize(rows, form, noise, scale, of_rows(scale, offsets_e, len(x)))
+        if columnwise:
+            padded, block_ends = pad_to_blocks(x, offsets_e, _SIZE)
+            transposed = hadamard(padded.T)
+            by_block = transposed.T.unflatten(0, (-1, _SIZE)).flatten(1)
+            scale = _matrix_scale(largest_magnitude(by_block, block_ends))
+            column = _quantize(transposed, form, noise, scale, of_rows(scale, block_ends, len(by_block))[:, None])
     return QuantizedTensor.of(row, column, form.block, x.dtype)
 
 
@@ -48,7 +50,9 @@ def quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool) ->
     """Quantises a weight [O, I] or [e, O, I] in 16x16 blocks; see `Kernels.quantize_weight`."""
     outputs, inputs = weight.shape[-2:]
     whole = F.pad(weight.detach(), (0, -inputs % _SIZE, 0, -outputs % _SIZE))
-    codes, scales, factor = _codes(whole, form, None)
+    scale = _matrix_scale(whole.abs().float().amax(dim=(-2, -1)))
+    factor = 1 / scale
+    codes, scales = _codes(whole, form, None, scale[..., None, None])
     row = QuantizedCopy(pack_e2m1(codes[..., :outputs, :]), scales, factor)
     column = None
     if columnwise:
@@ -70,27 +74,41 @@ def pack_e2m1(codes: Tensor) -> Tensor:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def _quantize(x: Tensor, form: OperandFormat, noise: torch.Generator | None) -> QuantizedCopy:
-    codes, scales, factor = _codes(_padded(x, -1, -(-x.shape[-1] // _SIZE) * _SIZE), form, noise)
-    return QuantizedCopy(pack_e2m1(codes), scales, factor[None])
+def _quantize(
+    x: Tensor,
+    form: OperandFormat,
+    noise: torch.Generator | None,
+    scale: Tensor | None = None,
+    of_blocks: Tensor | None = None,
+) -> QuantizedCopy:
+    """Quantises a matrix [R, C]. Rows of experts: `scale` [e] of the experts, and `of_blocks`, which broadcasts to the
+    scales of blocks [C / 16, R]."""
+    if scale is None:
+        scale = of_blocks = _matrix_scale(largest_magnitude(x))
+    assert of_blocks is not None
+    codes, scales = _codes(_whole_blocks(x), form, noise, of_blocks)
+    return QuantizedCopy(pack_e2m1(codes), scales, 1 / scale)
 
 
-def _codes(x: Tensor, form: OperandFormat, noise: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and factor of matrices [..., R, C] whose C, and R for 16x16 blocks, is a multiple of 16."""
+def _matrix_scale(amax: Tensor) -> Tensor:
+    """Factor by which all elements of matrices with the largest magnitudes `amax` (fp32) are multiplied."""
+    scale = (torch.full_like(amax, _LARGEST * _LARGEST_SCALE) / amax).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+def _codes(x: Tensor, form: OperandFormat, noise: torch.Generator | None, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and scales of blocks, of matrices [..., R, C] whose C, and R for 16x16 blocks, is a multiple of 16.
+    `scale`: see `_matrix_scale`; broadcasts to the scales of blocks."""
     height = form.block[0]
     wide = x.detach().float()
-    amax = F.pad(wide.abs(), (0, 1)).amax(dim=-1).amax(dim=-1) if x.shape[-2] else wide.new_zeros(x.shape[:-2])
-    scale = (torch.full_like(amax, _LARGEST * _LARGEST_SCALE) / amax).clamp(max=torch.finfo(torch.float32).max)
-    scale = torch.where((amax == 0) | (scale == 0), 1.0, scale)
-    factor = 1 / scale
     block_amax = wide.abs().unflatten(-1, (-1, _SIZE)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
     if height == 1:
         block_amax = block_amax.mT.contiguous()
     per_code = scale * torch.tensor(1 / _LARGEST, device=x.device)
-    scales = (block_amax * per_code[..., None, None]).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
-    inverse = (1 / (scales.float() * factor[..., None, None])).clamp(max=torch.finfo(torch.float32).max)
+    scales = (block_amax * per_code).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+    inverse = (1 / (scales.float() * (1 / scale))).clamp(max=torch.finfo(torch.float32).max)
     scaled = (wide * spread_scales(inverse, form.block, *x.shape[-2:])).clamp(-_LARGEST, _LARGEST)
-    return _round(scaled, noise), scales, factor
+    return _round(scaled, noise), scales
 
 
 def _round(scaled: Tensor, noise: torch.Generator | None) -> Tensor:
@@ -111,24 +129,6 @@ def _round(scaled: Tensor, noise: torch.Generator | None) -> Tensor:
     return (codes + 8 * (scaled < 0)).to(torch.uint8)
 
 
-def _one_matrix(copy: QuantizedCopy | None) -> QuantizedCopy | None:
-    return None if copy is None or copy.factor is None else copy._replace(factor=copy.factor.squeeze(0))
-
-
-def _split(x: Tensor, offsets_e: Tensor) -> list[Tensor]:
-    ends = offsets_e.tolist()
-    return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _joined(copies: list[QuantizedCopy], *, data_dim: int, scales_dim: int) -> QuantizedCopy:
-    """Concatenates copies along the given dims of data and scales; factors are stacked."""
-    factors = [copy.factor for copy in copies if copy.factor is not None]
-    data = torch.cat([copy.data for copy in copies], data_dim)
-    return QuantizedCopy(data, torch.cat([copy.scales for copy in copies], scales_dim), torch.cat(factors))
-
-
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """Pads a dim with zeros to `size`."""
-    shape = list(x.shape)
-    shape[dim] = size - shape[dim]
-    return torch.cat([x, x.new_zeros(shape)], dim)
+def _whole_blocks(x: Tensor) -> Tensor:
+    """Pads the last dim with zeros to whole blocks."""
+    return F.pad(x, (0, -x.shape[-1] % _SIZE))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE, Element, OperandFormat
 from megatron_moe.precision import nvfp4
+from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, spread_scales
 
 DTYPES = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
@@ -37,7 +38,7 @@ def quantize_rows(
     if form.block == WHOLE:
         if scale is None:
             scale = tensor_scale(x, form, offsets_e)
-        per_row = scale if offsets_e is None else _of_rows(scale, offsets_e, len(x))[:, None]
+        per_row = scale if offsets_e is None else of_rows(scale, offsets_e, len(x))[:, None]
         data = cast(x.float() * per_row, form.element)
         row = QuantizedCopy(data, 1 / scale)
         column = QuantizedCopy(data.T.contiguous(), 1 / scale)
@@ -45,7 +46,8 @@ def quantize_rows(
     if rowwise:
         row = quantize_copy(x, form)
     if columnwise:
-        column = quantize_copy(x.T, form) if offsets_e is None else _expert_columns(x, form, offsets_e)
+        by_block = x if offsets_e is None else pad_to_blocks(x, offsets_e, form.block[1])[0]
+        column = quantize_copy(by_block.T, form)
     return QuantizedTensor.of(row, column, form.block, x.dtype)
 
 
@@ -96,49 +98,9 @@ def _e8m0(amax: Tensor) -> Tensor:
     return torch.where(ratio.isnan(), 255, exponent).to(torch.uint8)
 
 
-def _expert_columns(x: Tensor, form: OperandFormat, offsets_e: Tensor) -> QuantizedCopy:
-    """Columnwise copy of expert rows [R, C]: the transposed rows, padded with zeros to whole blocks per expert."""
-    length, num_experts = form.block[1], len(offsets_e)
-    place_R, is_row_R = _padded_places(offsets_e, len(x), length)
-    num_places = (len(x) // length + num_experts) * length
-    padded = x.new_zeros(num_places + 1, x.shape[1])
-    padded[place_R] = torch.where(is_row_R[:, None], x.detach(), 0)
-    return quantize_copy(padded[:num_places].T, form)
-
-
-def _padded_places(offsets_e: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """(Place of each row if every expert's rows are padded to a multiple of `length`, whether the row has an expert).
-    The place of rows without an expert is the number of places."""
-    ends = offsets_e.long()
-    starts = F.pad(ends[:-1], (1, 0))
-    num_blocks = (ends - starts + length - 1) // length
-    first_place = F.pad(num_blocks.cumsum(0)[:-1], (1, 0)) * length
-    row_R = torch.arange(num_rows, device=offsets_e.device)
-    expert_R = torch.searchsorted(ends, row_R, right=True).clamp(max=len(ends) - 1)
-    is_row_R = row_R < ends[-1]
-    place_R = first_place[expert_R] + row_R - starts[expert_R]
-    return torch.where(is_row_R, place_R, (num_rows // length + len(ends)) * length), is_row_R
-
-
 def tensor_scale(x: Tensor, form: OperandFormat, offsets_e: Tensor | None = None) -> Tensor:
     """Scale of a whole matrix [R, C], a scalar; with `offsets_e`, the scale of each expert's rows, [e]."""
     return scale_of(largest_magnitude(x, offsets_e), form, x.dtype)
-
-
-def largest_magnitude(x: Tensor, offsets_e: Tensor | None = None) -> Tensor:
-    """Largest magnitude of a matrix [R, C] in fp32: a scalar, or [e] for the rows of each expert; 0 if empty."""
-    magnitude_R = F.pad(x.detach(), (0, 1)).abs().amax(dim=-1).float()
-    if offsets_e is None:
-        return F.pad(magnitude_R, (0, 1)).amax()
-    expert_R = torch.searchsorted(offsets_e.long(), torch.arange(len(x), device=x.device), right=True)
-    of_experts = magnitude_R.new_zeros(len(offsets_e) + 1)
-    return of_experts.scatter_reduce(0, expert_R, magnitude_R, "amax")[:-1]
-
-
-def _of_rows(value_e: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
-    """Value of each row's expert; rows after the last expert get the value of the last expert."""
-    row_R = torch.arange(num_rows, device=offsets_e.device)
-    return value_e[torch.searchsorted(offsets_e.long(), row_R, right=True).clamp(max=len(offsets_e) - 1)]
 
 
 def scale_of(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
