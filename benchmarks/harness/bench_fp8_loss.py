@@ -1,172 +1,308 @@
-"""Compares the loss of FP8 and bf16 training of two small models on text, on one GPU.
+"""Compares the loss of low-precision and bf16 training of two small MoE models on text, on one device.
 
-    python benchmarks/harness/bench_fp8_loss.py [--iterations 1000] [--output-dir benchmarks]
+    python benchmarks/harness/bench_fp8_loss.py [--iterations 1000] [--output-dir benchmarks] [-- --lr 1e-3 ...]
 
-All runs train at the same time, on the corpus of `bash scripts/quickstart.sh`. The runs of a model differ only in the
-GEMM format, except one bf16 run with another seed (initial weights and order of the data), which shows by how much
-losses differ anyway. Writes `<date>-<machine>-fp8-loss.md` with a plot. Losses are compared as means over windows.
+Trains on the corpus of `bash scripts/quickstart.sh`. The runs of a model differ only in the GEMM format, except two
+bf16 runs that show by how much losses differ anyway: another seed (initial weights and order of the data) and another
+rounding of one op. Losses are smoothed exponentially and compared at equal iterations.
+
+`<date>-<machine>-fp8-loss.md` and its plot are written again after every run, so that an interrupted benchmark leaves a
+report. Runs found complete in `--runs` are not repeated. Flags after `--` are added to every run. Without a GPU the
+low-precision recipes are emulated. Exit code 1: a gap exceeds its limit, or a run failed.
 """
 
 import argparse
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.logs.metrics_file import read_metrics  # noqa: E402
+from tools._common import positive, split_at_dashes, tool_parser  # noqa: E402
 
-MODELS = {
-    "Moonlight-like": "--recipe m8 --num-layers 4 --moe-layer-freq [0]+[1]*3 --ffn-hidden-size 1024",
-    "Qwen3-like": "--recipe q6 --num-layers 4",
-}
+MODELS = MappingProxyType(
+    {
+        "Moonlight-like": "--recipe m8 --num-layers 4 --moe-layer-freq [0]+[1]*3 --ffn-hidden-size 1024 "
+        "--moe-shared-expert-intermediate-size 512",
+        "Qwen3-like": "--recipe q6 --num-layers 4",
+    }
+)
 """Attention and router of a recipe, at the sizes of `SIZES`."""
 SIZES = (
     "--hidden-size 512 --num-attention-heads 8 --moe-ffn-hidden-size 256 --num-experts 32 --moe-router-topk 4 "
     "--seq-length 512 --micro-batch-size 16 --global-batch-size 16 --moe-expert-wgrad-interval 1 "
     "--no-moe-router-force-load-balancing --no-mock-data --split 100,0,0 --tokenizer-type SentencePieceTokenizer "
-    "--vocab-size 4096 --lr 1e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --log-interval 1 --no-save-optim"
+    "--vocab-size 4096 --lr 1e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --log-interval 10 "
+    "--tensorboard-log-interval 100 --no-plots --no-save-optim --fresh"
 )
-FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"
-VARIANTS = {
-    "bf16": "",
-    "bf16, another seed": "--seed 7",
-    "FP8": FP8,
-    "FP8, weight gradients in bf16": f"{FP8} --no-fp8-wgrad",
-}
-"""Flags; the first variant is the reference."""
-WINDOW = 100
-"""Iterations of a mean."""
+BLOCKWISE, NVFP4 = "--fp8-format e4m3 --fp8-recipe blockwise", "--fp4-format e2m1"
+EMULATE = "--emulate-low-precision"
+_DELAYED = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
+
+
+@dataclass(frozen=True)
+class PrecisionVariant:
+    """One way to train a model."""
+
+    name: str
+    flags: str = ""
+    limit: float | None = None
+    """Largest accepted relative gap of the smoothed loss to bf16."""
+
+    @property
+    def is_low_precision(self) -> bool:
+        return "-format" in self.flags
+
+
+VARIANTS = (
+    PrecisionVariant("bf16"),
+    PrecisionVariant("FP8 blockwise, weight gradients in bf16", f"{BLOCKWISE} --no-fp8-wgrad", 0.0025),
+    PrecisionVariant("FP8 blockwise", BLOCKWISE, 0.0025),
+    PrecisionVariant("bf16, another seed", "--seed 7"),
+    PrecisionVariant("bf16, another rounding", "--kernel-per-op activation=reference"),
+    PrecisionVariant("NVFP4, emulated", f"{NVFP4} {EMULATE}", 0.015),
+    PrecisionVariant("MXFP8, emulated", f"--fp8-format e4m3 --fp8-recipe mxfp8 {EMULATE}", 0.0025),
+    PrecisionVariant("FP8 tensorwise, emulated", f"--fp8-format hybrid --fp8-recipe tensorwise {EMULATE}", 0.0025),
+    PrecisionVariant("FP8 delayed, emulated", f"{_DELAYED} {EMULATE}", 0.0025),
+)
+"""The first variant is the reference. Earlier variants start first."""
+SMOOTHED, SETTLED = 0.1, 0.2
+"""Time constant of the smoothing and start of the comparison, as shares of the iterations."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss per iteration of one run."""
+    """Smoothed loss of one run by iteration."""
 
     model: str
-    variant: str
-    losses: Sequence[float]
-
-    def means(self) -> list[float]:
-        """Mean loss of each full window."""
-        whole = len(self.losses) // WINDOW * WINDOW
-        return [sum(self.losses[i : i + WINDOW]) / WINDOW for i in range(0, whole, WINDOW)]
+    variant: PrecisionVariant
+    losses: Mapping[int, float]
+    ms_per_step: float
+    """Median of the log intervals."""
 
 
-def gaps(curve: Curve, reference: Curve) -> list[float]:
-    """Relative difference of the mean loss per window."""
-    return [mean / expected - 1 for mean, expected in zip(curve.means(), reference.means(), strict=True)]
+def read_curve(model: str, variant: PrecisionVariant, run: Path, iterations: int) -> Curve | None:
+    """Curve of a run folder, as far as the run got; None if it logged no loss. Reports are means over log intervals."""
+    path = run / "metrics.jsonl"
+    rows = [row for row in read_metrics(path) if row.get("lm loss") is not None] if path.exists() else []
+    if not rows:
+        return None
+    keep_per_iteration = 1 - 1 / max(SMOOTHED * iterations, 1)
+    average, weight, before, losses = 0.0, 0.0, 0, {}
+    for row in rows:
+        keep = keep_per_iteration ** (row["iteration"] - before)
+        average, weight = keep * average + (1 - keep) * row["lm loss"], keep * weight + 1 - keep
+        before = row["iteration"]
+        losses[before] = average / weight
+    times = sorted(row["iteration-time"] for row in rows)
+    return Curve(model, variant, losses, 1e3 * times[len(times) // 2])
 
 
-def command(model: str, variant: str, run: Path, options: argparse.Namespace) -> list[str]:
-    text = ["--tokenizer-model", str(options.tokenizer_model), "--data-path", str(options.data_path)]
-    flags = f"{MODELS[model]} {SIZES} {VARIANTS[variant]} --train-iters {options.iterations} --fresh".split()
-    return [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *flags, *text, "--run-dir", str(run)]
+def gaps(curve: Curve, reference: Curve, iterations: int) -> dict[int, float]:
+    """Relative difference of the smoothed losses by iteration, from `SETTLED` to the end of the shorter run."""
+    common = [each for each in curve.losses if each in reference.losses and each >= SETTLED * iterations]
+    return {each: curve.losses[each] / reference.losses[each] - 1 for each in common}
 
 
-def train(options: argparse.Namespace) -> list[Curve]:
-    """Runs all variants of all models at the same time."""
-    started = []
-    for model in MODELS:
-        for variant in VARIANTS:
-            run = options.runs / f"{model}, {variant}".replace(", ", "-").replace(" ", "-").lower()
-            run.mkdir(parents=True, exist_ok=True)
-            with (run / "output.txt").open("w") as output:
-                words = command(model, variant, run, options)
-                started.append((model, variant, run, subprocess.Popen(words, stdout=output, stderr=output)))
-    failed = [run for _, _, run, process in started if process.wait() != 0]
-    if failed:
-        raise EnvironmentProblem(f"{failed[0]}: {(failed[0] / 'output.txt').read_text().strip()[-800:]}")
+def run_folder(runs: Path, model: str, variant: PrecisionVariant) -> Path:
+    return runs / f"{model} {variant.name}".replace(",", "").replace(" ", "-").lower()
+
+
+def flags_of(model: str, variant: PrecisionVariant, options: argparse.Namespace) -> list[str]:
+    """Flags of pretrain_moe.py for a run of any length. `options.more`: flags added to every run."""
+    flags = [*MODELS[model].split(), *SIZES.split(), *variant.flags.split()]
+    flags += ["--tokenizer-model", str(options.tokenizer_model), "--data-path", str(options.data_path)]
+    if not torch.cuda.is_available():
+        flags += ["--device", "cpu"]
+        flags += [EMULATE] if variant.is_low_precision and EMULATE not in variant.flags else []
+    return [*flags, *options.more]
+
+
+def command(model: str, variant: PrecisionVariant, run: Path, save: Path, options: argparse.Namespace) -> list[str]:
+    length = ["--train-iters", str(options.iterations), "--save-interval", str(options.iterations)]
+    flags = [*flags_of(model, variant, options), *length, "--run-dir", str(run), "--save", str(save)]
+    return [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *flags]
+
+
+def train(options: argparse.Namespace) -> Iterator[str | None]:
+    """Trains the runs that are not complete, `options.parallel` at a time, until `options.time_limit` seconds have
+    passed. Yields after each run: None, or the end of the output of a run that failed."""
+    begin = time.monotonic()
+    chosen = [variant for variant in VARIANTS if variant.name in options.variants]
+    pending = ((model, variant) for variant in chosen for model in MODELS if not is_complete(model, variant, options))
+    running: dict[subprocess.Popen[bytes], Path] = {}
+    with tempfile.TemporaryDirectory() as saves:
+        try:
+            while time.monotonic() - begin < options.time_limit:
+                for model, variant in islice(pending, options.parallel - len(running)):
+                    run = run_folder(options.runs, model, variant)
+                    run.mkdir(parents=True, exist_ok=True)
+                    with (run / "output.txt").open("w") as output:
+                        words = command(model, variant, run, Path(saves, run.name), options)
+                        running[subprocess.Popen(words, stdout=output, stderr=output)] = run
+                if not running:
+                    return
+                for process in [each for each in running if each.poll() is not None]:
+                    run = running.pop(process)
+                    failed = process.returncode != 0
+                    print(
+                        f"{run.name}: {'failed' if failed else 'done'} after {time.monotonic() - begin:.0f} s",
+                        flush=True,
+                    )
+                    yield f"{run}: {(run / 'output.txt').read_text().strip()[-800:]}" if failed else None
+                time.sleep(0.2)
+        finally:
+            for process in running:
+                process.kill()
+            for process in running:
+                process.wait()
+
+
+def is_complete(model: str, variant: PrecisionVariant, options: argparse.Namespace) -> bool:
+    curve = read_curve(model, variant, run_folder(options.runs, model, variant), options.iterations)
+    return curve is not None and options.iterations in curve.losses
+
+
+def read_curves(options: argparse.Namespace) -> list[Curve]:
+    """Curves of all runs in the run folders."""
+    pairs = ((model, variant) for model in MODELS for variant in VARIANTS)
+    curves = (read_curve(*pair, run_folder(options.runs, *pair), options.iterations) for pair in pairs)
+    return [curve for curve in curves if curve is not None]
+
+
+def reference_of(curve: Curve, curves: Sequence[Curve]) -> Curve | None:
+    """The run of the same model that `curve` is compared with."""
+    return next((each for each in curves if each.model == curve.model and each.variant is VARIANTS[0]), None)
+
+
+def comparisons(curves: Sequence[Curve], iterations: int) -> Iterator[tuple[Curve, dict[int, float]]]:
+    """Yields every curve with its gaps to the reference."""
+    for curve in curves:
+        reference = reference_of(curve, curves)
+        if reference is not None and reference is not curve:
+            yield curve, gaps(curve, reference, iterations)
+
+
+def exceeded(curves: Sequence[Curve], iterations: int) -> list[str]:
+    """Sentences about gaps above their limits."""
     return [
-        Curve(model, variant, [row["lm loss"] for row in read_metrics(run / "metrics.jsonl") if "lm loss" in row])
-        for model, variant, run, _ in started
+        f"{curve.model}, {curve.variant.name}: a gap of {largest:.2%} exceeds {curve.variant.limit:.2%}"
+        for curve, found in comparisons(curves, iterations)
+        if curve.variant.limit is not None
+        and (largest := max(map(abs, found.values()), default=0.0)) > curve.variant.limit
     ]
-
-
-def by_model(curves: Sequence[Curve]) -> Mapping[str, list[Curve]]:
-    return {model: [curve for curve in curves if curve.model == model] for model in MODELS}
 
 
 def report(curves: Sequence[Curve], machine: str, picture: str, iterations: int) -> str:
     """Benchmark document."""
+    constant, start = round(SMOOTHED * iterations), round(SETTLED * iterations)
     lines = [
-        f"# Loss of FP8 and bf16 training on one {machine}",
+        f"# Loss of low-precision and bf16 training on one {machine}",
         "",
         f"{date.today()}, torch {torch.__version__}, `python benchmarks/harness/bench_fp8_loss.py --iterations "
-        f"{iterations}`. Small models on the sources of the Python standard library; the flags are in the harness.",
-        f"Loss: mean of the last {WINDOW} iterations. Gaps are relative to the first bf16 run, of means over {WINDOW} "
-        "iterations, without the first window.",
+        f"{iterations}`. Small models on the",
+        "sources of the Python standard library; the flags are in the harness. Losses are smoothed exponentially, with",
+        f"a time constant of {constant} iterations. Gaps are relative to the first run of a model at the same",
+        f"iteration, from iteration {start} on. Runs share the device, so step times are no measure of speed.",
         "",
-        "| model | run | loss | gap at the end | largest gap |",
-        "|---|---|---|---|---|",
+        "| model | run | iterations | loss | gap at the end | largest gap | mean gap | limit | ms per step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for reference, *others in by_model(curves).values():
-        lines.append(f"| {reference.model} | {reference.variant} | {reference.means()[-1]:.4f} | | |")
-        for curve in others:
-            found = gaps(curve, reference)[1:]
-            largest = max(found, key=abs)
-            figures = (f"{curve.means()[-1]:.4f}", f"{found[-1]:+.3%}", f"{largest:+.3%}")
-            lines.append(f"| {' | '.join((curve.model, curve.variant, *figures))} |")
+    compared = {id(curve): found for curve, found in comparisons(curves, iterations)}
+    for curve in curves:
+        last, found = max(curve.losses), list(compared.get(id(curve), {}).values())
+        figures = [f"{max(found, key=abs):+.3%}", f"{sum(found) / len(found):+.3%}"] if found else ["", ""]
+        at_end = f"{found[-1]:+.3%}" if found else ""
+        limit = "" if curve.variant.limit is None else f"{curve.variant.limit:.2%}"
+        row = [curve.model, curve.variant.name, str(last), f"{curve.losses[last]:.4f}", at_end, *figures, limit]
+        lines.append(f"| {' | '.join([*row, f'{curve.ms_per_step:.0f}'])} |")
+    problems = [f"- {each}" for each in exceeded(curves, iterations)]
+    lines += ["", "Above their limits:", "", *problems] if problems else ["", "No gap exceeds its limit."]
     return "\n".join([*lines, "", f"![loss curves]({picture})"]) + "\n"
 
 
-def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Plots the means, and below them the gaps to the first run of the model."""
+def draw(curves: Sequence[Curve], path: Path, iterations: int) -> None:
+    """Plots the smoothed losses, and below them the gaps to the reference."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    models = by_model(curves)
-    figure, axes = pyplot.subplots(2, len(models), figsize=(11, 6), height_ratios=(2, 1), sharex=True, squeeze=False)
-    for column, (model, runs) in enumerate(models.items()):
+    models = list(dict.fromkeys(curve.model for curve in curves))
+    figure, axes = pyplot.subplots(2, len(models), figsize=(12, 8), height_ratios=(2, 1.4), sharex=True, squeeze=False)
+    colors = {variant.name: f"C{number}" for number, variant in enumerate(VARIANTS)}
+    compared = {id(curve): found for curve, found in comparisons(curves, iterations)}
+    for column, model in enumerate(models):
         above, below = axes[0][column], axes[1][column]
-        for number, curve in enumerate(runs):
-            ends = [WINDOW * (window + 1) for window in range(len(curve.means()))]
-            above.plot(ends, curve.means(), label=curve.variant, linewidth=3.0 - 0.5 * number, color=f"C{number}")
-            if number:
-                below.plot(ends[1:], [100 * gap for gap in gaps(curve, runs[0])[1:]], color=f"C{number}", marker=".")
+        for curve in (each for each in curves if each.model == model):
+            style = {"color": colors[curve.variant.name], "linewidth": 1.2}
+            above.plot(list(curve.losses), list(curve.losses.values()), label=curve.variant.name, **style)
+            found = compared.get(id(curve), {})
+            below.plot(list(found), [100 * gap for gap in found.values()], **style)
         above.set_title(model)
-        above.set_ylabel("loss per token (nats)")
-        above.legend()
-        below.set_ylabel(f"gap to {runs[0].variant} (%)")
+        above.set_ylabel("smoothed loss per token (nats)")
+        above.legend(fontsize=8)
+        below.set_ylabel(f"gap to {VARIANTS[0].name} (%)")
         below.set_xlabel("iteration")
         for each in (above, below):
             each.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=1000)
+def machine_of(options: argparse.Namespace) -> str:
+    """Name of the device in the environment file of the first run, which may have run on another machine."""
+    environment = run_folder(options.runs, next(iter(MODELS)), VARIANTS[0]) / "environment.txt"
+    lines = dict(line.partition(": ")[::2] for line in environment.read_text().splitlines())
+    return lines["device"].split(",")[0].removeprefix("NVIDIA ").upper().split()[0]
+
+
+def write_report(options: argparse.Namespace) -> list[Curve]:
+    """Writes document and plot of the runs so far, if there are two to compare; returns their curves."""
+    curves = read_curves(options)
+    if list(comparisons(curves, options.iterations)):
+        machine = machine_of(options)
+        stem = f"{date.today()}-{machine.lower()}-fp8-loss"
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        draw(curves, options.output_dir / f"{stem}.png", options.iterations)
+        text = report(curves, machine, f"{stem}.png", options.iterations)
+        (options.output_dir / f"{stem}.md").write_text(text)
+    return curves
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = tool_parser(__doc__)
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--iterations", type=positive, default=1000)
+    parser.add_argument("--parallel", type=positive, default=8, help="number of runs at the same time")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which runs are stopped")
+    parser.add_argument("--variants", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {names}")
     parser.add_argument("--runs", type=Path, default=Path("runs/bench_fp8_loss"), help="where the run folders go")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
     parser.add_argument("--tokenizer-model", type=Path, default=Path("data/quickstart/tokenizer.model"))
-    options = parser.parse_args(argv)
-    try:
-        if not torch.cuda.is_available():
-            raise EnvironmentProblem("torch sees no GPU here, and FP8 GEMMs need one.")
-        curves = train(options)
-    except RunError as problem:
+    own, more = split_at_dashes(argv)
+    options = parser.parse_args(own, argparse.Namespace(more=more))
+    failures = []
+    for failure in train(options):
+        failures += [failure] if failure else []
+        write_report(options)
+    curves = write_report(options)
+    for problem in [*failures, *exceeded(curves, options.iterations)]:
         print(problem, file=sys.stderr)
-        return int(problem.code)
-    machine = torch.cuda.get_device_name().replace("NVIDIA ", "")
-    stem = f"{date.today()}-{machine.lower().replace(' ', '-')}-fp8-loss"
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    draw(curves, options.output_dir / f"{stem}.png")
-    text = report(curves, machine, f"{stem}.png", options.iterations)
-    (options.output_dir / f"{stem}.md").write_text(text)
-    print(text)
-    return int(ExitCode.OK)
+    return 1 if failures or exceeded(curves, options.iterations) else 0
 
 
 if __name__ == "__main__":
