@@ -4,11 +4,14 @@ python benchmarks/harness/bench_fp8.py [--only CASES]
 """
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
 from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad, product, weight_grad
 from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
@@ -168,15 +172,74 @@ def activations() -> None:
         row(f"SwiGLU gradient {rows} x {width} and cast", time, 14.06 * size)
 
 
+def transformer_engine() -> None:
+    """Casts and products of Transformer Engine. Rows are divided evenly, so that no expert's rows are padded; grouped
+    products exclude the time in which the host waits for the number of rows per expert."""
+    library = importlib.import_module("megatron_moe.kernels.backends.transformer_engine.low_precision")
+    for recipe in ("blockwise", "tensorwise"):
+        config = low_precision_config(recipe)
+        copies = {"rowwise": True, "columnwise": True}
+        for rows, width in ((65536, 2048), (32768, 7168)):
+            cast = partial(library.quantize_rows, draw(rows, width), config.inputs, **copies)
+            size = (4 if recipe == "blockwise" else 6) * rows * width / 1e9  # tensorwise reads the input twice
+            row(f"{recipe}, cast both {rows} x {width}", milliseconds(cast), size)
+        for rows, inputs, outputs in ((8192, 4096, 4096), (8192, 7168, 4096), (32768, 2048, 7168)):
+            x, grad, out = draw(rows, inputs), draw(rows, outputs), torch.zeros(outputs, inputs, device="cuda")
+            weight_q = library.quantize_weight(draw(outputs, inputs), config.weights, columnwise=True)
+            x_q, grad_q = (library.quantize_rows(each, config.inputs, **copies) for each in (x, grad))
+            teraflop, name = 2 * rows * inputs * outputs / 1e12, f"{recipe}, dense {rows} x {inputs} x {outputs}"
+            forward = partial(library.quantized_linear_forward, x_q, weight_q, None)
+            row(f"{name} forward", milliseconds(forward), teraflop=teraflop)
+            input_grad = partial(library.quantized_linear_input_grad, grad_q, weight_q)
+            row(f"{name} input gradient", milliseconds(input_grad), teraflop=teraflop)
+            weight_grad = partial(library.quantized_linear_weight_grad, grad_q, x_q, out, True)
+            row(f"{name} weight gradient", milliseconds(weight_grad), teraflop=teraflop)
+        for name in ("Q6 fc1", "M8 fc1", "ds4 fc1"):
+            rows, experts, inputs, outputs = SHAPES[name]
+            teraflop = 2 * rows * inputs * outputs / 1e12
+            for layout, work in grouped_products(library, config, rows, experts, inputs, outputs).items():
+                row(f"{recipe}, {name} {layout}", milliseconds(work), teraflop=teraflop)
+
+
+def grouped_products(
+    library: ModuleType, config: LowPrecisionConfig, rows: int, experts: int, inputs: int, outputs: int
+) -> dict[str, Callable[[], object]]:
+    """Transformer Engine's grouped products of operands that are already split."""
+
+    usage = {"rowwise": True, "columnwise": True}
+
+    def operands(width: int) -> tuple[list[Any], list[Any]]:
+        return both(library.quantize_rows(draw(rows // experts, width), config.inputs, **usage) for _ in range(experts))
+
+    def both(made: Iterable[QuantizedTensor]) -> tuple[list[Any], list[Any]]:
+        pairs = [(library._row_storage(each), library._column_storage(each)) for each in made]
+        return [row for row, _ in pairs], [column for _, column in pairs]
+
+    weights = (library.quantize_weight(draw(outputs, inputs), config.weights, columnwise=True) for _ in range(experts))
+    weight, weight_columns = both(weights)
+    x, x_columns = operands(inputs)
+    grad, grad_columns = operands(outputs)
+    out = [draw(rows // experts, outputs) for _ in range(experts)]
+    grad_x = [draw(rows // experts, inputs) for _ in range(experts)]
+    weight_grad = [torch.zeros(outputs, inputs, device="cuda") for _ in range(experts)]
+    multiply = library._grouped_gemm
+    return {
+        "forward": partial(multiply, weight, x, out, "TN", accumulate=False),
+        "input gradient": partial(multiply, weight_columns, grad, grad_x, "NN", accumulate=False),
+        "weight gradient, added": partial(multiply, x_columns, grad_columns, weight_grad, "NT", accumulate=True),
+    }
+
+
 def main(argv: list[str]) -> None:
+    optional = {"transformer_engine": transformer_engine}
     parts = {"ceilings": ceilings, "casts": casts, "products": products, "weight_grads": weight_grads}
     parts["activations"] = activations
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--only", nargs="+", choices=[*parts, *optional], default=list(parts))
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n\n| case | ms | rate |\n|---|---|---|")
     for name in parser.parse_args(argv).only:
-        parts[name]()
+        (parts | optional)[name]()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.p
 that it imports) and PROVIDES (ops) are read without importing it; its `support(op, device, dtype) -> Support` rates an
 op. The request `auto` selects the backend with the best rating if it is better than plain torch. A backend with
 ON_REQUEST = True is excluded from `auto` and imported only if it is requested by name. RECIPES are the FP8 and FP4
-recipes (`LowPrecisionConfig.name`) for which a backend provides `LOW_PRECISION_OPS`.
+recipes (`LowPrecisionConfig.name`) for which a backend provides `LOW_PRECISION_OPS`, and BY_NAME those of them that it
+computes only if the request names the op, because they synchronise with the device.
 """
 
 import ast
@@ -39,6 +40,7 @@ class Backend:
     provides: tuple[str, ...]
     on_request: bool
     recipes: tuple[str, ...]
+    by_name: tuple[str, ...]
     module: str
 
     def missing(self) -> tuple[str, ...]:
@@ -107,14 +109,15 @@ def read(path: Path) -> Backend:
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name = statement.targets[0].id
-            if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST", "RECIPES"):
+            if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST", "RECIPES", "BY_NAME"):
                 constants[name] = ast.literal_eval(statement.value)
     on_request, recipes = constants.pop("ON_REQUEST", False), constants.pop("RECIPES", ())
+    by_name = constants.pop("BY_NAME", ())
     assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, but defines {sorted(constants)}"
     unknown = set(constants["PROVIDES"]) - set(OPS)
     assert not unknown, f"{path} provides ops that are not in the interface: {sorted(unknown)}"
     module = ".".join([f"{__package__}.backends", *([path.parent.name] if path.stem == "backend" else []), path.stem])
-    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, recipes, module)
+    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, recipes, by_name, module)
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
@@ -132,10 +135,15 @@ def select_requested(
     op: str, request: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype, *, required: bool
 ) -> Selection:
     """Selects the requested backend. `required`: True if the request names this op. If False, the request applies to
-    all ops, and plain torch is used for ops that the backend does not provide."""
+    all ops, and plain torch is used for ops that the backend does not provide; FP8 and FP4 ops that it does not provide
+    or computes only by name are selected as by "auto", because plain torch synchronises with the device."""
     if request == reference.NAME:
         return Selection(op, request, reference.REASON)
     backend = backends[request]
+    if not required and op in LOW_PRECISION_OPS and (op not in backend.provides or op in backend.by_name):
+        found = select_best(op, backends, device, dtype)
+        why = f"--kernel-per-op {op}={request} is needed" if op in backend.provides else f"does not provide {op}"
+        return replace(found, reason=f"{found.reason}; {request}: {why}")
     if not required and op not in backend.provides:
         return Selection(op, reference.NAME, f"{reference.REASON}; {request} does not provide {op}")
     support = support_of(op, backend, device, dtype)

@@ -74,6 +74,16 @@ def pack_e2m1(codes: Tensor) -> Tensor:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
+def factor_of(amax: Tensor) -> Tensor:
+    """fp32 factor of the scales of matrices with the largest magnitudes `amax`."""
+    return 1 / _matrix_scale(amax)
+
+
+def amax_of(factor: Tensor) -> Tensor:
+    """Inverse of `factor_of`, up to rounding, for magnitudes other than 0."""
+    return factor * (_LARGEST * _LARGEST_SCALE)
+
+
 def _quantize(
     x: Tensor,
     form: OperandFormat,

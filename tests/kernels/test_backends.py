@@ -20,12 +20,14 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import autograd, registry
-from megatron_moe.kernels.kernel_set import Priority
+from megatron_moe.kernels import autograd, reference_low_precision, registry
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
+from tests.helpers.low_precision_operands import Operands, same_copies
 from tests.helpers.tolerances import BF16_KERNEL
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
@@ -35,6 +37,16 @@ DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
 OPTIONAL = ("transformer_engine", "grouped_gemm", "apex")
 CUDA = torch.device("cuda")
 SWIGLU = ActivationConfig(kind="silu", gated=True)
+TE_CONFIGS = {
+    "blockwise": low_precision_config("blockwise"),
+    "blockwise hybrid, fp32 scales": low_precision_config("blockwise", hybrid=True, power_of_2=False),
+    "tensorwise": low_precision_config("tensorwise", hybrid=True),
+    "delayed": low_precision_config("delayed"),
+    "mxfp8": low_precision_config("mxfp8", hybrid=True),
+    "nvfp4": low_precision_config("nvfp4"),
+}
+TE = "transformer_engine"
+TE_RECIPES = pytest.mark.parametrize("config", TE_CONFIGS.values(), ids=TE_CONFIGS)
 
 
 @pytest.fixture
@@ -44,13 +56,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     packages = {path.stem for path in STAND_INS.iterdir()}
     for module in set(sys.modules):
-        if module.partition(".")[0] in packages or module.rpartition("backends.")[2] in OPTIONAL:
+        if module.partition(".")[0] in packages or module.rpartition("backends.")[2].partition(".")[0] in OPTIONAL:
             del sys.modules[module]
 
 
 def backend(name: str) -> ModuleType:
     package = f"megatron_moe.kernels.backends.{name}"
-    return importlib.import_module(package if name in OPTIONAL else f"{package}.backend")
+    return importlib.import_module(package if name in ("apex", "grouped_gemm") else f"{package}.backend")
 
 
 def bundle(name: str) -> Kernels:
@@ -86,9 +98,8 @@ def test_optional_backends_support_bf16_on_gpus_only(name: str, stand_ins: None)
         assert module.support(op, CUDA, torch.float64).fit is Priority.NO
         assert module.support(op, CUDA, torch.bfloat16).fit is Priority.YES
     config = KernelConfig(kernel_backend=name)
-    assert {c.op for c in registry.select_kernels(config, CUDA, torch.bfloat16).choices if c.backend == name} == set(
-        module.PROVIDES
-    )
+    chosen = {c.op for c in registry.select_kernels(config, CUDA, torch.bfloat16).choices if c.backend == name}
+    assert chosen == set(module.PROVIDES) - set(LOW_PRECISION_OPS)
 
 
 @DTYPES
@@ -222,3 +233,88 @@ def test_linear_layer_gradients_by_a_mixed_kernel_set(stand_ins: None) -> None:
     grads = [torch.autograd.grad(autograd.linear(k, x, weight).sum(), (x, weight)) for k in (bundle("apex"), REFERENCE)]
     for ours, theirs in zip(*grads, strict=True):
         BF16_KERNEL.check(ours, theirs, "gradient")
+
+
+@TE_RECIPES
+@pytest.mark.parametrize("usage", [{}, {"columnwise": False}, {"rowwise": False}], ids=str)
+def test_operands_of_transformer_engine_have_our_bytes(stand_ins: None, usage, config: LowPrecisionConfig) -> None:
+    """Whole matrices and rows of experts; sizes that are multiples of blocks, of 32, and odd ones."""
+    theirs, ours = Operands(bundle(TE), config), Operands(REFERENCE, config)
+    for shape in ((256, 384), (96, 160), (50, 20)):
+        x = draw(*shape).bfloat16()
+        same_copies(theirs.rows(x, **usage), ours.rows(x, **usage))
+        ends = torch.tensor([0, shape[0] // 3, shape[0] // 3, shape[0]], dtype=torch.int32)
+        same_copies(theirs.rows(x, "grads", ends, **usage), ours.rows(x, "grads", ends, **usage))
+        columnwise = usage.get("columnwise", True)
+        same_copies(theirs.weight(x, columnwise=columnwise), ours.weight(x, columnwise=columnwise))
+        stack = torch.stack([x, 2 * x.flip(0)])
+        same_copies(theirs.weight(stack, columnwise=columnwise), ours.weight(stack, columnwise=columnwise))
+
+
+def test_gradients_are_rounded_stochastically_by_key_instead_of_by_transformer_engine(stand_ins: None) -> None:
+    form, x = TE_CONFIGS["nvfp4"].grads, draw(32, 64).bfloat16()
+    made = [k.quantize_rows(x, form, rowwise=True, columnwise=True, seed=5) for k in (bundle(TE), REFERENCE)]
+    same_copies(*made)
+
+
+@TE_RECIPES
+@pytest.mark.parametrize("num_rows", [96, 50, 0])
+def test_fp8_linear_products_of_transformer_engine_match_the_reference(
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, num_rows: int, config: LowPrecisionConfig
+) -> None:
+    operands = Operands(REFERENCE, config)
+    x, grad, bias = draw(num_rows, 160).bfloat16(), draw(num_rows, 224, seed=1).bfloat16(), draw(224).bfloat16()
+    x_q, grad_q, weight_q = operands.rows(x), operands.rows(grad, "grads"), operands.weight(draw(224, 160).bfloat16())
+    results = []
+    for k in (REFERENCE, bundle(TE)):
+        sums = [draw(224, 160, seed=3).float() for _ in range(2)]
+        for accumulate, out in enumerate(sums):
+            k.quantized_linear_weight_grad(grad_q, x_q, out, bool(accumulate))
+        forward = k.quantized_linear_forward(x_q, weight_q, bias)
+        results.append([forward, k.quantized_linear_input_grad(grad_q, weight_q), *sums])
+        if num_rows == 96:  # sizes that its kernels support
+            monkeypatch.delattr(reference_low_precision, "_rows", raising=False)
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype is theirs.dtype
+        BF16_KERNEL.check(theirs, ours, "product")
+
+
+@TE_RECIPES
+@pytest.mark.parametrize("sizes", [[32, 0, 64, 0], [3, 50, 1, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_fp8_grouped_products_of_transformer_engine_match_the_reference(
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, accumulate: bool, sizes: list[int], config: LowPrecisionConfig
+) -> None:
+    """Rows of experts of any number, an empty expert, and rows after the last expert's."""
+    operands, held = Operands(REFERENCE, config), sum(sizes)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    x, grad = draw(held + 5, 160).bfloat16(), draw(held + 5, 224, seed=1).bfloat16()
+    x[held:] = grad[held:] = torch.nan
+    x_q, grad_q = operands.rows(x, "inputs", ends), operands.rows(grad, "grads", ends)
+    weight_q = operands.weight(draw(4, 224, 160).bfloat16())
+    results = []
+    for k in (REFERENCE, bundle(TE)):
+        out = draw(4, 224, 160, seed=3).float()
+        k.quantized_grouped_weight_grad([GroupedPart(grad_q, x_q, ends)] * 2, out, accumulate)
+        forward = k.quantized_grouped_forward(x_q, weight_q, ends)[:held]
+        results.append([forward, k.quantized_grouped_input_grad(grad_q, weight_q, ends)[:held], out])
+        monkeypatch.delattr(reference_low_precision, "_rows", raising=False)
+        monkeypatch.delattr(reference_low_precision, "_expert_rows", raising=False)
+    for ours, theirs in zip(*results, strict=True):
+        BF16_KERNEL.check(theirs, ours, "grouped product")
+
+
+def test_fp8_grouped_products_of_transformer_engine_must_be_named(stand_ins: None, monkeypatch) -> None:
+    """They synchronise with the device; a request of the backend for all ops leaves them to auto."""
+    monkeypatch.setattr(registry, "check_device", lambda recipe, device: None)
+    by_name = set(backend(TE).BY_NAME)
+    for config in TE_CONFIGS.values():
+        all_ops = KernelConfig(kernel_backend="transformer_engine")
+        chosen = {c.op: c for c in registry.select_kernels(all_ops, CUDA, BF16, config).choices}
+        own = {op for op in LOW_PRECISION_OPS if chosen[op].backend == "transformer_engine"}
+        assert own == set(backend(TE).PROVIDES) & set(LOW_PRECISION_OPS) - by_name
+        for op in by_name:
+            assert f"--kernel-per-op {op}=transformer_engine is needed" in chosen[op].reason
+        named = KernelConfig(kernel_per_op=tuple((op, "transformer_engine") for op in sorted(by_name)))
+        chosen = {c.op: c for c in registry.select_kernels(named, CUDA, BF16, config).choices}
+        assert {op for op in LOW_PRECISION_OPS if chosen[op].backend == "transformer_engine"} == by_name

@@ -14,7 +14,7 @@ from tools import doctor
 from tools.doctor import Probe, probes
 
 REGISTRY = Registry.declared()
-USER = Backend("transformer_engine", ("transformer_engine",), (), on_request=True, recipes=(), module="x")
+USER = Backend("transformer_engine", ("transformer_engine",), (), on_request=True, recipes=(), by_name=(), module="x")
 
 
 def package(name: str) -> Package:
@@ -46,7 +46,7 @@ def test_missing_package_is_reported_with_flags_and_installation():
 def test_unavailable_flags_are_marked():
     deep_ep = package("deep-ep")
     assert doctor.flags_of(deep_ep, [], REGISTRY) == ["--moe-flex-dispatcher-backend deepep"]
-    backend = Backend("deepep", ("deep_ep",), (), on_request=True, recipes=(), module="x")
+    backend = Backend("deepep", ("deep_ep",), (), on_request=True, recipes=(), by_name=(), module="x")
     assert doctor.flags_of(deep_ep, [backend], REGISTRY)[0] == "--kernel-backend deepep"
     assert doctor.flags_of(package("tiktoken"), [], REGISTRY) == ["--tokenizer-type TikTokenizer"]
 

@@ -1,8 +1,19 @@
-"""Transformer Engine's attention module, by torch's."""
+"""Transformer Engine's attention module, by torch's, and its quantized tensors."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from transformer_engine.pytorch.constants import DType as DType
+from transformer_engine.pytorch.tensor import Float8BlockQuantizer as Float8BlockQuantizer
+from transformer_engine.pytorch.tensor import Float8BlockwiseQTensorStorage as Float8BlockwiseQTensorStorage
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor import Float8Quantizer as Float8Quantizer
+from transformer_engine.pytorch.tensor import Float8TensorStorage as Float8TensorStorage
+from transformer_engine.pytorch.tensor import MXFP8Quantizer as MXFP8Quantizer
+from transformer_engine.pytorch.tensor import MXFP8TensorStorage as MXFP8TensorStorage
+from transformer_engine.pytorch.tensor import NVFP4Quantizer as NVFP4Quantizer
+from transformer_engine.pytorch.tensor import NVFP4TensorStorage as NVFP4TensorStorage
 
 
 class DotProductAttention(torch.nn.Module):

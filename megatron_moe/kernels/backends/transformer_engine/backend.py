@@ -1,7 +1,7 @@
-"""Ops of NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
+"""Ops of NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 and for FP8 and FP4 on NVIDIA GPUs.
 
 Meant for comparison: `auto` never selects this backend, because this project's kernels are faster. Each grouped GEMM
-synchronises with the device to read the number of rows per expert.
+synchronises with the device to read the number of rows per expert; those of FP8 and FP4 must be requested by name.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,26 @@ from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends.transformer_engine.low_precision import quantize_rows as quantize_rows
+from megatron_moe.kernels.backends.transformer_engine.low_precision import quantize_weight as quantize_weight
+from megatron_moe.kernels.backends.transformer_engine.low_precision import (
+    quantized_grouped_forward as quantized_grouped_forward,
+)
+from megatron_moe.kernels.backends.transformer_engine.low_precision import (
+    quantized_grouped_input_grad as quantized_grouped_input_grad,
+)
+from megatron_moe.kernels.backends.transformer_engine.low_precision import (
+    quantized_grouped_weight_grad as quantized_grouped_weight_grad,
+)
+from megatron_moe.kernels.backends.transformer_engine.low_precision import (
+    quantized_linear_forward as quantized_linear_forward,
+)
+from megatron_moe.kernels.backends.transformer_engine.low_precision import (
+    quantized_linear_input_grad as quantized_linear_input_grad,
+)
+from megatron_moe.kernels.backends.transformer_engine.low_precision import (
+    quantized_linear_weight_grad as quantized_linear_weight_grad,
+)
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart
 
@@ -35,6 +55,26 @@ PROVIDES = (
     "attention",
     "activation",
     "cross_entropy",
+    "quantize_rows",
+    "quantize_weight",
+    "quantized_linear_forward",
+    "quantized_linear_input_grad",
+    "quantized_linear_weight_grad",
+    "quantized_grouped_forward",
+    "quantized_grouped_input_grad",
+    "quantized_grouped_weight_grad",
+)
+BY_NAME = ("quantized_grouped_forward", "quantized_grouped_input_grad", "quantized_grouped_weight_grad")
+RECIPES = (
+    "delayed e4m3",
+    "delayed hybrid",
+    "tensorwise e4m3",
+    "tensorwise hybrid",
+    "blockwise e4m3",
+    "blockwise hybrid",
+    "mxfp8 e4m3",
+    "mxfp8 hybrid",
+    "nvfp4 e2m1",
 )
 
 
@@ -50,6 +90,8 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "grouped_forward": "GEMMs of GroupedLinear; the host synchronises to read the number of rows per expert",
         "grouped_input_grad": "same as grouped_forward",
         "grouped_weight_grad": "same as grouped_forward; accumulates in the gradient buffer",
+        "quantize_rows": "its casts; rows of experts are quantised by own kernels, without a host synchronisation",
+        **dict.fromkeys(BY_NAME, "a product per expert; the host synchronises to read the number of rows per expert"),
         "linear_weight_grad": "accumulates in the gradient buffer",
         "attention": "DotProductAttention; sinks, dropout and document masks run on plain torch",
         "activation": "SwiGLU; other activations run on plain torch",
