@@ -46,7 +46,7 @@ from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
 from megatron_moe.planner.memory_advice import memory_advice
-from megatron_moe.precision.apply import apply_low_precision, new_model_precision
+from megatron_moe.precision.apply import apply_low_precision, new_model_precision, weights_in_low_precision
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
@@ -257,7 +257,7 @@ def build_trainer(
         optimizer = Optimizer(buffers, plan.precision, rule)
     low_precision = new_model_precision(model, plan.loop.seed, context) if plan.precision.low_precision else None
     if low_precision is not None:
-        optimizer.on_new_weights = low_precision.discard_weights
+        optimizer.on_new_weights = low_precision.invalidate_weights
     experts = count_expert_elements(plan.model)
     if has_peers:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
@@ -310,7 +310,7 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
             recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
         )
     elif config.cuda_graph_modules:
-        trainer.model.capture(config.cuda_graph_modules)
+        trainer.model.capture(config.cuda_graph_modules, weights_in_low_precision(trainer.model))
         trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.cuda_graph_warmup_steps)
 
 

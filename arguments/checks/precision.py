@@ -1,6 +1,6 @@
 """Rules about FP8 and FP4 GEMMs."""
 
-from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
+from arguments.checks.violation import RuleFlags, Violations
 from arguments.precision_file import read_module_precision
 from megatron_moe.config.exit_codes import counted
 
@@ -92,11 +92,3 @@ def precision_file_is_valid(flags: RuleFlags) -> Violations:
     others = sorted({each.config.name for each in overrides if each.config} - {own})
     if others and not flags.emulate_low_precision:
         yield f"{option} uses {', '.join(others)} besides {own}", "use one recipe, or --emulate-low-precision"
-
-
-@missing_feature
-def low_precision_is_not_captured_by_module(flags: RuleFlags) -> Violations:
-    """Weights are quantised by the first microbatch of a step, which the replayed graph of a module does not know."""
-    others = {f"--cuda-graph-impl {flags.cuda_graph_impl}": flags.cuda_graph_impl in ("local", "transformer_engine")}
-    if _low_precision(flags) and any(others.values()):
-        yield f"{_low_precision(flags)} with {enabled(others)}", "use --cuda-graph-impl full_iteration, or none"

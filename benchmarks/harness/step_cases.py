@@ -137,7 +137,14 @@ CASES = (
         )
         for name, seconds in (("q6", 0.35), ("m8", 0.45), ("ds4", 1.1), ("x2", 1.1))
     ),
-    *_both("-fp8-whole", "FP8 blockwise, whole steps as CUDA graphs", f"{FP8} {WHOLE}", _NONE),
+    *_both("-fp8-whole", "FP8 blockwise, whole steps as CUDA graphs", f"{FP8} {WHOLE}", _NONE, traced=2),
+    *_both(
+        "-fp8-graphs",
+        "FP8 blockwise, attention and MoE layers as CUDA graphs",
+        f"{FP8} {MOE_GRAPHS} --moe-expert-wgrad-interval 1",
+        _NONE,
+        traced=2,
+    ),
     *_both("-fp32-masters", "masters in fp32", "--no-use-precision-aware-optimizer", _NONE),
     *_both("-bf16-moments", "moments in bf16", BF16_MOMENTS, _NONE),
     *_both("-repeatable", "--deterministic-mode", "--deterministic-mode", _NONE),

@@ -34,7 +34,11 @@ def quantize_rows(
     return QuantizedTensor.of(row, column, form.block, x.dtype)
 
 
-def quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool, **options: Any) -> QuantizedTensor:
+def quantize_weight(
+    weight: Tensor, form: OperandFormat, *, columnwise: bool, out: QuantizedTensor | None = None, **options: Any
+) -> QuantizedTensor:
+    if out is not None:
+        return out
     *stack, outputs, inputs = weight.shape
     num_matrices = stack[0] if stack else 1
     shapes = ((*stack, outputs, inputs), (*stack, inputs, outputs))

@@ -9,7 +9,7 @@
   implementations of the optimizer round weights to nearest with ties away from zero.
 
 fp8 values are rounded stochastically. Otherwise, a moving average whose change per step is less than half the spacing
-of fp8 values would never change. The random number is a hash of element index, step and salt (see `dither`).
+of fp8 values would never change. The random number is a hash of element index, step and salt (see `precision.dither`).
 """
 
 from dataclasses import dataclass
@@ -125,15 +125,6 @@ def round_weights(numbers: Tensor, dtype: torch.dtype) -> Tensor:
         return numbers.to(dtype)
     away = ((numbers.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(numbers.isnan(), numbers.to(dtype), away)
-
-
-def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device) -> Tensor:
-    """Random multiples of 2^-16 in [0, 1), fp32 [size]. Element i is a hash of the index `first` + i, step and salt."""
-    number = torch.arange(first, first + size, device=device, dtype=torch.int64)
-    mixed = (number * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77 + salt * 0xC2B2AE3D) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 12)) * 0x297A2D39) & 0xFFFFFFFF
-    return (mixed >> 16).to(torch.float32) * 2.0**-16
 
 
 def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:

@@ -15,7 +15,7 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig, ActivationKind
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
-from megatron_moe.kernels.low_precision_state import FIRST_SALT, SECOND_SALT, dither, pack, round_weights, unpack
+from megatron_moe.kernels.low_precision_state import FIRST_SALT, SECOND_SALT, pack, round_weights, unpack
 from megatron_moe.kernels.ops import (
     AdamWState,
     AdamWStep,
@@ -55,6 +55,7 @@ from megatron_moe.kernels.reference_routing import sort_rows as sort_rows
 from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_dense
 from megatron_moe.kernels.reference_routing import unpermute as unpermute
 from megatron_moe.parallel import rng
+from megatron_moe.precision.dither import dither
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import quantize_rows as quantize_rows
 from megatron_moe.precision.quantizers import quantize_weight as quantize_weight

@@ -4,7 +4,7 @@ A rank holds one or more pipeline stages (model chunks) in one module, so that p
 every layout.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import gather_from
 from megatron_moe.pipeline.layout import StageLayout, even_layout
 from megatron_moe.pipeline.overlap import Step
+from megatron_moe.precision.linear_precision import LinearPrecision
 
 
 @dataclass(frozen=True)
@@ -177,14 +178,14 @@ class GPT(nn.Module):
             self.mtp.acquire_from(store)
         self.register_state_dict_pre_hook(lambda *_: store.acquire_all())
 
-    def capture(self, modules: Iterable[str]) -> None:
+    def capture(self, modules: Iterable[str], low_precision: Mapping[nn.Parameter, LinearPrecision]) -> None:
         """Makes the decoder layers run `modules` (keys of `CAPTURED_NODES`) as CUDA graphs. The layers of multi-token
-        prediction are not captured."""
+        prediction are not captured. `low_precision`: FP8 or FP4 state of the weights."""
         wanted = frozenset(modules)
         if self.ctx.group("etp_ep").size > 1:
             wanted -= {"moe_preprocess"}  # its graph would end between the halves of the exchange's autograd functions
         for layer in self.decoder.by_index.values():
-            layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site)
+            layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site, low_precision)
 
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
         """Draws the random logits of routers with a forced load and adds them to the microbatch, because CUDA graphs

@@ -7,7 +7,7 @@ lowest package that may import the types of all `LayerState` fields.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from megatron_moe.memory.saved_tensors import SavedTensorPolicy, Scope
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.pipeline.overlap import SlotName, Step, stream_of
+from megatron_moe.precision.linear_precision import LinearPrecision
 
 State = TypeVar("State")
 _UNSET: Any = None
@@ -195,11 +196,18 @@ def recompute_nodes(
     return Node("recomputed", slot, run, _all_parameters(nodes))
 
 
-def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> tuple[Node, ...]:
+def capture_nodes(
+    nodes: Sequence[Node],
+    modules: Iterable[str],
+    site: str,
+    low_precision: Mapping[nn.Parameter, LinearPrecision] = MappingProxyType({}),
+) -> tuple[Node, ...]:
     """Merges the nodes of each module in `modules` (keys of `CAPTURED_NODES`) into one captured node.
 
     If the microbatch has a graph instance, a captured node replays one CUDA graph, which is captured at first use.
     Otherwise it runs the merged nodes eagerly. Modules that the layer lacks are skipped. `site`: path of the layer.
+    `low_precision`: FP8 or FP4 state of the weights. The first microbatch of a step quantises them before the replay,
+    because a graph would do so in every replay.
     """
     chain = list(nodes)
     for module in modules:
@@ -211,12 +219,21 @@ def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> t
             # The captured node acquires the units of its nodes: a graph contains no waits for other streams.
             group = tuple(replace(node, store=None) for node in chain[span])
             parameters = _all_parameters(group)
+            quantized = [(low_precision[weight], weight) for weight in parameters if weight in low_precision]
             part = CapturedModule(
-                f"{module} of {site}", partial(run_nodes, group), cast(tuple[Parameter, ...], parameters)
+                f"{module} of {site}",
+                partial(run_nodes, group),
+                cast(tuple[Parameter, ...], parameters),
+                partial(_quantize_weights, quantized),
             )
             captured = Node(module, group[0].slot, partial(_run_captured, part), parameters)
             chain[span] = acquire_nodes([captured], store)
     return tuple(chain)
+
+
+def _quantize_weights(quantized: Sequence[tuple[LinearPrecision, nn.Parameter]]) -> None:
+    for precision, weight in quantized:
+        precision.weight(weight)
 
 
 def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext) -> LayerState:

@@ -3,6 +3,8 @@
 from fnmatch import fnmatchcase
 from functools import partial
 
+from torch import nn
+
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.attention import Attention
@@ -36,6 +38,7 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
                 "save_input": _saves_input(name, model),
                 "delayed": delayed,
                 "last_copies": last_copies,
+                "device": ctx.device,
             }
             module.precision = LinearPrecision(config, kernels, **options)
     for module in model.modules():
@@ -54,6 +57,12 @@ def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPre
     # tp_dp_cp: all ranks of a pipeline stage
     reduce_max = partial(all_reduce_, group=ctx.group("tp_dp_cp"), op="max")
     return ModelPrecision(layers, seed, ctx.rank, reduce_max)
+
+
+def weights_in_low_precision(model: GPT) -> dict[nn.Parameter, LinearPrecision]:
+    """State of every weight of the layers that low precision applies to, without the output layer."""
+    modules = [module for module in model.modules() if isinstance(module, Linear | ExpertStack)]
+    return {module.weight: module.precision for module in modules if module.precision is not None}
 
 
 def _delayed_scaling(module: LowPrecisionModule, config: LowPrecisionConfig, ctx: ParallelContext) -> DelayedScaling:

@@ -29,11 +29,17 @@ class Quantizers(Protocol):
         columnwise: bool,
         offsets_e: Tensor | None = None,
         scale: Tensor | None = None,
-        seed: int = 0,
+        seed: Tensor | None = None,
     ) -> QuantizedTensor: ...
 
     def quantize_weight(
-        self, weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None = None
+        self,
+        weight: Tensor,
+        form: OperandFormat,
+        *,
+        columnwise: bool,
+        scale: Tensor | None = None,
+        out: QuantizedTensor | None = None,
     ) -> QuantizedTensor: ...
 
 
@@ -84,17 +90,17 @@ class LastCopies:
     have the same input one after the other, and of the last gradient that an activation returned to autograd."""
 
     def __init__(self) -> None:
-        self._found: tuple[weakref.ref[Tensor], OperandFormat, QuantizedTensor] | None = None
+        self._found: tuple[weakref.ref[Tensor], tuple[int, OperandFormat], QuantizedTensor] | None = None
         self._grad: tuple[Tensor, OperandFormat, QuantizedTensor] | None = None
 
     def get(self, x: Tensor, form: OperandFormat) -> QuantizedTensor | None:
-        """The copy of the input `x` in this format, or None."""
-        if self._found is None or self._found[0]() is not x or self._found[1] != form:
+        """The copy of the input `x` in this format, or None. Inputs of CUDA graphs are tensors that are overwritten."""
+        if self._found is None or self._found[0]() is not x or self._found[1] != (x._version, form):
             return None
         return self._found[2]
 
     def put(self, x: Tensor, form: OperandFormat, x_q: QuantizedTensor) -> None:
-        self._found = weakref.ref(x), form, x_q
+        self._found = weakref.ref(x), (x._version, form), x_q
 
     def put_grad(self, grad: Tensor, form: OperandFormat, grad_q: QuantizedTensor) -> None:
         self._grad = grad, form, grad_q
@@ -112,7 +118,8 @@ class LinearPrecision:
     """Quantises the GEMM operands of one linear layer, or of one stack of expert layers, and caches its weight.
 
     The weight is quantised by the first forward of a step and reused by all later microbatches and by recompute, until
-    `discard_weight`.
+    `invalidate_weight`. Its copies, the scales of the recipe delayed and the seed of stochastic rounding are at fixed
+    addresses, so that replayed CUDA graphs read current values.
     """
 
     def __init__(
@@ -124,6 +131,7 @@ class LinearPrecision:
         save_input: bool = False,
         delayed: DelayedScaling | None = None,
         last_copies: LastCopies | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """
         Args:
@@ -132,6 +140,7 @@ class LinearPrecision:
                 input is kept anyway. False: saves the columnwise copy.
             delayed: scales of the recipe delayed; None for the other recipes.
             last_copies: shared by the layers of a model; None: the layer shares no copies.
+            device: device of the layer; None: the CPU.
         """
         self.weight_grad = config.weight_grad
         """Whether the weight gradient is computed from quantised copies."""
@@ -141,20 +150,24 @@ class LinearPrecision:
         self._kernels = kernels
         self._name = name
         self._last_copies = last_copies or LastCopies()
-        self._step: tuple[int, ...] = ()
-        self._num_draws = 0
+        self._seed = torch.zeros((), dtype=torch.int64, device=device) if config.grads.stochastic else None
+        """Seed of the next stochastic rounding."""
         self._weight: QuantizedTensor | None = None
+        self._is_current = False
+        """Whether `_weight` has the values of the weight."""
 
     def begin_step(self, *step: int) -> None:
         """Begins a step. `step`: numbers that identify the step and the rank, the key of stochastic rounding."""
-        self._step, self._num_draws = step, 0
-        self.discard_weight()  # an evaluation may have made it, whose magnitudes the recipe delayed does not record
+        if self._seed is not None:
+            key = repr((self._name, step)).encode()
+            self._seed.fill_(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
+        self.invalidate_weight()  # an evaluation may have made it, whose magnitudes the recipe delayed does not record
         if self.delayed is not None:
             self.delayed.amax.zero_()
 
-    def discard_weight(self) -> None:
-        """Discards the quantised weight. Called after the weights have changed."""
-        self._weight = None
+    def invalidate_weight(self) -> None:
+        """Makes the next use quantise the weight again. Called after the weights have changed."""
+        self._is_current = False
 
     def input(
         self,
@@ -209,30 +222,29 @@ class LinearPrecision:
 
     def weight(self, weight: Tensor) -> QuantizedTensor:
         """Quantised weight [O, I] or [e, O, I] of this step, both copies."""
-        if self._weight is None:
+        if self._weight is None or not self._is_current:
             scale = self._scale(_WEIGHT, lambda: weight.detach().abs().amax(dim=(-2, -1)).float(), True)
-            form = self._config.weights
-            self._weight = self._kernels.quantize_weight(weight.detach(), form, columnwise=True, scale=scale)
+            form, out = self._config.weights, self._weight
+            self._weight = self._kernels.quantize_weight(weight.detach(), form, columnwise=True, scale=scale, out=out)
+            self._is_current = True
         return self._weight
 
     def grad(
         self, grad: Tensor, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None
     ) -> QuantizedTensor:
         """Quantises an output gradient [R, O]; with `offsets_e`, rows sorted by expert."""
-        form, seed = self._config.grads, 0
-        if form.stochastic:
-            key = repr((self._name, self._step, self._num_draws)).encode()
-            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-            self._num_draws += 1
-        return self._kernels.quantize_rows(
+        grad_q = self._kernels.quantize_rows(
             grad,
-            form,
+            self._config.grads,
             rowwise=rowwise,
             columnwise=columnwise,
             offsets_e=offsets_e,
             scale=self._scale(_GRAD, lambda: largest_magnitude(grad, offsets_e), True),
-            seed=seed,
+            seed=self._seed,
         )
+        if self._seed is not None:
+            self._seed.add_(1)
+        return grad_q
 
     def _scale(self, role: int, amax: Callable[[], Tensor], record: bool) -> Tensor | None:
         return None if self.delayed is None else self.delayed.scale(role, amax(), record)
@@ -252,10 +264,10 @@ class ModelPrecision:
         for layer in self.layers:
             layer.begin_step(self._seed, iteration, self._rank)
 
-    def discard_weights(self) -> None:
-        """Discards all quantised weights, because the weights have changed."""
+    def invalidate_weights(self) -> None:
+        """Makes all weights be quantised again, because they have changed."""
         for layer in self.layers:
-            layer.discard_weight()
+            layer.invalidate_weight()
 
     def end_step(self, proceed: Tensor) -> None:
         """Computes new scales for the recipe delayed. `proceed`: bool scalar on the device; False: the step was not

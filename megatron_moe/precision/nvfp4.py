@@ -5,13 +5,16 @@ matrix. The columnwise copies of inputs and gradients, which only the weight gra
 Hadamard matrix with fixed random signs along the tokens, which cancels in the product.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
+from megatron_moe.precision.dither import Noise
 from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
-from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, spread_scales
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, e2m1_magnitudes, spread_scales
 
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 _STEPS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -23,10 +26,17 @@ _SIZE = 16
 
 
 def quantize_rows(
-    x: Tensor, form: OperandFormat, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None, seed: int = 0
+    x: Tensor,
+    form: OperandFormat,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    offsets_e: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantises rows [R, C]; see `Kernels.quantize_rows`."""
-    noise = torch.Generator(x.device).manual_seed(seed) if form.stochastic else None
+    assert seed is not None or not form.stochastic, "stochastic rounding without a seed"
+    noise = Noise(seed) if seed is not None and form.stochastic else None
     row = column = None
     if offsets_e is None:
         row = _quantize(x, form, noise) if rowwise else None
@@ -65,7 +75,9 @@ def hadamard(x: Tensor) -> Tensor:
     matrix = torch.ones(1, 1, device=x.device)
     while len(matrix) < _SIZE:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
-    matrix = torch.tensor(_SIGNS, device=x.device)[:, None] * matrix / 4
+    negative = sum(1 << place for place, sign in enumerate(_SIGNS) if sign < 0)
+    signs = 1 - 2 * (negative >> torch.arange(_SIZE, device=x.device) & 1)
+    matrix = signs[:, None] * matrix / 4
     return (x.detach().float().unflatten(-1, (-1, _SIZE)) @ matrix).flatten(-2).to(x.dtype)
 
 
@@ -85,11 +97,7 @@ def amax_of(factor: Tensor) -> Tensor:
 
 
 def _quantize(
-    x: Tensor,
-    form: OperandFormat,
-    noise: torch.Generator | None,
-    scale: Tensor | None = None,
-    of_blocks: Tensor | None = None,
+    x: Tensor, form: OperandFormat, noise: Noise | None, scale: Tensor | None = None, of_blocks: Tensor | None = None
 ) -> QuantizedCopy:
     """Quantises a matrix [R, C]. Rows of experts: `scale` [e] of the experts, and `of_blocks`, which broadcasts to the
     scales of blocks [C / 16, R]."""
@@ -106,7 +114,7 @@ def _matrix_scale(amax: Tensor) -> Tensor:
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
-def _codes(x: Tensor, form: OperandFormat, noise: torch.Generator | None, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _codes(x: Tensor, form: OperandFormat, noise: Noise | None, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, and scales of blocks, of matrices [..., R, C] whose C, and R for 16x16 blocks, is a multiple of 16.
     `scale`: see `_matrix_scale`; broadcasts to the scales of blocks."""
     height = form.block[0]
@@ -114,29 +122,32 @@ def _codes(x: Tensor, form: OperandFormat, noise: torch.Generator | None, scale:
     block_amax = wide.abs().unflatten(-1, (-1, _SIZE)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
     if height == 1:
         block_amax = block_amax.mT.contiguous()
-    per_code = scale * torch.tensor(1 / _LARGEST, device=x.device)
+    per_code = scale * torch.full((), 1 / _LARGEST, device=x.device)
     scales = (block_amax * per_code).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     inverse = (1 / (scales.float() * (1 / scale))).clamp(max=torch.finfo(torch.float32).max)
     scaled = (wide * spread_scales(inverse, form.block, *x.shape[-2:])).clamp(-_LARGEST, _LARGEST)
     return _round(scaled, noise), scales
 
 
-def _round(scaled: Tensor, noise: torch.Generator | None) -> Tensor:
+def _round(scaled: Tensor, noise: Noise | None) -> Tensor:
     """E2M1 codes of values in [-6, 6]: nearest, ties to even codes; or up with the probability of the fraction."""
     magnitude = scaled.abs()
-    steps = torch.tensor(_STEPS, device=scaled.device)
     if noise is None:
         # odd thresholds are inclusive: a tie between codes 1 and 2 becomes 2, between 0 and 1 becomes 0
-        above = torch.bucketize(magnitude, steps)
-        at_least = torch.bucketize(magnitude, steps, right=True)
+        above = _count(~(magnitude <= step) for step in _STEPS)
+        at_least = _count(~(magnitude < step) for step in _STEPS)
         codes = torch.where(at_least % 2 == 0, at_least, above)
     else:
-        values = torch.tensor(_MAGNITUDES, device=scaled.device)
-        low = (torch.bucketize(magnitude, values, right=True) - 1).clamp(0, 6)
-        fraction = (magnitude - values[low]) / (values[low + 1] - values[low])
-        draw = torch.rand(scaled.shape, generator=noise, device=scaled.device)
-        codes = low + (draw < fraction)
+        low = _count(~(magnitude < value) for value in _MAGNITUDES[1:7])
+        value = e2m1_magnitudes(low)
+        fraction = (magnitude - value) / (e2m1_magnitudes(low + 1) - value)
+        codes = low + (noise.draw(scaled.shape) < fraction)
     return (codes + 8 * (scaled < 0)).to(torch.uint8)
+
+
+def _count(conditions: Iterable[Tensor]) -> Tensor:
+    """Number of true conditions for every element, int64."""
+    return torch.stack(list(conditions)).sum(dim=0)
 
 
 def _whole_blocks(x: Tensor) -> Tensor:

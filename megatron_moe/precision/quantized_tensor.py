@@ -8,9 +8,6 @@ from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the eight E2M1 codes without sign."""
-
 
 class QuantizedCopy(NamedTuple):
     """Matrix [..., R, C], or stack of matrices, quantised along its last dim."""
@@ -82,6 +79,19 @@ class QuantizedTensor:
         assert self.columnwise is not None and self.columnwise_scales is not None, "the tensor has no columnwise copy"
         return QuantizedCopy(self.columnwise, self.columnwise_scales, self.columnwise_factor)
 
+    def copy_(self, other: "QuantizedTensor") -> "QuantizedTensor":
+        """Overwrites all tensors with those of `other`, which has the same copies and shapes; returns itself."""
+        for mine, theirs in zip(self._tensors, other._tensors, strict=True):
+            assert (mine is None) == (theirs is None), "the tensors have different copies"
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+        return self
+
+    @property
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        row = self.rowwise, self.rowwise_scales, self.rowwise_factor
+        return *row, self.columnwise, self.columnwise_scales, self.columnwise_factor
+
     def only_columnwise(self) -> "QuantizedTensor":
         """The tensor without the rowwise copy, which no weight gradient reads."""
         return replace(self, rowwise=None, rowwise_scales=None, rowwise_factor=None)
@@ -118,8 +128,15 @@ def decode_scales(scales: Tensor) -> Tensor:
 def unpack_e2m1(data: Tensor) -> Tensor:
     """fp32 values [..., C] of packed E2M1 codes, uint8 [..., C / 2]."""
     codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).long()
-    magnitudes = torch.tensor(_E2M1, device=data.device)[codes & 7]
+    magnitudes = e2m1_magnitudes(codes & 7)
     return torch.where(codes >= 8, -magnitudes, magnitudes)
+
+
+def e2m1_magnitudes(codes: Tensor) -> Tensor:
+    """fp32 values 0, 0.5, 1, 1.5, 2, 3, 4, 6 of E2M1 codes 0 to 7, integers. They are computed, because a captured CUDA
+    graph cannot copy a table from the host."""
+    exponent, mantissa = codes >> 1, codes & 1
+    return 0.5 * torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0)).float()
 
 
 def expert_copies(

@@ -29,7 +29,7 @@ def quantize_rows(
     columnwise: bool,
     offsets_e: Tensor | None = None,
     scale: Tensor | None = None,
-    seed: int = 0,
+    seed: Tensor | None = None,
 ) -> QuantizedTensor:
     """Implements `Kernels.quantize_rows`."""
     row = column = None
@@ -52,9 +52,19 @@ def quantize_rows(
 
 
 def quantize_weight(
-    weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None = None
+    weight: Tensor,
+    form: OperandFormat,
+    *,
+    columnwise: bool,
+    scale: Tensor | None = None,
+    out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """Implements `Kernels.quantize_weight`."""
+    made = _quantize_weight(weight, form, columnwise=columnwise, scale=scale)
+    return made if out is None else out.copy_(made)
+
+
+def _quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None) -> QuantizedTensor:
     column: QuantizedCopy | None
     if form.element == "e2m1":
         return nvfp4.quantize_weight(weight, form, columnwise=columnwise)
@@ -89,7 +99,7 @@ def quantize_copy(x: Tensor, form: OperandFormat) -> QuantizedCopy:
 
 def _e8m0(amax: Tensor) -> Tensor:
     """E8M0 exponents of amax / 448 rounded up, uint8. inf gives the largest exponent, nan gives 255 (nan)."""
-    ratio = amax * torch.tensor(1 / LARGEST["e4m3"], device=amax.device)
+    ratio = amax * torch.full((), 1 / LARGEST["e4m3"], device=amax.device)
     bits = ratio.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     # 2^-127 is the smallest scale; its bits are those of a subnormal number

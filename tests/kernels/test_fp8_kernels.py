@@ -131,7 +131,10 @@ def test_column_blocks_start_again_at_every_expert(counts: list[int]) -> None:
 @pytest.mark.parametrize("shape", [(16, 16), (2, 130, 300), (3, 128, 256)])
 def test_casts_of_weights(shape: tuple[int, ...]) -> None:
     weight = exact_values(*shape, seed=3)
-    check(quantize.quantize_weight(weight), quantized_weight(weight), columnwise=True)
+    made = quantize.quantize_weight(weight)
+    check(made, quantized_weight(weight), columnwise=True)
+    assert quantize.quantize_weight(weight * 2, out=made) is made
+    check(made, quantized_weight(weight * 2), columnwise=True)
 
 
 @pytest.mark.parametrize("align", [1, 16])

@@ -174,7 +174,7 @@ def test_the_weight_is_quantised_once_per_step() -> None:
     with torch.no_grad():
         weight.mul_(3)
     assert precision.weight(weight) is cached, "the copy of this step is reused"
-    precision.discard_weight()
+    precision.invalidate_weight()
     FP64_REF.check(
         autograd.linear(KERNELS, x, weight, precision=precision).detach(),
         rounded(x, CONFIGS["blockwise"], "x") @ rounded(weight.detach(), CONFIGS["blockwise"], "w").T,

@@ -137,6 +137,10 @@ def test_columnwise_weights(recipe: str, shape: tuple[int, ...]) -> None:
         transposed = quantize_weight(weight.mT, form, columnwise=False)
         row = dequantize(transposed.row_copy, transposed.block, torch.float64).mT
     EXACT.check(column.mT, row)
+    other = quantize_weight(weight * 3, form, columnwise=True)
+    assert quantize_weight(weight, form, columnwise=True, out=other) is other
+    for mine, expected in ((other.row_copy, made.row_copy), (other.column_copy, made.column_copy)):
+        EXACT.check(dequantize(mine, made.block, torch.float64), dequantize(expected, made.block, torch.float64))
     for index in range(shape[0] if len(shape) == 3 else 0):
         alone = quantize_weight(weight[index], form, columnwise=True)
         EXACT.check(dequantize(alone.row_copy, alone.block, torch.float64)[..., : shape[-1]],
@@ -182,7 +186,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
 
     def draw(seed: int) -> Tensor:
-        made = quantize_rows(x, form, rowwise=True, columnwise=True, seed=seed)
+        made = quantize_rows(x, form, rowwise=True, columnwise=True, seed=torch.tensor(seed))
         return dequantize(made.row_copy, made.block, torch.float32)
 
     assert torch.equal(draw(7), draw(7)) and not torch.equal(draw(7), draw(8))
@@ -193,5 +197,5 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     assert abs(float((mean - x).sum() / x.abs().sum())) < 2e-3
     exact = torch.tensor([nvfp4._MAGNITUDES * 2]) * 448.0
     exact[0, 8:] *= -1
-    made = quantize_rows(exact, form, rowwise=True, columnwise=False, seed=1)
+    made = quantize_rows(exact, form, rowwise=True, columnwise=False, seed=torch.tensor(1))
     EXACT.check(dequantize(made.row_copy, made.block, torch.float64), exact.double(), "exact numbers stay")

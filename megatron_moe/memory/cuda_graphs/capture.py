@@ -24,7 +24,7 @@ def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
     if not config.full_iteration and "moe" not in config.cuda_graph_modules:
         return
     for choice in kernels.choices:
-        if choice.op.startswith("grouped_") and choice.backend not in _CAPTURABLE:
+        if "grouped_" in choice.op and choice.backend not in _CAPTURABLE:
             request = "--cuda-graph-impl full_iteration" if config.full_iteration else "--cuda-graph-modules moe"
             raise EnvironmentProblem(
                 f"{request} cannot capture {choice.op} of the backend {choice.backend}, which reads the number of rows "

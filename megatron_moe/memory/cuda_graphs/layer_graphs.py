@@ -46,12 +46,15 @@ class CapturedModule:
     function: Function
     parameters: tuple[Parameter, ...]
     """All parameters that the function uses."""
+    prepare: Callable[[], None] = lambda: None
+    """Called before every replay: updates tensors that the graph reads and that several microbatches share."""
 
     def __call__(self, state: Any, mb: MicrobatchContext) -> Any:
         """Replays this module's graph in the microbatch's `GraphInstance`, capturing it on first use. Runs the function
         eagerly if `mb.graph_instance` is None or gradients are disabled."""
         if mb.graph_instance is None or not torch.is_grad_enabled():
             return self.function(state, mb)
+        self.prepare()
         return mb.graph_instance.run(self, state, mb)
 
 

@@ -217,7 +217,7 @@ def _to_e4m3(scaled, dither):
 
 @triton.jit
 def _dither(number, step, SALT: tl.constexpr):
-    """Random numbers in [0, 1) for stochastic rounding, equal to those of `low_precision_state.dither`. Computed with
+    """Random numbers in [0, 1) for stochastic rounding, equal to those of `precision.dither`. Computed with
     32-bit integers, whose products are much faster than 64-bit ones."""
     mixed = number.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x85EBCA77 + (SALT * 0xC2B2AE3D) % 0x100000000
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D

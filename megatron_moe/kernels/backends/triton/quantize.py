@@ -42,7 +42,7 @@ def quantize_rows(
     columnwise: bool = False,
     offsets_e: Tensor | None = None,
     scale: Tensor | None = None,
-    seed: int = 0,
+    seed: Tensor | None = None,
 ) -> QuantizedTensor:
     """See `Kernels.quantize_rows`, for blocks of 1x128."""
     assert form.block == (1, BLOCK) and scale is None, f"{form}"
@@ -72,7 +72,12 @@ def quantize_rows(
 
 
 def quantize_weight(
-    weight: Tensor, form: OperandFormat = E4M3_WEIGHT, *, columnwise: bool = True, scale: Tensor | None = None
+    weight: Tensor,
+    form: OperandFormat = E4M3_WEIGHT,
+    *,
+    columnwise: bool = True,
+    scale: Tensor | None = None,
+    out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """See `Kernels.quantize_weight`, for blocks of 128x128. Always makes both copies."""
     assert form.block == (BLOCK, BLOCK) and scale is None, f"{form}"
@@ -87,13 +92,15 @@ def quantize_weight(
             torch.empty(*lead, *blocks, device=weight.device, dtype=torch.float32),
         )
 
-    row, column = copy((outputs, inputs), (blocks_o, blocks_i)), copy((inputs, outputs), (blocks_i, blocks_o))
+    if out is None:
+        row, column = copy((outputs, inputs), (blocks_o, blocks_i)), copy((inputs, outputs), (blocks_i, blocks_o))
+        out = QuantizedTensor.of(row, column, form.block, weight.dtype)
     if stack.numel():
         _quantize_weight[(blocks_i, blocks_o, num)](
-            stack, row.data, row.scales, column.data, column.scales, outputs, inputs, **constants(form, weight.dtype),
-            num_warps=WEIGHT_WARPS,
+            stack, out.rowwise, out.rowwise_scales, out.columnwise, out.columnwise_scales, outputs, inputs,
+            **constants(form, weight.dtype), num_warps=WEIGHT_WARPS,
         )  # fmt: skip
-    return QuantizedTensor.of(row, column, form.block, weight.dtype)
+    return out
 
 
 def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat = E4M3) -> QuantizedTensor:

@@ -1,0 +1,55 @@
+"""CUDA graphs with FP8 and FP4 GEMMs on one GPU: replayed steps equal eager steps bit for bit."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.test_graphs_on_one_gpu import WHOLE, train
+from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
+from tests.helpers.tolerances import EXACT
+
+pytestmark = pytest.mark.gpu1
+
+BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
+EMULATED = (
+    "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 2",
+    "--fp8-format e4m3 --fp8-recipe tensorwise",
+    "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "--fp4-format e2m1",
+)
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def flags_of(recipe: str, precision: str, *more: str) -> list[str]:
+    common = "--lr 1e-2 --deterministic-mode --no-moe-router-force-load-balancing"
+    return ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), *common.split(), *precision.split(), *more]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "captured"),
+    [
+        ("m8", "--no-fp8-wgrad --moe-expert-wgrad-interval 1", (("attn", "moe"), ("attn", "mlp", "moe_router"), WHOLE)),
+        ("m8", "--no-fp8-wgrad --moe-expert-wgrad-interval 2", (WHOLE,)),
+        ("q6", "--no-fp8-wgrad --moe-expert-wgrad-interval 1", (("attn", "moe"), WHOLE)),
+        ("m8", "--fp8-wgrad --moe-expert-wgrad-interval 1", (("attn", "moe"), WHOLE)),
+    ],
+    ids=["m8", "m8-batched", "q6", "m8-fp8-wgrad"],
+)
+def test_replayed_steps_equal_eager_steps(recipe: str, more: str, captured: tuple[tuple[str, ...], ...]) -> None:
+    """Graphs of dropless MoE layers and of whole steps."""
+    flags = flags_of(recipe, BLOCKWISE, *more.split())
+    expected = train(flags)
+    for modules in captured:
+        EXACT.check_all(train(flags, modules), expected, "+".join(modules))
+
+
+@pytest.mark.parametrize("precision", EMULATED, ids=["delayed", "tensorwise", "mxfp8", "nvfp4"])
+def test_emulated_recipes_are_captured_outside_of_the_experts(precision: str) -> None:
+    flags = flags_of("m8", precision, "--emulate-low-precision")
+    EXACT.check_all(train(flags, ("attn", "mlp", "moe_router")), train(flags), precision)
