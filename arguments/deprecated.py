@@ -38,7 +38,8 @@ def translate(option: str, words: Sequence[str], value_of: ValueOf) -> Translate
     if option in _FOREIGN:
         raise BadValue(f"is not supported: {_FOREIGN[option]}")
     if option in _TRANSLATED:
-        return _TRANSLATED[option](words, value_of)
+        function, _ = _TRANSLATED[option]
+        return function(words, value_of)
     return None
 
 
@@ -46,7 +47,7 @@ def old_names() -> dict[str, str]:
     """Maps each deprecated option to its replacement or the reason for its rejection, as text for the documentation."""
     switches = {old: _text(flags) for old, flags in _SWITCHES.items()}
     foreign = {old: f"rejected: {remedy}" for old, remedy in _FOREIGN.items()}
-    translated = {old: " ".join((function.__doc__ or "").split()) for old, function in _TRANSLATED.items()}
+    translated = {old: current for old, (_, current) in _TRANSLATED.items()}
     return dict(sorted({**_RENAMED, **switches, **foreign, **translated}.items()))
 
 
@@ -61,7 +62,7 @@ def _switch(flags: tuple[tuple[str, Words], ...], words: Sequence[str]) -> Trans
 
 
 def _no_weight_decay_cond_type(words: Sequence[str], _: ValueOf) -> Translated:
-    """--apply-wd-to-qk-layernorm"""
+    """Translates `--no-weight-decay-cond-type`, which has one value besides the default."""
     if tuple(words) not in (("apply_wd_to_qk_layernorm",), ("qwen3_next",)):
         raise BadValue(f"must be apply_wd_to_qk_layernorm or qwen3_next, not {' '.join(words)!r}")
     return Translated((("--apply-wd-to-qk-layernorm", ()),), "is now written --apply-wd-to-qk-layernorm")
@@ -75,7 +76,7 @@ def depends_on_other_flags(option: str, words: Sequence[str]) -> bool:
 
 
 def _moe_enable_deepep(words: Sequence[str], value_of: ValueOf) -> Translated:
-    """--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"""
+    """Translates `--moe-enable-deepep`. Raises BadValue if another library is selected."""
     if is_off(words):
         return Translated((), "is off, which is the default")
     if value_of("moe_flex_dispatcher_backend") == "hybridep":
@@ -85,7 +86,7 @@ def _moe_enable_deepep(words: Sequence[str], value_of: ValueOf) -> Translated:
 
 
 def _num_sms(words: Sequence[str], value_of: ValueOf) -> Translated:
-    """--moe-flex-dispatcher-num-sms"""
+    """Translates a library's number of multiprocessors. Raises BadValue if the current flag has another value."""
     current = value_of("moe_flex_dispatcher_num_sms")
     if current is not None and current != parse(int, words):
         raise BadValue(f"contradicts --moe-flex-dispatcher-num-sms {current}; remove one of them")
@@ -93,7 +94,7 @@ def _num_sms(words: Sequence[str], value_of: ValueOf) -> Translated:
 
 
 def _cuda_graph_scope(words: Sequence[str], _: ValueOf) -> Translated:
-    """--cuda-graph-modules or --cuda-graph-impl full_iteration"""
+    """Translates `--cuda-graph-scope`, whose value `full_iteration` is now an implementation."""
     if tuple(words) == ("full",):
         return Translated((), "full is the default: without --cuda-graph-modules all modules are captured")
     if "full_iteration" not in words:
@@ -104,7 +105,7 @@ def _cuda_graph_scope(words: Sequence[str], _: ValueOf) -> Translated:
 
 
 def _moe_layer_recompute(words: Sequence[str], value_of: ValueOf) -> Translated:
-    """--recompute-granularity selective --recompute-modules with moe added"""
+    """Translates `--moe-layer-recompute`. Raises BadValue if whole layers are recomputed."""
     if is_off(words):
         return Translated((), "is off, which is the default")
     if value_of("recompute_granularity") == "full":
@@ -115,7 +116,7 @@ def _moe_layer_recompute(words: Sequence[str], value_of: ValueOf) -> Translated:
 
 
 def _error_injection_rate(words: Sequence[str], value_of: ValueOf) -> Translated:
-    """--inject nan-once@0:RATE or nan-loss@0:RATE, depending on --error-injection-type"""
+    """Translates `--error-injection-rate`, whose kind of fault is `--error-injection-type`."""
     rate = parse(int, words)
     if rate < 1:
         return Translated((), "is off, which is the default")
@@ -167,13 +168,23 @@ _FOREIGN: Mapping[str, str] = MappingProxyType(
         "--train-mode": "this program only pretrains; --finetune starts from given weights",
     }
 )
-_TRANSLATED: Mapping[str, Callable[[Sequence[str], ValueOf], Translated]] = MappingProxyType(
+_TRANSLATED: Mapping[str, tuple[Callable[[Sequence[str], ValueOf], Translated], str]] = MappingProxyType(
     {
-        "--moe-layer-recompute": _moe_layer_recompute,
-        "--moe-enable-deepep": _moe_enable_deepep,
-        **dict.fromkeys(_NUM_SMS, _num_sms),
-        "--error-injection-rate": _error_injection_rate,
-        "--cuda-graph-scope": _cuda_graph_scope,
-        "--no-weight-decay-cond-type": _no_weight_decay_cond_type,
+        "--moe-layer-recompute": (
+            _moe_layer_recompute,
+            "--recompute-granularity selective --recompute-modules with moe added",
+        ),
+        "--moe-enable-deepep": (
+            _moe_enable_deepep,
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
+        ),
+        **dict.fromkeys(_NUM_SMS, (_num_sms, "--moe-flex-dispatcher-num-sms")),
+        "--error-injection-rate": (
+            _error_injection_rate,
+            "--inject nan-once@0:RATE or nan-loss@0:RATE, depending on --error-injection-type",
+        ),
+        "--cuda-graph-scope": (_cuda_graph_scope, "--cuda-graph-modules or --cuda-graph-impl full_iteration"),
+        "--no-weight-decay-cond-type": (_no_weight_decay_cond_type, "--apply-wd-to-qk-layernorm"),
     }
 )
+"""Deprecated option -> (function that translates it, its replacement in the documentation)."""
