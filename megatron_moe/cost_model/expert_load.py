@@ -7,11 +7,12 @@ selects g of G groups, then K experts of these groups. docs/communication-volume
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import comb, exp, log, sqrt
+from math import comb, exp, lcm, log, sqrt
 from statistics import NormalDist
 
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.parallel.grid import split_by_host
 
 _ROUNDING = 1e-12
 """A variance below this multiple of the squared mean is a rounding error."""
@@ -119,15 +120,15 @@ Destinations = Callable[[LoadChoice, int], LoadSpread]
 
 
 def token_copies(
-    router: RouterConfig, parallel: ParallelConfig, destinations: Destinations = LoadChoice.destinations
+    router: RouterConfig,
+    parallel: ParallelConfig,
+    destinations: Destinations = LoadChoice.destinations,
+    *,
+    rank: int | None = None,
 ) -> TokenCopies:
-    """Copies of a token between the hosts of `parallel`. If a group has different numbers of ranks on its hosts, every
-    rank counts as a host (`parallel.grid.split_by_host`)."""
-    choice, num_ranks = LoadChoice.of(router), parallel.ep * parallel.etp
-    ranks_per_host = parallel.ranks_per_host or num_ranks
-    if num_ranks % ranks_per_host:
-        ranks_per_host = 1
-    num_hosts = num_ranks // ranks_per_host
+    """Copies of a token between the hosts of the etp x ep group of `rank`; None: of the group with most hosts."""
+    choice, num_hosts = LoadChoice.of(router), _num_hosts(parallel, rank)
+    ranks_per_host = parallel.ep * parallel.etp // num_hosts
     if ranks_per_host % parallel.etp:  # parts of an expert are on different hosts
         per_token = destinations(choice, parallel.ep).mean * parallel.etp / ranks_per_host
     else:
@@ -138,6 +139,16 @@ def token_copies(
         per_token=per_token,
         forwarded=destinations(choice, parallel.ep).mean * parallel.etp,
     )
+
+
+def _num_hosts(parallel: ParallelConfig, rank: int | None) -> int:
+    """Number of hosts into which the hierarchical exchange splits the group of `rank`, or the most of all groups. The
+    groups are consecutive ranks, so that their positions on the hosts repeat."""
+    size, per_host = parallel.ep * parallel.etp, parallel.ranks_per_host or parallel.ep * parallel.etp
+    starts = range(0, min(parallel.world_size, lcm(size, per_host)), size)
+    if rank is not None:
+        starts = range(rank // size * size, rank + 1, size)
+    return max(len(split_by_host(range(start, start + size), per_host)) for start in starts)
 
 
 def _none(total: int, held: int, drawn: int) -> float:

@@ -204,21 +204,20 @@ class Communication:
         if exchange == "hierarchical":
             yield from self._hierarchical_dispatch(config)
             return
-        traffic, placement = self.expert_traffic(config), self.placements["ep"]
-        far = 1 - placement.near
-        for what, rows in (("dispatch", "rows"), ("combine", "results")):
-            # twice: forward and backward
-            if exchange == "flex":
-                sent = 2 * traffic.copies_sent * traffic.row_bytes
-                crossing = 2 * traffic.copies_far * traffic.row_bytes
-            else:
-                sent = 2 * traffic.rows_sent * traffic.row_bytes
-                crossing = sent * far
-            hidden = self.plan.pipeline.overlap
-            yield Traffic(group="ep", what=f"{what}: {rows}", bytes=sent, far=min(sent, crossing), hidden=hidden)
-        gathered_rows = float(parallel.etp * sizes.residual * config.router.topk)
-        size = gathered_rows * config.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
-        yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
+        traffic, far = self.expert_traffic(config), 1 - self.placements["ep"].near
+        group, rows, crossing = "ep", traffic.rows_sent, traffic.rows_sent * far
+        if exchange == "flex":  # one row to every rank that holds a part of a selected expert
+            ranks = parallel.ep * parallel.etp
+            group = "ep" if parallel.etp == 1 else "etp_ep"
+            rows = sizes.residual * traffic.ranks.mean * parallel.etp * (ranks - 1) / ranks
+            crossing = min(rows, traffic.copies_far)
+        for what in ("dispatch: rows", "combine: results"):
+            sent, distant = (2 * number * traffic.row_bytes for number in (rows, crossing))  # forward and backward
+            yield Traffic(group=group, what=what, bytes=sent, far=distant, hidden=self.plan.pipeline.overlap)
+        if exchange != "flex":
+            gathered_rows = float(parallel.etp * sizes.residual * config.router.topk)
+            size = gathered_rows * config.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
+            yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
 
     def _hierarchical_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
         """Yields the traffic between hosts, where a token is sent once per host, and within hosts, where it is sent

@@ -19,7 +19,7 @@ from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.expert_load import token_copies
+from megatron_moe.cost_model.expert_load import TokenCopies, token_copies
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, split_sequence
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
@@ -203,15 +203,16 @@ def assume_load(model: GPT, load: RoutedLoad) -> None:
         if isinstance(module, MoELayer) and isinstance(module.dispatcher, AllToAllDispatcher):
             module.dispatcher.read_rows = partial(assumed_rows, module.dispatcher)
         if isinstance(module, MoELayer) and isinstance(module.dispatcher, HierarchicalDispatcher):
-            parallel = module.expert_comm.ctx.config
-            module.expert_comm.transport.read_sizes = partial(_assumed_sizes, load, module.router.config, parallel)
+            ctx, router = module.expert_comm.ctx, module.router.config
+            copies = token_copies(router, ctx.config, rank=ctx.rank)
+            module.expert_comm.transport.read_sizes = partial(_assumed_sizes, load, router, ctx.config, copies)
 
 
 def _assumed_sizes(
-    load: RoutedLoad, router: RouterConfig, parallel: ParallelConfig, route: ExchangeRoute
+    load: RoutedLoad, router: RouterConfig, parallel: ParallelConfig, copies: TokenCopies, route: ExchangeRoute
 ) -> ExchangeSizes:
     """Sizes of the hierarchical exchange for random routing, in which this rank's experts have the assumed load."""
-    copies, num_tokens = token_copies(router, parallel), len(route.ids_TK)
+    num_tokens = len(route.ids_TK)
     to_host = (round(num_tokens * copies.per_token / copies.num_hosts),) * copies.num_hosts
     to_rank = (round(num_tokens * copies.forwarded / copies.ranks_per_host),) * copies.ranks_per_host
     num_local = router.num_experts // parallel.ep

@@ -19,7 +19,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.activations import ActivationSizes
-from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, fullest, token_copies
+from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, fullest, token_copies
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
@@ -222,6 +222,41 @@ def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
     assert 0.95 < sent(changed, monkeypatch).total() / total < 1.05
 
 
+def rotated_choices(num_experts: int, num_tokens: int, ep: int) -> tuple[torch.Tensor, Destinations]:
+    """Choices [T, 2] and their `Destinations`. They contain every rotation of a token's choices by the experts of a
+    rank, so that all hosts and all ranks get the same number of tokens."""
+    draw = torch.Generator().manual_seed(3)
+    first_TK = torch.rand(num_tokens // ep, num_experts, generator=draw).topk(2).indices
+    turns = num_experts // ep * torch.arange(ep)
+    ids_TK = ((first_TK[:, None] + turns[:, None]) % num_experts).flatten(0, 1)
+
+    def measured(choice: LoadChoice, num_parts: int) -> LoadSpread:
+        parts_TK = ids_TK // (num_experts // num_parts)
+        return LoadSpread(mean=sum(len(set(row)) for row in parts_TK.tolist()) / num_tokens, std=0.0)
+
+    return ids_TK, measured
+
+
+@pytest.mark.parametrize("fold", [{"ep": 4}, {"ep": 2, "etp": 2}, {"ep": 1, "etp": 4}], ids=str)
+def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold):
+    parallel, config = ParallelConfig(world_size=4, **fold), padded_moe("flex")
+    num_experts, num_tokens = config.router.num_experts, BATCH * SEQ
+    ids_TK, measured = rotated_choices(num_experts, num_tokens, parallel.ep)
+
+    def copies(ctx: ParallelContext) -> int:
+        dispatcher = new_expert_comm(config, ctx, reference.bundle()).new_dispatcher(num_experts)
+        targets_T = dispatcher.transport.new_route(ids_TK).state.tolist()
+        return sum((targets & ~(1 << ctx.group("etp_ep").rank)).bit_count() for targets in targets_T)
+
+    num_copies = sum(on_threads(parallel, copies)) / parallel.world_size
+    changed = plan(layer_config(feed_forward=config), parallel)
+    communication = Communication(changed, placements(parallel), measured)
+    found = [each for each in communication.of_rank(0) if each.group in ("ep", "etp", "etp_ep")]
+    # dispatch, combine and the gradients of both, in two layers
+    rows = 4 * 2 * num_copies * communication.expert_traffic(config).row_bytes
+    FP64_REF.check(sum(each.bytes for each in found), rows)
+
+
 @pytest.mark.parametrize(
     "fold",
     [
@@ -234,15 +269,11 @@ def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
     ids=str,
 )
 def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
-    """Bytes between hosts and within hosts. The routing contains every rotation of its tokens by the experts of a rank,
-    so that all hosts and all ranks get the same number of tokens."""
+    """Bytes between hosts and within hosts."""
     parallel = ParallelConfig(world_size=fold["ep"] * fold.get("etp", 1), **fold)
     config = padded_moe("flex")
     num_experts, num_tokens = config.router.num_experts, BATCH * SEQ
-    draw = torch.Generator().manual_seed(3)
-    first_TK = torch.rand(num_tokens // parallel.ep, num_experts, generator=draw).topk(2).indices
-    turns = num_experts // parallel.ep * torch.arange(parallel.ep)
-    ids_TK = ((first_TK[:, None] + turns[:, None]) % num_experts).flatten(0, 1)
+    ids_TK, measured = rotated_choices(num_experts, num_tokens, parallel.ep)
     sent: Counter[tuple[int, str]] = Counter()
     launch = AllToAll.launch
 
@@ -265,11 +296,6 @@ def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
 
     monkeypatch.setattr(AllToAll, "launch", counting)
     on_threads(parallel, rank, dtype=torch.float32)
-
-    def measured(choice: LoadChoice, num_parts: int) -> LoadSpread:
-        parts_TK = ids_TK // (num_experts // num_parts)
-        return LoadSpread(mean=sum(len(set(row)) for row in parts_TK.tolist()) / num_tokens, std=0.0)
-
     changed = plan(layer_config(feed_forward=config), parallel)
     traffic = Communication(changed, placements(parallel), measured).of_rank(0)
     for group, where in (("etp_ep_inter", "between hosts"), ("etp_ep_intra", "within hosts")):
@@ -326,6 +352,17 @@ def test_a_ring_over_nodes_shares_the_ports_of_its_neighbours():
     (traffic,) = predicted(changed)
     assert traffic.far == traffic.bytes * 4 / 32
     FP64_REF.check(traffic.seconds(H100), traffic.far / H100.network / 0.7)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "rank", "num_hosts"),
+    [(6, None, 2), (6, 0, 1), (6, 5, 2), (6, 11, 1), (3, None, 4), (8, None, 1)],
+)
+def test_groups_of_four_ranks_are_split_by_host(ranks_per_host, rank, num_hosts):
+    """On hosts of 6 ranks, the groups are on 1, 2 and 1 hosts; on hosts of 3, each rank counts as a host."""
+    parallel = ParallelConfig(ep=4, world_size=24, ranks_per_host=ranks_per_host)
+    copies = token_copies(RouterConfig(hidden_size=8, num_experts=8, topk=2), parallel, rank=rank)
+    assert (copies.num_hosts, copies.ranks_per_host) == (num_hosts, 4 // num_hosts)
 
 
 def test_the_example_of_the_document_is_what_the_formulas_give():
