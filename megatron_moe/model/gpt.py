@@ -39,7 +39,7 @@ from megatron_moe.moe.node_chain import (
 )
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.tensor_parallel import gather_from
+from megatron_moe.parallel.tensor_parallel import gather_from, sequence_part
 from megatron_moe.pipeline.layout import StageLayout, even_layout
 from megatron_moe.pipeline.overlap import Step
 from megatron_moe.precision.linear_precision import LinearPrecision
@@ -190,14 +190,17 @@ class GPT(nn.Module):
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
         """Draws the random logits of routers with a forced load and adds them to the microbatch, because CUDA graphs
         cannot draw random numbers in a replay."""
-        layers = self.decoder.by_index.values()
-        routers = (layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer))
-        forced = [each for each in routers if each.config.forces_logits]
-        if not forced:
-            return batch
-        num_tokens = batch.tokens_BS.numel()
-        drawn = {router.layer: router.draw(num_tokens, dtype, batch.context) for router in forced}
-        return replace(batch, context=replace(batch.context, forced_logits=drawn))
+        sites: list[tuple[int, nn.Module, MicrobatchContext]]
+        sites = [(i, layer.mlp, batch.context) for i, layer in self.decoder.by_index.items()]
+        if self.mtp is not None:
+            sites += self.mtp.feed_forwards(batch.context)
+        num_tokens = batch.tokens_BS.numel() // sequence_part(self.ctx)[1]
+        drawn = {
+            index: module.router.draw(num_tokens, dtype, mb)
+            for index, module, mb in sites
+            if isinstance(module, MoELayer) and module.router.config.forces_logits
+        }
+        return replace(batch, context=replace(batch.context, forced_logits=drawn)) if drawn else batch
 
     def _chain(self, batch: MicroBatch, chunk: int, *, by_node: bool) -> list[BoundNodes]:
         """All nodes of one stage; the last one returns the result of `forward`."""

@@ -83,6 +83,7 @@ class MTP(nn.Module):
         saved_tensors = resources.saved_tensors
         assert config.mtp is not None, "the model config has no multi-token prediction"
         self.config = config.mtp
+        self._first = len(config.layers)
         self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
         self.by_index = [MTPLayer(config, index, resources) for index in range(self.num_layers)]
         """Layers in order of depth. `layers` contains the same modules under string keys."""
@@ -116,6 +117,14 @@ class MTP(nn.Module):
             nodes = self.by_index[index].nodes if by_node else [self._layer_nodes[index]]
             yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
 
+    def feed_forwards(self, mb: MicrobatchContext) -> list[tuple[int, nn.Module, MicrobatchContext]]:
+        """(layer index, counted over depths; MLP or MoE layer; context) of every depth."""
+        modules = [self.by_index[number % self.num_layers] for number in range(self.config.num_layers)]
+        return [
+            (self._first + number, module.transformer_layer.mlp, self._depth_context(mb, None, number))
+            for number, module in enumerate(modules)
+        ]
+
     def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, mb: MicrobatchContext) -> LayerState:
         hidden_SBH, embedded_SBH = state.hidden_SBH, embedding(depth.tokens_BS, depth.positions_BS, mb)
         if self.config.detach_heads:
@@ -137,13 +146,17 @@ class MTP(nn.Module):
             yield _Depth(number == 0, take(tokens_BS), take(positions_BS), mb)
 
     def _depth_context(self, mb: MicrobatchContext, valid_BS: Tensor | None, depth: int) -> MicrobatchContext:
+        forced = mb.forced_logits
+        if forced is not None and self._first + depth in forced:
+            # depths that share a layer have different logits
+            forced = {self._first + depth % self.num_layers: forced[self._first + depth]}
         return replace(
             mb,
             tokens=replace(mb.tokens, valid_BS=valid_BS),
             # A repeated layer adds its balancing losses once per depth; scaled, their sum has the weight of one layer.
             aux_loss_scale=mb.aux_loss_scale / (self.config.num_layers if self.config.repeated_layer else 1),
             rng=None if mb.rng is None else mb.rng.within("mtp", depth),
-            forced_logits=None,  # drawn for the decoder's layers, which may be captured; MTP layers are not
+            forced_logits=forced,
             given_ids=None,
         )
 

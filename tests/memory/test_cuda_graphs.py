@@ -203,10 +203,23 @@ def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
     EXACT.check_all(found, results(the_plan(model=model), steps=4), "layernorm")
 
 
-def test_prediction_layers_repeat_the_forced_balance_of_eager_steps():
-    model = replace(MODELS["forced balance"], mtp=MTPConfig(num_layers=2))
-    config = parts_of("attn", "mlp", "moe")
-    EXACT.check_all(results(the_plan(model=model, cuda_graphs=config)), results(the_plan(model=model)), str(config))
+@pytest.mark.parametrize("repeated", [False, True])
+def test_prediction_layers_repeat_the_forced_balance_of_eager_steps(repeated):
+    model = replace(MODELS["forced balance"], mtp=MTPConfig(num_layers=2, repeated_layer=repeated))
+    expected = results(the_plan(model=model))
+    for config in (parts_of("attn", "mlp", "moe"), WHOLE):
+        EXACT.check_all(results(the_plan(model=model, cuda_graphs=config)), expected, str(config))
+
+
+def test_sequence_parallel_routers_repeat_the_forced_balance_of_eager_steps():
+    parallel = ParallelConfig(world_size=2, tp=2, sequence_parallel=True)
+
+    def train(config):
+        plan = the_plan(model=MODELS["forced balance"], parallel=parallel, cuda_graphs=config)
+        return on_threads(parallel, lambda context: run_steps(plan, make_trainer(plan, context), TrainState(), 2))
+
+    for found, expected in zip(train(parts_of("moe_router")), train(CudaGraphConfig()), strict=True):
+        EXACT.check_all(found, expected, "routers")
 
 
 def test_every_in_flight_microbatch_has_its_own_instance():
