@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_moe.kernels.multiprocessors import ends_reservation
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.precision.linear_precision import Quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 MATRIX_PRODUCTS = (
@@ -31,8 +32,12 @@ LOW_PRECISION_OPS = (
     *QUANTIZED_PRODUCTS,
 )
 """Ops that only runs with FP8 or FP4 GEMMs use."""
-OPS: tuple[str, ...] = (*(name for name in vars(Kernels) if not name.startswith("_")), *QUANTIZED_PRODUCTS)
-"""Names of all ops, in the order of the `Kernels` interface; last the multiplications of quantised operands."""
+OPS: tuple[str, ...] = (
+    *(name for name in (*vars(Kernels), *vars(Quantizers)) if not name.startswith("_")),
+    *QUANTIZED_PRODUCTS,
+)
+"""Names of all ops, in the order of the `Kernels` interface; last those that quantise, and the multiplications of
+quantised operands."""
 
 
 class Priority(IntEnum):

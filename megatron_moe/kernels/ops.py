@@ -19,6 +19,7 @@ from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.push_channel import PushChannel
 from megatron_moe.parallel.param_meta import Part
+from megatron_moe.precision.linear_precision import Quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 MatrixOperand = Tensor | QuantizedTensor
@@ -209,8 +210,8 @@ class QuantizedActivationGrads(NamedTuple):
     """Result of the activation, computed again."""
 
 
-class Kernels(Protocol):
-    """Interface of the kernel set that modules receive: one method per op."""
+class Kernels(Quantizers, Protocol):
+    """Interface of the kernel set that modules receive: one method per op, including those of `Quantizers`."""
 
     # matrix multiplications: forward, input gradient and weight gradient are three ops, so that quantised operands and
     # delayed weight gradients need no other interface
@@ -238,40 +239,6 @@ class Kernels(Protocol):
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes the weight gradient of the grouped GEMM to `out` [e, O, I], or adds it if `accumulate`. An expert's
         gradient is the sum of grad^T @ rows over `parts` (not empty), in the dtype of `out`; 0 if it has no rows."""
-        ...
-
-    # quantisation of the operands of FP8 and FP4 GEMMs
-    def quantize_rows(
-        self,
-        x: Tensor,
-        form: OperandFormat,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        offsets_e: Tensor | None = None,
-        scale: Tensor | None = None,
-        seed: Tensor | None = None,
-    ) -> QuantizedTensor:
-        """Quantises inputs or output gradients [R, C] of linear layers. `rowwise`, `columnwise`: requested copies.
-
-        With `offsets_e` (end of each expert's rows), the rows of each expert are quantised separately; rows from
-        `offsets_e[-1]` on may have any content and do not affect other rows. `scale`: given scale, by which elements
-        are multiplied, of a format with one scale per tensor, fp32 [] or [e]; None: computed from the tensor. `seed`:
-        seed of stochastic rounding, int64 [] on the device; required by formats that use it."""
-        ...
-
-    def quantize_weight(
-        self,
-        weight: Tensor,
-        form: OperandFormat,
-        *,
-        columnwise: bool,
-        scale: Tensor | None = None,
-        out: QuantizedTensor | None = None,
-    ) -> QuantizedTensor:
-        """Quantises a weight [O, I], or a stack of weights [e, O, I]. The rowwise copy is always made. `scale`: as in
-        `quantize_rows`, fp32 [] or [e]. `out`: result for an equal shape and format, which is overwritten and returned;
-        None: allocates the result."""
         ...
 
     # quantisation fused into the ops whose results are quantised; formats with one scale per block of a row

@@ -18,7 +18,7 @@ _INPUT, _WEIGHT, _GRAD = range(3)
 
 
 class Quantizers(Protocol):
-    """The ops of `Kernels` that quantise."""
+    """The ops of `Kernels` that quantise operands of FP8 and FP4 GEMMs."""
 
     def quantize_rows(
         self,
@@ -30,7 +30,14 @@ class Quantizers(Protocol):
         offsets_e: Tensor | None = None,
         scale: Tensor | None = None,
         seed: Tensor | None = None,
-    ) -> QuantizedTensor: ...
+    ) -> QuantizedTensor:
+        """Quantises inputs or output gradients [R, C] of linear layers. `rowwise`, `columnwise`: requested copies.
+
+        With `offsets_e` (end of each expert's rows), the rows of each expert are quantised separately; rows from
+        `offsets_e[-1]` on may have any content and do not affect other rows. `scale`: given scale, by which elements
+        are multiplied, of a format with one scale per tensor, fp32 [] or [e]; None: computed from the tensor. `seed`:
+        seed of stochastic rounding, int64 [] on the device; required by formats that use it."""
+        ...
 
     def quantize_weight(
         self,
@@ -40,7 +47,11 @@ class Quantizers(Protocol):
         columnwise: bool,
         scale: Tensor | None = None,
         out: QuantizedTensor | None = None,
-    ) -> QuantizedTensor: ...
+    ) -> QuantizedTensor:
+        """Quantises a weight [O, I], or a stack of weights [e, O, I]. The rowwise copy is always made. `scale`: as in
+        `quantize_rows`, fp32 [] or [e]. `out`: result for an equal shape and format, which is overwritten and returned;
+        None: allocates the result."""
+        ...
 
 
 class DelayedScaling:
