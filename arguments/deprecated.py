@@ -62,7 +62,7 @@ def _switch(flags: tuple[tuple[str, Words], ...], words: Sequence[str]) -> Trans
 
 
 def _no_weight_decay_cond_type(words: Sequence[str], _: ValueOf) -> Translated:
-    """Translates `--no-weight-decay-cond-type`, which has one value besides the default."""
+    """Translates `--no-weight-decay-cond-type`. Raises BadValue for an unknown condition."""
     if tuple(words) not in (("apply_wd_to_qk_layernorm",), ("qwen3_next",)):
         raise BadValue(f"must be apply_wd_to_qk_layernorm or qwen3_next, not {' '.join(words)!r}")
     return Translated((("--apply-wd-to-qk-layernorm", ()),), "is now written --apply-wd-to-qk-layernorm")
