@@ -36,7 +36,7 @@ def quantize_rows(
     columnwise: bool,
     offsets_e: Tensor | None = None,
     scale: Tensor | None = None,
-    seed: int = 0,
+    seed: Tensor | None = None,
 ) -> QuantizedTensor:
     """See `Kernels.quantize_rows`. Copies whose blocks depend on `offsets_e` are made by our own kernels, because
     Transformer Engine needs the number of rows per expert on the host."""
@@ -49,9 +49,21 @@ def quantize_rows(
 
 
 def quantize_weight(
-    weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None = None
+    weight: Tensor,
+    form: OperandFormat,
+    *,
+    columnwise: bool,
+    scale: Tensor | None = None,
+    out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """See `Kernels.quantize_weight`. Quantises the matrices of a stack one after the other."""
+    made = _quantized_weight(weight, form, scale, columnwise=columnwise)
+    return made if out is None else out.copy_(made)
+
+
+def _quantized_weight(
+    weight: Tensor, form: OperandFormat, scale: Tensor | None, *, columnwise: bool
+) -> QuantizedTensor:
     if not _can_quantize(weight, form):
         return quantizers.quantize_weight(weight, form, columnwise=columnwise, scale=scale)
     if weight.dim() == 2:
