@@ -299,12 +299,12 @@ def trained(recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Ten
     return figures, num_repeated
 
 
-def trained_with_graphs(rank: int, num_ranks: int, port: int, folder: str) -> None:
-    """Writes what `trained` returns with every kind of graphs, for both recipes."""
+def trained_with_graphs(rank: int, num_ranks: int, port: int, recipe: str, folder: str) -> None:
+    """Writes what `trained` returns with every kind of graphs."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
-    found = {(recipe, name): trained(recipe, name, num_steps=22) for recipe in ("q6", "m8") for name in MODULES}
+    found = {name: trained(recipe, name, num_steps=22) for name in MODULES}
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
