@@ -299,12 +299,15 @@ def trained(recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Ten
     return figures, num_repeated
 
 
-def trained_with_graphs(rank: int, num_ranks: int, port: int, recipe: str, folder: str) -> None:
-    """Writes what `trained` returns with every kind of graphs."""
+def trained_with_graphs(rank: int, num_ranks: int, ports: Sequence[int], recipe: str, folder: str) -> None:
+    """Writes what `trained` returns with every kind of graphs. `ports`: one per kind, because the server of the run
+    before may still be closing."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
-    found = {name: trained(recipe, name, num_steps=22) for name in MODULES}
+    found = {}
+    for name, port in zip(MODULES, ports, strict=True):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        found[name] = trained(recipe, name, num_steps=22)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 

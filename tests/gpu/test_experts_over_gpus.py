@@ -7,6 +7,7 @@ import pytest
 import torch.multiprocessing as mp
 
 from tests.gpu.experts_over_gpus import (
+    MODULES,
     bf16_cases,
     bf16_layers,
     cases,
@@ -92,8 +93,8 @@ def test_replayed_flex_layers_equal_eager_ones(num_gpus: int, tmp_path: Path) ->
 def test_replayed_training_steps_equal_eager_ones(recipe: str, num_gpus: int, tmp_path: Path) -> None:
     """20 replays of graphs that contain the token exchange, with the routing that the router learns. Rows that exceed
     their bound are repeated with a larger one, in graphs that are captured again."""
-    port = free_port(range(20000, 30000))  # every run binds it again, so no other socket may be given it meanwhile
-    mp.spawn(trained_with_graphs, args=(num_gpus, port, recipe, str(tmp_path)), nprocs=num_gpus)
+    ports = [free_port() for _ in MODULES]
+    mp.spawn(trained_with_graphs, args=(num_gpus, ports, recipe, str(tmp_path)), nprocs=num_gpus)
     for rank in range(num_gpus):
         found = pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes())
         for name, (figures, num_repeated) in found.items():
