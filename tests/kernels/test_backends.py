@@ -253,8 +253,8 @@ def test_operands_of_transformer_engine_have_our_bytes(stand_ins: None, usage, c
 
 def test_gradients_are_rounded_stochastically_by_key_instead_of_by_transformer_engine(stand_ins: None) -> None:
     form, x = TE_CONFIGS["nvfp4"].grads, draw(32, 64).bfloat16()
-    made = [k.quantize_rows(x, form, rowwise=True, columnwise=True, seed=5) for k in (bundle(TE), REFERENCE)]
-    same_copies(*made)
+    options: dict[str, Any] = {"rowwise": True, "columnwise": True, "seed": torch.tensor(5)}
+    same_copies(*(k.quantize_rows(x, form, **options) for k in (bundle(TE), REFERENCE)))
 
 
 @TE_RECIPES
