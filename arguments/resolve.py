@@ -136,7 +136,7 @@ def _precision(flags: Flags) -> PrecisionConfig:
     if flags.grad_reduce_in_bf16 or flags.main_grads_dtype == "bf16":
         grads = "bf16"
     # a 16-bit remainder extends bf16 parameters to fp32 and exists for no other format
-    has_remainders = flags.use_precision_aware_optimizer and flags.bf16 and not low_params
+    has_remainders = flags.use_precision_aware_optimizer and flags.bf16
     return from_flags(
         PrecisionConfig,
         flags,

@@ -1,6 +1,6 @@
 """Rules about FP8 and FP4 GEMMs."""
 
-from arguments.checks.violation import RuleFlags, Violations
+from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 from arguments.precision_file import read_module_precision
 from megatron_moe.config.exit_codes import counted
 
@@ -92,3 +92,25 @@ def precision_file_is_valid(flags: RuleFlags) -> Violations:
     others = sorted({each.config.name for each in overrides if each.config} - {own})
     if others and not flags.emulate_low_precision:
         yield f"{option} uses {', '.join(others)} besides {own}", "use one recipe, or --emulate-low-precision"
+
+
+def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
+    """The owners of master weights quantise them; the weights are those of FP8 GEMMs."""
+    option = "--fp8-param-gather"
+    if not flags.fp8_param_gather:
+        return
+    if not flags.fp8_format:
+        yield f"{option} without --fp8-format", "add --fp8-format, or leave it out"
+    elif not flags.use_distributed_optimizer:
+        yield f"{option} without --use-distributed-optimizer", "add it"
+
+
+@missing_feature
+def stored_weights_have_master_weights_on_the_device(flags: RuleFlags) -> Violations:
+    """Master weights are quantised on the device after each update."""
+    others = {
+        "--optimizer-cpu-offload": flags.optimizer_cpu_offload,
+        "--chunked-optimizer-state-offload": flags.chunked_optimizer_state_offload,
+    }
+    if flags.fp8_param_gather and any(others.values()):
+        yield f"--fp8-param-gather with {enabled(others)}", "leave one of them out"

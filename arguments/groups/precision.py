@@ -49,8 +49,8 @@ class PrecisionFlags:
     """Number of largest magnitudes from which recipe delayed computes its scales."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent")
     """Entry of the history from which recipe delayed computes its scales."""
-    fp8_param_gather: bool = not_yet(False, _PRIMARY)
-    """Store and all-gather weights in FP8."""
+    fp8_param_gather: bool = flag(False)
+    """Store and all-gather the weights of FP8 GEMMs in FP8, instead of FP8 copies of weights in bf16."""
     fp8_output_proj: bool = flag(False)
     """Compute the output layer in FP8; recipe mxfp8 only."""
     first_last_layers_bf16: bool = flag(False)

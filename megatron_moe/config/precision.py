@@ -105,7 +105,7 @@ class PrecisionConfig:
     """Format of Adam's second moment (`--exp-avg-sq-dtype`). If `main_params_dtype` is fp64, it is always fp64."""
     store_param_remainders: bool = False
     """Stores only the low 16 bits of fp32 master weights; the bf16 parameters are the high 16 bits. This is lossless
-    (`--store-param-remainders`)."""
+    (`--store-param-remainders`). Weights stored in FP8 have whole master weights."""
     low_precision: LowPrecisionConfig | None = None
     """FP8 or FP4 GEMMs (`--fp8-format`, `--fp4-format`); None: GEMMs use the format `params`."""
     module_precision: tuple[ModulePrecision, ...] = ()

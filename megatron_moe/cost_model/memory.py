@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
@@ -28,7 +28,7 @@ from megatron_moe.cost_model.activations import (
 )
 from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_parameters
-from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_elements
+from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, low_by_rank, stored_in_fp8
 from megatron_moe.cost_model.workspace import (
     ATTENTION,
     Workspace,
@@ -45,8 +45,6 @@ _LOW_ACTIVATION = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 3
 """FP8 or FP4 recipe -> bytes per element of a saved GEMM input, including scales; 1 for recipes not listed."""
 _LOW_WEIGHT = MappingProxyType({"blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32), "nvfp4": 1 + 2 / 16**2})
 """FP8 or FP4 recipe -> bytes per weight element of the rowwise and the columnwise copy; 2 for recipes not listed."""
-_FP8_PARAMS = 1 + 4 / 128**2
-"""Bytes per weight element with `--fp8-param-gather`, for recipes that transpose the rowwise bytes in backward."""
 _FEW_GROUPS = 4
 """Number of microbatch groups after which the counts in `Moment` repeat periodically."""
 LATE = "waiting for weight gradients"
@@ -116,20 +114,20 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     owners = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
     owned = held.attention / owners[0] + held.expert / owners[1]
     on_device = 1 - plan.memory.offload.optimizer_fraction
-    has_master = precision.params != precision.main_params_dtype
-    weight = num_bytes(precision.params)
-    weights = float(held.total * weight)
-    if precision.recipe is not None and precision.low_precision_params:
-        keeps_both = precision.recipe in ("mxfp8", "nvfp4")
-        weights -= low.total * (weight - (_LOW_WEIGHT[precision.recipe] if keeps_both else _FP8_PARAMS))
+    weight, main = num_bytes(precision.params), num_bytes(precision.main_params_dtype)
+    weights, of_weight = float(held.total * weight), 0 if precision.params == precision.main_params_dtype else main
+    if precision.store_param_remainders:
+        of_weight = 2
+    masters = owned * of_weight
+    if precision.low_precision_params:
+        weights += low.total * (stored_in_fp8(precision).total - weight)
+        masters += (low.attention / owners[0] + low.expert / owners[1]) * (main - of_weight)
     elif precision.recipe is not None:
         weights += low.total * _LOW_WEIGHT.get(precision.recipe, 2.0)
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
-        master=owned * (2 if precision.store_param_remainders else num_bytes(precision.main_params_dtype)) * on_device
-        if has_master
-        else 0.0,
+        master=masters * on_device,
         moments=owned * _moments(precision) * on_device,
     )
 
@@ -245,30 +243,10 @@ class RankMemory:
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
         """Numbers of parameters of a pipeline rank: (all, those of FP8 or FP4 GEMMs)."""
         if rank not in self._held:
-            plan, low = self.plan, HeldElements()
-            config = plan.precision.low_precision
-            if config is not None:
-                kinds = Counter(self._low_layers_of(rank)).items()
-                low = sum((low_elements(layer, plan.parallel) * count for layer, count in kinds), low)
-                joined = 2 * plan.model.hidden_size**2 // plan.parallel.tp
-                low += HeldElements(attention=joined * sum(stage.num_mtp for stage in plan.layout.chunks(rank)))
-                if config.output_layer and any(stage.loss for stage in plan.layout.chunks(rank)):
-                    head = plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp
-                    low += HeldElements(attention=head)
-            self._held[rank] = held_by_rank(plan.model, plan.layout, rank, plan.parallel), low
+            plan = self.plan
+            whole = held_by_rank(plan.model, plan.layout, rank, plan.parallel)
+            self._held[rank] = whole, low_by_rank(plan, rank)
         return self._held[rank]
-
-    def _low_layers_of(self, rank: int) -> list[LayerConfig]:
-        """Layers of a pipeline rank with FP8 or FP4 GEMMs."""
-        model, stages = self.plan.model, self.plan.layout.chunks(rank)
-        own = [model.layers[index] for stage in stages for index in stage.layers if self._is_low(index)]
-        return own + [model.layers[-1]] * sum(stage.num_mtp for stage in stages)
-
-    def _is_low(self, index: int) -> bool:
-        """Whether a decoder layer has FP8 or FP4 GEMMs."""
-        config = self.plan.precision.low_precision
-        last = len(self.plan.model.layers)
-        return config is not None and config.layers_at_start <= index < last - config.layers_at_end
 
     def _layers_of(self, rank: int) -> list[LayerConfig]:
         return [layer for layers in self.layers_of_chunks(rank) for layer in layers]
@@ -301,7 +279,7 @@ class RankMemory:
                 # only layer inputs are saved: of every layer, or of the first layer of each recomputed group
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
                 tensors = [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
-            if not self._is_low(layer):
+            if not is_low(self.plan, layer):
                 tensors = [replace(each, low=False) for each in tensors]
             saved += tensors
         saved += stage_tensors(plan.model, stage, plan.parallel, self.sizes)
@@ -349,7 +327,7 @@ class RankMemory:
     def _late_of(self, stage: StageLayout) -> float:
         """Bytes per microbatch that a stage keeps after backward for delayed expert weight gradients."""
         layers = self.plan.model.layers
-        own = sum(self._late(layers[index], low=self._is_low(index)) for index in stage.layers)
+        own = sum(self._late(layers[index], low=is_low(self.plan, index)) for index in stage.layers)
         return own + stage.num_mtp * self._late(layers[-1], low=self.plan.precision.low_precision is not None)
 
     def _late(self, layer: LayerConfig, *, low: bool) -> float:
@@ -381,9 +359,18 @@ class RankMemory:
             run = max(min(recompute.recompute_num_layers, longest), 1) if recompute.recompute_method == "uniform" else 1
             restored = dict.fromkeys(restored, run * float(sum(each.bytes for each in self.tensors(layer))))
         arguments = layer, self.plan.parallel, self.sizes
-        feed_forward = in_feed_forward(*arguments).and_more(restored[False])
+        feed_forward = in_feed_forward(*arguments).and_more(restored[False] + self._transposed(layer))
         attention = in_attention(*arguments).and_more(restored[True] - freed)
         return max(feed_forward, attention, key=lambda each: each.total)
+
+    def _transposed(self, layer: LayerConfig) -> float:
+        """Bytes of the transposed copy of a feed-forward part's largest weight stored in FP8, made for an input
+        gradient."""
+        if not self.plan.precision.low_precision_params:
+            return 0.0
+        config = layer.feed_forward.shard(self.plan.parallel)
+        mlp, num = (config, 1) if isinstance(config, MLPConfig) else (config.experts, config.experts.num_experts)
+        return float(num * layer.mixer.hidden_size * mlp.activation.fan * mlp.ffn_hidden_size)
 
     def _visiting(self, rank: int) -> float:
         """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks if it is

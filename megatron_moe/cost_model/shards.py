@@ -2,11 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_layer, count_norm
 from megatron_moe.pipeline.layout import PipelineLayout, StageLayout
@@ -70,6 +73,52 @@ def held_by_rank(
     if copied and not any(chunk.embedding for chunk in chunks):
         held += HeldElements(attention=held_by_embedding(model, parallel))
     return held
+
+
+def is_low(plan: RunPlan, index: int) -> bool:
+    """Whether a decoder layer has FP8 or FP4 GEMMs."""
+    config, last = plan.precision.low_precision, len(plan.model.layers)
+    return config is not None and config.layers_at_start <= index < last - config.layers_at_end
+
+
+def low_by_rank(plan: RunPlan, rank: int) -> HeldElements:
+    """Number of parameters of FP8 or FP4 GEMMs on one GPU of a pipeline rank."""
+    config, model, stages = plan.precision.low_precision, plan.model, plan.layout.chunks(rank)
+    if config is None:
+        return HeldElements()
+    num_mtp = sum(stage.num_mtp for stage in stages)
+    layers = [model.layers[index] for stage in stages for index in stage.layers if is_low(plan, index)]
+    kinds = Counter(layers + [model.layers[-1]] * num_mtp).items()
+    low = sum((low_elements(layer, plan.parallel) * count for layer, count in kinds), HeldElements())
+    attention = 2 * model.hidden_size**2 // plan.parallel.tp * num_mtp
+    if config.output_layer and any(stage.loss for stage in stages):
+        attention += model.hidden_size * model.vocab_size // plan.parallel.tp
+    return low + HeldElements(attention=attention)
+
+
+class StoredBytes(NamedTuple):
+    """Bytes per weight element with `--fp8-param-gather`."""
+
+    gathered: float
+    scales: float
+    amax: float
+    """Largest magnitudes in fp32, which ranks reduce."""
+
+    @property
+    def total(self) -> float:
+        """Bytes that every rank stores."""
+        return self.gathered + self.scales
+
+
+def stored_in_fp8(precision: PrecisionConfig) -> StoredBytes:
+    """Storage of weights for the run's recipe; one scale per matrix counts as nothing."""
+    match precision.recipe:
+        case "blockwise":
+            return StoredBytes(1.0, 4 / 128**2, 4 / 128**2)
+        case "mxfp8":  # a copy for each direction
+            return StoredBytes(2.0, 2 / 32, 8 / 32)
+        case _:
+            return StoredBytes(1.0, 0.0, 0.0)
 
 
 def low_elements(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:

@@ -16,7 +16,7 @@ from megatron_moe.cost_model.activations import ActivationSizes, num_bytes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
-from megatron_moe.cost_model.shards import held_by_rank
+from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_by_rank, stored_in_fp8
 
 _PROBABILITY = 4
 """Bytes of the fp32 routing probability that is sent with each row."""
@@ -257,11 +257,13 @@ class Communication:
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
         """Yields the data-parallel traffic: gradient all-reduce; with ZeRO-1, reduce-scatter and weight all-gather."""
         plan, parallel = self.plan, self.plan.parallel
-        held = held_by_rank(plan.model, plan.layout, rank, parallel)
-        config = plan.data_parallel
-        for group, size, elements, names in (
-            ("dp_cp", parallel.dp * parallel.cp, held.attention, "all but experts"),
-            ("edp", parallel.edp, held.expert, "experts"),
+        held, low = held_by_rank(plan.model, plan.layout, rank, parallel), HeldElements()
+        config, in_fp8 = plan.data_parallel, stored_in_fp8(plan.precision)
+        if plan.precision.low_precision_params:
+            low = low_by_rank(plan, rank)
+        for group, size, elements, of_low, names in (
+            ("dp_cp", parallel.dp * parallel.cp, held.attention, low.attention, "all but experts"),
+            ("edp", parallel.edp, held.expert, low.expert, "experts"),
         ):
             placement = self.placements[group]
             grads = float(elements * num_bytes(plan.precision.grads))
@@ -269,7 +271,9 @@ class Communication:
             reduced = ring(size, passes * grads, placement, group=group, what=f"gradients: {names}")
             yield replace(reduced, hidden=config.overlap_grad_reduce)
             if config.use_distributed_optimizer:
-                weights = float(elements * num_bytes(plan.precision.params))
+                # the magnitudes of weights stored in FP8 are all-reduced
+                weights = float((elements - of_low) * num_bytes(plan.precision.params))
+                weights += of_low * (in_fp8.gathered + 2 * in_fp8.amax)
                 gathered = ring(size, weights, placement, group=group, what=f"weights: {names}")
                 yield replace(gathered, hidden=config.overlap_param_gather)
 

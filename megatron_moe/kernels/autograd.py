@@ -217,7 +217,9 @@ class _QuantizedLinear(torch.autograd.Function):
         if grad_q is None or low_weight_grad:  # one kernel makes both copies
             grad_q = precision.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
         if wants_x:
-            grad_x = kernels.linear_input_grad(grad_q, ctx.weight_q).unflatten(0, grad.shape[:-1])
+            weight_q = precision.transposed(weight, ctx.weight_q)
+            grad_x = kernels.linear_input_grad(grad_q, weight_q).unflatten(0, grad.shape[:-1])
+            del weight_q
         if wants_weight:
             x = _saved_input(ctx)
             if isinstance(x, Tensor):
@@ -273,7 +275,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         if grad_q is None or low_weight_grad:
             grad_q = precision.grad(grad, rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e)
         if wants_rows:
-            grad_rows = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
+            grad_rows = kernels.grouped_input_grad(grad_q, precision.transposed(ctx.weight, ctx.weight_q), offsets_e)
             if index is not None:
                 grad_rows = kernels.unpermute(grad_rows, index, ctx.num_tokens)
         if wants_weight:
@@ -315,10 +317,12 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         grad_RO, wants_weight = grads[0].flatten(0, -2), ctx.needs_input_grad[3]
         low_weight_grad = wants_weight and precision.weight_grad
         grad_q = precision.grad(grad_RO, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
+        weight_q = precision.transposed(ctx.weight, ctx.weight_q)
         if offsets_e is None:
-            grad_RF = kernels.linear_input_grad(grad_q, ctx.weight_q)
+            grad_RF = kernels.linear_input_grad(grad_q, weight_q)
         else:
-            grad_RF = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
+            grad_RF = kernels.grouped_input_grad(grad_q, weight_q, offsets_e)
+        del weight_q
         x_RF, formats = x.flatten(0, -2), precision.formats
         found = kernels.quantize_activation_grad(grad_RF, x_RF, probs_R, ctx.activation, formats[1])
         grad_x = found.grad_x_RF.view(x.shape)

@@ -1,6 +1,5 @@
 """Fakes of FP8 and FP4 kernels for memory emulation: they allocate the results of the fused kernels, on `meta`."""
 
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,13 +7,9 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import WHOLE, OperandFormat
-from megatron_moe.kernels.ops import QuantizedActivationGrads, RowIndex
+from megatron_moe.kernels.ops import QuantizedActivationGrads, RowIndex, WeightPart
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
-from megatron_moe.precision.quantizers import DTYPES
-
-_SCALES = MappingProxyType(
-    {"fp32": torch.float32, "power of 2": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
-)
+from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES
 
 
 def quantize_rows(
@@ -46,6 +41,18 @@ def quantize_weight(
         _copy(weight, shape, form, num_matrices * _blocks(shape[-1], form.block[1]), num_matrices) for shape in shapes
     )
     return QuantizedTensor.of(row, column if columnwise else None, form.block, weight.dtype)
+
+
+def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
+    """Allocates nothing."""
+
+
+def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
+    """Allocates nothing."""
+
+
+def transpose_weight(data: Tensor) -> Tensor:
+    return torch.empty_like(data.mT, memory_format=torch.contiguous_format)
 
 
 def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -> QuantizedTensor:
@@ -104,4 +111,4 @@ def _copy(x: Tensor, shape: tuple[int, ...], form: OperandFormat, blocks: int, n
     else:
         data = x.new_empty(shape, dtype=DTYPES[form.element])
     num_scales = num_matrices if form.block == WHOLE else blocks * _blocks(shape[-2], form.block[0])
-    return QuantizedCopy(data, x.new_empty(num_scales, dtype=_SCALES[form.scale]))
+    return QuantizedCopy(data, x.new_empty(num_scales, dtype=SCALE_DTYPES[form.scale]))

@@ -26,6 +26,9 @@ QUANTIZED_PRODUCTS = tuple(f"quantized_{op}" for op in MATRIX_PRODUCTS)
 LOW_PRECISION_OPS = (
     "quantize_rows",
     "quantize_weight",
+    "weight_amax_",
+    "quantize_weight_part",
+    "transpose_weight",
     "quantize_permuted",
     "quantize_activation",
     "quantize_activation_grad",

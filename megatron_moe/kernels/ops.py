@@ -198,6 +198,19 @@ class RoutedTokens(NamedTuple):
     """Sum of logsumexp(logits)^2 over valid tokens: scalar, internal dtype, differentiable. None if not requested."""
 
 
+class WeightPart(NamedTuple):
+    """Consecutive elements of a flattened weight [O, I] or stack of weights [e, O, I]."""
+
+    values: Tensor
+    """Master weights [n] in fp32, or in fp64 in fp64 runs."""
+    start: int
+    """Index of the first element in the flattened weight."""
+    shape: tuple[int, ...]
+    """Shape of the whole weight."""
+    dtype: torch.dtype
+    """Dtype to which the values are rounded first, with `round_weights`."""
+
+
 class QuantizedActivationGrads(NamedTuple):
     """Gradients of an activation, and operands of the GEMMs next to it in backward."""
 
@@ -239,6 +252,17 @@ class Kernels(Quantizers, Protocol):
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes the weight gradient of the grouped GEMM to `out` [e, O, I], or adds it if `accumulate`. An expert's
         gradient is the sum of grad^T @ rows over `parts` (not empty), in the dtype of `out`; 0 if it has no rows."""
+        ...
+
+    # quantisation of weights that are stored in FP8
+    def weight_amax_(self, amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
+        """Raises `amax` (fp32 [e, blocks along O, blocks along I], any strides) to the largest magnitudes of the blocks
+        that contain elements of `part`. `block`: (rows, columns) of a block."""
+        ...
+
+    def quantize_weight_part(self, part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
+        """Writes the FP8 elements of a part of a weight to `out` [n]. `factors`: factor of each block, in the
+        layout of `weight_amax_`, by which elements are multiplied."""
         ...
 
     # quantisation fused into the ops whose results are quantised; formats with one scale per block of a row

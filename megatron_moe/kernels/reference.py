@@ -31,12 +31,15 @@ from megatron_moe.kernels.ops import (
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
+from megatron_moe.kernels.reference_low_precision import quantize_weight_part as quantize_weight_part
 from megatron_moe.kernels.reference_low_precision import quantized_grouped_forward as quantized_grouped_forward
 from megatron_moe.kernels.reference_low_precision import quantized_grouped_input_grad as quantized_grouped_input_grad
 from megatron_moe.kernels.reference_low_precision import quantized_grouped_weight_grad as quantized_grouped_weight_grad
 from megatron_moe.kernels.reference_low_precision import quantized_linear_forward as quantized_linear_forward
 from megatron_moe.kernels.reference_low_precision import quantized_linear_input_grad as quantized_linear_input_grad
 from megatron_moe.kernels.reference_low_precision import quantized_linear_weight_grad as quantized_linear_weight_grad
+from megatron_moe.kernels.reference_low_precision import transpose_weight as transpose_weight
+from megatron_moe.kernels.reference_low_precision import weight_amax_ as weight_amax_
 from megatron_moe.kernels.reference_pages import free_pages as free_pages
 from megatron_moe.kernels.reference_pages import pack_rows as pack_rows
 from megatron_moe.kernels.reference_pages import unpack_rows as unpack_rows

@@ -1,4 +1,5 @@
-"""Reference implementation of matrix multiplications with quantised operands: dequantises, then multiplies.
+"""Reference implementation of matrix multiplications with quantised operands: dequantises, then multiplies. Also of
+the quantisation of parts of weights.
 
 Operands are converted to promote(fp32, their dtype), in which products are computed. With scales that are powers of
 two, the results differ from those of FP8 tensor cores only by the order and precision of the sums.
@@ -10,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, internal_dtype
+from megatron_moe.config.precision import Element
+from megatron_moe.kernels.low_precision_state import round_weights
+from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, WeightPart, internal_dtype
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, dequantize, expert_copies
+from megatron_moe.precision.quantizers import cast
 
 
 def quantized_linear_forward(x: MatrixOperand, weight: MatrixOperand, bias: Tensor | None) -> Tensor:
@@ -91,3 +95,40 @@ def _store(out: Tensor, value: Tensor, accumulate: bool) -> None:
         out.add_(value)
     else:
         out.copy_(value)
+
+
+def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
+    inputs, (first, last) = part.shape[-1], _rows_of(part)
+    rows = part.values.new_zeros((last - first) * inputs, dtype=torch.float32)
+    skipped = part.start - first * inputs
+    rows[skipped : skipped + len(part.values)] = round_weights(part.values, part.dtype).float().abs()
+    rows = F.pad(rows.view(-1, inputs), (0, -inputs % block[1])).unflatten(1, (-1, block[1])).amax(dim=2)
+    found = torch.zeros_like(amax, memory_format=torch.contiguous_format).flatten(0, 1)
+    found.scatter_reduce_(0, _block_rows(part, amax, block[0])[:, None].expand_as(rows), rows, "amax")
+    torch.maximum(amax, found.view(amax.shape), out=amax)
+
+
+def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
+    inputs, (first, _) = part.shape[-1], _rows_of(part)
+    per_row = factors.flatten(0, 1)[_block_rows(part, factors, block[0])]
+    skipped = part.start - first * inputs
+    per_element = per_row.repeat_interleave(block[1], dim=1)[:, :inputs].flatten()[skipped:][: len(part.values)]
+    element: Element = "e4m3" if out.dtype is torch.float8_e4m3fn else "e5m2"
+    out.copy_(cast(round_weights(part.values, part.dtype).float() * per_element, element))
+
+
+def transpose_weight(data: Tensor) -> Tensor:
+    return data.mT.contiguous()
+
+
+def _rows_of(part: WeightPart) -> tuple[int, int]:
+    """(First row of a part, row after the last one), over all matrices of a stack."""
+    inputs = part.shape[-1]
+    return part.start // inputs, -(-(part.start + len(part.values)) // inputs)
+
+
+def _block_rows(part: WeightPart, of_blocks: Tensor, height: int) -> Tensor:
+    """Index of each row's blocks in `of_blocks` [e, blocks along O, blocks along I], flattened over its first dims."""
+    row = torch.arange(*_rows_of(part), device=of_blocks.device)
+    outputs = part.shape[-2]
+    return row // outputs * of_blocks.shape[1] + row % outputs // height

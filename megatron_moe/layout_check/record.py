@@ -101,7 +101,8 @@ def record_run(
             record.gradients = dict(_gradients(trainer))
     loader.close()
     trainer.optimizer.finish_gather()
-    record.weights = {slot.name: _held(slot.parameter, slot.parameter) for slot in trainer.buffers.slots}
+    with trainer.optimizer.plain_weights():
+        record.weights = {slot.name: _held(slot.parameter, slot.parameter) for slot in trainer.buffers.slots}
     for router in trainer.routers:
         if router.expert_bias is not None:
             record.biases[router.layer] = router.expert_bias.detach().cpu().clone()

@@ -34,8 +34,11 @@ class AdamW:
             proceed=scalars.proceed,
             nonfinite=scalars.nonfinite,
         )
-        rounded = None if stored.master is None else weights
-        master, exp_avg, exp_avg_sq = stored.master or PackedState("plain", weights), *stored.moments.values()
+        master, rounded = stored.master, weights
+        if master is None:
+            assert weights is not None, "neither weights nor master weights"
+            master, rounded = PackedState("plain", weights), None
+        exp_avg, exp_avg_sq = stored.moments.values()
         if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):
             kernels.adamw_(master.data, operands.grads, exp_avg.data, exp_avg_sq.data, step, rounded)
         else:

@@ -7,6 +7,7 @@ backward cannot overwrite gradients that an update still reads, because the forw
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,12 @@ from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.clip_grads import counted, over_the_world
 from megatron_moe.optim.cpu_offload import CPUStep, StreamedStep
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers
 from megatron_moe.optim.param_layout import forward_order
 from megatron_moe.optim.param_store import AcquiringModel, ParamStore
 from megatron_moe.optim.state import OptimizerState, StepScalars, UpdateOperands, UpdateRule, new_states
+from megatron_moe.optim.stored_weights import StoredWeights
+from megatron_moe.parallel.collectives import start_all_gather_
 from megatron_moe.parallel.param_meta import Grid
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.streams import Streams, make_host_copies, make_streams
@@ -80,6 +83,7 @@ class Optimizer:
         shared = (self.rule, offload, buffers.kernels, self._host_copies)
         self._streamed_step = StreamedStep([state for state in self.states if state.home == "streamed"], *shared)
         self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *shared)
+        self._stored = StoredWeights(buffers, self.states)
         self.store = ParamStore(buffers)
         self._gather_in_forward = False
         self._streams: Streams | None = None
@@ -88,6 +92,11 @@ class Optimizer:
         """Operands of the owned ranges in each bucket, with buckets in forward order, for the overlapped step."""
         self._scalars: StepScalars | None = None
         """Scalars of the last overlapped step, kept alive because the optimizer stream may still read them."""
+        if self._stored.buffers:
+            self._publish()
+            self.finish_gather()
+            for buffer in self._stored.buffers:
+                buffer.free_weights()
 
     def step_in_forward(self, model: AcquiringModel) -> None:
         """Enables the overlapped step: `step` returns while updates are pending, and nodes of `model` wait for them.
@@ -146,7 +155,7 @@ class Optimizer:
                 self.rule.step(scalars, state.operands(), self.buffers.kernels)
         self._streamed_step.run(scalars)
         self._cpu_step.run(scalars)
-        self.store.write_back_all()
+        self._publish()
         if not self._gather_in_forward:
             self.finish_gather()
 
@@ -154,9 +163,16 @@ class Optimizer:
         """Launches the updates of all buckets on the optimizer stream. Requires that no earlier update is pending."""
         self._scalars = scalars
         with streams.fork("optimizer"):
+            in_fp8 = []
             for number, bucket in enumerate(self._buckets):
                 for operands in bucket:
                     self.rule.step(scalars, operands, self.buffers.kernels)
+                if self.store.is_in_fp8(number):
+                    in_fp8.append(number)
+                else:
+                    self.store.write_back(number, streams)
+            self._stored.update()
+            for number in in_fp8:
                 self.store.write_back(number, streams)
 
     def weights_from_masters(self) -> None:
@@ -168,19 +184,62 @@ class Optimizer:
         for state, kind, numbers in self._copies:
             state.write(kind, numbers)
         self._copies = []
-        for state in self.states:
-            state.weights_from_master()
-        self.store.write_back_all()
-        self.finish_gather()
+        with self.plain_weights():
+            for state in self.states:
+                state.weights_from_master()
+            self._publish()
+            self.finish_gather()
 
     def masters_from_weights(self) -> None:
-        """Copies the parameters to the master weights. Needed if parameters are set without optimizer state."""
+        """Copies the parameters to the master weights. Needed if parameters are set without optimizer state. Parameters
+        that are stored in FP8 must be set inside `plain_weights`."""
         self.finish_gather()
         self.on_new_weights()
         self._host_copies.synchronize_all()
         self._copies = []
+        assert not self._free_buffers(), "the values of weights stored in FP8 are not allocated"
         for state in self.states:
             state.master_from_weights()
+        if self._stored.buffers:
+            self._publish()
+            self.finish_gather()
+
+    @contextmanager
+    def plain_weights(self) -> Iterator[None]:
+        """Context in which all parameters contain their values in the dtype of the run, equal on all ranks.
+
+        Only parameters that are stored in FP8 do not contain them otherwise. They are set to the rounded master weights
+        and freed at the end. New values take effect with `weights_from_masters` or `masters_from_weights`. Collective
+        over the replica groups if the optimizer is sharded.
+        """
+        buffers = self._free_buffers()
+        if not buffers:
+            yield
+            return
+        self.finish_gather()
+        for buffer in buffers:
+            buffer.allocate_weights()
+        for state in self._stored.states:
+            state.write_weights()
+        if self.buffers.data_parallel.use_distributed_optimizer:
+            for buffer in buffers:
+                for start, end in buffer.layout.buckets:
+                    # dp_cp or edp: one bucket of weights
+                    start_all_gather_(buffer.weights[start:end], buffer.group).wait()
+        try:
+            yield
+        finally:
+            for buffer in buffers:
+                buffer.free_weights()
+
+    def _free_buffers(self) -> list[FlatBuffer]:
+        """Buffers of weights stored in FP8 whose values are not allocated."""
+        return [buffer for buffer in self._stored.buffers if not buffer.has_weights]
+
+    def _publish(self) -> None:
+        """Quantises new master weights of parameters stored in FP8, and publishes all buckets."""
+        self._stored.update()
+        self.store.write_back_all()
 
     def named_state(self) -> Iterator[StateRange]:
         """Yields all state that this rank owns except `step_count`, converted to fp32 (fp64 in fp64 runs).

@@ -148,7 +148,12 @@ class FlatBuffer:
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
         """True on the first of the ranks that own the same elements. Only this rank adds the elements to norms."""
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
-        """Flat tensor in the storage format; the parameters are views of it."""
+        """Flat tensor in the storage format; the parameters are views of it. If `codes` replace the weights, a NaN
+        placeholder without memory, except between `allocate_weights` and `free_weights`."""
+        self.codes = tuple(
+            torch.zeros(layout.size, dtype=torch.uint8, device=device) for _ in range(layout.key.num_codes)
+        )
+        """Flat bytes of the quantised copies of all weights (`Parameter.stored`); empty if the weights are stored."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
         """Flat tensor in the accumulation dtype; padding stays zero."""
         self.slots: tuple[MainGrad, ...] = ()
@@ -176,6 +181,30 @@ class FlatBuffer:
         """Yields each parameter's global name and its view of `flat`, a tensor with this buffer's layout."""
         for place in self.layout.places:
             yield place.name, flat[place.start : place.end].view(place.shape)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """Flat tensors that store the weights and that ranks exchange: `codes`, or `weights`."""
+        return self.codes or (self.weights,)
+
+    @property
+    def has_weights(self) -> bool:
+        """True if `weights` contains the values of the parameters."""
+        return self.weights.is_contiguous()
+
+    def allocate_weights(self) -> None:
+        """Allocates the values of weights that are stored as `codes`; they are zero."""
+        self._set_weights(torch.zeros(self.layout.size, dtype=self.weights.dtype, device=self.weights.device))
+
+    def free_weights(self) -> None:
+        """Frees the values of weights that are stored as `codes`."""
+        nan = torch.full((), torch.nan, dtype=self.weights.dtype, device=self.weights.device)
+        self._set_weights(nan.expand(self.layout.size))
+
+    def _set_weights(self, weights: Tensor) -> None:
+        self.weights = weights
+        for slot, (_, weight) in zip(self.slots, self.views(weights), strict=True):
+            slot.parameter.data = weight
 
     def adopt(self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int) -> None:
         """Copies the parameters into this buffer, makes them views of it, and sets a `MainGrad` as `sink` of each."""
@@ -352,4 +381,5 @@ def _param_shape(name: str, parameter: Parameter, context: ParallelContext, alig
         shared_stages=meta.shared_stages and context.group("embedding").size > 1,
         uses=parameter.uses,
         alignment=alignment,
+        num_codes=0 if parameter.stored is None else len(parameter.stored.grids),
     )

@@ -31,7 +31,7 @@ class _PendingBucket(NamedTuple):
     """`Streams` whose optimizer stream ran the update; None if the update ran on the stream that reads the weights."""
     stepped: Event
     """Event that was recorded on the optimizer stream after the update."""
-    gather: PendingCollective | None
+    gathers: tuple[PendingCollective, ...]
 
 
 class ParamStore:
@@ -39,7 +39,9 @@ class ParamStore:
 
     def __init__(self, buffers: GradBuffers) -> None:
         places = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
-        self._buckets = [(buffer.weights[slice(*buffer.layout.buckets[i])], buffer.group) for buffer, i in places]
+        self._buckets = [
+            ([flat[slice(*buffer.layout.buckets[i])] for flat in buffer.stored], buffer.group) for buffer, i in places
+        ]
         self._sharded = buffers.data_parallel.use_distributed_optimizer
         self._units = buffers.layout.buckets_of_units()
         self._slots: dict[str, list[tuple[str, Tensor]]] = {unit: [] for unit in self._units}
@@ -54,6 +56,10 @@ class ParamStore:
     def gathers(self) -> bool:
         """True if weights must be gathered from other ranks after a step."""
         return self._sharded and any(group.size > 1 for _, group in self._buckets)
+
+    def is_in_fp8(self, bucket: int) -> bool:
+        """True if the weights of the bucket are stored as FP8 bytes."""
+        return self._buckets[bucket][0][0].dtype.itemsize == 1
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         """Units that contain the parameters, without duplicates. Frozen parameters have no unit."""
@@ -86,11 +92,11 @@ class ParamStore:
         the update; None if the update ran on the stream that reads the weights.
         """
         assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
-        weights, group = self._buckets[bucket]
-        # dp_cp or edp: one bucket of weights, by default 40 million elements
-        gather = start_all_gather_(weights, group) if self._sharded else None
-        if streams is not None or gather is not None:
-            self._pending[bucket] = _PendingBucket(streams, streams.record() if streams else None, gather)
+        stored, group = self._buckets[bucket]
+        # dp_cp or edp: one bucket of weights, by default 40 million elements, or of their FP8 bytes
+        gathers = tuple(start_all_gather_(flat, group) for flat in stored) if self._sharded else ()
+        if streams is not None or gathers:
+            self._pending[bucket] = _PendingBucket(streams, streams.record() if streams else None, gathers)
 
     def write_back_all(self) -> None:
         """Publishes all buckets in forward order."""
@@ -104,5 +110,5 @@ class ParamStore:
                 continue
             if pending.streams is not None:
                 pending.streams.wait(pending.stepped)
-            if pending.gather is not None:
-                pending.gather.wait()
+            for gather in pending.gathers:
+                gather.wait()

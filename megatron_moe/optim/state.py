@@ -66,7 +66,8 @@ class UpdateOperands(NamedTuple):
     key: BufferKey
     start: int
     """Offset of the first element in the buffer."""
-    weights: Tensor
+    weights: Tensor | None
+    """None: only the master weights are updated, because the weights are stored in FP8."""
     grads: Tensor
     stored: StoredState
 
@@ -113,8 +114,7 @@ class OptimizerState:
     buffer: FlatBuffer
     start: int
     """Offset of the range in the buffer, in elements."""
-    weights: Tensor
-    """View of the buffer's weights in the range."""
+    end: int
     grads: Tensor
     """View of the buffer's gradients in the range."""
     kept: StoredState
@@ -124,11 +124,12 @@ class OptimizerState:
 
     @property
     def size(self) -> int:
-        return self.weights.numel()
+        return self.end - self.start
 
     @property
-    def end(self) -> int:
-        return self.start + self.size
+    def weights(self) -> Tensor:
+        """View of the buffer's weights in the range."""
+        return self.buffer.weights[self.start : self.end]
 
     @property
     def kinds(self) -> dict[str, PackedState]:
@@ -140,9 +141,8 @@ class OptimizerState:
         """Views of elements `start` (a multiple of `BLOCK`) to `end`, counted from the start of this state."""
         end = self.size if end is None else end
         stored = self.kept.part(start, end)
-        return UpdateOperands(
-            self.buffer.key, self.start + start, self.weights[start:end], self.grads[start:end], stored
-        )
+        weights = None if self.buffer.codes else self.weights[start:end]
+        return UpdateOperands(self.buffer.key, self.start + start, weights, self.grads[start:end], stored)
 
     def chunks(self, size: int = _CHUNK) -> Iterator[Range]:
         """Yields (start, end) of chunks of at most `size` elements. Offsets count from the start of this state."""
@@ -185,9 +185,22 @@ class OptimizerState:
         if not self.saves_master:
             self.master_from_weights()
             return
-        for start, end in self.chunks():
-            numbers = self._numbers(master, start, end).to(self.weights.device)
-            self.weights[start:end] = round_weights(numbers, self.weights.dtype)
+        self.write_weights()
+
+    def write_weights(self) -> None:
+        """Sets the parameters to the rounded master weights."""
+        for start, numbers in self.masters(_CHUNK):
+            self.weights[start : start + len(numbers)] = round_weights(numbers, self.weights.dtype)
+
+    def masters(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yields (start, values) of at most `size` consecutive master weights, which must not be remainders; None: as
+        many as possible without a large temporary tensor. Offsets count from the start of this state. Values are fp32
+        (fp64 in fp64 runs) and on the device."""
+        master = self.kept.master
+        assert master is not None, "the parameters are the master weights"
+        whole = self.size if master.format == "plain" and self.home == "device" else _CHUNK
+        for start, end in self.chunks(size or whole):
+            yield start, self._numbers(master, start, end).to(self.grads.device)
 
     def master_from_weights(self) -> None:
         """Sets the master weights from the parameters."""
@@ -247,7 +260,7 @@ def _new_state(
     copies: HostCopies,
 ) -> OptimizerState:
     start, end = owned
-    weights, grads = buffer.weights[start:end], buffer.grads[start:end]
+    weights = buffer.weights[start:end]
     fp64 = precision.main_params_dtype == "fp64"
     saves_master = weights.dtype != torch_dtype(precision.main_params_dtype)
 
@@ -265,11 +278,12 @@ def _new_state(
         return zeros("plain", torch.bfloat16 if spec.format == "bf16" else torch.float32)
 
     master = None
-    if saves_master or home == "host":
+    if saves_master or home == "host" or buffer.codes:
         remainders = precision.store_param_remainders and weights.dtype is torch.bfloat16 and home != "host"
+        remainders = remainders and not buffer.codes
         name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
         master = zeros(name, torch.float32)
     kept = StoredState(master, {spec.kind: moment(spec) for spec in moments})
-    state = OptimizerState(buffer, start, weights, grads, kept, home, saves_master)
+    state = OptimizerState(buffer, start, end, buffer.grads[start:end], kept, home, saves_master)
     state.master_from_weights()
     return state

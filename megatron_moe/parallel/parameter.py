@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamBox, ParamMeta, local_boxes, local_shape, sharded_dim
+from megatron_moe.precision.stored_weight import StoredWeight
 
 
 class GradAccumulator(Protocol):
@@ -81,6 +82,14 @@ class Parameter(nn.Parameter):
     uses: int = 1
     """Number of gradients per microbatch on this rank: one per GEMM or embedding lookup that uses the parameter,
     counting each run of a layer that runs several times."""
+    stored: StoredWeight | None = None
+    """Quantised storage of the weight. Once an optimizer owns the parameter, its values are NaN placeholders without
+    memory, except in `Optimizer.plain_weights`. None: the parameter contains its values."""
+
+    @property
+    def stored_tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that contain the values of the parameter: itself, or the bytes and scales of its storage."""
+        return (self.detach(),) if self.stored is None else self.stored.tensors
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:

@@ -123,7 +123,7 @@ def _state_options(plan: RunPlan) -> list[MemoryOption]:
 def with_remainders(plan: RunPlan) -> RunPlan:
     """Copy of the plan that stores only the low 16 bits of master weights; unchanged if this is impossible."""
     precision = plan.precision
-    if precision.params != "bf16" or precision.main_params_dtype != "fp32" or precision.low_precision_params:
+    if precision.params != "bf16" or precision.main_params_dtype != "fp32":
         return plan
     return replace(plan, precision=replace(precision, store_param_remainders=True))
 

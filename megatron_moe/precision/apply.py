@@ -17,6 +17,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import held_experts
 from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision, ModelPrecision
+from megatron_moe.precision.stored_weight import StoredWeight
 
 LowPrecisionModule = Linear | ExpertStack | Head
 
@@ -26,7 +27,8 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
 
     Embedding, router, gates, norms and the output layer keep the dtype of the parameters; the output layer only without
     `config.output_layer`. So do the first and last decoder layers selected by `config`. Patterns of
-    `precision.module_precision` override the recipe of single modules.
+    `precision.module_precision` override the recipe of single modules. With `precision.low_precision_params`, the
+    weights get a `StoredWeight`, which an optimizer then fills.
     """
     last_copies = LastCopies()
     for name, module in model.named_modules():
@@ -41,6 +43,10 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
                 "device": ctx.device,
             }
             module.precision = LinearPrecision(config, kernels, **options)
+            if precision.low_precision_params and module.weight is not None:
+                scale = None if delayed is None else module.precision.weight_scale
+                shape, dtype = tuple(module.weight.shape), module.weight.dtype
+                module.weight.stored = StoredWeight(shape, config.weights, dtype, scale)
     for module in model.modules():
         if isinstance(module, MoELayer) and model.saved_tensors.stash is None and module.experts.has_fused_casts:
             # tokens are saved instead of a columnwise copy of rows; on one rank, the router saves them anyway

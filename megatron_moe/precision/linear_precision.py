@@ -13,6 +13,7 @@ from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
 from megatron_moe.precision.expert_rows import largest_magnitude
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import LARGEST
+from megatron_moe.precision.stored_weight import StoredWeight
 
 _INPUT, _WEIGHT, _GRAD = range(3)
 
@@ -51,6 +52,10 @@ class Quantizers(Protocol):
         """Quantises a weight [O, I], or a stack of weights [e, O, I]. The rowwise copy is always made. `scale`: as in
         `quantize_rows`, fp32 [] or [e]. `out`: result for an equal shape and format, which is overwritten and returned;
         None: allocates the result."""
+        ...
+
+    def transpose_weight(self, data: Tensor) -> Tensor:
+        """Contiguous transposed bytes [..., I, O] of an FP8 weight [..., O, I]."""
         ...
 
 
@@ -232,13 +237,29 @@ class LinearPrecision:
         return self._config.inputs, self._config.grads
 
     def weight(self, weight: Tensor) -> QuantizedTensor:
-        """Quantised weight [O, I] or [e, O, I] of this step, both copies."""
-        if self._weight is None or not self._is_current:
+        """Quantised weight [O, I] or [e, O, I] of this step: both copies, or the rowwise copy of a `StoredWeight`."""
+        if self._weight is not None and self._is_current:
+            return self._weight
+        stored = _stored(weight)
+        if stored is not None:
+            self._scale(_WEIGHT, lambda: stored.amax, True)
+            self._weight = stored.operand()
+        else:
             scale = self._scale(_WEIGHT, lambda: weight.detach().abs().amax(dim=(-2, -1)).float(), True)
             form, out = self._config.weights, self._weight
             self._weight = self._kernels.quantize_weight(weight.detach(), form, columnwise=True, scale=scale, out=out)
-            self._is_current = True
+        self._is_current = True
         return self._weight
+
+    def transposed(self, weight: Tensor, weight_q: QuantizedTensor) -> QuantizedTensor:
+        """The result `weight_q` of `weight` with the columnwise copy, which the input gradient reads."""
+        stored = _stored(weight)
+        return weight_q if stored is None else stored.with_columns(self._kernels.transpose_weight)
+
+    def weight_scale(self, amax: Tensor) -> Tensor:
+        """Scale of the recipe delayed for the weight, [] or [e], without recording `amax`."""
+        assert self.delayed is not None, "scales of the other recipes depend on the weight"
+        return self.delayed.scale(_WEIGHT, amax, record=False)
 
     def grad(
         self, grad: Tensor, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None
@@ -259,6 +280,11 @@ class LinearPrecision:
 
     def _scale(self, role: int, amax: Callable[[], Tensor], record: bool) -> Tensor | None:
         return None if self.delayed is None else self.delayed.scale(role, amax(), record)
+
+
+def _stored(weight: Tensor) -> StoredWeight | None:
+    found: StoredWeight | None = getattr(weight, "stored", None)
+    return found
 
 
 class ModelPrecision:

@@ -18,6 +18,10 @@ from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTens
 DTYPES = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
 LARGEST = MappingProxyType({"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0})
 """Largest number of each element format."""
+SCALE_DTYPES = MappingProxyType(
+    {"fp32": torch.float32, "power of 2": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+)
+"""Dtypes of stored scales, by `OperandFormat.scale`."""
 _MANTISSA = 0x7FFFFF
 
 
@@ -91,10 +95,19 @@ def quantize_copy(x: Tensor, form: OperandFormat) -> QuantizedCopy:
     amax = padded.abs().unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
     if height == 1:
         amax = amax.mT.contiguous()
-    exponents = _e8m0(amax) if form.scale == "e8m0" else None
-    scale = scale_of(amax, form, x.dtype) if exponents is None else decode_scales(254 - exponents)
-    data = cast(wide * spread_scales(scale, form.block, num_rows, num_columns), form.element)
-    return QuantizedCopy(data, 1 / scale if exponents is None else exponents)
+    factors, scales = block_scales(amax, form, x.dtype)
+    data = cast(wide * spread_scales(factors, form.block, num_rows, num_columns), form.element)
+    return QuantizedCopy(data, scales)
+
+
+def block_scales(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(fp32 factors by which elements are multiplied, scales to store) of FP8 blocks whose largest magnitudes are
+    `amax` (fp32). `dtype`: dtype of the tensor."""
+    if form.scale == "e8m0":
+        exponents = _e8m0(amax)
+        return decode_scales(254 - exponents), exponents
+    factors = scale_of(amax, form, dtype)
+    return factors, 1 / factors
 
 
 def _e8m0(amax: Tensor) -> Tensor:

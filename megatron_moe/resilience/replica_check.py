@@ -54,6 +54,9 @@ def differing_replicas(checksums: Sequence[Mapping[str, int]], group: ProcessGro
 
 
 def _checksum(parameter: Parameter) -> int:
-    """crc32 of the parameter's bytes."""
-    flat = parameter.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    """crc32 of the parameter's bytes, and of its scales if it is stored in FP8."""
+    checksum = 0
+    for tensor in parameter.stored_tensors:
+        flat = tensor.cpu().contiguous().view(-1)
+        checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum) if flat.numel() else checksum
+    return checksum

@@ -196,13 +196,14 @@ class Checkpointing:
         self._progress.saving(state)
         self.status.update(state="saving")
         self.reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {self.config.save}")
-        tensors = saved_tensors(self.trainer, optimizer=self.config.save_optim)
-        self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
         texts = {"run.yaml": self.run.run_yaml}
-        if in_background:
-            self._record_saved(self.saver.start(state.iteration, tensors, train_state, texts=texts))
-        elif self.saver.save(state.iteration, tensors, train_state, texts=texts) is not None:
-            self._record_saved(self.saver.last)
+        with self.trainer.optimizer.plain_weights():
+            tensors = saved_tensors(self.trainer, optimizer=self.config.save_optim)
+            self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
+            if in_background:
+                self._record_saved(self.saver.start(state.iteration, tensors, train_state, texts=texts))
+            elif self.saver.save(state.iteration, tensors, train_state, texts=texts) is not None:
+                self._record_saved(self.saver.last)
         self.status.update(state="running")
 
     def _wait_for_pending(self, saver: CheckpointSaver) -> None:
@@ -239,9 +240,10 @@ class Checkpointing:
 
     def _export(self, state: TrainState) -> None:
         if self._exports is not None:
-            tensors = saved_tensors(self.trainer, optimizer=False)
-            self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
-            self._exports.save(state.iteration, tensors)
+            with self.trainer.optimizer.plain_weights():
+                tensors = saved_tensors(self.trainer, optimizer=False)
+                self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
+                self._exports.save(state.iteration, tensors)
 
     def _refuse_nonfinite(self, tensors: Mapping[str, TensorShard], what: str) -> None:
         """Raises NumericsProblem on all ranks if a tensor of any rank is not finite. Collective."""
@@ -257,6 +259,10 @@ class Checkpointing:
             )
 
     def _restore_from(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
+        with self.trainer.optimizer.plain_weights():
+            return self._restore_weights(source, loader)
+
+    def _restore_weights(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
         trainer, say = self.trainer, self.reporter.note
         if self._upcycles(source):
             granularity = self.config.moe_upcycling_granularity
@@ -374,7 +380,7 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard
     """This rank's part of a checkpoint, by key: weights, buffers and optimizer state.
 
     Tensors are views, except low-precision optimizer state, which is converted in host memory
-    (`Optimizer.named_state`).
+    (`Optimizer.named_state`). The parameters must contain their values (`Optimizer.plain_weights`).
     """
     trainer.optimizer.finish_gather()
     tensors = model_tensors(trainer.model)

@@ -76,7 +76,8 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
         for state in trainer.optimizer.named_state()
         if state.kind != "master" and not bool(all_finite(state.data))
     )
-    findings = (*bad_weights(trainer.model), *moments)
+    with trainer.optimizer.plain_weights():
+        findings = (*bad_weights(trainer.model), *moments)
     report = RankReport(rank=context.rank, stage=context.group("pp").rank, findings=findings)
     # world: some kilobytes per rank, once
     return gather_objects(report, context.group("world"))
@@ -138,7 +139,8 @@ def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport
 def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankReport:
     """Repeats the step; returns `report` with the results: non-finite tensors, bad samples, and losses."""
     trainer.optimizer.finish_gather()
-    weights = tuple(bad_weights(trainer.model))
+    with trainer.optimizer.plain_weights():
+        weights = tuple(bad_weights(trainer.model))
     with FirstBadModule(trainer.model) as watched:
         repeated = trainer.repeat(kept.batches, kept.iteration)
     bad_places = {index for index, loss in repeated.losses.items() if not bool(torch.isfinite(loss))}

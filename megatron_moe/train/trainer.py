@@ -272,6 +272,8 @@ class Trainer:
         if overflow is not None:
             figures["overflow"] = overflow
         proceed = self._accept(loss, norms["all"], overflow) & sound
+        if self.low_precision is not None:
+            self.low_precision.end_step(proceed)  # first: the optimizer may quantise weights with the new scales
         self.optimizer.step(
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
@@ -279,8 +281,6 @@ class Trainer:
             grad_scale=clip_coefficient(norms["all"], self.optimizer.config.clip_grad),
             proceed=proceed,
         )
-        if self.low_precision is not None:
-            self.low_precision.end_step(proceed)
         for router in self.routers:
             router.record_bias(self.metrics)
         update_routers(self.routers, self.context, proceed=proceed)

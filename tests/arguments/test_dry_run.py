@@ -89,7 +89,9 @@ def test_a_layout_that_is_impossible_is_refused_as_ever():
 
 def test_unavailable_features_are_reported_in_the_dry_run():
     report = facts(DEEPSEEK)
-    assert any(line.startswith("--fp8-param-gather is not available yet") for line in report["cannot_train_yet"])
+    assert any(
+        line.startswith("--moe-token-dispatcher-type flex over 64 expert ranks") for line in report["cannot_train_yet"]
+    )
     assert report["time"]["products_in"] == "fp8"
     with pytest.raises(FlagErrors):
         read_plan(DEEPSEEK.split(), {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"})
@@ -143,8 +145,8 @@ def test_missing_and_wrong_inputs_are_reported_before_the_figures(ready, more, w
 
 
 def test_missing_inputs_come_before_missing_features(ready):
-    text = answer_to(f"{ready} --split x --fp8-param-gather --dry-run")
-    assert text.index("--split x") < text.index("ranks\n") < text.index("--fp8-param-gather is not available yet")
+    text = answer_to(f"{ready} --split x --fp4-param-gather --dry-run")
+    assert text.index("--split x") < text.index("ranks\n") < text.index("--fp4-param-gather is not available yet")
 
 
 def test_a_second_start_reads_no_load_folder(ready):

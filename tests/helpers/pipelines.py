@@ -52,7 +52,8 @@ def run_steps(plan: RunPlan, trainer: Trainer, state: TrainState, steps: int) ->
     for name, metric in trainer.metrics.take(trainer.context).items():
         figures[f"metric {name}"] = torch.tensor(metric.value)
         figures |= {f"metric {name} {layer}": torch.tensor(value) for layer, value in metric.layers.items()}
-    return figures | {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    with trainer.optimizer.plain_weights():
+        return figures | {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
 def train_on_ranks(plan: RunPlan, *, processes: bool = False, steps: int = 3) -> dict[str, Tensor]:

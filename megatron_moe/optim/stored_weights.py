@@ -1,0 +1,131 @@
+"""Quantises master weights to the FP8 bytes that replace the weights of parameters (`--fp8-param-gather`).
+
+A data-parallel rank holds the master weights of a range of every bucket, which may begin or end inside a block of
+elements with a common scale. The ranks therefore compute the largest magnitudes of the blocks in their ranges and agree
+on them in one all-reduce; then each rank quantises its range. The bytes equal those of a quantised bf16 weight,
+whatever the number of ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.precision import OperandFormat
+from megatron_moe.kernels.ops import WeightPart
+from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers, replica_group
+from megatron_moe.optim.param_layout import Place
+from megatron_moe.optim.state import OptimizerState
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.param_meta import Grid
+from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES, block_scales
+from megatron_moe.precision.stored_weight import StoredWeight
+
+
+@dataclass(frozen=True)
+class _SameForm:
+    """Weights of one format whose replicas are on the same ranks."""
+
+    weights: tuple[StoredWeight, ...]
+    scales: Tensor
+    """Scales of all blocks of all weights, flat, as GEMMs read them."""
+
+    def split(self, flat: Tensor) -> list[tuple[Tensor, ...]]:
+        """Views of one value per block of each weight's copies."""
+        views = iter(flat.split([grid.size for weight in self.weights for grid in weight.grids]))
+        return [tuple(next(views) for _ in weight.grids) for weight in self.weights]
+
+    def set_scales(self, amax: Tensor) -> Tensor:
+        """Sets the scales for the largest magnitudes `amax` of all blocks. Returns the factors by which elements are
+        multiplied."""
+        first = self.weights[0]
+        if first.scale is None:
+            factors, scales = block_scales(amax, first.form, first.dtype)
+        else:  # one copy and one block per matrix
+            pairs = zip(self.weights, self.split(amax), strict=True)
+            factors = torch.cat([weight.delayed_factors(found) for weight, (found,) in pairs])
+            scales = 1 / factors
+        self.scales.copy_(scales)
+        return factors
+
+
+class StoredWeights:
+    """All weights of this rank that are stored in FP8."""
+
+    def __init__(self, buffers: GradBuffers, states: Sequence[OptimizerState]) -> None:
+        self.buffers = tuple(buffer for buffer in buffers.buffers if buffer.codes)
+        self.states = tuple(state for state in states if state.buffer.codes)
+        self._kernels, self._context = buffers.kernels, buffers.context
+        self._sharded = buffers.data_parallel.use_distributed_optimizer
+        self._groups: dict[Grid, list[_SameForm]] = {}
+        """Weights by grid. The magnitudes of a grid's weights are reduced together."""
+        found: dict[tuple[Grid, OperandFormat, bool], list[tuple[StoredWeight, tuple[Tensor, ...]]]] = {}
+        for buffer in self.buffers:
+            for place, weight in _weights_of(buffer):
+                codes = tuple(flat[place.start : place.end] for flat in buffer.codes)
+                key = buffer.key.grid, weight.form, weight.scale is None
+                found.setdefault(key, []).append((weight, codes))
+        for (grid, form, _), members in found.items():
+            size = sum(grid.size for weight, _ in members for grid in weight.grids)
+            scales = torch.zeros(size, dtype=SCALE_DTYPES[form.scale], device=buffers.device)
+            same = _SameForm(tuple(weight for weight, _ in members), scales)
+            for (weight, codes), views in zip(members, same.split(scales), strict=True):
+                weight.attach(codes, views)
+            self._groups.setdefault(grid, []).append(same)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Quantises the master weights of the ranges that this rank owns. Collective over the replica groups."""
+        for grid, forms in self._groups.items():
+            amax = torch.zeros(sum(len(same.scales) for same in forms), device=self.buffers[0].weights.device)
+            by_form = amax.split([len(same.scales) for same in forms])
+            self._add_amax(self._by_weight(forms, by_form), grid)
+            if self._sharded:
+                # dp_cp or edp: 4 bytes per block of all weights
+                all_reduce_(amax, self._context.group(replica_group(grid)), "max")
+            factors = [same.set_scales(part) for same, part in zip(forms, by_form, strict=True)]
+            self._quantize(self._by_weight(forms, factors), grid)
+
+    def _by_weight(self, forms: Sequence[_SameForm], flats: Sequence[Tensor]) -> dict[StoredWeight, list[Tensor]]:
+        """Values of the blocks of each weight's copies, [e, blocks along O, blocks along I], of the values by form."""
+        return {
+            weight: [grid.view(view) for grid, view in zip(weight.grids, views, strict=True)]
+            for same, flat in zip(forms, flats, strict=True)
+            for weight, views in zip(same.weights, same.split(flat), strict=True)
+        }
+
+    def _add_amax(self, amax: dict[StoredWeight, list[Tensor]], of_grid: Grid) -> None:
+        for _, _, weight, part in self._parts(of_grid):
+            for grid, found in zip(weight.grids, amax[weight], strict=True):
+                self._kernels.weight_amax_(found, part, grid.block)
+
+    def _quantize(self, factors: dict[StoredWeight, list[Tensor]], of_grid: Grid) -> None:
+        for buffer, start, weight, part in self._parts(of_grid):
+            for grid, values, flat in zip(weight.grids, factors[weight], buffer.codes, strict=True):
+                out = flat[start : start + len(part.values)].view(DTYPES[weight.form.element])
+                self._kernels.quantize_weight_part(part, values, grid.block, out)
+
+    def _parts(self, of_grid: Grid) -> Iterator[tuple[FlatBuffer, int, StoredWeight, WeightPart]]:
+        """Yields (buffer, offset in the buffer, weight, part of the weight) of the master weights of this rank."""
+        for state in self.states:
+            if state.buffer.key.grid != of_grid:
+                continue
+            for first, values in state.masters():
+                begin, end = state.start + first, state.start + first + len(values)
+                for place, weight in _weights_of(state.buffer):
+                    start, stop = max(place.start, begin), min(place.end, end)
+                    if start < stop:
+                        held = values[start - begin : stop - begin]
+                        yield (
+                            state.buffer,
+                            start,
+                            weight,
+                            WeightPart(held, start - place.start, place.shape, weight.dtype),
+                        )
+
+
+def _weights_of(buffer: FlatBuffer) -> Iterator[tuple[Place, StoredWeight]]:
+    for place, slot in zip(buffer.layout.places, buffer.slots, strict=True):
+        assert slot.parameter.stored is not None, f"{place.name} is stored in its own dtype"
+        yield place, slot.parameter.stored

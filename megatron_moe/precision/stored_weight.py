@@ -1,0 +1,116 @@
+"""Weights stored in FP8: bytes and scales that replace the values of a parameter (`--fp8-param-gather`).
+
+The bytes of a weight are a range of a flat buffer, in the order of the weight's elements, so that a data-parallel rank
+can quantise any range of elements and an all-gather can exchange the bytes. The scales follow from the largest
+magnitudes of all blocks. Forward reads the bytes directly; the input gradient reads a transposed copy, which is made
+for each use and not stored.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.precision import WHOLE, OperandFormat
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
+from megatron_moe.precision.quantizers import DTYPES
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Blocks of a weight [O, I], or of each matrix of a stack [e, O, I], that share a scale."""
+
+    block: tuple[int, int]
+    """(rows, columns) of a block."""
+    num: tuple[int, int, int]
+    """Number of (matrices, blocks along O, blocks along I)."""
+    columns_first: bool = False
+    """True if consecutive values are those of blocks along O, as in the scales of blocks (1, n)."""
+
+    @property
+    def size(self) -> int:
+        return prod(self.num)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """View of one value per block, flat, as [e, blocks along O, blocks along I]."""
+        num, along_o, along_i = self.num
+        return flat.view(num, along_i, along_o).mT if self.columns_first else flat.view(self.num)
+
+
+class StoredWeight:
+    """Quantised storage of a weight [O, I] or a stack of weights [e, O, I]."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        form: OperandFormat,
+        dtype: torch.dtype,
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`dtype`: dtype of the values, to which master weights are rounded before they are quantised. `scale`: returns
+        the factor of each matrix, [] or [e], for a format whose factors do not depend on the weight."""
+        self.shape = shape
+        self.form = form
+        self.dtype = dtype
+        self.scale = scale
+        self.grids = tuple(_grids(shape, form))
+        """Blocks of each stored copy. Formats with blocks (1, n) have one copy for each direction."""
+        self._codes: tuple[Tensor, ...] = ()
+        self._scales: tuple[Tensor, ...] = ()
+        self._amax = torch.zeros(0)
+
+    def attach(self, codes: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -> None:
+        """Sets the flat tensors, one per copy, that contain bytes (uint8) and scales."""
+        self._codes = tuple(code.view(DTYPES[self.form.element]) for code in codes)
+        self._scales = scales
+        self._amax = torch.zeros_like(scales[0] if self.scale is not None else scales[0][:0])
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Bytes and scales of all copies, flat."""
+        return (*self._codes, *self._scales)
+
+    @property
+    def amax(self) -> Tensor:
+        """Largest magnitude of each matrix when it was last quantised, fp32 [] or [e]; only with `scale`."""
+        return self._amax.view(self.shape[:-2])
+
+    def delayed_factors(self, amax: Tensor) -> Tensor:
+        """Factors of the recipe delayed, flat; stores `amax`, the largest magnitude of each matrix."""
+        assert self.scale is not None, f"the scales of {self.form} depend on the weight"
+        self._amax.copy_(amax)
+        return self.scale(self.amax).flatten()
+
+    def operand(self) -> QuantizedTensor:
+        """The weight without the transposed copy, as an operand of GEMMs."""
+        row = QuantizedCopy(self._codes[0].view(self.shape), self._scales[0].view(self._scales_shape(self.grids[0])))
+        return QuantizedTensor.of(row, None, self.form.block, self.dtype)
+
+    def with_columns(self, transpose: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """The weight with the transposed copy, which `transpose` makes from the bytes [..., O, I]."""
+        grid, scales = self.grids[-1], self._scales[-1]
+        scales = scales.view(self._scales_shape(grid))
+        if self.form.block[0] > 1:
+            scales = scales.mT.contiguous()
+        column = QuantizedCopy(transpose(self._codes[-1].view(self.shape)), scales)
+        return QuantizedTensor.of(self.operand().row_copy, column, self.form.block, self.dtype)
+
+    def _scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
+        _, along_o, along_i = grid.num
+        if self.form.block == WHOLE:
+            return self.shape[:-2]
+        return (*self.shape[:-2], *((along_i, along_o) if grid.columns_first else (along_o, along_i)))
+
+
+def _grids(shape: tuple[int, ...], form: OperandFormat) -> list[BlockGrid]:
+    *stack, outputs, inputs = shape
+    height, width = (outputs, inputs) if form.block == WHOLE else form.block
+
+    def grid(block: tuple[int, int], *, columns_first: bool = False) -> BlockGrid:
+        return BlockGrid(block, (prod(stack), -(-outputs // block[0]), -(-inputs // block[1])), columns_first)
+
+    if form.block[0] == 1:
+        return [grid((1, width), columns_first=True), grid((width, 1))]
+    return [grid((height, width))]

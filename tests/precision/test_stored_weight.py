@@ -1,0 +1,82 @@
+"""Weights quantised in parts: any division into ranges gives the bytes and scales of the whole weight."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.precision import OperandFormat, low_precision_config
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.low_precision_state import round_weights
+from megatron_moe.kernels.ops import WeightPart
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantizers import SCALE_DTYPES, block_scales, quantize_weight
+from megatron_moe.precision.stored_weight import StoredWeight
+
+FORMS = {
+    "tensorwise": low_precision_config("tensorwise").weights,
+    "blockwise": low_precision_config("blockwise", blocks=4).weights,
+    "fp32 scales": low_precision_config("blockwise", blocks=4, power_of_2=False).weights,
+    "mxfp8": low_precision_config("mxfp8").weights,
+    "single elements": low_precision_config("blockwise", blocks=1).weights,
+}
+SHAPES = ((8, 12), (9, 7), (3, 10, 6), (2, 5, 33), (1, 5))
+
+
+def masters(shape: tuple[int, ...]) -> Tensor:
+    """fp32 values over many magnitudes, with ties between bf16 numbers."""
+    generator = torch.Generator().manual_seed(len(shape))
+    values = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).mul(9).exp2()
+    values.view(-1)[:5] = torch.tensor([0.0, 1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8, 0.0])
+    return values
+
+
+def stored(values: Tensor, form: OperandFormat, cuts: list[int], dtype: torch.dtype = torch.bfloat16) -> StoredWeight:
+    """Quantises the ranges between the cuts one after the other, like the ranks that own them."""
+    weight, flat = StoredWeight(tuple(values.shape), form, dtype), values.flatten()
+    codes = tuple(torch.full((len(flat),), 77, dtype=torch.uint8) for _ in weight.grids)
+    parts = [WeightPart(flat[a:b], a, weight.shape, dtype) for a, b in pairwise([0, *cuts, len(flat)]) if a < b]
+    scales = []
+    for grid, code in zip(weight.grids, codes, strict=True):
+        found = []
+        for part in parts:
+            of_rank = torch.zeros(grid.size)
+            reference.weight_amax_(grid.view(of_rank), part, grid.block)
+            found.append(of_rank)
+        factors, made = block_scales(torch.stack(found).amax(dim=0), form, dtype)
+        assert made.dtype == SCALE_DTYPES[form.scale]
+        scales.append(made)
+        for part in parts:
+            out = code[part.start :][: len(part.values)].view(torch.float8_e4m3fn)
+            reference.quantize_weight_part(part, grid.view(factors), grid.block, out)
+    weight.attach(codes, tuple(scales))
+    return weight
+
+
+def check(found: QuantizedTensor, expected: QuantizedTensor) -> None:
+    for copy, other in ((found.row_copy, expected.row_copy), (found.column_copy, expected.column_copy)):
+        assert copy.data.shape == other.data.shape and copy.scales.shape == other.scales.shape
+        assert torch.equal(copy.data.view(torch.uint8), other.data.view(torch.uint8))
+        assert torch.equal(copy.scales, other.scales)
+    assert (found.block, found.dtype) == (expected.block, expected.dtype)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_division_gives_the_bytes_of_the_whole_weight(form: OperandFormat, shape: tuple[int, ...]) -> None:
+    values = masters(shape)
+    expected = quantize_weight(round_weights(values, torch.bfloat16), form, columnwise=True)
+    size = values.numel()
+    divisions = [[], *([cut] for cut in range(1, size)), [size // 3, size // 3, size // 2], list(range(1, size))]
+    for cuts in divisions if size < 100 else divisions[::7]:
+        weight = stored(values, form, cuts)
+        assert weight.operand().columnwise is None
+        check(weight.with_columns(reference.transpose_weight), expected)
+
+
+def test_values_are_rounded_to_the_dtype_of_the_run_first() -> None:
+    values = torch.tensor([[1 + 2**-4 + 2**-9, 448.0]])  # the tie of e4m3 that bf16 rounds down to goes to the even 1
+    form = FORMS["tensorwise"]
+    assert stored(values, form, []).operand().row_copy.data.float().tolist() == [[1.0, 448.0]]
+    assert stored(values, form, [], torch.float32).operand().row_copy.data.float().tolist() == [[1.125, 448.0]]
