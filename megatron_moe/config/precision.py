@@ -124,8 +124,9 @@ def low_precision_config(
 ) -> LowPrecisionConfig:
     """Builds the operand formats of a scaling recipe.
 
-    `hybrid`: E5M2 gradients and E4M3 inputs and weights; False: E4M3 throughout. `blocks`: block length of the recipe
-    blockwise, 128 if None; `power_of_2`: rounds its scales down to powers of two. `options`: see `LowPrecisionConfig`.
+    `hybrid`: E5M2 gradients and E4M3 inputs and weights; False: E4M3 throughout. `blocks`: block length, None for that
+    of the recipe; `power_of_2`: rounds scales of the recipe blockwise down to powers of two. `options`: see
+    `LowPrecisionConfig`.
     """
     grads: Element = "e5m2" if hybrid else "e4m3"
     match recipe:
@@ -137,10 +138,11 @@ def low_precision_config(
         case "tensorwise" | "delayed":
             inputs = weights = OperandFormat(element="e4m3", block=WHOLE, scale="fp32")
         case "mxfp8":
-            inputs = weights = OperandFormat(element="e4m3", block=(1, 32), scale="e8m0")
+            inputs = weights = OperandFormat(element="e4m3", block=(1, blocks or 32), scale="e8m0")
         case "nvfp4":
-            inputs = OperandFormat(element="e2m1", block=(1, 16), scale="e4m3", hadamard=True)
-            weights = OperandFormat(element="e2m1", block=(16, 16), scale="e4m3")
+            length = blocks or 16
+            inputs = OperandFormat(element="e2m1", block=(1, length), scale="e4m3", hadamard=True)
+            weights = OperandFormat(element="e2m1", block=(length, length), scale="e4m3")
             return LowPrecisionConfig(
                 recipe=recipe, inputs=inputs, weights=weights, grads=replace(inputs, stochastic=True), **options
             )

@@ -62,7 +62,7 @@ def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPre
     layers = [module.precision for module in modules if module.precision is not None]
     # tp_dp_cp: all ranks of a pipeline stage
     reduce_max = partial(all_reduce_, group=ctx.group("tp_dp_cp"), op="max")
-    return ModelPrecision(layers, seed, ctx.rank, reduce_max)
+    return ModelPrecision(layers, seed, reduce_max)
 
 
 def weights_in_low_precision(model: GPT) -> dict[nn.Parameter, LinearPrecision]:

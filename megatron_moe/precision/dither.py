@@ -1,30 +1,32 @@
-"""Random numbers of stochastic rounding: hashes of indices and a seed in device memory, as CUDA graphs require."""
-
-import math
+"""Random numbers of stochastic rounding: hashes with a seed in device memory, as CUDA graphs require."""
 
 import torch
 from torch import Tensor
+
+_MASK = 0xFFFFFFFF
 
 
 def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device) -> Tensor:
     """Random multiples of 2^-16 in [0, 1), fp32 [size]. Element i is a hash of the index `first` + i, step and salt."""
     number = torch.arange(first, first + size, device=device, dtype=torch.int64)
-    mixed = (number * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77 + salt * 0xC2B2AE3D) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 12)) * 0x297A2D39) & 0xFFFFFFFF
+    mixed = _mix(number * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77 + salt * 0xC2B2AE3D)
     return (mixed >> 16).to(torch.float32) * 2.0**-16
 
 
-class Noise:
-    """Random numbers in [0, 1) by consecutive indices."""
+def block_dither(x: Tensor, length: int, seed: Tensor) -> Tensor:
+    """Random multiples of 2^-16 in [0, 1) for the elements of fp32 x [..., C], in blocks of `length` of the last dim.
 
-    def __init__(self, seed: Tensor) -> None:
-        """`seed`: int64 []."""
-        self._seed = seed
-        self._num_drawn = 0
+    A number is a hash of all values of the element's block, the element's place in the block, and `seed` (int64 []). It
+    depends neither on the place of the block in the tensor nor on the rank, so it is the same in every parallel layout.
+    Blocks with equal values get equal numbers."""
+    place = torch.arange(length, device=x.device) * 0x9E3779B1
+    bits = (x + 0.0).view(torch.int32).long().unflatten(-1, (-1, length))  # -0 becomes 0
+    blocks = _mix(bits * 0xC2B2AE3D + place).sum(dim=-1, keepdim=True)
+    return (_mix(_mix(blocks + seed * 0x85EBCA77) + place) >> 16).flatten(-2).to(torch.float32) * 2.0**-16
 
-    def draw(self, shape: torch.Size) -> Tensor:
-        """The next numbers, fp32 [*shape] on the device of the seed."""
-        size, first = math.prod(shape), self._num_drawn
-        self._num_drawn += size
-        return dither(size, self._seed, 0, first, self._seed.device).view(shape)
+
+def _mix(number: Tensor) -> Tensor:
+    """Hash of the low 32 bits of int64 numbers, in [0, 2^32)."""
+    mixed = number & _MASK
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _MASK
+    return ((mixed ^ (mixed >> 12)) * 0x297A2D39) & _MASK

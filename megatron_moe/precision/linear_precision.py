@@ -167,13 +167,13 @@ class LinearPrecision:
         self._name = name
         self._last_copies = last_copies or LastCopies()
         self._seed = torch.zeros((), dtype=torch.int64, device=device) if config.grads.stochastic else None
-        """Seed of the next stochastic rounding."""
+        """Seed of this step's stochastic rounding, the same on all ranks."""
         self._weight: QuantizedTensor | None = None
         self._is_current = False
         """Whether `_weight` has the values of the weight."""
 
     def begin_step(self, *step: int) -> None:
-        """Begins a step. `step`: numbers that identify the step and the rank, the key of stochastic rounding."""
+        """Begins a step. `step`: numbers that identify the step, the key of stochastic rounding."""
         if self._seed is not None:
             key = repr((self._name, step)).encode()
             self._seed.fill_(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
@@ -265,7 +265,7 @@ class LinearPrecision:
         self, grad: Tensor, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None
     ) -> QuantizedTensor:
         """Quantises an output gradient [R, O]; with `offsets_e`, rows sorted by expert."""
-        grad_q = self._kernels.quantize_rows(
+        return self._kernels.quantize_rows(
             grad,
             self._config.grads,
             rowwise=rowwise,
@@ -274,9 +274,6 @@ class LinearPrecision:
             scale=self._scale(_GRAD, lambda: largest_magnitude(grad, offsets_e), True),
             seed=self._seed,
         )
-        if self._seed is not None:
-            self._seed.add_(1)
-        return grad_q
 
     def _scale(self, role: int, amax: Callable[[], Tensor], record: bool) -> Tensor | None:
         return None if self.delayed is None else self.delayed.scale(role, amax(), record)
@@ -290,16 +287,14 @@ def _stored(weight: Tensor) -> StoredWeight | None:
 class ModelPrecision:
     """Low-precision state of all linear layers of this rank."""
 
-    def __init__(
-        self, layers: Sequence[LinearPrecision], seed: int, rank: int, reduce_max: Callable[[Tensor], object]
-    ) -> None:
+    def __init__(self, layers: Sequence[LinearPrecision], seed: int, reduce_max: Callable[[Tensor], object]) -> None:
         """`reduce_max`: reduces a tensor in place to its maximum over the ranks of this pipeline stage."""
         self.layers = tuple(layers)
-        self._seed, self._rank, self._reduce_max = seed, rank, reduce_max
+        self._seed, self._reduce_max = seed, reduce_max
 
     def begin_step(self, iteration: int) -> None:
         for layer in self.layers:
-            layer.begin_step(self._seed, iteration, self._rank)
+            layer.begin_step(self._seed, iteration)
 
     def invalidate_weights(self) -> None:
         """Makes all weights be quantised again, because they have changed."""

@@ -2,7 +2,7 @@
 
 Elements are E2M1 with one E4M3 scale per 16 elements, or per 16x16 elements for weights, and one fp32 factor per
 matrix. The columnwise copies of inputs and gradients, which only the weight gradient reads, are multiplied by a 16x16
-Hadamard matrix with fixed random signs along the tokens, which cancels in the product.
+Hadamard matrix with fixed random signs along the tokens, which cancels in the product. Tests use shorter blocks.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.precision.dither import Noise
+from megatron_moe.precision.dither import block_dither
 from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, e2m1_magnitudes, spread_scales
 
@@ -22,7 +22,6 @@ _STEPS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Signs of the Hadamard transform, those of Transformer Engine."""
-_SIZE = 16
 
 
 def quantize_rows(
@@ -36,30 +35,31 @@ def quantize_rows(
 ) -> QuantizedTensor:
     """Quantises rows [R, C]; see `Kernels.quantize_rows`."""
     assert seed is not None or not form.stochastic, "stochastic rounding without a seed"
-    noise = Noise(seed) if seed is not None and form.stochastic else None
-    row = column = None
+    seed = seed if form.stochastic else None
+    size, row, column = form.block[1], None, None
     if offsets_e is None:
-        row = _quantize(x, form, noise) if rowwise else None
-        column = _quantize(hadamard(_whole_blocks(x.T)), form, noise) if columnwise else None
+        row = _quantize(x, form, seed) if rowwise else None
+        column = _quantize(hadamard(_whole_blocks(x.T, size), size), form, seed) if columnwise else None
     else:
         if rowwise:
             is_row_R = torch.arange(len(x), device=x.device) < offsets_e[-1]
             scale = _matrix_scale(largest_magnitude(x, offsets_e))
             rows = torch.where(is_row_R[:, None], x.detach(), 0)
-            row = _quantize(rows, form, noise, scale, of_rows(scale, offsets_e, len(x)))
+            row = _quantize(rows, form, seed, scale, of_rows(scale, offsets_e, len(x)))
         if columnwise:
-            padded, block_ends = pad_to_blocks(x, offsets_e, _SIZE)
-            transposed = hadamard(padded.T)
-            by_block = transposed.T.unflatten(0, (-1, _SIZE)).flatten(1)
+            padded, block_ends = pad_to_blocks(x, offsets_e, size)
+            transposed = hadamard(padded.T, size)
+            by_block = transposed.T.unflatten(0, (-1, size)).flatten(1)
             scale = _matrix_scale(largest_magnitude(by_block, block_ends))
-            column = _quantize(transposed, form, noise, scale, of_rows(scale, block_ends, len(by_block))[:, None])
+            column = _quantize(transposed, form, seed, scale, of_rows(scale, block_ends, len(by_block))[:, None])
     return QuantizedTensor.of(row, column, form.block, x.dtype)
 
 
 def quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool) -> QuantizedTensor:
     """Quantises a weight [O, I] or [e, O, I] in 16x16 blocks; see `Kernels.quantize_weight`."""
     outputs, inputs = weight.shape[-2:]
-    whole = F.pad(weight.detach(), (0, -inputs % _SIZE, 0, -outputs % _SIZE))
+    height, width = form.block
+    whole = F.pad(weight.detach(), (0, -inputs % width, 0, -outputs % height))
     scale = _matrix_scale(whole.abs().float().amax(dim=(-2, -1)))
     factor = 1 / scale
     codes, scales = _codes(whole, form, None, scale[..., None, None])
@@ -70,15 +70,16 @@ def quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool) ->
     return QuantizedTensor.of(row, column, form.block, weight.dtype)
 
 
-def hadamard(x: Tensor) -> Tensor:
-    """Multiplies every 16 consecutive elements of the last dim by diag(signs) H / 4, in fp32; keeps the dtype."""
+def hadamard(x: Tensor, size: int = 16) -> Tensor:
+    """Multiplies every `size` consecutive elements of the last dim by diag(signs) H / sqrt(size), in fp32, where size
+    is a power of two up to 16; keeps the dtype."""
     matrix = torch.ones(1, 1, device=x.device)
-    while len(matrix) < _SIZE:
+    while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
     negative = sum(1 << place for place, sign in enumerate(_SIGNS) if sign < 0)
-    signs = 1 - 2 * (negative >> torch.arange(_SIZE, device=x.device) & 1)
-    matrix = signs[:, None] * matrix / 4
-    return (x.detach().float().unflatten(-1, (-1, _SIZE)) @ matrix).flatten(-2).to(x.dtype)
+    signs = 1 - 2 * (negative >> torch.arange(size, device=x.device) & 1)
+    matrix = signs[:, None] * matrix / size**0.5
+    return (x.detach().float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -97,14 +98,14 @@ def amax_of(factor: Tensor) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, form: OperandFormat, noise: Noise | None, scale: Tensor | None = None, of_blocks: Tensor | None = None
+    x: Tensor, form: OperandFormat, seed: Tensor | None, scale: Tensor | None = None, of_blocks: Tensor | None = None
 ) -> QuantizedCopy:
     """Quantises a matrix [R, C]. Rows of experts: `scale` [e] of the experts, and `of_blocks`, which broadcasts to the
     scales of blocks [C / 16, R]."""
     if scale is None:
         scale = of_blocks = _matrix_scale(largest_magnitude(x))
     assert of_blocks is not None
-    codes, scales = _codes(_whole_blocks(x), form, noise, of_blocks)
+    codes, scales = _codes(_whole_blocks(x, form.block[1]), form, seed, of_blocks)
     return QuantizedCopy(pack_e2m1(codes), scales, 1 / scale)
 
 
@@ -114,22 +115,22 @@ def _matrix_scale(amax: Tensor) -> Tensor:
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
-def _codes(x: Tensor, form: OperandFormat, noise: Noise | None, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and scales of blocks, of matrices [..., R, C] whose C, and R for 16x16 blocks, is a multiple of 16.
+def _codes(x: Tensor, form: OperandFormat, seed: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and scales of blocks, of matrices [..., R, C] in whole blocks. `seed`: None rounds to nearest.
     `scale`: see `_matrix_scale`; broadcasts to the scales of blocks."""
-    height = form.block[0]
+    height, size = form.block
     wide = x.detach().float()
-    block_amax = wide.abs().unflatten(-1, (-1, _SIZE)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
+    block_amax = wide.abs().unflatten(-1, (-1, size)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
     if height == 1:
         block_amax = block_amax.mT.contiguous()
     per_code = scale * torch.full((), 1 / _LARGEST, device=x.device)
     scales = (block_amax * per_code).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     inverse = (1 / (scales.float() * (1 / scale))).clamp(max=torch.finfo(torch.float32).max)
     scaled = (wide * spread_scales(inverse, form.block, *x.shape[-2:])).clamp(-_LARGEST, _LARGEST)
-    return _round(scaled, noise), scales
+    return _round(scaled, None if seed is None else block_dither(scaled, size, seed)), scales
 
 
-def _round(scaled: Tensor, noise: Noise | None) -> Tensor:
+def _round(scaled: Tensor, noise: Tensor | None) -> Tensor:
     """E2M1 codes of values in [-6, 6]: nearest, ties to even codes; or up with the probability of the fraction."""
     magnitude = scaled.abs()
     if noise is None:
@@ -141,7 +142,7 @@ def _round(scaled: Tensor, noise: Noise | None) -> Tensor:
         low = _count(~(magnitude < value) for value in _MAGNITUDES[1:7])
         value = e2m1_magnitudes(low)
         fraction = (magnitude - value) / (e2m1_magnitudes(low + 1) - value)
-        codes = low + (noise.draw(scaled.shape) < fraction)
+        codes = low + (noise < fraction)
     return (codes + 8 * (scaled < 0)).to(torch.uint8)
 
 
@@ -150,6 +151,6 @@ def _count(conditions: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(conditions)).sum(dim=0)
 
 
-def _whole_blocks(x: Tensor) -> Tensor:
+def _whole_blocks(x: Tensor, size: int) -> Tensor:
     """Pads the last dim with zeros to whole blocks."""
-    return F.pad(x, (0, -x.shape[-1] % _SIZE))
+    return F.pad(x, (0, -x.shape[-1] % size))
