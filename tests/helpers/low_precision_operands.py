@@ -24,9 +24,9 @@ class Operands:
         usage = {"rowwise": True, "columnwise": True} | usage
         return self.kernels.quantize_rows(x, form, offsets_e=offsets_e, scale=scale, **usage)
 
-    def weight(self, weight: Tensor, *, columnwise: bool = True) -> QuantizedTensor:
+    def weight(self, weight: Tensor, *, columnwise: bool = True, out: QuantizedTensor | None = None) -> QuantizedTensor:
         scale = torch.full(weight.shape[:-2], 3.0, device=weight.device) if self.is_delayed else None
-        return self.kernels.quantize_weight(weight, self.config.weights, columnwise=columnwise, scale=scale)
+        return self.kernels.quantize_weight(weight, self.config.weights, columnwise=columnwise, scale=scale, out=out)
 
 
 def same_copies(made: QuantizedTensor, expected: QuantizedTensor) -> None:

@@ -248,7 +248,10 @@ def test_operands_of_transformer_engine_have_our_bytes(stand_ins: None, usage, c
         columnwise = usage.get("columnwise", True)
         same_copies(theirs.weight(x, columnwise=columnwise), ours.weight(x, columnwise=columnwise))
         stack = torch.stack([x, 2 * x.flip(0)])
-        same_copies(theirs.weight(stack, columnwise=columnwise), ours.weight(stack, columnwise=columnwise))
+        made, expected = (k.weight(stack, columnwise=columnwise) for k in (theirs, ours))
+        same_copies(made, expected)
+        assert theirs.weight(stack.flip(0), columnwise=columnwise, out=made) is made
+        same_copies(made, ours.weight(stack.flip(0), columnwise=columnwise))
 
 
 def test_gradients_are_rounded_stochastically_by_key_instead_of_by_transformer_engine(stand_ins: None) -> None:

@@ -9,10 +9,13 @@ weight gradients in the dtype of the parameters, or for blocks of one element.
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_moe.config.model import with_experts
-from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
+from megatron_moe.config.precision import WHOLE, LowPrecisionConfig, OperandFormat, low_precision_config
 from megatron_moe.layout_check.table import compare_runs
+from megatron_moe.precision import nvfp4, quantizers
 from tests.helpers.tolerances import FP64_LAYOUT
 from tests.parity.cells import compare_plan, plan_of, record_one_rank
 from tests.parity.dimensions import cell_of
@@ -38,8 +41,19 @@ LAYOUTS = (
 """Cells of the parity matrix."""
 CUT_BLOCKS = ("tp=4 sp=on attention=mla mtp=on",)
 """Cells whose shards cut blocks of 4 elements; scales of whole tensors, reduced over all ranks, are not concerned."""
-PER_TENSOR_LAYOUTS = ("dp=2 zero=on accumulation=2", "pp=2 accumulation=2 recompute=small")
+PER_TENSOR_LAYOUTS = ("dp=2 zero=on accumulation=2 loss=token", "pp=2 accumulation=2 recompute=small")
 """Cells whose GEMM operands are the same tensors on one rank."""
+SHARDED_LAYOUTS = (
+    "tp=2 sp=on shared=on",
+    "dp=4 ep=4 dispatcher=flex recompute=small",
+    "cp=2 attention=mla latent=on",
+    "pp=2 vpp=2 accumulation=2 mtp=on head=tied",
+    "dp=2 ep=2 dispatcher=alltoall overlap=experts accumulation=4",
+    "dp=2 ep=2 etp=2 tp=2 sp=on dispatcher=allgather accumulation=2",
+)
+WHOLE_LAYOUTS = ("experts=sequential recompute=full capacity=pad", "recompute=moe documents=packed")
+SAME_TOKENS = ("tp=2 sp=on etp=2 dispatcher=allgather shared=on", "tp=2 layers=dense wgrad=delayed")
+"""Cells that do not distribute tokens, so that columnwise blocks are those of one rank."""
 
 
 def check(name: str, config: LowPrecisionConfig) -> None:
@@ -65,9 +79,47 @@ def test_layouts_with_delayed_scales_equal_one_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PER_TENSOR_LAYOUTS)
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
 def test_layouts_with_the_same_tensors_equal_one_rank(name: str, recipe: str) -> None:
+    """All copies with their own scales; nvfp4 also with the Hadamard transform and stochastic rounding."""
     check(name, low_precision_config(recipe, hybrid=True))
+
+
+@pytest.mark.parametrize("name", SHARDED_LAYOUTS)
+def test_layouts_with_mxfp8_equal_one_rank(name: str) -> None:
+    check(name, low_precision_config("mxfp8", blocks=4, weight_grad=False))
+
+
+@pytest.fixture
+def given_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard has another largest magnitude than the whole tensor, so the scales of whole tensors are constants."""
+    scale_of = quantizers.scale_of
+
+    def given(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
+        return torch.full_like(amax, 32.0) if form.block == WHOLE else scale_of(amax, form, dtype)
+
+    monkeypatch.setattr(quantizers, "scale_of", given)
+    monkeypatch.setattr(nvfp4, "_matrix_scale", lambda amax: torch.full_like(amax, 256.0))
+
+
+@pytest.mark.parametrize("name", (*SHARDED_LAYOUTS, *WHOLE_LAYOUTS))
+def test_layouts_with_nvfp4_and_given_scales_equal_one_rank(name: str, given_scales: None) -> None:
+    """Gradients are rounded stochastically: the same block of channels of a token is rounded alike in every layout."""
+    check(f"{name} loss=token", low_precision_config("nvfp4", blocks=4, weight_grad=False))
+
+
+@pytest.mark.parametrize("name", SAME_TOKENS)
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_tensor_parallel_layouts_with_quantised_weight_gradients_equal_one_rank(
+    name: str, recipe: str, given_scales: None
+) -> None:
+    """Blocks of tokens are not sharded, and the Hadamard transform combines tokens."""
+    check(name, low_precision_config(recipe, blocks=4))
+
+
+@pytest.mark.parametrize("name", SHARDED_LAYOUTS[:2])
+def test_layouts_with_tensorwise_and_given_scales_equal_one_rank(name: str, given_scales: None) -> None:
+    check(f"{name} loss=token", low_precision_config("tensorwise", hybrid=True))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE, OperandFormat, low_precision_config
 from megatron_moe.precision import nvfp4
+from megatron_moe.precision.dither import block_dither
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, decode_scales, dequantize, expert_copies
 from megatron_moe.precision.quantizers import quantize_rows, quantize_weight
 from tests.helpers.tolerances import EXACT
@@ -179,6 +180,39 @@ def test_hadamard_transform_is_orthogonal_and_cancels_in_the_product() -> None:
     assert set((eye * 4).flatten().tolist()) == {1.0, -1.0}
     a, b = (torch.randint(-8, 8, (5, 64), generator=torch.Generator().manual_seed(s)).float() for s in (1, 2))
     EXACT.check(nvfp4.hadamard(a) @ nvfp4.hadamard(b).T, a @ b.T)
+
+
+def test_stochastic_rounding_depends_on_the_values_of_a_block_alone() -> None:
+    """Rows may be permuted or sharded, and zeros may have any sign; other seeds and other blocks round differently."""
+    form, seed = low_precision_config("nvfp4").grads, torch.tensor(5)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    x[0, :3], x[1, :3], x[2, 0] = -0.0, 0.0, 6.0
+    x[1, 3:], x[3] = x[0, 3:], x[2]
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(4))
+
+    def codes(x: Tensor) -> Tensor:
+        return quantize_rows(x, form, rowwise=True, columnwise=False, seed=seed).rowwise & 0x77
+
+    EXACT.check(codes(x)[order], codes(x[order]), "permuted rows")
+    shard = torch.cat([x[:, 16:48], torch.full((64, 16), float(x.abs().max()))], dim=1)  # the same factor
+    EXACT.check(codes(shard)[:, :16], codes(x)[:, 8:24], "channels of a shard")
+    EXACT.check(codes(x)[1], codes(x)[0], "zeros of the other sign")
+    noise = block_dither(x, 16, seed)
+    EXACT.check(noise[3], noise[2], "equal blocks")
+    x[3, 17] += 1e-3
+    changed = (block_dither(x, 16, seed) != noise)[3].unflatten(0, (-1, 16))
+    assert changed[1].all() and not changed[[0, 2, 3]].any(), "one value changes the numbers of its block"
+
+
+def test_dither_of_blocks_is_uniform_and_uncorrelated() -> None:
+    x = torch.randint(-8, 9, (4096, 16), generator=torch.Generator().manual_seed(1)).float() / 2
+    first, second = (block_dither(x, 16, torch.tensor(seed)) for seed in (7, 8))
+    counts = torch.histc(first, bins=16, min=0, max=1) / first.numel()
+    assert (counts - 1 / 16).abs().max() < 2e-3 and first.min() >= 0 and first.max() < 1
+    for other in (second, first.roll(1, 1), first.roll(1, 0), x / 8):
+        assert abs(float(torch.corrcoef(torch.stack([first.flatten(), other.flatten()]))[0, 1])) < 0.015
+    value_means = torch.stack([first[x == value].mean() for value in x.unique()])
+    assert (value_means - 0.5).abs().max() < 0.02, "rounding of a value has no bias"
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:

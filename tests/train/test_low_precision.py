@@ -108,19 +108,18 @@ def test_runs_are_reproducible_and_differ_from_runs_without_low_precision(config
     assert 0 < abs(float(found["loss 2"] / expected - 1)) < 0.02
 
 
-def test_stochastic_rounding_differs_between_iterations_ranks_and_layers() -> None:
+def test_stochastic_rounding_differs_between_runs_iterations_and_layers() -> None:
     trainer = make_trainer(plan_of(CONFIGS["nvfp4"]), ParallelContext.single())
     first, second, *_ = trainer.low_precision.layers
     grad = torch.randn(32, 32)
 
-    def draw(layer, iteration: int, rank: int = 0) -> Tensor:
-        ModelPrecision([layer], 1, rank, lambda flat: flat).begin_step(iteration)
+    def draw(layer, iteration: int, seed: int = 1) -> Tensor:
+        ModelPrecision([layer], seed, lambda flat: flat).begin_step(iteration)
         return layer.grad(grad, rowwise=True, columnwise=False).rowwise
 
-    same, *others = (draw(first, 1), draw(first, 2), draw(first, 1, rank=1), draw(second, 1))
+    same, *others = (draw(first, 1), draw(first, 2), draw(first, 1, seed=2), draw(second, 1))
     assert torch.equal(draw(first, 1), same)
     assert not any(torch.equal(other, same) for other in others)
-    assert not torch.equal(first.grad(grad, rowwise=True, columnwise=False).rowwise, same), "the second microbatch"
 
 
 def test_delayed_scales_follow_the_history() -> None:
