@@ -227,6 +227,8 @@ def moe_config(flags: Flags) -> MoEConfig:
             num_blocks_unpermute=flags.moe_hybridep_num_blocks_unpermute,
             num_sms_preprocessing=flags.moe_hybridep_num_sms_preprocessing,
         ),
+        fp8_dispatch=flags.moe_dispatch_fwd_dtype != "bf16",
+        fp8_combine_grad=flags.moe_combine_bwd_dtype != "bf16",
         shared_overlap=flags.moe_shared_expert_overlap,
         row_alignment=_row_alignment(flags),
     )

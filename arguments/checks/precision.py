@@ -1,5 +1,6 @@
 """Rules about FP8 and FP4 GEMMs."""
 
+from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 from arguments.precision_file import read_module_precision
 from megatron_moe.config.exit_codes import counted
@@ -73,6 +74,69 @@ def router_padding_needs_low_precision(flags: RuleFlags) -> Violations:
         yield f"{padding} with --moe-token-dispatcher-type allgather", "use alltoall or flex, or leave it out"
     elif "expert_choice" in flags.moe_router_load_balancing_type:
         yield f"{padding} with expert choice, which selects a fixed number of rows", "leave one of them out"
+
+
+def fp8_exchange_matches_the_recipe(flags: RuleFlags) -> Violations:
+    """Tokens are sent as the bytes that the experts multiply, so that they are quantised once."""
+    recipes = {"fp8": "blockwise", "mxfp8": "mxfp8"}
+    for option, dtype in _fp8_exchanges(flags).items():
+        if not flags.fp8_format or flags.fp8_recipe != recipes[dtype]:
+            given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "experts that do not compute in FP8"
+            needed = f"--fp8-format e4m3 --fp8-recipe {recipes[dtype]}"
+            yield f"{option} {dtype} with {given}", f"use {needed}, or {option} bf16"
+
+
+def fp8_exchange_has_a_transport(flags: RuleFlags) -> Violations:
+    """The flex dispatcher sends FP8 within one host, through symmetric memory, which replaces ncclep, or DeepEP."""
+    options = " and ".join(f"{option} {dtype}" for option, dtype in _fp8_exchanges(flags).items())
+    if not options:
+        return
+    ranks, remedy = derive.expert_ranks(flags), "use bf16, or --moe-token-dispatcher-type flex within one host"
+    library, width = flags.moe_flex_dispatcher_backend, flags.moe_latent_size or flags.hidden_size
+    if not flags.num_experts or ranks == 1:
+        yield f"{options} without effect: no token is sent to another rank", "leave them out"
+    elif flags.moe_token_dispatcher_type != "flex":
+        yield f"{options} with --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}", remedy
+    elif library == "hybridep":
+        yield f"{options} with --moe-flex-dispatcher-backend hybridep", "use symmetric or deepep, or bf16"
+    elif ranks > flags.ranks_per_host:
+        yield f"{options} over {ranks} expert ranks, with {flags.ranks_per_host} on a host", remedy
+    elif library == "deepep" and width % 128:
+        yield (
+            f"{options} with --moe-flex-dispatcher-backend deepep and tokens of {width} elements, not multiples of 128",
+            "use --moe-flex-dispatcher-backend symmetric, or bf16",
+        )
+
+
+def fp8_exchange_sends_what_experts_quantise(flags: RuleFlags) -> Violations:
+    """Experts multiply the received bytes only if nothing changes the rows before they would be quantised."""
+    if flags.moe_dispatch_fwd_dtype != "bf16" and flags.moe_apply_probs_on_input:
+        yield (
+            f"--moe-dispatch-fwd-dtype {flags.moe_dispatch_fwd_dtype} with --moe-apply-probs-on-input, which scales "
+            "received tokens",
+            "leave one of them out",
+        )
+    if flags.moe_combine_bwd_dtype == "bf16":
+        return
+    changes = {
+        "--no-moe-memory-efficient-permutation": not flags.moe_memory_efficient_permutation,
+        "biases of experts": flags.add_bias_linear,
+    }
+    if any(changes.values()):
+        yield (
+            f"--moe-combine-bwd-dtype {flags.moe_combine_bwd_dtype} with {enabled(changes)}, whose gradients need the "
+            "format of the activations",
+            "add --disable-bias-linear and leave out --no-moe-memory-efficient-permutation, or use bf16",
+        )
+
+
+def _fp8_exchanges(flags: RuleFlags) -> dict[str, str]:
+    """Options that request an exchange in FP8, with their values."""
+    dtypes = {
+        "--moe-dispatch-fwd-dtype": flags.moe_dispatch_fwd_dtype,
+        "--moe-combine-bwd-dtype": flags.moe_combine_bwd_dtype,
+    }
+    return {option: dtype for option, dtype in dtypes.items() if dtype != "bf16"}
 
 
 def precision_file_is_valid(flags: RuleFlags) -> Violations:

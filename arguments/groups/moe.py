@@ -6,6 +6,8 @@ from typing import Literal
 from arguments.flag import close, flag, not_yet, ours
 from arguments.values import LayerPattern
 
+_WIRE = "needs the flex dispatcher, over symmetric memory or deepep; Megatron-LM has only mxfp8, with ncclep"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEFlags:
@@ -134,6 +136,12 @@ class MoEFlags:
     """Communication library of the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
     """Number of streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
+    moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = close("bf16", _WIRE)
+    """Format in which dispatch sends tokens: bf16 (the format of the activations), or that of the FP8 recipe, with the
+    scales of its blocks: fp8 (blockwise) or mxfp8. Each token is quantised once, to the bytes that fc1 multiplies."""
+    moe_combine_bwd_dtype: Literal["bf16", "mxfp8", "fp8"] = close("bf16", _WIRE)
+    """Format in which the backward of combine sends gradients; see `--moe-dispatch-fwd-dtype`. Expert outputs and the
+    gradients of dispatched tokens are always sent in bf16."""
     moe_permute_fusion_into_hybridep: bool = flag(False)
     """Let hybridep sort tokens by expert in the kernels that send and receive them."""
     moe_hybridep_num_blocks_permute: int | None = flag(None, least=1)

@@ -187,6 +187,12 @@ class MoEConfig:
     flex_dispatcher_num_sms: int | None = None
     """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
     hybridep: HybridEPConfig = HybridEPConfig()
+    fp8_dispatch: bool = False
+    """Dispatch sends the tokens of layers with FP8 experts as the bytes that fc1 multiplies
+    (`--moe-dispatch-fwd-dtype`)."""
+    fp8_combine_grad: bool = False
+    """The backward of combine sends the gradients of layers with FP8 experts as the bytes that the backward of fc2
+    multiplies (`--moe-combine-bwd-dtype`)."""
     row_alignment: int = 1
     """Multiple to which the rows of an expert are padded (`--moe-router-padding-for-quantization`)."""
     shared_overlap: bool = False

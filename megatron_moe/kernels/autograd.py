@@ -57,17 +57,18 @@ def grouped_linear(
     index: RowIndex | None = None,
     *,
     precision: LinearPrecision | None = None,
+    rows_q: QuantizedTensor | None = None,
 ) -> Tensor:
     """Grouped GEMM of rows [R, I] and expert weights [e, O, I] -> [R, O]; multiplies each row by its expert's weight.
 
     Rows are sorted by expert. Beyond row `offsets_e[-1]`, the result and the gradient of `rows` are undefined. With
     `index`, `rows` are unpermuted tokens [T, I]; only these are saved, because backward permutes them again. With
-    `precision`, the GEMMs multiply quantised operands.
+    `precision`, the GEMMs multiply quantised operands; `rows_q`: the rowwise copy of `rows`, if it exists.
     """
     if precision is None:
         out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
     else:
-        options = (index, precision, torch.is_grad_enabled())
+        options = (index, precision, rows_q, torch.is_grad_enabled())
         out = _QuantizedGroupedLinear.apply(kernels, rows, weight, offsets_e, *options)  # type: ignore[no-untyped-call]
     return out
 
@@ -249,18 +250,24 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         offsets_e: Tensor,
         index: RowIndex | None,
         precision: LinearPrecision,
+        rows_q: QuantizedTensor | None,
         saves: bool,
     ) -> Tensor:
         ctx.kernels, ctx.weight, ctx.index, ctx.precision = kernels, weight, index, precision
         ctx.num_tokens = len(rows)
         keeps_copy = saves and index is None and not precision.save_input
-        if index is not None and precision.fused_block:
+        saved: Tensor | QuantizedTensor = rows
+        if rows_q is not None:
+            if keeps_copy:
+                saved = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+        elif index is not None and precision.fused_block:
             rows_q = kernels.quantize_permuted(rows, index, precision.formats[0])
         else:
             permuted = rows if index is None else kernels.permute(rows, index)
             rows_q = precision.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
+            saved = rows_q if keeps_copy else rows
         ctx.weight_q = precision.weight(weight)
-        _save_input(ctx, rows_q if keeps_copy else rows, offsets_e)
+        _save_input(ctx, saved, offsets_e)
         return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
 
     @staticmethod
@@ -285,7 +292,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
                     rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
             part = GroupedPart(grad_q.only_columnwise() if low_weight_grad else grad, rows, offsets_e)
             grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
-        return None, grad_rows, grad_weight, None, None, None, None
+        return None, grad_rows, grad_weight, *(None,) * 5
 
 
 class _QuantizedActivationLinear(torch.autograd.Function):
@@ -316,7 +323,9 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         offsets_e, x, probs_R = ctx.saved_tensors
         grad_RO, wants_weight = grads[0].flatten(0, -2), ctx.needs_input_grad[3]
         low_weight_grad = wants_weight and precision.weight_grad
-        grad_q = precision.grad(grad_RO, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
+        grad_q = precision.take_grad(grads[0])
+        if grad_q is None or low_weight_grad:
+            grad_q = precision.grad(grad_RO, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
         weight_q = precision.transposed(ctx.weight, ctx.weight_q)
         if offsets_e is None:
             grad_RF = kernels.linear_input_grad(grad_q, weight_q)

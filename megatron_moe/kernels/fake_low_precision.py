@@ -60,6 +60,14 @@ def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -
     return quantize_rows(rows_RH, form, rowwise=True, columnwise=False)
 
 
+def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
+    data, scales, _ = tokens.row_copy
+    num_rows = len(index.token_R)
+    rows_RH = data.new_empty(num_rows, data.shape[1], dtype=tokens.dtype)
+    copy = QuantizedCopy(data.new_empty(rows_RH.shape), scales.new_empty(len(scales), num_rows))
+    return rows_RH, QuantizedTensor.of(copy, None, tokens.block, tokens.dtype)
+
+
 def quantize_activation(
     x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
 ) -> QuantizedTensor:

@@ -30,6 +30,7 @@ LOW_PRECISION_OPS = (
     "quantize_weight_part",
     "transpose_weight",
     "quantize_permuted",
+    "permute_quantized",
     "quantize_activation",
     "quantize_activation_grad",
     *QUANTIZED_PRODUCTS,

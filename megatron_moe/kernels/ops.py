@@ -270,6 +270,12 @@ class Kernels(Quantizers, Protocol):
         """Rowwise copy of `permute(tokens_TH, index)`. Each token is quantised once."""
         ...
 
+    def permute_quantized(self, tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
+        """Gathers the token of each row from a rowwise copy [T, H] with one scale per block of a row -> (values [R, H]
+        in `tokens.dtype`, rowwise copy [R, H]). Padding rows are quantised zeros. Values are exact in bf16 if scales
+        are powers of two."""
+        ...
+
     def quantize_activation(
         self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
     ) -> QuantizedTensor:
@@ -418,10 +424,11 @@ class Kernels(Quantizers, Protocol):
         ...
 
     def push_tokens(
-        self, tokens_TH: Tensor, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
+        self, tokens_TH: MatrixOperand, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
     ) -> None:
         """Copies token t to slot [this rank, t] of every rank in `ranks_T` (see `mark_ranks`), and `choices`, ids and
-        values [T, K] in promote(fp32, dtype), to all ranks."""
+        values [T, K] in promote(fp32, dtype), to all ranks. If `channel.shape.form` is set, tokens are the rowwise copy
+        of a `QuantizedTensor` in this format."""
         ...
 
     def push_sums(

@@ -18,6 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_moe.config.precision import OperandFormat
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
+from megatron_moe.precision.quantizers import DTYPES
+
 FLAG_STRIDE = 32
 """int32 elements between two flags: 128 bytes, so that ranks do not write to the same cache line."""
 _ALIGNMENT = 256
@@ -38,6 +42,20 @@ class ChannelShape:
     topk: int
     dtype: torch.dtype
     """Dtype of tokens. Values of choices (probabilities and their gradients) have promote(fp32, dtype)."""
+    form: OperandFormat | None = None
+    """FP8 format, with one scale per block of a token, in which tokens are sent; None: `dtype`."""
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of the slots for tokens."""
+        return self.dtype if self.form is None else DTYPES[self.form.element]
+
+    @property
+    def scales(self) -> tuple[int, torch.dtype]:
+        """Number of scales per token and their dtype."""
+        if self.form is None:
+            return 0, torch.float32
+        return -(-self.width // self.form.block[1]), torch.uint8 if self.form.scale == "e8m0" else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,10 +75,12 @@ class PushChannel:
     """Per rank: int32 [P, FLAG_STRIDE]; [p, 0] is the last epoch that rank p has pushed."""
     acknowledged: tuple[Tensor, ...]
     """Per rank: int32 [P, FLAG_STRIDE]; [p, 0] is the last epoch that rank p has read."""
+    scales: tuple[Tensor, ...]
+    """Per rank: [P, T, blocks], scales of the tokens; no blocks if tokens are not quantised."""
     epoch: Tensor
     """int32 [2]: number of the last push of this rank; programs of the current push that have finished."""
     addresses: Tensor
-    """int64 [5, P]: addresses of `tokens`, `ids`, `values`, `arrived` and `acknowledged` of all ranks."""
+    """int64 [6, P]: addresses of `tokens`, `ids`, `values`, `arrived`, `acknowledged` and `scales` of all ranks."""
     missing: Tensor
     """int32 scalar in memory that the host can read: 1 + the first rank that did not arrive within `timeout_s`, or 0.
     Pinned if the channel is on a GPU."""
@@ -69,9 +89,13 @@ class PushChannel:
     """Thread blocks of a push; None: one per multiprocessor of the GPU."""
 
     @property
-    def received(self) -> Tensor:
+    def received(self) -> Tensor | QuantizedTensor:
         """[P * T, H]: this rank's slots."""
-        return self.tokens[self.rank].flatten(0, 1)
+        tokens_GH, form = self.tokens[self.rank].flatten(0, 1), self.shape.form
+        if form is None:
+            return tokens_GH
+        scales = self.scales[self.rank].flatten(0, 1).T
+        return QuantizedTensor.of(QuantizedCopy(tokens_GH, scales), None, form.block, self.shape.dtype)
 
     @property
     def received_ids(self) -> Tensor:
@@ -91,11 +115,12 @@ def new_channel(
     num, choices = shape.num_ranks, (shape.num_ranks, shape.num_tokens, shape.topk)
     wide = torch.promote_types(torch.float32, shape.dtype)
     specs: list[tuple[tuple[int, ...], torch.dtype]] = [
-        ((num, shape.num_tokens, shape.width), shape.dtype),
+        ((num, shape.num_tokens, shape.width), shape.stored_dtype),
         (choices, torch.int32),
         (choices, wide),
         ((num, FLAG_STRIDE), torch.int32),
         ((num, FLAG_STRIDE), torch.int32),
+        ((num, shape.num_tokens, shape.scales[0]), shape.scales[1]),
     ]
     starts, num_bytes = [], 0
     for size, dtype in specs:
@@ -106,7 +131,7 @@ def new_channel(
         tuple(part[start : start + _num_bytes(size, dtype)].view(dtype).view(size) for part in parts)
         for start, (size, dtype) in zip(starts, specs, strict=True)
     ]
-    tokens, ids, values, arrived, acknowledged = views
+    tokens, ids, values, arrived, acknowledged, scales = views
     device = parts[rank].device
     on_gpu = device.type == "cuda"
     return PushChannel(
@@ -117,6 +142,7 @@ def new_channel(
         values=values,
         arrived=arrived,
         acknowledged=acknowledged,
+        scales=scales,
         epoch=torch.zeros(2, dtype=torch.int32, device=device),
         addresses=torch.tensor([[_address(each) for each in view] for view in views], device=device),
         missing=torch.zeros((), dtype=torch.int32, device="cpu" if on_gpu else device, pin_memory=on_gpu),

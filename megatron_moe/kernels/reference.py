@@ -59,7 +59,7 @@ from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_
 from megatron_moe.kernels.reference_routing import unpermute as unpermute
 from megatron_moe.parallel import rng
 from megatron_moe.precision.dither import dither
-from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, dequantize
 from megatron_moe.precision.quantizers import quantize_rows as quantize_rows
 from megatron_moe.precision.quantizers import quantize_weight as quantize_weight
 
@@ -278,6 +278,16 @@ def nonlinearity(x: Tensor, kind: ActivationKind) -> Tensor:
 
 def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -> QuantizedTensor:
     return quantize_rows(permute(tokens_TH, index), form, rowwise=True, columnwise=False)
+
+
+def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
+    data, scales, _ = tokens.row_copy
+    is_padding_R, token_R = index.token_R < 0, index.token_R.clamp_min(0)
+    rows = data.view(torch.uint8)[token_R].masked_fill_(is_padding_R[:, None], 0).view(data.dtype)
+    of_zeros = 1 if scales.is_floating_point() else 0
+    copy = QuantizedCopy(rows, scales[:, token_R].masked_fill_(is_padding_R, of_zeros))
+    values_RH = dequantize(copy, tokens.block, internal_dtype(tokens.dtype)).to(tokens.dtype)
+    return values_RH, QuantizedTensor.of(copy, None, tokens.block, tokens.dtype)
 
 
 def quantize_activation(

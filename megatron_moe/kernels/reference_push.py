@@ -5,8 +5,9 @@ import time
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import RowIndex, internal_dtype
+from megatron_moe.kernels.ops import MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.kernels.push_channel import PushChannel
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 _POLL_S = 20e-6
 
@@ -18,12 +19,17 @@ def mark_ranks(ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
 
 
 def push_tokens(
-    tokens_TH: Tensor, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
+    tokens_TH: MatrixOperand, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
 ) -> None:
     _wait(channel, channel.acknowledged[channel.rank])
+    scales = None
+    if isinstance(tokens_TH, QuantizedTensor):
+        tokens_TH, scales, _ = tokens_TH.row_copy
     for peer in range(channel.shape.num_ranks):
         needed_T = (ranks_T >> peer & 1).bool()
         channel.tokens[peer][channel.rank, needed_T] = tokens_TH[needed_T]
+        if scales is not None:
+            channel.scales[peer][channel.rank, needed_T] = scales.T[needed_T]
         if choices is not None:
             channel.ids[peer][channel.rank], channel.values[peer][channel.rank] = choices
     _signal(channel)

@@ -17,6 +17,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 
 class Experts(nn.Module):
@@ -64,10 +65,11 @@ class Experts(nn.Module):
         # token-major storage has no padding rows, so a stash would not reduce memory
         stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
         with stash, self.saved_tensors.offload_scope("expert_fc1"):
-            ffn_RF = self.linear_fc1(data, offsets_e, index=index)
+            ffn_RF = self.linear_fc1(data, offsets_e, index=index, rows_q=rows.quantized)
         if self.has_fused_casts:
             with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
-                return replace(rows, data=self._activate_and_multiply(ffn_RF, probs_R, offsets_e), index=None)
+                out_RH = self._activate_and_multiply(ffn_RF, probs_R, offsets_e)
+                return replace(rows, data=out_RH, index=None, quantized=None)
         inputs = (ffn_RF,) if probs_R is None else (ffn_RF, probs_R)
         with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
             act_RF = self._activate(*inputs)
@@ -76,7 +78,7 @@ class Experts(nn.Module):
             out_RH = self.linear_fc2(act_RF, offsets_e, probs_R=probs_R)
         if self.config.probs_on_output:
             out_RH = _ScaleByProbs.apply(out_RH, rows.probs_R)  # type: ignore[no-untyped-call]
-        return replace(rows, data=out_RH, index=None)
+        return replace(rows, data=out_RH, index=None, quantized=None)
 
     @property
     def has_fused_casts(self) -> bool:
@@ -138,11 +140,18 @@ class ExpertStack(nn.Module):
         self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
 
     def forward(
-        self, rows: Tensor, offsets_e: Tensor, *, index: RowIndex | None = None, probs_R: Tensor | None = None
+        self,
+        rows: Tensor,
+        offsets_e: Tensor,
+        *,
+        index: RowIndex | None = None,
+        probs_R: Tensor | None = None,
+        rows_q: QuantizedTensor | None = None,
     ) -> Tensor:
         """Maps `rows` [R, I] to [R, O]. With `index`, `rows` are tokens [T, I], from which the GEMM gathers its R rows.
-        `probs_R` multiplies only the bias."""
-        out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index, precision=self.precision)
+        `probs_R` multiplies only the bias. `rows_q`: see `autograd.grouped_linear`."""
+        arguments = (self.kernels, rows, self.weight, offsets_e, index)
+        out_RO = autograd.grouped_linear(*arguments, precision=self.precision, rows_q=rows_q)
         if self.bias is None:
             return out_RO
         # on the other etp ranks the bias is 0 but gets the full gradient, so that all copies stay equal

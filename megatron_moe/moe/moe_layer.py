@@ -195,6 +195,8 @@ def new_expert_comm(
         hybridep=config.hybridep,
         row_alignment=config.row_alignment,
         overlaps_microbatches=overlaps_microbatches,
+        fp8_tokens=config.fp8_dispatch,
+        fp8_grads=config.fp8_combine_grad,
     )
     comm.note = note
     return comm

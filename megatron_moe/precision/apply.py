@@ -12,6 +12,7 @@ from megatron_moe.model.gpt import GPT
 from megatron_moe.model.output_head import Head
 from megatron_moe.moe.experts import ExpertStack
 from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, FlexDispatcher
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
@@ -54,6 +55,21 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
             can_gather = module.dispatcher.token_major is not None
             if can_gather and fc1 is not None and (ctx.group("etp_ep").size == 1 or not fc1.weight_grad):
                 module.dispatcher.token_major = True
+        if isinstance(module, MoELayer) and isinstance(module.dispatcher, FlexDispatcher):
+            module.dispatcher.formats = exchange_formats(module)
+
+
+def exchange_formats(layer: MoELayer) -> ExchangeFormats:
+    """FP8 formats in which a layer exchanges tokens: those to which its experts would quantise the same rows."""
+    comm, experts = layer.expert_comm, layer.experts
+    fc1, fc2 = experts.linear_fc1.precision, experts.linear_fc2.precision
+    tokens = fc1.formats[0] if comm.fp8_tokens and fc1 is not None and fc1.fused_block else None
+    grads = fc2.formats[1] if comm.fp8_grads and fc2 is not None and fc2.fused_block else None
+    assert tokens is None or not experts.config.probs_on_input, (
+        "experts quantise the product of tokens and probabilities"
+    )
+    assert grads is None or not experts.config.probs_on_output, "experts scale gradients before they quantise them"
+    return ExchangeFormats(tokens, grads, fc2)
 
 
 def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPrecision:

@@ -103,7 +103,7 @@ class DelayedScaling:
 
 class LastCopies:
     """Rowwise copies that the layers of a model pass to each other: of the last input of a dense layer, for layers that
-    have the same input one after the other, and of the last gradient that an activation returned to autograd."""
+    have the same input one after the other, and of the last gradient that an activation or a combine returned."""
 
     def __init__(self) -> None:
         self._found: tuple[weakref.ref[Tensor], tuple[int, OperandFormat], QuantizedTensor] | None = None

@@ -23,9 +23,10 @@ from dataclasses import replace
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.hopper import fp8_product
 from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.ops import RowIndex
 
 fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
-for name in ("_list_row_blocks", "_dequantize_columns"):
+for name in ("_list_row_blocks", "_dequantize_columns", "_copy_quantized"):
     setattr(quantize, name, Compiled(getattr(quantize, name)))
 for name in ("rows", "both", "weight", "tokens"):
     setattr(quantize, f"_quantize_{name}", Compiled(getattr(quantize, f"_quantize_{name}")))
@@ -42,6 +43,9 @@ fp8_product.quantized_grouped_input_grad(quantize.quantize_rows(torch.zeros_like
 quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
 quantize.quantize_rows(x, hybrid, columnwise=True, offsets_e=ends)
 quantize.dequantize_columns(grad)
+places = torch.zeros(1024, 4, dtype=torch.int64)
+index = RowIndex(token_R=places.flatten(), choice_R=places.flatten(), offsets_E=ends, rows_TK=places)
+quantize.permute_quantized(grad, index)
 swiglu = ActivationConfig(kind="silu", gated=True)
 activation.quantize_activation(x, torch.zeros(1024), swiglu)
 activation.quantize_activation_grad(x[:, :256], x, torch.zeros(1024), swiglu)
@@ -71,7 +75,7 @@ def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool =
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 15
+    assert len(kernels) == 16
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
@@ -144,6 +148,26 @@ def test_permuted_casts(align: int) -> None:
     index = reference.sort_rows(ids, 6, None, align)
     x = exact_values(20, 300, seed=4)
     check(quantize.quantize_permuted(x, index), quantized_rows(reference.permute(x, index)))
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("align", "bound"), [(1, None), (16, None), (1, 31)])
+def test_permuted_copies(align: int, bound: int | None, element: str) -> None:
+    """Tokens are a view of slots with one row of scales per token; rows beyond a bound are not written."""
+    ids = torch.rand(20, 3, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
+    ids[3, 1] = ids[7] = -1
+    index = reference.sort_rows(ids, 3, None, align)
+    if bound is not None:
+        assert index.rows_TK is not None
+        rows_TK = index.rows_TK.masked_fill(index.rows_TK >= bound, -1)
+        index = replace(index, token_R=index.token_R[:bound], rows_TK=rows_TK)
+    form = replace(quantize.E4M3, element=element)
+    tokens = reference.quantize_rows(exact_values(20, 300, seed=5), form, rowwise=True, columnwise=False)
+    assert tokens.rowwise_scales is not None
+    tokens = replace(tokens, rowwise_scales=tokens.rowwise_scales.T.contiguous().T)
+    (values, copy), (expected, of) = (each.permute_quantized(tokens, index) for each in (quantize, reference))
+    EXACT.check(values, expected, "values")
+    check(copy, of)
 
 
 def test_dequantised_columns_are_exact() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.precision import OperandFormat, low_precision_config
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton
 from megatron_moe.kernels.backends.triton import push
@@ -20,9 +21,12 @@ from tests.helpers.tolerances import EXACT
 EXPERTS = 8
 
 
-def channels(num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0) -> list[PushChannel]:
+def channels(
+    num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0, form: OperandFormat | None = None
+) -> list[PushChannel]:
     """One channel as every rank sees it."""
-    shape = ChannelShape(num_ranks=num_ranks, num_tokens=num_tokens, width=width, topk=topk, dtype=torch.float32)
+    sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "width": width, "topk": topk}
+    shape = ChannelShape(**sizes, dtype=torch.float32, form=form)
     parts: list[Tensor] = []
 
     def allocate(num_bytes: int) -> tuple[Tensor, ...]:
@@ -92,6 +96,40 @@ def test_triton_pushes_what_the_reference_pushes(
     actual = round_trip(triton, num_ranks, num_tokens, width, topk, is_summed=is_summed)
     for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
         EXACT.check(a, e, f"tensor {number}")
+
+
+@pytest.mark.parametrize(("num_ranks", "num_tokens", "width"), [(2, 5, 264), (4, 9, 300), (3, 1, 130), (1, 3, 33)])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_pushed_bytes_are_those_of_quantised_tokens(
+    num_ranks: int, num_tokens: int, width: int, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two exchanges; slots of ranks that do not need a token keep their content."""
+    monkeypatch.setattr(push, "COLUMNS", 16)
+    form, owner_EP, received = low_precision_config(recipe).inputs, owners(num_ranks), []
+    for kernels in (reference, triton):
+        both = channels(num_ranks, num_tokens, width, 2, form=form)
+        for epoch in range(2):
+            for rank, channel in enumerate(both):
+                draw = torch.Generator().manual_seed(10 * epoch + rank)
+                tokens = torch.randn(num_tokens, width, generator=draw)
+                tokens_q = reference.quantize_rows(tokens, form, rowwise=True, columnwise=False)
+                ids = random_ids(num_tokens, 2, 10 * epoch + rank)
+                ranks_T = kernels.mark_ranks(ids, owner_EP)
+                kernels.push_tokens(tokens_q, ranks_T, None if epoch else (ids, tokens[:, :2]), channel)
+                for peer, other in enumerate(both if epoch == 0 else ()):
+                    needed = (ranks_T >> peer & 1).bool()
+                    rows = slice(rank * num_tokens, (rank + 1) * num_tokens)
+                    data, scales, _ = other.received.row_copy
+                    EXACT.check(data[rows][needed].view(torch.uint8), tokens_q.rowwise[needed].view(torch.uint8))
+                    EXACT.check(scales.T[rows][needed], tokens_q.rowwise_scales.T[needed], "scales")
+            for channel in both:
+                kernels.wait_for_peers(channel)
+                assert channel.missing == 0
+                data, scales, _ = channel.received.row_copy
+                received += [data.view(torch.uint8).clone(), scales.clone(), channel.received_ids.clone()]
+                kernels.acknowledge(channel)
+    for actual, expected in zip(received[len(received) // 2 :], received[: len(received) // 2], strict=True):
+        EXACT.check(actual, expected)
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -137,3 +137,20 @@ def test_padded_expert_rows_equal_one_rank(name: str) -> None:
         record_one_rank(replace(plan, model=unpadded)), [record_one_rank(plan)], rtol=FP64_LAYOUT.rtol
     )
     assert comparison.equal, comparison.text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp=4 ep=4 dispatcher=flex recompute=small shared=overlap",
+        "dp=2 ep=2 dispatcher=flex overlap=experts accumulation=4",
+        "tp=2 sp=on ep=2 dispatcher=flex recompute=moe zero=on",
+    ],
+)
+def test_layouts_that_exchange_tokens_in_fp8_equal_one_rank(name: str) -> None:
+    """Weight gradients too: with blocks of one element, received rows are quantised again without a change."""
+    plan = plan_of(cell_of(name))
+    model = with_experts(plan.model, lambda moe: replace(moe, fp8_dispatch=True, fp8_combine_grad=True))
+    plan = replace(plan, model=model, precision=replace(plan.precision, low_precision=SINGLE_ELEMENTS))
+    comparison = compare_plan(plan)
+    assert comparison.equal, comparison.text()

@@ -19,6 +19,7 @@ from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.parameter import WeightGradQueue
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,8 @@ class DispatchedTokens:
     index: RowIndex | None = None
     """Token of each row. If set, `data` contains tokens, and fc1 of the experts gathers its input rows from them. None
     if `data` already contains the sorted rows, as in the output of the experts."""
+    quantized: QuantizedTensor | None = None
+    """Rowwise copy of `data` from which `data` was computed, if tokens were sent in FP8."""
     bound: int
     """Upper bound of the number of rows, known to the host."""
     overflow: Tensor | None = None
@@ -151,6 +154,8 @@ class ExpertComm:
         hybridep: HybridEPConfig | None = None,
         row_alignment: int = 1,
         overlaps_microbatches: bool = False,
+        fp8_tokens: bool = False,
+        fp8_grads: bool = False,
     ) -> None:
         """Creates the resources.
 
@@ -162,6 +167,8 @@ class ExpertComm:
             hybridep: settings of the HybridEP library; None: its defaults.
             row_alignment: multiple to which the rows of an expert are padded.
             overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
+            fp8_tokens: whether the flex dispatcher sends the tokens of layers with FP8 experts in FP8.
+            fp8_grads: whether the backward of its combine sends the gradients of these layers in FP8.
         """
         self.ctx = ctx
         self.kernels = kernels
@@ -171,6 +178,7 @@ class ExpertComm:
         self.hybridep = hybridep or HybridEPConfig()
         self.row_alignment = row_alignment
         self.overlaps_microbatches = overlaps_microbatches
+        self.fp8_tokens, self.fp8_grads = fp8_tokens, fp8_grads
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
             self.overflow = torch.zeros((), device=ctx.device)

@@ -2,18 +2,22 @@
 
 `dispatch` delivers one row per (token, destination rank), ordered by source rank and token, with local expert ids;
 `num_worst_tokens` makes its shapes static, so that the host reads nothing. `combine` adds the rows of all ranks without
-weights. The handle of a dispatch serves its gradients. Rows are bf16, weights fp32.
+weights. The handle of a dispatch serves its gradients. Rows are bf16, or FP8
+in dispatch and in the gradient of combine; weights are fp32.
 """
 
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import RowIndex, internal_dtype
+from megatron_moe.config.precision import OperandFormat
+from megatron_moe.kernels.ops import MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, holders_of_experts
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens, quantized
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 DEFAULT_SMS = 20
 """DeepEP's own default."""
@@ -55,16 +59,19 @@ class DeepEPTransport:
     def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
         return ExchangeRoute(ids_TK, _Handle())
 
-    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _DeepEPWork:
+    def start_tokens(
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+    ) -> _DeepEPWork:
         buffer = self._buffer_for(tokens_TH)
+        sent = _packed(quantized(self._kernels, tokens_TH, form))
         if probs_TK is None:
-            tokens_GH, *_, event = buffer.dispatch(tokens_TH, handle=route.state.value, async_finish=True)
-            return _DeepEPWork(ReceivedTokens(tokens_GH, None, None), event)
+            tokens_GH, *_, event = buffer.dispatch(sent, handle=route.state.value, async_finish=True)
+            return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, form, tokens_TH.dtype), None, None), event)
         ids_TC, probs_TC = self._of_ranks(route.ids_TK), self._repeated(probs_TK.to(internal_dtype(tokens_TH.dtype)))
         num_experts = self._num_local * self._group.size
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TC, num_experts)
         tokens_GH, ids_GC, probs_GC, _, route.state.value, event = buffer.dispatch(
-            tokens_TH,
+            sent,
             topk_idx=ids_TC,
             topk_weights=probs_TC,
             num_tokens_per_rank=per_rank,
@@ -74,7 +81,7 @@ class DeepEPTransport:
             num_worst_tokens=self._group.size * len(tokens_TH),
             async_finish=True,
         )
-        return _DeepEPWork(ReceivedTokens(tokens_GH, ids_GC, probs_GC), event)
+        return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, form, tokens_TH.dtype), ids_GC, probs_GC), event)
 
     def finish_tokens(self, work: _DeepEPWork) -> ReceivedTokens:
         work.event.current_stream_wait()
@@ -121,6 +128,26 @@ class DeepEPTransport:
             size = max(config.get_nvl_buffer_size_hint(row_bytes, num) for config in configs)
             self._buffer, self._row_bytes = self._make_buffer(self._group.handle, size, 0), row_bytes
         return self._buffer
+
+
+def _packed(tokens_TH: MatrixOperand) -> Any:
+    """Tokens as `dispatch` accepts them: [T, H], or a pair of FP8 [T, H] and scales [T, blocks] of 4 bytes each, fp32
+    or int32 with four E8M0 scales."""
+    if isinstance(tokens_TH, Tensor):
+        return tokens_TH
+    data, scales, _ = tokens_TH.row_copy
+    scales = scales.T.clone(memory_format=torch.contiguous_format)
+    return data, scales.view(torch.int32) if scales.dtype == torch.uint8 else scales
+
+
+def _unpacked(received: Any, form: OperandFormat | None, dtype: torch.dtype) -> MatrixOperand:
+    """Received tokens; `dtype`: dtype of the tokens before they were quantised."""
+    if form is None:
+        tokens_GH: Tensor = received
+        return tokens_GH
+    data, scales = received
+    copy = QuantizedCopy(data, (scales.view(torch.uint8) if form.scale == "e8m0" else scales).T)
+    return QuantizedTensor.of(copy, None, form.block, dtype)
 
 
 class DeepEPDispatcher(FlexDispatcher):

@@ -15,11 +15,26 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import RowIndex, most_rows
+from megatron_moe.config.precision import OperandFormat
+from megatron_moe.kernels.ops import Kernels, MatrixOperand, RowIndex, most_rows
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, LateRank, Routing, first_rows
+from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 Work = Any
 """An exchange between its start and its finish."""
+
+
+class ExchangeFormats(NamedTuple):
+    """FP8 formats in which the tokens of a layer are sent, with power-of-two scales, so that their values are exact in
+    the dtype of the activations. None: tokens are sent in that dtype. Sums of expert outputs always are."""
+
+    tokens: OperandFormat | None = None
+    """Format of dispatched tokens: that of the inputs of fc1."""
+    grads: OperandFormat | None = None
+    """Format of the gradient of combine: that of the output gradients of fc2."""
+    reader: LinearPrecision | None = None
+    """Precision of fc2, whose backward takes the received gradients; None: it quantises them again."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,8 @@ class ExchangeRoute:
 class ReceivedTokens(NamedTuple):
     """Tokens of all ranks, G at most, as they arrived."""
 
-    tokens_GH: Tensor
+    tokens_GH: MatrixOperand
+    """In the format in which they were sent."""
     ids_GK: Tensor | None
     """int64 local expert ids, -1 elsewhere; None: the exchange was one of gradients."""
     probs_GK: Tensor | None
@@ -50,9 +66,11 @@ class Transport(Protocol):
         """Prepares the exchanges of a routing."""
         ...
 
-    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> Work:
+    def start_tokens(
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+    ) -> Work:
         """Starts to send tokens to the ranks of their experts, with ids and probabilities; None: gradients of combine,
-        which go the same way."""
+        which go the same way. `form`: FP8 format in which tokens are sent; None: their dtype."""
         ...
 
     def finish_tokens(self, work: Work) -> ReceivedTokens:
@@ -175,19 +193,20 @@ class PendingDispatch(Pending):
         self.capacity, self.probs_dtype = routing.capacity, routing.probs_TK.dtype
         self.handle: FlexHandle | None = None
         self.needed_rows: Tensor | None = None
+        self.quantized: QuantizedTensor | None = None
         self.exchange(tokens_TH, routing.probs_TK)
 
     def start(self, *inputs: Tensor) -> Work:
         tokens_TH, probs_TK = inputs
-        # etp x ep: a row of H elements per token and rank that holds one of its experts, and T * K ids and
-        # probabilities to every rank
-        return self.transport.start_tokens(tokens_TH, self.route, probs_TK)
+        # etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one of its experts,
+        # and T * K ids and probabilities to every rank
+        return self.transport.start_tokens(tokens_TH, self.route, probs_TK, self.dispatcher.formats.tokens)
 
     def finish(self, work: Work) -> tuple[Tensor, Tensor]:
         tokens_GH, ids_GK, probs_GK, num_rows = self.transport.finish_tokens(work)
         assert ids_GK is not None and probs_GK is not None
         index, self.needed_rows = self.dispatcher.sort(ids_GK, self.capacity, num_rows)
-        rows_RH = self.dispatcher.kernels.permute(tokens_GH, index)
+        rows_RH, self.quantized = permuted(self.dispatcher.kernels, tokens_GH, index)
         probs_GK = probs_GK.to(self.probs_dtype, copy=True)
         self.transport.release(work)
         self.handle = FlexHandle(self.route, index)
@@ -212,6 +231,7 @@ class PendingCombine(Pending):
     def __init__(self, dispatcher: "FlexDispatcher", rows_RH: Tensor, handle: FlexHandle) -> None:
         super().__init__(dispatcher.comm)
         self.kernels, self.transport, self.handle = dispatcher.kernels, dispatcher.transport, handle
+        self.formats = dispatcher.formats
         self.exchange(rows_RH)
 
     def start(self, *inputs: Tensor) -> Work:
@@ -224,13 +244,15 @@ class PendingCombine(Pending):
         return out_TH
 
     def start_backward(self, *grads: Tensor) -> Work:
-        # etp x ep: a row of H elements per token and rank that holds one of its experts
-        return self.transport.start_tokens(grads[0], self.handle.route, None)
+        # etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one of its experts
+        return self.transport.start_tokens(grads[0], self.handle.route, None, self.formats.grads)
 
     def finish_backward(self, work: Work) -> tuple[Tensor | None, ...]:
         tokens_GH = self.transport.finish_tokens(work).tokens_GH
-        grad_RH = self.kernels.permute(tokens_GH, self.handle.index)
+        grad_RH, grad_q = permuted(self.kernels, tokens_GH, self.handle.index)
         self.transport.release(work)
+        if grad_q is not None and self.formats.reader is not None:
+            self.formats.reader.put_grad(grad_RH, grad_q)
         return (grad_RH,)
 
 
@@ -239,6 +261,9 @@ class FlexDispatcher:
     `ExpertComm.row_capacity_factor` times T * K, and by what no routing exceeds; more rows are counted as overflow. All
     ranks must have equally many tokens. Rows are sorted by expert, then by source in the order of the etp x ep group,
     then by token."""
+
+    formats: ExchangeFormats
+    """FP8 formats of the exchange. Set after the model is built."""
 
     host_reads = 0
     can_overflow = True
@@ -249,6 +274,7 @@ class FlexDispatcher:
         self.comm, self.kernels, self.transport = comm, comm.kernels, transport
         self.num_ranks = comm.etp_ep.size
         self.num_local = num_experts // comm.ep.size
+        self.formats = ExchangeFormats()
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingDispatch:
         """Starts to send tokens, ids and probabilities."""
@@ -263,6 +289,7 @@ class FlexDispatcher:
             data=rows_RH,
             probs_R=self.kernels.gather_probs(probs_GK, index),
             offsets_e=index.offsets_E,
+            quantized=pending.quantized,
             bound=len(index.token_R),
             overflow=None if needed is None else (needed - len(index.token_R)).clamp_min(0),
         )
@@ -302,3 +329,17 @@ class FlexDispatcher:
             offsets_E=index.offsets_E.clamp_max(bound),
         )
         return bounded, index.offsets_E[-1]
+
+
+def permuted(kernels: Kernels, tokens_GH: MatrixOperand, index: RowIndex) -> tuple[Tensor, QuantizedTensor | None]:
+    """Copies received tokens to rows: their values, and the rowwise copy if they were sent in FP8."""
+    if isinstance(tokens_GH, Tensor):
+        return kernels.permute(tokens_GH, index), None
+    return kernels.permute_quantized(tokens_GH, index)
+
+
+def quantized(kernels: Kernels, tokens_TH: Tensor, form: OperandFormat | None) -> MatrixOperand:
+    """Rowwise copy of tokens in the FP8 format in which they are sent; the tokens themselves if it is None."""
+    if form is None:
+        return tokens_TH
+    return kernels.quantize_rows(tokens_TH, form, rowwise=True, columnwise=False)

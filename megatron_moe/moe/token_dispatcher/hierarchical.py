@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, first_rows
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
@@ -122,7 +123,10 @@ class HierarchicalTransport:
         index = None if self._inter.size == 1 else self._by_rank(needed_TN)
         return ExchangeRoute(ids_TK, _StagedRoute(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes)))
 
-    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _StagedWork:
+    def start_tokens(
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+    ) -> _StagedWork:
+        assert form is None, "tokens are sent between hosts in their dtype"
         state: _StagedRoute = route.state
         choices = None if probs_TK is None else _packed(route.ids_TK, probs_TK.to(internal_dtype(tokens_TH.dtype)))
         if choices is not None:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens, quantized
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.streams import make_streams
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric, is_emulated
@@ -68,14 +69,17 @@ class SymmetricTransport:
     def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
         return ExchangeRoute(ids_TK, self._kernels.mark_ranks(ids_TK, self._owner_EP))
 
-    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _Push:
-        channel = self._channel("tokens", probs_TK is None, tokens_TH, route)
+    def start_tokens(
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+    ) -> _Push:
+        channel = self._channel("tokens", probs_TK is None, tokens_TH, route, form)
         choices = None if probs_TK is None else (route.ids_TK, probs_TK.to(channel.received_values.dtype))
+        sent = quantized(self._kernels, tokens_TH, form)
 
         def push() -> None:
-            self._kernels.push_tokens(tokens_TH, route.state, choices, channel)
+            self._kernels.push_tokens(sent, route.state, choices, channel)
 
-        return self._start(push, channel, choices is not None, (tokens_TH, choices, route))
+        return self._start(push, channel, choices is not None, (sent, choices, route))
 
     def finish_tokens(self, work: _Push) -> ReceivedTokens:
         channel = self._arrive(work)
@@ -137,12 +141,13 @@ class SymmetricTransport:
         exchange.keep = ()
         return exchange.channel
 
-    def _channel(self, content: str, in_backward: bool, rows: Tensor, route: ExchangeRoute) -> PushChannel:
+    def _channel(
+        self, content: str, in_backward: bool, rows: Tensor, route: ExchangeRoute, form: OperandFormat | None = None
+    ) -> PushChannel:
         """The channel of tokens or sums. Collective over the group when the shape is new."""
         num_tokens, topk = route.ids_TK.shape
-        shape = ChannelShape(
-            num_ranks=self._group.size, num_tokens=num_tokens, width=rows.shape[1], topk=topk, dtype=rows.dtype
-        )
+        sizes = {"num_ranks": self._group.size, "num_tokens": num_tokens, "width": rows.shape[1], "topk": topk}
+        shape = ChannelShape(**sizes, dtype=rows.dtype, form=form)
         ctx, group = self._comm.ctx, self._group
         timeout_s = _SHARE_OF_TIMEOUT * ctx.timeout_s
         key = (content, in_backward and self._comm.overlaps_microbatches, shape)

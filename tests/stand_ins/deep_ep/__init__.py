@@ -83,7 +83,7 @@ class Buffer:
 
     def dispatch(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, Tensor],
         handle: tuple[Any, ...] | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
@@ -97,7 +97,16 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[int], tuple[Any, ...] | None, EventOverlap]:
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int], tuple[Any, ...] | None, EventOverlap]:
+        if isinstance(x, tuple):
+            x, scales = x
+            assert x.element_size() == 1 and scales.dtype in (torch.float32, torch.int32)
+            assert scales.dim() == 2 and len(scales) == len(x)
+            sizes, dtype = (handle, num_tokens_per_rank, None, is_token_in_rank), x.dtype
+            options = (num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens, config)
+            tokens, *others, event = self.dispatch(x.view(torch.uint8), *sizes, *options, async_finish=async_finish)
+            in_rank_TP, num_rows = handle or others[3]
+            return (tokens.view(dtype), self._receive(scales, in_rank_TP, num_rows)), *others, event
         assert x.dim() == 2 and x.is_contiguous()
         event = EventOverlap(async_finish or None)
         if handle is not None:
@@ -138,7 +147,7 @@ class Buffer:
         """Rows for this rank by source and token; rows past the end are undefined unless `fill` is given."""
         marks = [mark[:, self.rank] for mark in self._gather(in_rank_TP)]
         held = torch.cat([part[mark] for part, mark in zip(self._gather(x), marks, strict=True)])
-        undefined = torch.nan if x.is_floating_point() else -1
+        undefined = torch.nan if x.is_floating_point() else 0x7F if x.dtype == torch.uint8 else -1
         rows = torch.full((num_rows, *x.shape[1:]), undefined if fill is None else fill, dtype=x.dtype)
         rows[: len(held)] = held
         return rows

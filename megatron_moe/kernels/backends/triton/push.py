@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference_push
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, num_multiprocessors, power_of_two, rows_of
-from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.ops import MatrixOperand, RowIndex
 from megatron_moe.kernels.push_channel import FLAG_STRIDE, PushChannel
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 ROWS, ROWS_OF_FEW = 4, 16
 """Rows that a program has in flight, on all multiprocessors and on a few. Two H200 exchange 8192 rows of 4 KB, 4 in
@@ -36,19 +37,28 @@ def mark_ranks(ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
 
 
 def push_tokens(
-    tokens_TH: Tensor, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
+    tokens_TH: MatrixOperand, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
 ) -> None:
     """See `Kernels.push_tokens`."""
-    shape, tokens_TH = channel.shape, rows_of(tokens_TH)
+    shape, slots, num_scales = channel.shape, channel.tokens[channel.rank], channel.shape.scales[0]
+    scales, in_flight = None, _in_flight(channel)
+    if isinstance(tokens_TH, QuantizedTensor):
+        tokens_TH, scales, _ = tokens_TH.row_copy
+        # bytes are copied as words of the number of a row's bytes
+        word = next(each for each in (torch.int32, torch.int16, torch.uint8) if shape.width % each.itemsize == 0)
+        tokens_TH, slots = tokens_TH.contiguous().view(word), slots.view(word)
+        in_flight["ROWS"] *= 2  # as many bytes as of bf16 rows
+    tokens_TH, width = rows_of(tokens_TH), slots.shape[-1]
     ids_TK, values_TK = (ranks_T, ranks_T) if choices is None else (each.contiguous() for each in choices)
-    columns = min(power_of_two(shape.width), COLUMNS)
+    columns = min(power_of_two(width), COLUMNS)
     _push_tokens[(_num_programs(channel),)](
-        tokens_TH, ranks_T, ids_TK, values_TK,
+        tokens_TH, ranks_T, ids_TK, values_TK, scales,
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
-        shape.num_tokens, shape.width, tokens_TH.stride(0), _timeout_ns(channel),
-        channel.tokens[channel.rank], channel.values[channel.rank],
+        shape.num_tokens, width, tokens_TH.stride(0), num_scales, _timeout_ns(channel),
+        slots, channel.values[channel.rank],
         RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, COLUMNS=columns, BLOCK=1024,
-        WITH_CHOICES=choices is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, **_in_flight(channel),
+        SCALES=power_of_two(max(num_scales, 1)), WITH_CHOICES=choices is not None, STRIDE=FLAG_STRIDE,
+        INTERPRETED=INTERPRETED, **in_flight,
     )  # fmt: skip
 
 
@@ -161,10 +171,11 @@ def _signal_after_last_program(
 
 @triton.jit
 def _push_tokens(
-    tokens_ptr, ranks_ptr, ids_ptr, values_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
-    num_tokens, width, stride, timeout_ns, token_like_ptr, value_like_ptr,
+    tokens_ptr, ranks_ptr, ids_ptr, values_ptr, scales_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
+    num_tokens, width, stride, num_scales, timeout_ns, token_like_ptr, value_like_ptr,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, WITH_CHOICES: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, SCALES: tl.constexpr, WITH_CHOICES: tl.constexpr, STRIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(epoch_ptr)
     _wait(acknowledged_ptr, epoch, missing_ptr, timeout_ns, NUM_RANKS, STRIDE, INTERPRETED)
@@ -184,14 +195,17 @@ def _push_tokens(
     tiles, blocks = tl.cdiv(num_tokens, ROWS), tl.cdiv(width, COLUMNS)
     item = tl.program_id(0)
     rows, ranks = _load_rows(tokens_ptr, ranks_ptr, item, blocks, num_tokens, width, stride, ROWS, COLUMNS)
+    scales = _load_scales(scales_ptr, item // blocks, num_tokens, num_scales, ROWS, SCALES)
     while item < tiles * blocks:
         # loaded before the stores of this item, so that stores and loads are in flight at the same time
         following = item + tl.num_programs(0)
         next_rows, next_ranks = _load_rows(
             tokens_ptr, ranks_ptr, following, blocks, num_tokens, width, stride, ROWS, COLUMNS
         )
+        next_scales = _load_scales(scales_ptr, following // blocks, num_tokens, num_scales, ROWS, SCALES)
         slots = RANK * num_tokens + ((item // blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         columns = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        each = tl.arange(0, SCALES)
         for step in tl.static_range(NUM_RANKS):
             # starts after the own rank, so that the ranks do not all write to the same peer
             peer = (RANK + 1 + step) % NUM_RANKS
@@ -200,8 +214,12 @@ def _push_tokens(
             into = tl.multiple_of(into, 16)
             into = into + slots[:, None] * width + columns[None, :]
             tl.store(into, rows, mask=needed[:, None] & (columns < width)[None, :])
+            if scales_ptr is not None:
+                into = tl.load(addresses_ptr + 5 * NUM_RANKS + peer).to(tl.pointer_type(scales_ptr.dtype.element_ty))
+                into = into + slots[:, None] * num_scales + each[None, :]
+                tl.store(into, scales, mask=needed[:, None] & ((each < num_scales) & (item % blocks == 0))[None, :])
         item = following
-        rows, ranks = next_rows, next_ranks
+        rows, ranks, scales = next_rows, next_ranks, next_scales
     _signal_after_last_program(addresses_ptr, epoch_ptr, RANK, NUM_RANKS, STRIDE)
 
 
@@ -217,6 +235,17 @@ def _load_rows(
     held = inside[:, None] & (columns < width)[None, :]
     rows = tl.load(tokens_ptr + tokens.to(tl.int64)[:, None] * stride + columns[None, :], mask=held, other=0.0)
     return rows, ranks
+
+
+@triton.jit
+def _load_scales(scales_ptr, tile, num_tokens, num_scales, ROWS: tl.constexpr, SCALES: tl.constexpr):
+    """Scales [ROWS, SCALES] of a few tokens, from a matrix [num_scales, num_tokens]; 0 without scales."""
+    if scales_ptr is None:
+        return tl.zeros((ROWS, SCALES), tl.float32)
+    else:
+        tokens, each = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, SCALES)
+        held = (tokens < num_tokens)[:, None] & (each < num_scales)[None, :]
+        return tl.load(scales_ptr + each.to(tl.int64)[None, :] * num_tokens + tokens[:, None], mask=held, other=0)
 
 
 @triton.jit

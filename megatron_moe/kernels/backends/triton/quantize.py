@@ -122,6 +122,28 @@ def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat = 
     return QuantizedTensor.of(row, None, form.block, tokens_TH.dtype)
 
 
+def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
+    """See `Kernels.permute_quantized`, for blocks of 1x128."""
+    assert tokens.block == (1, BLOCK) and index.rows_TK is not None, f"{tokens.block}"
+    data, scales, _ = tokens.row_copy
+    num_rows, (num_tokens, width) = len(index.token_R), data.shape
+    rows_RH = torch.empty(num_rows, width, device=data.device, dtype=tokens.dtype)
+    row = QuantizedCopy(
+        torch.empty(num_rows, width, device=data.device, dtype=data.dtype),
+        torch.empty(triton.cdiv(width, BLOCK), num_rows, device=data.device, dtype=torch.float32),
+    )
+    if rows_RH.numel():
+        columns = min(max(power_of_two(width), BLOCK), COPY_TILE)
+        num_programs = max(num_tokens, 1)
+        each = triton.cdiv(num_rows, num_programs)
+        _copy_quantized[(num_programs, triton.cdiv(width, columns))](
+            data, scales, index.rows_TK.contiguous(), index.token_R, row.data, row.scales, rows_RH,
+            num_tokens, num_rows, width, *scales.stride(), each,
+            EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
+        )  # fmt: skip
+    return rows_RH, QuantizedTensor.of(row, None, tokens.block, tokens.dtype)
+
+
 def dequantize_columns(rows: QuantizedTensor) -> Tensor:
     """Values [128 B, C] of a columnwise copy [C, R] in B blocks of 1x128, transposed back, with gaps between experts if
     the copy has them; exact in bf16 if the scales are powers of two. Rows from R on are undefined."""
@@ -338,6 +360,42 @@ def _quantize_tokens(
                 nothing = tl.zeros((1, COLUMNS), tl.float32).to(rows_ptr.dtype.element_ty)
                 tl.store(rows_ptr + row * width + columns, nothing, mask=inside)
                 tl.store(scales_ptr + blocks + row, tl.full((1, COLUMNS // LENGTH), 1.0, tl.float32), mask=has_block)
+
+
+@triton.jit
+def _copy_quantized(
+    tokens_ptr, token_scales_ptr, places_ptr, token_ptr, rows_ptr, scales_ptr, values_ptr,
+    num_tokens, num_rows, width, block_stride, token_stride, rows_each,
+    EACH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COLUMNS
+    columns = first + tl.arange(0, COLUMNS)[None, :]
+    blocks = (first // LENGTH + tl.arange(0, COLUMNS // LENGTH))[None, :]
+    inside, has_block = columns < width, blocks * LENGTH < width
+    # see `rows._copy_tokens`: the rows are divided among the programs, which clear the padding rows of their share
+    own = token * rows_each + tl.arange(0, EACH)
+    requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
+    some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0
+    if token < num_tokens:
+        q = tl.load(tokens_ptr + token * width + columns, mask=inside)
+        scales = tl.load(token_scales_ptr + token * token_stride + blocks * block_stride, mask=has_block, other=1.0)
+        values = q.to(tl.float32).reshape(1, COLUMNS // LENGTH, LENGTH) * scales[:, :, None]
+        values = values.reshape(1, COLUMNS).to(values_ptr.dtype.element_ty)
+        for choice in tl.static_range(TOPK):
+            row = tl.load(places_ptr + token * TOPK + choice)
+            tl.store(rows_ptr + row * width + columns, q, mask=inside & (row >= 0))
+            tl.store(values_ptr + row * width + columns, values, mask=inside & (row >= 0))
+            tl.store(scales_ptr + blocks.to(tl.int64) * num_rows + row, scales, mask=has_block & (row >= 0))
+    if some_empty:
+        for number in range(rows_each):
+            row = token * rows_each + number
+            if tl.load(token_ptr + row, mask=row < num_rows, other=0) < 0:
+                nothing = tl.zeros((1, COLUMNS), tl.float32)
+                tl.store(rows_ptr + row * width + columns, nothing.to(rows_ptr.dtype.element_ty), mask=inside)
+                tl.store(values_ptr + row * width + columns, nothing.to(values_ptr.dtype.element_ty), mask=inside)
+                ones = tl.full((1, COLUMNS // LENGTH), 1.0, tl.float32)
+                tl.store(scales_ptr + blocks.to(tl.int64) * num_rows + row, ones, mask=has_block)
 
 
 @triton.jit

@@ -1,0 +1,199 @@
+"""Tokens and gradients sent in FP8: same bytes as quantisation after an exchange in the dtype of the activations."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.memory import RecomputeConfig
+from megatron_moe.config.moe import CapacityConfig
+from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat, low_precision_config
+from megatron_moe.kernels import reference
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm
+from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
+from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, ExchangeRoute
+from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher, SymmetricTransport
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.apply import exchange_formats
+from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
+from tests.helpers.ranks import on_processes, on_threads
+from tests.helpers.tolerances import EXACT
+from tests.moe.parallel.folded import Data, Result, gathered, moe_config, name_of, on_this_rank, parallel
+from tests.moe.parallel.test_dispatch_over_ranks import CASES, EXPERTS, STAND_INS
+from tests.moe.routings import draw, sparse
+
+REFERENCE = reference.bundle()
+WIDTH = 10
+"""Not a multiple of the block length 4."""
+BLOCKWISE = low_precision_config("blockwise", blocks=4, weight_grad=False)
+HYBRID = low_precision_config("blockwise", blocks=4, hybrid=True)
+MXFP8 = low_precision_config("mxfp8")
+FOLDS = (parallel(2, ep=2), parallel(4, etp=2, ep=2), parallel(4, ep=4))
+
+
+@pytest.fixture(autouse=True)
+def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    yield
+    for name in ("deep_ep", "deep_ep.hybrid_ep_buffer", "hybrid_ep_cpp"):
+        sys.modules.pop(name, None)
+
+
+def spread_magnitudes(*shape: int, seed: int) -> Tensor:
+    """Random numbers whose blocks have different scales, with a block of zeros."""
+    values = draw(*shape, seed=seed) * torch.exp(4 * draw(*shape, seed=seed + 1))
+    return values.index_fill(0, torch.arange(min(1, len(values))), 0)
+
+
+def same_copy(actual: QuantizedTensor | None, expected: QuantizedTensor, what: str) -> None:
+    assert actual is not None and actual.block == expected.block and actual.dtype == expected.dtype
+    EXACT.check(actual.row_copy.data.view(torch.uint8), expected.row_copy.data.view(torch.uint8), f"bytes of {what}")
+    EXACT.check(actual.row_copy.scales, expected.row_copy.scales, f"scales of {what}")
+
+
+def exchanged(
+    kind: Any, ctx: ParallelContext, case: str, width: int, formats: ExchangeFormats, factor: float | None = None
+) -> tuple[DispatchedTokens, Tensor, dict[str, Tensor]]:
+    """Rows of a dispatch, gradient of the rows sent to combine, and the other tensors."""
+    ids = CASES[case](ctx.rank)
+    tokens, routing = spread_magnitudes(len(ids), width, seed=ctx.rank), sparse(ids, num_experts=EXPERTS)
+    comm = ExpertComm(ctx, REFERENCE, kind, row_capacity_factor=factor)
+    dispatcher = comm.new_dispatcher(EXPERTS)
+    dispatcher.formats = formats
+    tokens.requires_grad_(), routing.probs.requires_grad_()
+    rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
+    data = (rows.data.detach() * rows.probs_R.detach()[:, None]).requires_grad_()
+    back = dispatcher.finish_combine(dispatcher.start_combine(replace(rows, data=data), handle))
+    (grad,) = torch.autograd.grad(back, data, spread_magnitudes(len(ids), width, seed=10 + ctx.rank))
+    torch.autograd.backward((rows.data, rows.probs_R), (torch.ones_like(rows.data), torch.ones_like(rows.probs_R)))
+    others = {"tokens": tokens.grad, "probs": routing.probs.grad, "offsets": rows.offsets_e}
+    return rows, grad, others
+
+
+@pytest.mark.parametrize("fold", FOLDS[1:], ids=name_of)
+@pytest.mark.parametrize("kind", [SymmetricDispatcher, DeepEPDispatcher])
+@pytest.mark.parametrize(("config", "width"), [(HYBRID, WIDTH), (MXFP8, 128)], ids=["blockwise hybrid", "mxfp8"])
+@pytest.mark.parametrize("case", CASES)
+def test_received_bytes_are_those_of_quantised_rows(case, config, width, kind, fold) -> None:
+    """Forward and the gradient of combine; padding rows are those of quantised zeros."""
+
+    def rank(ctx: ParallelContext) -> None:
+        fc2 = LinearPrecision(config, REFERENCE)
+        formats = ExchangeFormats(config.inputs, config.grads, fc2)
+        plain, plain_grad, expected = exchanged(kind, ctx, case, width, ExchangeFormats())
+        rows, grad, others = exchanged(kind, ctx, case, width, formats)
+        same_copy(rows.quantized, rows_q := quantized(plain.data, config.inputs), "rows")
+        EXACT.check(rows.data, values(rows_q), "values of rows")
+        same_copy(fc2.take_grad(grad), grad_q := quantized(plain_grad, config.grads), "gradients")
+        EXACT.check(grad, values(grad_q), "values of gradients")
+        EXACT.check_all(others, expected, "tensors of the sums")
+        assert plain.quantized is None
+
+    on_threads(fold, rank)
+
+
+def quantized(rows: Tensor, form: OperandFormat) -> QuantizedTensor:
+    return reference.quantize_rows(rows, form, rowwise=True, columnwise=False)
+
+
+def values(rows_q: QuantizedTensor) -> Tensor:
+    return dequantize(rows_q.row_copy, rows_q.block, torch.float64)
+
+
+@pytest.mark.parametrize("case", ["ranks differ", "all to one expert"])
+def test_rows_beyond_the_bound_overflow_as_in_a_plain_exchange(case) -> None:
+    def rank(ctx: ParallelContext) -> int:
+        plain, *_ = exchanged(SymmetricDispatcher, ctx, case, WIDTH, ExchangeFormats(), 0.4)
+        formats = ExchangeFormats(BLOCKWISE.inputs, BLOCKWISE.grads)
+        rows, *_ = exchanged(SymmetricDispatcher, ctx, case, WIDTH, formats, 0.4)
+        same_copy(rows.quantized, quantized(plain.data, BLOCKWISE.inputs), "rows")
+        assert rows.overflow is not None and plain.overflow is not None and rows.bound == plain.bound
+        EXACT.check(rows.overflow, plain.overflow, "overflow")
+        return int(rows.overflow)
+
+    assert max(on_threads(parallel(2, ep=2), rank)) > 0
+
+
+def sent_in_fp8(layer: MoELayer, config: LowPrecisionConfig, *, fp8: bool) -> None:
+    for stack in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+        stack.precision = LinearPrecision(config, REFERENCE)
+    layer.expert_comm.fp8_tokens = layer.expert_comm.fp8_grads = fp8
+    layer.dispatcher.formats = exchange_formats(layer)
+
+
+def layer_result(
+    ctx: ParallelContext, config: LowPrecisionConfig, fp8: bool, recomputed: bool, **fields: Any
+) -> tuple[Any, ...]:
+    """Result of one rank of a layer with FP8 experts."""
+
+    def change(layer: MoELayer) -> None:
+        sent_in_fp8(layer, config, fp8=fp8)
+        if recomputed:
+            modules = ("moe_act",)
+            recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+            layer.experts.saved_tensors = SavedTensorPolicy(recompute)
+
+    moe, data = moe_config(dispatcher="flex", **fields), Data.random(ctx.config.dp, padded=True)
+    return on_this_rank(ctx, moe, ctx.config, data, change)
+
+
+def results(fold: Any, config: LowPrecisionConfig, *, fp8: bool, recomputed: bool = False, **fields: Any) -> Result:
+    return gathered(on_threads(fold, lambda ctx: layer_result(ctx, config, fp8, recomputed, **fields)), fold)
+
+
+class RoundingTransport(SymmetricTransport):
+    """Sends tokens rounded to their FP8 format, in their dtype."""
+
+    def start_tokens(
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+    ) -> Any:
+        rounded_TH = tokens_TH if form is None else values(quantized(tokens_TH, form))
+        return super().start_tokens(rounded_TH, route, probs_TK, None)
+
+
+LAYERS = {
+    "shared experts overlapped": {"shared": True, "overlap": True},
+    "latent": {"latent": True},
+    "one expert after the other": {"grouped": False},
+    "activation recomputed": {"recomputed": True},
+    "padded to the capacity": {"capacity": CapacityConfig(factor=1.0, pad=True)},
+}
+
+
+@pytest.mark.parametrize("config", [BLOCKWISE, HYBRID, MXFP8], ids=["blockwise", "hybrid", "mxfp8"])
+@pytest.mark.parametrize("fields", LAYERS.values(), ids=LAYERS)
+def test_layers_give_the_bits_of_a_plain_exchange(fields, config, monkeypatch) -> None:
+    """Outputs, input gradients and all gradients but those of expert weights, which read rounded rows: these equal the
+    gradients after a plain exchange of rounded tokens. Rounding once more to FP8 with power-of-two scales changes only
+    elements that are subnormal in one of the blocks."""
+    fold = FOLDS[1]
+    actual, plain = (results(fold, config, fp8=fp8, **fields).tensors for fp8 in (True, False))
+    weights = [name for name in actual if name.startswith("experts.")]
+    same = {name: value for name, value in plain.items() if name not in weights}
+    EXACT.check_all({name: actual[name] for name in same}, same, "plain exchange")
+    assert config.weight_grad or all(actual[name].ne(plain[name]).any() for name in weights), "gradients of exact rows"
+    monkeypatch.setattr("megatron_moe.moe.token_dispatcher.symmetric.SymmetricTransport", RoundingTransport)
+    EXACT.check_all(actual, results(fold, config, fp8=True, **fields).tensors, "plain exchange of rounded tokens")
+
+
+def test_experts_multiply_the_received_bytes(monkeypatch) -> None:
+    """fc1 quantises no rows, and fc2 no gradients, with a weight gradient in the dtype of the parameters."""
+    calls: list[str] = []
+    for name in ("input", "grad"):
+        monkeypatch.setattr(LinearPrecision, name, lambda *args, name=name, **named: calls.append(name))
+    results(FOLDS[0], BLOCKWISE, fp8=True)
+    assert calls == []
+
+
+def test_processes_give_the_bits_of_threads() -> None:
+    fold = FOLDS[0]
+    expected = results(fold, BLOCKWISE, fp8=True).tensors
+    actual = gathered(on_processes(fold, layer_result, BLOCKWISE, True, False), fold).tensors
+    EXACT.check_all(actual, expected, "processes")
