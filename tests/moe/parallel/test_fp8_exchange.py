@@ -21,7 +21,7 @@ from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, ExchangeRout
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher, SymmetricTransport
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.apply import exchange_formats
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import EXACT
@@ -122,8 +122,9 @@ def test_rows_beyond_the_bound_overflow_as_in_a_plain_exchange(case) -> None:
 
 
 def sent_in_fp8(layer: MoELayer, config: LowPrecisionConfig, *, fp8: bool) -> None:
+    last_copies = LastCopies()
     for stack in (layer.experts.linear_fc1, layer.experts.linear_fc2):
-        stack.precision = LinearPrecision(config, REFERENCE)
+        stack.precision = LinearPrecision(config, REFERENCE, last_copies=last_copies)
     layer.expert_comm.fp8_tokens = layer.expert_comm.fp8_grads = fp8
     layer.dispatcher.formats = exchange_formats(layer)
 
