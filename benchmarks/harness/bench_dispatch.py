@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,20 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
 from megatron_moe.config.parallel import Launch, ParallelConfig  # noqa: E402
+from megatron_moe.config.precision import OperandFormat, low_precision_config  # noqa: E402
 from megatron_moe.config.run import KernelConfig  # noqa: E402
 from megatron_moe.kernels.registry import select_kernels  # noqa: E402
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing  # noqa: E402
 from megatron_moe.moe.token_dispatcher.deepep import DEFAULT_SMS, DeepEPDispatcher, has_deepep  # noqa: E402
+from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, FlexDispatcher, quantized  # noqa: E402
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 
 WARMUP, REPEATS = 5, 20
+BLOCKWISE = low_precision_config("blockwise")
+FP8Rows = Literal["after", "before"] | None
 SLEEP_CYCLES = 8_000_000
 """About 4 ms."""
 
@@ -86,11 +90,22 @@ def start_together(ctx: ParallelContext) -> None:
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
 
 
-def run_dispatcher(kind: Any, shape: LayerShape, ctx: ParallelContext, num_sms: int | None = None) -> Timed:
-    """Times one dispatcher; the experts are replaced by a multiplication with the probability."""
-    kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16)
+def run_dispatcher(
+    kind: Any, shape: LayerShape, ctx: ParallelContext, num_sms: int | None = None, fp8: FP8Rows = None
+) -> Timed:
+    """Times one dispatcher; the experts are replaced by a multiplication with the probability. `fp8`: rows of dispatch
+    and of the backward of combine are quantised after, or before, they are sent."""
+    kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
     comm = ExpertComm(ctx, kernels, kind, row_capacity_factor=1.25, num_sms=num_sms)
     dispatcher = comm.new_dispatcher(shape.num_experts)
+    if fp8 == "before":
+        assert isinstance(dispatcher, FlexDispatcher), f"{kind.__name__} sends no FP8"
+        dispatcher.formats = ExchangeFormats(BLOCKWISE.inputs, BLOCKWISE.grads)
+
+    def quantize(rows_RH: Tensor) -> None:
+        if fp8 == "after":
+            kernels.quantize_rows(rows_RH, BLOCKWISE.inputs, rowwise=True, columnwise=False)
+
     routing = random_routing(shape, ctx.rank, ctx.device)
     draw = torch.Generator(ctx.device).manual_seed(100 + ctx.rank)
     size = (shape.num_tokens, shape.hidden_size)
@@ -105,6 +120,7 @@ def run_dispatcher(kind: Any, shape: LayerShape, ctx: ParallelContext, num_sms: 
         start_together(ctx)
         marks[0].record()
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens_TH, routing))
+        quantize(rows.data.detach())
         marks[1].record()
         leaf_RH = rows.data.detach().requires_grad_()
         probs_R = rows.probs_R.detach().requires_grad_()
@@ -116,6 +132,7 @@ def run_dispatcher(kind: Any, shape: LayerShape, ctx: ParallelContext, num_sms: 
         start_together(ctx)
         marks[4].record()
         (rows_grad_RH,) = torch.autograd.grad(out_TH, weighed.data, grad_TH, retain_graph=True)
+        quantize(rows_grad_RH)
         marks[5].record()
         rows_grad, probs_grad = torch.autograd.grad(weighed.data, (leaf_RH, probs_R), rows_grad_RH)
         start_together(ctx)
@@ -130,23 +147,28 @@ def run_dispatcher(kind: Any, shape: LayerShape, ctx: ParallelContext, num_sms: 
     return Timed({part: statistics.median(values) for part, values in times.items()}, tensors)
 
 
-def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None) -> float:
-    """Median microseconds of the kernel that pushes tokens, with the wait for all ranks."""
-    kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16)
+def push_alone(
+    shape: LayerShape, ctx: ParallelContext, num_sms: int | None, form: OperandFormat | None = None
+) -> float:
+    """Median microseconds of the kernel that pushes tokens, with the wait for all ranks. `form`: FP8 format of the
+    tokens, which are quantised before."""
+    kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
     comm = ExpertComm(ctx, kernels, SymmetricDispatcher, row_capacity_factor=1.25, num_sms=num_sms)
     dispatcher = SymmetricDispatcher(shape.num_experts, comm)
     routing = random_routing(shape, ctx.rank, ctx.device)
     tokens_TH = torch.randn(shape.num_tokens, shape.hidden_size, device=ctx.device).bfloat16()
+    dispatcher.formats = ExchangeFormats(form)
     with torch.no_grad():
         pending = dispatcher.start_dispatch(tokens_TH, routing)
         dispatcher.finish_dispatch(pending)
-    channel = comm.transport._channel("tokens", False, tokens_TH, pending.route)
+    channel = comm.transport._channel("tokens", False, tokens_TH, pending.route, form)
+    sent = quantized(kernels, tokens_TH, form)
     times = []
     for repeat in range(WARMUP + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_together(ctx)
         start.record()
-        kernels.push_tokens(tokens_TH, pending.route.state, None, channel)
+        kernels.push_tokens(sent, pending.route.state, None, channel)
         kernels.wait_for_peers(channel)
         end.record()
         kernels.acknowledge(channel)
@@ -170,17 +192,23 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
         size = remote_copies(shape, routing, ctx.group("ep").size, ctx.rank) * shape.hidden_size * 2
         write(f"\n{shape.name}, {shape.num_tokens} tokens of {shape.hidden_size}, {size / 1e6:.1f} MB per rank\n")
         for num_sms in programs:
-            us = slowest(push_alone(shape, ctx, num_sms), ctx)
-            write(f"push of {num_sms} programs: {us:.0f} us, {size / us / 1e3:.0f} GB/s on the wire")
+            for form, sent in ((None, size), (BLOCKWISE.inputs, size * 33 / 64)):
+                us = slowest(push_alone(shape, ctx, num_sms, form), ctx)
+                what = "FP8 push" if form else "push"
+                write(f"{what} of {num_sms} programs: {us:.0f} us, {sent / us / 1e3:.0f} GB/s on the wire")
         write(f"\n| dispatcher | {' | '.join(PARTS)} | all, us | largest relative error |\n|---|{'---|' * 6}")
         expected = run_dispatcher(AllToAllDispatcher, shape, ctx)
-        cases: list[tuple[str, Any, int | None]] = [("all-to-all (NCCL)", AllToAllDispatcher, None)]
-        cases.append(("all-gather (NCCL)", AllGatherDispatcher, None))
-        cases += [(f"symmetric, {n} programs", SymmetricDispatcher, n) for n in programs]
+        cases: list[tuple[str, Any, int | None, FP8Rows]] = [("all-to-all (NCCL)", AllToAllDispatcher, None, None)]
+        cases.append(("all-gather (NCCL)", AllGatherDispatcher, None, None))
+        cases += [(f"symmetric, {n} programs", SymmetricDispatcher, n, None) for n in programs]
+        cases.append(("symmetric", SymmetricDispatcher, None, None))
+        cases.append(("symmetric, rows quantised to FP8 after", SymmetricDispatcher, None, "after"))
+        cases.append(("symmetric, sent in FP8", SymmetricDispatcher, None, "before"))
         if has_deepep():
-            cases += [(f"DeepEP, {n} multiprocessors", DeepEPDispatcher, n) for n in (DEFAULT_SMS, 32)]
-        for name, kind, sms in cases:
-            timed = expected if kind is AllToAllDispatcher else run_dispatcher(kind, shape, ctx, sms)
+            cases += [(f"DeepEP, {n} multiprocessors", DeepEPDispatcher, n, None) for n in (DEFAULT_SMS, 32)]
+            cases.append(("DeepEP, sent in FP8", DeepEPDispatcher, DEFAULT_SMS, "before"))
+        for name, kind, sms, fp8 in cases:
+            timed = expected if kind is AllToAllDispatcher else run_dispatcher(kind, shape, ctx, sms, fp8)
             error = max(
                 float((timed.tensors[key] - value).abs().max() / value.abs().max())
                 for key, value in expected.tensors.items()

@@ -32,6 +32,7 @@ OVERLAPS = {
 }
 """Overlaps of the exchange with compute, with buffers for balanced routing."""
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad"
+WIRE = "--moe-dispatch-fwd-dtype fp8 --moe-combine-bwd-dtype fp8"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
 """Approximate time of building a model including the first step, and overhead of tracing."""
 
@@ -101,6 +102,8 @@ def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
 
     return (
         case("", "balanced"),
+        case("-fp8", "balanced, FP8 blockwise", FP8),
+        case("-fp8-wire", "balanced, FP8 blockwise, tokens sent in FP8", f"{FP8} {WIRE}"),
         case("-moe-graphs", "balanced, attention and MoE layers as CUDA graphs", MOE_GRAPHS),
         *(
             case(f"-skew{skew}", f"expert skew {skew}", f"--moe-router-force-skew {skew}", unbalanced=True)

@@ -16,6 +16,7 @@ from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.model import InitConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig
 from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels.registry import select_kernels
@@ -23,9 +24,13 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, expert_of_rows
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
+from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats
 from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.apply import exchange_formats
+from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
+from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from tests.helpers.ranks import free_port
 from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_one_rank, on_this_rank
 
@@ -36,6 +41,8 @@ BALANCED = {
     "aux_loss_coeffs": (0.3, 0.2),
     "z_loss_coeff": 0.1,
 }
+WIDE = 256
+"""Hidden size of layers with FP8 experts, whose kernels multiply blocks of 128."""
 ContextOf = Callable[[ParallelConfig, torch.dtype], ParallelContext]
 CAPACITIES = (None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.0, pad=True))
 
@@ -232,17 +239,93 @@ def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
     )
     init_parameters(layer, 5, InitConfig(method="unit_gain"))
     static = torch.empty(64, 2, HIDDEN, device=ctx.device, dtype=ctx.dtype, requires_grad=True)
+    return eager_and_replayed(layer, static, [static], ctx.rank, 20)[1]
 
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
+
+def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """Pairs (name, received copies and their values, those quantised after an exchange in bf16) of every routing, for
+    tokens and for the gradient of combine, through symmetric memory and through DeepEP (if it is installed)."""
+    ctx, found = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16), []
+    config = low_precision_config("blockwise", hybrid=True)
+    kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
+    for kind in (SymmetricDispatcher, *((DeepEPDispatcher,) if has_deepep() else ())):
+        dispatcher = ExpertComm(ctx, kernels, kind, num_sms=8).new_dispatcher(16)
+        for repeat, (name, choose) in enumerate(list(ROUTINGS.items()) * 2):
+            draw = torch.Generator().manual_seed(100 * ctx.rank + repeat)
+            tokens, grad = (torch.randn(96, 640, generator=draw) * torch.rand(96, 640, generator=draw) for _ in "ab")
+            ids = torch.tensor([choose(ctx.rank, token) for token in range(96)], device=ctx.device)
+            counts = torch.bincount(ids[ids >= 0], minlength=16)
+            probs = (ids >= 0).float()
+            routing = Routing(num_experts=16, ids_TK=ids, probs_TK=probs, counts_E=counts)
+            copies: list[list[QuantizedTensor | None]] = []
+            tensors: list[list[torch.Tensor]] = []
+            for quantises in (False, True):
+                fc2 = LinearPrecision(config, kernels)
+                formats = ExchangeFormats(config.inputs, config.grads, fc2) if quantises else ExchangeFormats()
+                dispatcher.formats = formats
+                leaf = tokens.to(ctx.device, ctx.dtype).requires_grad_()
+                rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(leaf, routing))
+                data = rows.data.detach().requires_grad_()
+                out = dispatcher.finish_combine(dispatcher.start_combine(replace(rows, data=data), handle))
+                (got,) = torch.autograd.grad(out, data, grad.to(ctx.device, ctx.dtype))
+                tensors.append([rows.data.detach(), got])
+                copies.append([rows.quantized, fc2.take_grad(got)])
+            for place, form in enumerate((config.inputs, config.grads)):
+                expected = kernels.quantize_rows(tensors[0][place], form, rowwise=True, columnwise=False)
+                actual = copies[1][place]
+                assert actual is not None
+                values = dequantize(expected.row_copy, expected.block, torch.float32).to(ctx.dtype)
+                pairs = ((actual.row_copy.data.view(torch.uint8), expected.row_copy.data.view(torch.uint8)),)
+                pairs += ((actual.row_copy.scales, expected.row_copy.scales), (tensors[1][place], values))
+                content = "gradients" if place else "tokens"
+                found.append((f"{kind.__name__}, {content}, {name}", [torch.equal(*pair) for pair in pairs]))
+    return found
+
+
+def fp8_layer(ctx: ParallelContext, *, sent_in_fp8: bool) -> MoELayer:
+    """bf16 layer with FP8 experts over the flex dispatcher."""
+    config = low_precision_config("blockwise", weight_grad=False)
+    kernels, last_copies = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config), LastCopies()
+    router = {"dtype": "fp32", "hidden_size": WIDE}
+    moe = moe_config(dispatcher="flex", router=router, hidden_size=WIDE, ffn_hidden_size=WIDE)
+    layer = MoELayer(replace(moe, fp8_dispatch=sent_in_fp8, fp8_combine_grad=sent_in_fp8), 0, ctx, kernels)
+    init_parameters(layer, 5, InitConfig(method="unit_gain"))
+    for stack in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+        stack.precision = LinearPrecision(config, kernels, last_copies=last_copies)
+    layer.dispatcher.formats = exchange_formats(layer)
+    return layer
+
+
+def flex_fp8_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """Names of tensors of a layer with FP8 experts that an exchange in FP8 changes, and whether replays of its graph
+    give the bits of eager execution."""
+    ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
+    found, same = [], []
+    for sent_in_fp8 in (False, True):
+        layer = fp8_layer(ctx, sent_in_fp8=sent_in_fp8)
+        static = torch.empty(64, 2, WIDE, device=ctx.device, dtype=ctx.dtype, requires_grad=True)
+        parameters = dict(layer.named_parameters())
+        eager, same = eager_and_replayed(layer, static, [static, *parameters.values()], ctx.rank, 4)
+        found.append(dict(zip(("out", "input", *parameters), eager[-1], strict=True)))
+    return [[name for name in found[0] if not torch.equal(found[0][name], found[1][name])], same]
+
+
+def eager_and_replayed(
+    layer: MoELayer, static: torch.Tensor, leaves: Sequence[torch.Tensor], rank: int, num_steps: int
+) -> tuple[list[list[torch.Tensor]], list[bool]]:
+    """Output and gradients of `leaves` for several contents of the input `static`, and whether a captured graph gives
+    the same bits."""
+
+    def step() -> list[torch.Tensor]:
         out = layer(static, make_mb(static, None))
-        return out.detach(), torch.autograd.grad(out, static, torch.ones_like(out))[0]
+        return [out.detach(), *torch.autograd.grad(out, leaves, static.detach())]
 
     def fill(number: int) -> None:
-        draw = torch.Generator(ctx.device).manual_seed(10 * number + ctx.rank)
-        static.data.copy_(torch.randn(static.shape, device=ctx.device, generator=draw))
+        draw = torch.Generator(static.device).manual_seed(10 * number + rank)
+        static.data.copy_(torch.randn(static.shape, device=static.device, generator=draw))
 
     eager = []
-    for number in range(20):
+    for number in range(num_steps):
         fill(number)
         eager.append([each.clone() for each in step()])
     graph = torch.cuda.CUDAGraph()
@@ -254,7 +337,7 @@ def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
         fill(number)
         graph.replay()
         same.append(all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)))
-    return same
+    return eager, same
 
 
 MODULES = {

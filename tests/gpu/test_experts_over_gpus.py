@@ -15,6 +15,8 @@ from tests.gpu.experts_over_gpus import (
     flex_bounds,
     flex_cases,
     flex_exchanges,
+    flex_fp8_exchanges,
+    flex_fp8_layers,
     flex_layers,
     flex_replays,
     hierarchical_layers,
@@ -76,6 +78,19 @@ def test_flex_exchanges_match_the_formula(num_gpus: int, tmp_path: Path) -> None
     for results in on_gpus(num_gpus, flex_exchanges, tmp_path):
         for name, actual, expected in results:
             (FP32_REF if "float32" in name else BF16_KERNEL).check_all(actual, expected, name)
+
+
+@NUM_GPUS
+def test_fp8_exchanges_deliver_the_bytes_of_quantised_rows(num_gpus: int, tmp_path: Path) -> None:
+    for results in on_gpus(num_gpus, flex_fp8_exchanges, tmp_path):
+        assert [name for name, same in results if same != [True] * 3] == [], results
+
+
+@NUM_GPUS
+def test_fp8_exchanges_change_only_weight_gradients_of_experts(num_gpus: int, tmp_path: Path) -> None:
+    for changed, replayed in on_gpus(num_gpus, flex_fp8_layers, tmp_path):
+        assert changed == ["experts.linear_fc1.weight", "experts.linear_fc2.weight"]
+        assert replayed == [True] * 4
 
 
 @NUM_GPUS
