@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -211,6 +212,16 @@ class MoEConfig:
         if self.dispatcher == "alltoall" and not is_dense and not self.alltoall_is_plain:
             return "hierarchical"
         return self.dispatcher
+
+    def exchange_formats(
+        self, low_precision: LowPrecisionConfig | None
+    ) -> tuple[OperandFormat | None, OperandFormat | None]:
+        """FP8 formats in which the flex dispatcher sends tokens and gradients of a layer with this recipe; None: in the
+        format of the activations."""
+        if low_precision is None or low_precision.fused_block is None:
+            return None, None
+        tokens, grads = low_precision.inputs, low_precision.grads
+        return tokens if self.fp8_dispatch else None, grads if self.fp8_combine_grad else None
 
     @property
     def latent_elements(self) -> int:

@@ -31,6 +31,10 @@ class OperandFormat:
     stochastic: bool = False
     """Rounds elements up with the probability of their fraction, instead of to nearest (nvfp4)."""
 
+    def row_bytes(self, width: int) -> int:
+        """Bytes of a row of `width` FP8 elements and of the scales of its blocks."""
+        return width + -(-width // self.block[1]) * (1 if self.scale == "e8m0" else 4)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionConfig:
@@ -66,6 +70,10 @@ class LowPrecisionConfig:
         other formats."""
         is_fused = self.inputs.block[0] == self.grads.block[0] == 1 and self.inputs.element != "e2m1"
         return self.inputs.block[1] if is_fused else None
+
+    def covers(self, layer: int, num_layers: int) -> bool:
+        """Whether a layer of the decoder uses the recipe."""
+        return self.layers_at_start <= layer < num_layers - self.layers_at_end
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ from megatron_moe.cost_model.activations import (
 )
 from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_parameters
-from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, low_by_rank, stored_in_fp8
+from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, layer_recipes, low_by_rank, stored_in_fp8
 from megatron_moe.cost_model.workspace import (
     ATTENTION,
     Workspace,
@@ -214,7 +214,7 @@ class RankMemory:
             in_flight=sum(in_flight),
             dispatch=workspace.dispatch,
             working=workspace.other,
-            receive_slots=max((receive_slots(each, plan, self.sizes) for each in set(layers)), default=0.0),
+            receive_slots=receive_slots(layer_recipes(plan, rank), plan, self.sizes),
             transfers=self._transfers(),
             visiting=self._visiting(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),

@@ -8,7 +8,7 @@ from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_layer, count_norm
@@ -77,8 +77,16 @@ def held_by_rank(
 
 def is_low(plan: RunPlan, index: int) -> bool:
     """Whether a decoder layer has FP8 or FP4 GEMMs."""
-    config, last = plan.precision.low_precision, len(plan.model.layers)
-    return config is not None and config.layers_at_start <= index < last - config.layers_at_end
+    config = plan.precision.low_precision
+    return config is not None and config.covers(index, len(plan.model.layers))
+
+
+def layer_recipes(plan: RunPlan, rank: int) -> list[tuple[LayerConfig, LowPrecisionConfig | None]]:
+    """Layers of a pipeline rank with their FP8 or FP4 recipes, last those of multi-token prediction."""
+    config, layers, stages = plan.precision.low_precision, plan.model.layers, plan.layout.chunks(rank)
+    indices = (index for stage in stages for index in stage.layers)
+    own = [(layers[index], config if is_low(plan, index) else None) for index in indices]
+    return own + [(layers[-1], config)] * sum(stage.num_mtp for stage in stages)
 
 
 def low_by_rank(plan: RunPlan, rank: int) -> HeldElements:
@@ -87,8 +95,7 @@ def low_by_rank(plan: RunPlan, rank: int) -> HeldElements:
     if config is None:
         return HeldElements()
     num_mtp = sum(stage.num_mtp for stage in stages)
-    layers = [model.layers[index] for stage in stages for index in stage.layers if is_low(plan, index)]
-    kinds = Counter(layers + [model.layers[-1]] * num_mtp).items()
+    kinds = Counter(layer for layer, recipe in layer_recipes(plan, rank) if recipe is not None).items()
     low = sum((low_elements(layer, plan.parallel) * count for layer, count in kinds), HeldElements())
     attention = 2 * model.hidden_size**2 // plan.parallel.tp * num_mtp
     if config.output_layer and any(stage.loss for stage in stages):

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, num_bytes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
-from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_by_rank, stored_in_fp8
+from megatron_moe.cost_model.shards import HeldElements, held_by_rank, layer_recipes, low_by_rank, stored_in_fp8
 
 _PROBABILITY = 4
 """Bytes of the fp32 routing probability that is sent with each row."""
@@ -142,12 +143,9 @@ class Communication:
         return ActivationSizes.of(self.plan)
 
     def _layers(self, rank: int) -> Iterator[Traffic]:
-        model, stages = self.plan.model, self.plan.layout.chunks(rank)
-        layers = [model.layers[index] for stage in stages for index in stage.layers]
-        layers += [model.layers[-1]] * sum(stage.num_mtp for stage in stages)
-        for layer, count in Counter(layers).items():
+        for (layer, recipe), count in Counter(layer_recipes(self.plan, rank)).items():
             times = count * self.plan.num_microbatches
-            for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
+            for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer, recipe)):
                 yield each.repeated(times)
 
     def _tensor_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
@@ -193,7 +191,8 @@ class Communication:
         far = size * _crossing_share(self.placements["cp"])
         yield Traffic(group="cp", what="keys and values", bytes=size, far=far, hidden=True)
 
-    def _experts(self, layer: LayerConfig) -> Iterator[Traffic]:
+    def _experts(self, layer: LayerConfig, low: LowPrecisionConfig | None) -> Iterator[Traffic]:
+        """Yields the traffic of the token dispatcher. `low`: recipe of the layer's experts."""
         config, parallel, sizes = layer.feed_forward, self.plan.parallel, self._sizes
         if not isinstance(config, MoEConfig) or parallel.ep * parallel.etp == 1:
             return
@@ -211,8 +210,10 @@ class Communication:
             group = "ep" if parallel.etp == 1 else "etp_ep"
             rows = sizes.residual * traffic.ranks.mean * parallel.etp * (ranks - 1) / ranks
             crossing = min(rows, traffic.copies_far)
-        for what in ("dispatch: rows", "combine: results"):
-            sent, distant = (2 * number * traffic.row_bytes for number in (rows, crossing))  # forward and backward
+        for what, form in zip(("dispatch: rows", "combine: results"), config.exchange_formats(low), strict=True):
+            # forward and backward, one of which may be in FP8
+            row_bytes = traffic.row_bytes + (traffic.row_bytes if form is None else traffic.low_row_bytes)
+            sent, distant = rows * row_bytes, crossing * row_bytes
             yield Traffic(group=group, what=what, bytes=sent, far=distant, hidden=self.plan.pipeline.overlap)
         if exchange != "flex":
             gathered_rows = float(parallel.etp * sizes.residual * config.router.topk)

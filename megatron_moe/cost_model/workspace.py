@@ -6,12 +6,14 @@ one part exist only during the backward of that part. Activation gradients have 
 The docstring of `activations.py` defines the dimension letters.
 """
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, saves_pairs
 from megatron_moe.cost_model.expert_load import token_copies
@@ -160,12 +162,25 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
     return Workspace(dispatch=sent + held, other=held)
 
 
-def receive_slots(layer: LayerConfig, plan: RunPlan, sizes: ActivationSizes) -> float:
-    """Bytes of the flex dispatcher's symmetric memory. Each of its two channels (four in a schedule that overlaps two
-    microbatches) has slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice."""
+def receive_slots(
+    layers: Iterable[tuple[LayerConfig, LowPrecisionConfig | None]], plan: RunPlan, sizes: ActivationSizes
+) -> float:
+    """Bytes of the flex dispatcher's symmetric memory. `layers`: layers of a rank and their FP8 recipes. A channel has
+    slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice. There is one channel
+    for sums and one for tokens per width and format; in a schedule that overlaps two microbatches, each pass has its
+    own."""
     parallel = plan.parallel
-    config, ranks = layer.feed_forward, parallel.ep * parallel.etp
-    if not isinstance(config, MoEConfig) or config.exchange(parallel) != "flex":
-        return 0.0
-    per_token = config.experts.hidden_size * sizes.activation + config.router.topk * (4 + sizes.internal)
-    return (4.0 if plan.pipeline.overlap else 2.0) * ranks * sizes.residual * per_token
+    channels: dict[Hashable, float] = {}
+    for layer, low in layers:
+        config = layer.feed_forward
+        if not isinstance(config, MoEConfig) or config.exchange(parallel) != "flex":
+            continue
+        width, topk = config.experts.hidden_size, config.router.topk
+        tokens, grads = config.exchange_formats(low)
+        for content, in_backward, form in (
+            ("tokens", False, tokens), ("tokens", True, grads), ("sums", False, None), ("sums", True, None)
+        ):  # fmt: skip
+            row = width * sizes.activation if form is None else form.row_bytes(width)
+            key = content, in_backward and plan.pipeline.overlap, width, topk, form
+            channels[key] = row + topk * (4 + sizes.internal)
+    return float(parallel.ep * parallel.etp * sizes.residual * sum(channels.values()))

@@ -118,8 +118,7 @@ def _uses_low_precision(name: str, module: LowPrecisionModule, model: GPT, confi
     parts = name.split(".")
     if parts[0] != "decoder":
         return True
-    layer = int(parts[2])  # decoder.layers.7.mlp.linear_fc1
-    return config.layers_at_start <= layer < len(model.config.layers) - config.layers_at_end
+    return config.covers(int(parts[2]), len(model.config.layers))  # decoder.layers.7.mlp.linear_fc1
 
 
 def _saves_input(name: str, model: GPT) -> bool:

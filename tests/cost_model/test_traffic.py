@@ -15,7 +15,7 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.activations import ActivationSizes
@@ -302,6 +302,24 @@ def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
         predicted_bytes = sum(each.bytes for each in traffic if each.what.endswith(where))
         for each in range(parallel.world_size):
             FP64_REF.check(predicted_bytes, 2.0 * sent[each, group], f"{where}, rank {each}")  # two layers
+
+
+@pytest.mark.parametrize(("recipe", "scales"), [("blockwise", 2 * 4), ("mxfp8", 8)])
+def test_exchanges_in_fp8_send_a_byte_per_element_and_scales(recipe: str, scales: int) -> None:
+    """Of two layers, the first keeps the format of the activations; only dispatch, or the backward of combine too."""
+    parallel = ParallelConfig(ep=4, world_size=4)
+    config = replace(padded_moe("flex"), experts=replace(padded_moe("flex").experts, hidden_size=256))
+    low = low_precision_config(recipe, layers_at_start=1)
+    plain, of_row = {}, 256 * FP32 + 4
+    for dispatch, combine in ((False, False), (True, False), (True, True)):
+        moe = replace(config, fp8_dispatch=dispatch, fp8_combine_grad=combine)
+        changed = plan(layer_config(feed_forward=moe), parallel)
+        changed = replace(changed, precision=replace(changed.precision, low_precision=low))
+        found = {each.what: each.bytes for each in predicted(changed) if each.group == "ep"}
+        plain = plain or found
+        for what, is_low in (("dispatch: rows", dispatch), ("combine: results", combine)):
+            low_row = 256 + scales + 4 if is_low else of_row
+            FP64_REF.check(found[what] / plain[what], (3 * of_row + low_row) / (4 * of_row), f"{what} {dispatch}")
 
 
 def test_only_traffic_between_nvlink_domains_crosses_the_network():

@@ -6,7 +6,7 @@
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from arguments.recipes import about, recipe_names
 from megatron_moe.config.attention import ContextExchange
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
+from megatron_moe.config.model import with_experts
 from megatron_moe.config.parallel import Launch
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
@@ -271,6 +272,27 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
     parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=4)
     found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
     slots = 2 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # channels x ranks x tokens x bytes
+    assert found.closed.receive_slots == slots
+    assert abs(found.ratio - 1) < WITHIN
+
+
+@pytest.mark.parametrize(
+    ("fp8_combine_grad", "options", "formats"),
+    [(False, {}, (1, 1)), (True, {}, (1, 0)), (True, {"layers_at_start": 3}, (1, 1)), (True, {"hybrid": True}, (2, 0))],
+)
+def test_receive_slots_of_fp8_exchanges_agree(
+    fp8_combine_grad: bool, options: dict[str, Any], formats: tuple[int, int]
+) -> None:
+    """Tokens have one channel per format: FP8 and, if layers or gradients are not in FP8, that of the activations."""
+    plan = plan_of("m8")
+    fields = {"dispatcher": "flex", "expert_rank_capacity_factor": 1.1, "fp8_dispatch": True}
+    model = with_experts(plan.model, lambda moe: replace(moe, **fields, fp8_combine_grad=fp8_combine_grad))
+    low = low_precision_config("blockwise", weight_grad=False, **options)
+    parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=4)
+    precision = replace(plan.precision, low_precision=low)
+    found = compare(replace(plan, model=model, parallel=parallel, precision=precision))
+    in_fp8, plain = formats
+    slots = 4 * 8192 * (in_fp8 * (2048 + 16 * 4) + (plain + 1) * 2048 * 2 + (in_fp8 + plain + 1) * 6 * (4 + 4))
     assert found.closed.receive_slots == slots
     assert abs(found.ratio - 1) < WITHIN
 
