@@ -32,6 +32,7 @@ OVERLAPS = {
 }
 """Overlaps of the exchange with compute, with buffers for balanced routing."""
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad"
+BOUND = "--moe-expert-rank-capacity-factor 1.1"
 WIRE = "--moe-dispatch-fwd-dtype fp8 --moe-combine-bwd-dtype fp8"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
 """Approximate time of building a model including the first step, and overhead of tracing."""
@@ -102,17 +103,15 @@ def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
 
     return (
         case("", "balanced"),
-        case("-fp8", "balanced, FP8 blockwise", FP8),
-        case("-fp8-wire", "balanced, FP8 blockwise, tokens sent in FP8", f"{FP8} {WIRE}"),
+        case("-fp8", "row bound 1.1, FP8 blockwise", f"{BOUND} {FP8}", traced=2),
+        case("-fp8-wire", "row bound 1.1, FP8 blockwise, tokens sent in FP8", f"{BOUND} {FP8} {WIRE}", traced=2),
         case("-moe-graphs", "balanced, attention and MoE layers as CUDA graphs", MOE_GRAPHS),
         *(
             case(f"-skew{skew}", f"expert skew {skew}", f"--moe-router-force-skew {skew}", unbalanced=True)
             for skew in (1.5, 3, 4.4, 8)
         ),
         *(
-            case(
-                f"-bound1.1{suffix}", f"row bound 1.1 {flags}".strip(), f"--moe-expert-rank-capacity-factor 1.1 {flags}"
-            )
+            case(f"-bound1.1{suffix}", f"row bound 1.1 {flags}".strip(), f"{BOUND} {flags}")
             for suffix, flags in OVERLAPS.items()
         ),
         case("-replayed", "replayed choices of a trained router", unbalanced=True, replayed=True),

@@ -306,7 +306,7 @@ def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
 
 @pytest.mark.parametrize(("recipe", "scales"), [("blockwise", 2 * 4), ("mxfp8", 8)])
 def test_exchanges_in_fp8_send_a_byte_per_element_and_scales(recipe: str, scales: int) -> None:
-    """Of two layers, the first keeps the format of the activations; only dispatch, or the backward of combine too."""
+    """The first of two layers keeps the format of the activations. FP8 in dispatch, and in the backward of combine."""
     parallel = ParallelConfig(ep=4, world_size=4)
     config = replace(padded_moe("flex"), experts=replace(padded_moe("flex").experts, hidden_size=256))
     low = low_precision_config(recipe, layers_at_start=1)

@@ -285,11 +285,12 @@ class FlexDispatcher:
         rows_RH, probs_GK = pending.received()
         assert pending.handle is not None
         index, needed = pending.handle.index, pending.needed_rows
+        rows_q, pending.quantized = pending.quantized, None  # the graph refers to `pending` until backward
         rows = DispatchedTokens(
             data=rows_RH,
             probs_R=self.kernels.gather_probs(probs_GK, index),
             offsets_e=index.offsets_E,
-            quantized=pending.quantized,
+            quantized=rows_q,
             bound=len(index.token_R),
             overflow=None if needed is None else (needed - len(index.token_R)).clamp_min(0),
         )

@@ -1,6 +1,7 @@
 """Tokens and gradients sent in FP8: same bytes as quantisation after an exchange in the dtype of the activations."""
 
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -191,6 +192,18 @@ def test_experts_multiply_the_received_bytes(monkeypatch) -> None:
         monkeypatch.setattr(LinearPrecision, name, lambda *args, name=name, **named: calls.append(name))
     results(FOLDS[0], BLOCKWISE, fp8=True)
     assert calls == []
+
+
+def test_received_bytes_are_not_kept_for_backward() -> None:
+    def rank(ctx: ParallelContext) -> None:
+        formats = ExchangeFormats(BLOCKWISE.inputs, BLOCKWISE.grads)
+        rows, *_ = exchanged(SymmetricDispatcher, ctx, "spread", WIDTH, formats)
+        assert rows.quantized is not None and rows.data.requires_grad
+        found = weakref.ref(rows.quantized.row_copy.data)
+        rows = replace(rows, quantized=None)
+        assert found() is None
+
+    on_threads(FOLDS[0], rank)
 
 
 def test_processes_give_the_bits_of_threads() -> None:
