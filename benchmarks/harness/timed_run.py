@@ -48,7 +48,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("optimizer", r"adamw|FusedAdam|sum_of_squares|NormTwoOps|multi_tensor"),
     (
         "norms and positions",
-        r"rms_norm|layer_norm|rope|rotate_heads|turn_heads|join_keys|part_keys|sum_shares|norm_kernel|Norm",
+        r"rms_norm|layer_norm|rope|rotate_heads|qkv_|join_keys|part_keys|sum_shares|norm_kernel|Norm",
     ),
     ("activation", r"swiglu|activation|silu"),
     ("copies and fills", r"Memcpy|Memset|copy_kernel|FillFunctor|fill"),
