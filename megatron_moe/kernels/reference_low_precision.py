@@ -6,15 +6,17 @@ two, the results differ from those of FP8 tensor cores only by the order and pre
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.config.precision import Element
+from megatron_moe.config.precision import WHOLE, Element
 from megatron_moe.kernels.low_precision_state import round_weights
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, WeightPart, internal_dtype
-from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, dequantize, expert_copies
+from megatron_moe.precision.expert_rows import dequantize_expert_rows
+from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from megatron_moe.precision.quantizers import cast
 
 
@@ -41,16 +43,16 @@ def quantized_grouped_input_grad(grad: MatrixOperand, weight: MatrixOperand, off
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
     for number, (grad, rows, offsets_e) in enumerate(parts):
-        pairs = zip(_expert_columns(grad, offsets_e), _expert_columns(rows, offsets_e), strict=True)
+        ends = offsets_e.tolist()
+        pairs = zip(_expert_columns(grad, offsets_e, ends), _expert_columns(rows, offsets_e, ends), strict=True)
         for expert, (grad_OR, rows_IR) in enumerate(pairs):
             _store(out[expert], grad_OR.to(out.dtype) @ rows_IR.to(out.dtype).mT, accumulate or number > 0)
 
 
 def _by_expert(rows: MatrixOperand, weight_eIO: Tensor, offsets_e: Tensor) -> Tensor:
     """Multiplies the rows of each expert by its matrix [I, O]."""
-    products = [
-        each_RI @ weight_IO for each_RI, weight_IO in zip(_expert_rows(rows, offsets_e), weight_eIO, strict=True)
-    ]
+    each_RI = _split(_expert_values(rows, offsets_e, columnwise=False), [0, *offsets_e.tolist()])
+    products = [rows_RI @ weight_IO for rows_RI, weight_IO in zip(each_RI, weight_eIO, strict=True)]
     num_rows = (rows.row_copy.data if isinstance(rows, QuantizedTensor) else rows).shape[0]
     out = weight_eIO.new_zeros(num_rows, weight_eIO.shape[2], dtype=rows.dtype)
     out[: sum(map(len, products))] = torch.cat(products)
@@ -69,25 +71,27 @@ def _columns(operand: MatrixOperand) -> Tensor:
     return operand.to(wide).mT if isinstance(operand, Tensor) else dequantize(operand.column_copy, operand.block, wide)
 
 
-def _expert_rows(operand: MatrixOperand, offsets_e: Tensor) -> list[Tensor]:
-    """Values [r, C] of each expert's rows."""
-    ends = offsets_e.tolist()
-    if isinstance(operand, Tensor):
-        return [_rows(operand[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-    return _values(operand, expert_copies(operand.row_copy, operand.block, ends, columnwise=False))
+def _expert_columns(operand: MatrixOperand, offsets_e: Tensor, ends: list[int]) -> list[Tensor]:
+    """Values [C, r] of each expert's transposed rows; quantised ones are padded with zeros to whole blocks."""
+    values_CR = _expert_values(operand, offsets_e, columnwise=True)
+    if isinstance(operand, QuantizedTensor) and operand.block != WHOLE:
+        length = operand.block[1]
+        sizes = (-(-(end - start) // length) * length for start, end in pairwise([0, *ends]))
+        ends = list(accumulate(sizes))
+    return [part.T for part in _split(values_CR.T, [0, *ends])]
 
 
-def _expert_columns(operand: MatrixOperand, offsets_e: Tensor) -> list[Tensor]:
-    """Values [C, r] of each expert's transposed rows."""
-    ends = offsets_e.tolist()
-    if isinstance(operand, Tensor):
-        return [_columns(operand[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-    return _values(operand, expert_copies(operand.column_copy, operand.block, ends, columnwise=True))
-
-
-def _values(operand: QuantizedTensor, copies: Sequence[QuantizedCopy]) -> list[Tensor]:
+def _expert_values(operand: MatrixOperand, offsets_e: Tensor, *, columnwise: bool) -> Tensor:
+    """Values of all rows [R, C], or of the columnwise copy, in promote(fp32, dtype)."""
     wide = internal_dtype(operand.dtype)
-    return [dequantize(copy, operand.block, wide) for copy in copies]
+    if isinstance(operand, Tensor):
+        return (operand.T if columnwise else operand).to(wide)
+    copy = operand.column_copy if columnwise else operand.row_copy
+    return dequantize_expert_rows(copy, operand.block, offsets_e, wide, columnwise=columnwise)
+
+
+def _split(rows: Tensor, bounds: list[int]) -> list[Tensor]:
+    return [rows[start:end] for start, end in pairwise(bounds)]
 
 
 def _store(out: Tensor, value: Tensor, accumulate: bool) -> None:

@@ -99,10 +99,15 @@ class QuantizedTensor:
 
 def dequantize(copy: QuantizedCopy, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Values of a quantised copy [..., R, C] in `dtype`, which must be at least fp32."""
-    values = unpack_e2m1(copy.data).to(dtype) if copy.data.dtype == torch.uint8 else copy.data.to(dtype)
     scales = decode_scales(copy.scales).to(dtype)
     if copy.factor is not None:
         scales = scales * copy.factor.to(dtype)[..., None, None]
+    return apply_scales(copy.data, scales, block)
+
+
+def apply_scales(data: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Values of the elements of a quantised copy [..., R, C] in the dtype of the decoded `scales`."""
+    values = unpack_e2m1(data).to(scales.dtype) if data.dtype == torch.uint8 else data.to(scales.dtype)
     return values * spread_scales(scales, block, *values.shape[-2:])
 
 

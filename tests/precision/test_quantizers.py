@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_moe.config.precision import WHOLE, OperandFormat, low_precision_config
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.dither import block_dither
+from megatron_moe.precision.expert_rows import dequantize_expert_rows
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, decode_scales, dequantize, expert_copies
 from megatron_moe.precision.quantizers import quantize_rows, quantize_weight
 from tests.helpers.tolerances import EXACT
@@ -108,7 +109,11 @@ def test_rows_of_experts_are_quantised_separately(recipe: str, offsets: list[int
     form = FORMATS[recipe][0]
     rows = make_input((300, 64), "narrow", torch.bfloat16)
     rows[offsets[-1] :] = math.nan
-    made = quantize_rows(rows, form, rowwise=True, columnwise=True, offsets_e=torch.tensor(offsets, dtype=torch.int32))
+    offsets_e = torch.tensor(offsets, dtype=torch.int32)
+    made = quantize_rows(rows, form, rowwise=True, columnwise=True, offsets_e=offsets_e)
+    row_values = dequantize_expert_rows(made.row_copy, made.block, offsets_e, torch.float64, columnwise=False)
+    column_values = dequantize_expert_rows(made.column_copy, made.block, offsets_e, torch.float64, columnwise=True)
+    place = 0
     row_copies = expert_copies(made.row_copy, made.block, offsets, columnwise=False)
     column_copies = expert_copies(made.column_copy, made.block, offsets, columnwise=True)
     for expert, (start, end) in enumerate(zip([0, *offsets], offsets, strict=False)):
@@ -122,6 +127,9 @@ def test_rows_of_experts_are_quantised_separately(recipe: str, offsets: list[int
             assert torch.equal(copies[expert].scales.float(), expected.scales.float())
             if expected.factor is not None:
                 assert torch.equal(copies[expert].factor, expected.factor)
+        EXACT.check(row_values[start:end], dequantize(row_copies[expert], made.block, torch.float64), "row values")
+        expected_columns = dequantize(column_copies[expert], made.block, torch.float64)
+        EXACT.check(column_values[:, place : (place := place + expected_columns.shape[1])], expected_columns, "columns")
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
