@@ -2,9 +2,10 @@
 
     python benchmarks/harness/bench_fp8_loss.py [--iterations 1000] [--output-dir benchmarks] [-- --lr 1e-3 ...]
 
-Trains on the corpus of `bash scripts/quickstart.sh`. The runs of a model differ only in the GEMM format, except two
-bf16 runs that show by how much losses differ anyway: another seed (initial weights and order of the data) and another
-rounding of one op. Losses are smoothed exponentially and compared at equal iterations.
+Trains on the corpus of `bash scripts/quickstart.sh`. The runs of a model differ only in the GEMM format, except bf16
+runs that show by how much losses differ anyway: two with another rounding of one op, and one with another seed (initial
+weights and order of the data). Losses are smoothed exponentially and compared, at equal iterations, with the mean of
+the bf16 runs with the same seed.
 
 `<date>-<machine>-fp8-loss.md` and its plot are written again after every run, so that an interrupted benchmark leaves a
 report. Runs found complete in `--runs` are not repeated. Flags after `--` are added to every run. Without a GPU the
@@ -12,15 +13,16 @@ low-precision recipes are emulated. Exit code 1: a gap exceeds its limit, or a r
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 
 import torch
@@ -43,7 +45,7 @@ SIZES = (
     "--hidden-size 512 --num-attention-heads 8 --moe-ffn-hidden-size 256 --num-experts 32 --moe-router-topk 4 "
     "--seq-length 512 --micro-batch-size 16 --global-batch-size 16 --moe-expert-wgrad-interval 1 "
     "--no-moe-router-force-load-balancing --no-mock-data --split 100,0,0 --tokenizer-type SentencePieceTokenizer "
-    "--vocab-size 4096 --lr 1e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --log-interval 10 "
+    "--vocab-size 4096 --lr 3e-4 --min-lr 3e-5 --lr-warmup-fraction 0.05 --log-interval 10 "
     "--tensorboard-log-interval 100 --no-plots --no-save-optim --fresh"
 )
 BLOCKWISE, NVFP4 = "--fp8-format e4m3 --fp8-recipe blockwise", "--fp4-format e2m1"
@@ -59,6 +61,8 @@ class PrecisionVariant:
     flags: str = ""
     limit: float | None = None
     """Largest accepted relative gap of the smoothed loss to bf16."""
+    is_reference: bool = False
+    """Whether the run is one of those whose mean is the reference."""
 
     @property
     def is_low_precision(self) -> bool:
@@ -66,17 +70,18 @@ class PrecisionVariant:
 
 
 VARIANTS = (
-    PrecisionVariant("bf16"),
+    PrecisionVariant("bf16", is_reference=True),
     PrecisionVariant("FP8 blockwise, weight gradients in bf16", f"{BLOCKWISE} --no-fp8-wgrad", 0.0025),
     PrecisionVariant("FP8 blockwise", BLOCKWISE, 0.0025),
+    PrecisionVariant("bf16, another rounding", "--kernel-per-op activation=reference", is_reference=True),
+    PrecisionVariant("bf16, a third rounding", "--kernel-per-op add_rms_norm=reference", is_reference=True),
     PrecisionVariant("bf16, another seed", "--seed 7"),
-    PrecisionVariant("bf16, another rounding", "--kernel-per-op activation=reference"),
     PrecisionVariant("NVFP4, emulated", f"{NVFP4} {EMULATE}", 0.015),
     PrecisionVariant("MXFP8, emulated", f"--fp8-format e4m3 --fp8-recipe mxfp8 {EMULATE}", 0.0025),
     PrecisionVariant("FP8 tensorwise, emulated", f"--fp8-format hybrid --fp8-recipe tensorwise {EMULATE}", 0.0025),
     PrecisionVariant("FP8 delayed, emulated", f"{_DELAYED} {EMULATE}", 0.0025),
 )
-"""The first variant is the reference. Earlier variants start first."""
+"""Earlier variants start first."""
 SMOOTHED, SETTLED = 0.1, 0.2
 """Time constant of the smoothing and start of the comparison, as shares of the iterations."""
 
@@ -109,10 +114,15 @@ def read_curve(model: str, variant: PrecisionVariant, run: Path, iterations: int
     return Curve(model, variant, losses, 1e3 * times[len(times) // 2])
 
 
-def gaps(curve: Curve, reference: Curve, iterations: int) -> dict[int, float]:
-    """Relative difference of the smoothed losses by iteration, from `SETTLED` to the end of the shorter run."""
-    common = [each for each in curve.losses if each in reference.losses and each >= SETTLED * iterations]
-    return {each: curve.losses[each] / reference.losses[each] - 1 for each in common}
+def gaps(curve: Curve, references: Sequence[Curve], iterations: int) -> dict[int, float]:
+    """Relative difference to the mean smoothed loss of the references by iteration, from `SETTLED` to the end of the
+    shortest run."""
+    common = set(curve.losses).intersection(*(each.losses for each in references))
+    return {
+        each: curve.losses[each] / fmean(reference.losses[each] for reference in references) - 1
+        for each in sorted(common)
+        if each >= SETTLED * iterations
+    }
 
 
 def run_folder(runs: Path, model: str, variant: PrecisionVariant) -> Path:
@@ -181,17 +191,11 @@ def read_curves(options: argparse.Namespace) -> list[Curve]:
     return [curve for curve in curves if curve is not None]
 
 
-def reference_of(curve: Curve, curves: Sequence[Curve]) -> Curve | None:
-    """The run of the same model that `curve` is compared with."""
-    return next((each for each in curves if each.model == curve.model and each.variant is VARIANTS[0]), None)
-
-
 def comparisons(curves: Sequence[Curve], iterations: int) -> Iterator[tuple[Curve, dict[int, float]]]:
-    """Yields every curve with its gaps to the reference."""
+    """Yields every curve with its gaps to the references of the same model."""
     for curve in curves:
-        reference = reference_of(curve, curves)
-        if reference is not None and reference is not curve:
-            yield curve, gaps(curve, reference, iterations)
+        references = [each for each in curves if each.model == curve.model and each.variant.is_reference]
+        yield curve, gaps(curve, references, iterations) if references else {}
 
 
 def exceeded(curves: Sequence[Curve], iterations: int) -> list[str]:
@@ -204,28 +208,28 @@ def exceeded(curves: Sequence[Curve], iterations: int) -> list[str]:
     ]
 
 
-def report(curves: Sequence[Curve], machine: str, picture: str, iterations: int) -> str:
-    """Benchmark document."""
+def report(curves: Sequence[Curve], machine: str, setup: str, picture: str, options: argparse.Namespace) -> str:
+    """Benchmark document. `setup`: date and version of torch."""
+    iterations, more = options.iterations, ["--", *options.more] if options.more else []
     constant, start = round(SMOOTHED * iterations), round(SETTLED * iterations)
+    words = ["python", "benchmarks/harness/bench_fp8_loss.py", "--iterations", str(iterations), *more]
     lines = [
         f"# Loss of low-precision and bf16 training on one {machine}",
         "",
-        f"{date.today()}, torch {torch.__version__}, `python benchmarks/harness/bench_fp8_loss.py --iterations "
-        f"{iterations}`. Small models on the",
-        "sources of the Python standard library; the flags are in the harness. Losses are smoothed exponentially, with",
-        f"a time constant of {constant} iterations. Gaps are relative to the first run of a model at the same",
-        f"iteration, from iteration {start} on. Runs share the device, so step times are no measure of speed.",
+        f"{setup}, `{shlex.join(words)}`. Small",
+        "models on the sources of the Python standard library; the flags are in the harness. Losses are smoothed",
+        f"exponentially, with a time constant of {constant} iterations. Gaps are relative to the mean of the bf16 runs",
+        f"with the same seed at the same iteration, from iteration {start} on. Runs share the device, so step times",
+        "are no measure of speed.",
         "",
         "| model | run | iterations | loss | gap at the end | largest gap | mean gap | limit | ms per step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    compared = {id(curve): found for curve, found in comparisons(curves, iterations)}
-    for curve in curves:
-        last, found = max(curve.losses), list(compared.get(id(curve), {}).values())
-        figures = [f"{max(found, key=abs):+.3%}", f"{sum(found) / len(found):+.3%}"] if found else ["", ""]
-        at_end = f"{found[-1]:+.3%}" if found else ""
+    for curve, by_iteration in comparisons(curves, iterations):
+        last, found = max(curve.losses), list(by_iteration.values())
+        figures = [f"{each:+.3%}" for each in (found[-1], max(found, key=abs), fmean(found))] if found else [""] * 3
         limit = "" if curve.variant.limit is None else f"{curve.variant.limit:.2%}"
-        row = [curve.model, curve.variant.name, str(last), f"{curve.losses[last]:.4f}", at_end, *figures, limit]
+        row = [curve.model, curve.variant.name, str(last), f"{curve.losses[last]:.4f}", *figures, limit]
         lines.append(f"| {' | '.join([*row, f'{curve.ms_per_step:.0f}'])} |")
     problems = [f"- {each}" for each in exceeded(curves, iterations)]
     lines += ["", "Above their limits:", "", *problems] if problems else ["", "No gap exceeds its limit."]
@@ -233,7 +237,7 @@ def report(curves: Sequence[Curve], machine: str, picture: str, iterations: int)
 
 
 def draw(curves: Sequence[Curve], path: Path, iterations: int) -> None:
-    """Plots the smoothed losses, and below them the gaps to the reference."""
+    """Plots the smoothed losses, and below them the gaps to the references."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -242,18 +246,16 @@ def draw(curves: Sequence[Curve], path: Path, iterations: int) -> None:
     models = list(dict.fromkeys(curve.model for curve in curves))
     figure, axes = pyplot.subplots(2, len(models), figsize=(12, 8), height_ratios=(2, 1.4), sharex=True, squeeze=False)
     colors = {variant.name: f"C{number}" for number, variant in enumerate(VARIANTS)}
-    compared = {id(curve): found for curve, found in comparisons(curves, iterations)}
     for column, model in enumerate(models):
         above, below = axes[0][column], axes[1][column]
-        for curve in (each for each in curves if each.model == model):
+        for curve, found in comparisons([each for each in curves if each.model == model], iterations):
             style = {"color": colors[curve.variant.name], "linewidth": 1.2}
             above.plot(list(curve.losses), list(curve.losses.values()), label=curve.variant.name, **style)
-            found = compared.get(id(curve), {})
             below.plot(list(found), [100 * gap for gap in found.values()], **style)
         above.set_title(model)
         above.set_ylabel("smoothed loss per token (nats)")
         above.legend(fontsize=8)
-        below.set_ylabel(f"gap to {VARIANTS[0].name} (%)")
+        below.set_ylabel("gap to the mean of bf16 (%)")
         below.set_xlabel("iteration")
         for each in (above, below):
             each.grid(alpha=0.3)
@@ -262,22 +264,23 @@ def draw(curves: Sequence[Curve], path: Path, iterations: int) -> None:
     pyplot.close(figure)
 
 
-def machine_of(options: argparse.Namespace) -> str:
-    """Name of the device in the environment file of the first run, which may have run on another machine."""
-    environment = run_folder(options.runs, next(iter(MODELS)), VARIANTS[0]) / "environment.txt"
-    lines = dict(line.partition(": ")[::2] for line in environment.read_text().splitlines())
-    return lines["device"].split(",")[0].removeprefix("NVIDIA ").upper().split()[0]
+def environment_of(options: argparse.Namespace) -> dict[str, str]:
+    """Environment file of a run, which may have been made on another machine."""
+    path = min(options.runs.glob("*/environment.txt"))
+    return dict(line.partition(": ")[::2] for line in path.read_text().splitlines())
 
 
 def write_report(options: argparse.Namespace) -> list[Curve]:
-    """Writes document and plot of the runs so far, if there are two to compare; returns their curves."""
+    """Writes document and plot of the runs so far; returns their curves."""
     curves = read_curves(options)
-    if list(comparisons(curves, options.iterations)):
-        machine = machine_of(options)
-        stem = f"{date.today()}-{machine.lower()}-fp8-loss"
+    if curves:
+        environment = environment_of(options)
+        machine = environment["device"].split(",")[0].removeprefix("NVIDIA ").upper().split()[0]
+        stem = f"{environment['time'][:10]}-{machine.lower()}-fp8-loss"
         options.output_dir.mkdir(parents=True, exist_ok=True)
         draw(curves, options.output_dir / f"{stem}.png", options.iterations)
-        text = report(curves, machine, f"{stem}.png", options.iterations)
+        setup = f"{environment['time'][:10]}, torch {environment['package torch']}"
+        text = report(curves, machine, setup, f"{stem}.png", options)
         (options.output_dir / f"{stem}.md").write_text(text)
     return curves
 

@@ -11,7 +11,7 @@ from benchmarks.harness import bench_fp8_loss
 from benchmarks.harness.bench_fp8_gradients import cosines
 from benchmarks.harness.bench_fp8_loss import MODELS, VARIANTS, gaps, main, read_curve, run_folder
 
-BF16, FP8 = VARIANTS[0], VARIANTS[1]
+BF16, FP8, OTHER = VARIANTS[0], VARIANTS[1], VARIANTS[3]
 RUN = """
 import json, sys
 from pathlib import Path
@@ -20,7 +20,8 @@ with (folder / "started").open("a") as file:
     file.write("x")
 rows = [{"iteration": i, "lm loss": loss, "iteration-time": 0.01} for i in (1, *range(10, 101, 10))]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows[: -1 if code else None]))
-(folder / "environment.txt").write_text("time: now\\ndevice: NVIDIA H200, 141 GiB\\n")
+environment = ("time: 2026-11-23 03:00:00", "device: NVIDIA H200, 141 GiB", "package torch: 2.11")
+(folder / "environment.txt").write_text("\\n".join(environment))
 sys.exit("out of memory" if code else 0)
 """
 """Writes the metrics of a run: arguments are the run folder, the loss of all iterations, and 1 to fail at the end."""
@@ -29,7 +30,7 @@ sys.exit("out of memory" if code else 0)
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """Loss and exit code of every run by variant; runs write metrics without training."""
-    results = {BF16.name: ["2.0", "0"], FP8.name: ["2.004", "0"]}
+    results = {BF16.name: ["1.998", "0"], OTHER.name: ["2.002", "0"], FP8.name: ["2.004", "0"]}
 
     def command(model: str, variant, run: Path, save: Path, options) -> list[str]:
         return [sys.executable, "-S", "-c", RUN, str(run), *results[variant.name]]
@@ -41,14 +42,16 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]
 
 def words(tmp_path: Path) -> list[str]:
     folders = ["--runs", str(tmp_path / "runs"), "--output-dir", str(tmp_path)]
-    return ["--iterations", "100", *folders, "--variants", BF16.name, FP8.name]
+    return ["--iterations", "100", *folders, "--variants", BF16.name, OTHER.name, FP8.name]
 
 
 def test_reports_gaps_and_does_not_repeat_complete_runs(tmp_path: Path, runs: dict[str, list[str]]) -> None:
     assert main(words(tmp_path)) == 0
-    (document,) = tmp_path.glob("*-h200-fp8-loss.md")
-    row = f"| Qwen3-like | {FP8.name} | 100 | 2.0040 | +0.200% | +0.200% | +0.200% | 0.25% | 10 |"
-    assert row in document.read_text() and "No gap exceeds its limit." in document.read_text()
+    document = tmp_path / "2026-11-23-h200-fp8-loss.md"
+    text = document.read_text()
+    assert f"| Qwen3-like | {FP8.name} | 100 | 2.0040 | +0.200% | +0.200% | +0.200% | 0.25% | 10 |" in text
+    assert f"| Moonlight-like | {OTHER.name} | 100 | 2.0020 | +0.100%" in text, "the reference is the mean"
+    assert "No gap exceeds its limit." in text
     runs[FP8.name][0] = "9.0"
     run_folder(tmp_path / "runs", "Qwen3-like", BF16).joinpath("metrics.jsonl").unlink()
     assert main(words(tmp_path)) == 0, "complete runs keep their losses"
@@ -89,7 +92,7 @@ def test_losses_are_smoothed_over_iterations_not_reports(tmp_path: Path) -> None
     first, second = 1 - 0.9, 1 - 0.9**9
     assert each.losses[10] == pytest.approx((4 * first * 0.9**9 + 3 * second) / (first * 0.9**9 + second), rel=1e-12)
     constant = smoothed([(i, 2.0) for i in range(1, 51)], BF16)
-    assert gaps(long, constant, 100) == {40: pytest.approx(long.losses[40] / 2 - 1, rel=1e-12)}, "from 20 on"
+    assert gaps(long, [constant], 100) == {40: pytest.approx(long.losses[40] / 2 - 1, rel=1e-12)}, "from 20 on"
 
 
 def test_cosines_of_layers_in_the_order_of_the_model() -> None:
