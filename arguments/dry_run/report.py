@@ -156,7 +156,7 @@ def _communication(traffic: Sequence[dict[str, Any]], rank: int) -> Iterator[str
             f"{each['gb']:,.2f}",
             f"{each['network_gb']:,.2f}",
             f"{each['ms']:,.1f}",
-            "yes" if each["beside_other_work"] else "no",
+            "yes" if each["overlapped"] else "no",
         )
         for each in traffic
     ]
@@ -195,7 +195,7 @@ def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[
         f"{time['bound_tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
     )
     if traffic:
-        alone = sum(each["ms"] for each in traffic if not each["beside_other_work"])
+        alone = sum(each["ms"] for each in traffic if not each["overlapped"])
         yield f"  communication that is not overlapped: {alone:,.0f} ms"
 
 

@@ -148,7 +148,7 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
         yield f"activations: {module}", size
     yield "dispatch buffers", rank.dispatch
     yield "dispatch receive slots", rank.receive_slots
-    yield "at work", rank.working
+    yield "workspace", rank.working
     yield "pipeline buffers", rank.transfers
 
 
@@ -192,7 +192,7 @@ def _traffic(traffic: Traffic, gpu: GPU) -> Facts:
         "gb": traffic.bytes / 1e9,
         "network_gb": traffic.far / 1e9,
         "ms": traffic.seconds(gpu) * 1e3,
-        "beside_other_work": traffic.hidden,
+        "overlapped": traffic.hidden,
     }
 
 
