@@ -4,6 +4,8 @@
 #   PYTHON=python3.12 bash scripts/quickstart.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# OpenMP threads that wait for each other otherwise spin: on a busy machine an iteration takes ten times as long
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then
     [ -d .venv ] || "${PYTHON:-python3}" -m venv .venv
