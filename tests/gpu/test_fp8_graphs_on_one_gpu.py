@@ -38,8 +38,13 @@ def flags_of(recipe: str, precision: str, *more: str) -> list[str]:
         ("m8", "--no-fp8-wgrad --moe-expert-wgrad-interval 2", (WHOLE,)),
         ("q6", "--no-fp8-wgrad --moe-expert-wgrad-interval 1", (("attn", "moe"), WHOLE)),
         ("m8", "--fp8-wgrad --moe-expert-wgrad-interval 1", (("attn", "moe"), WHOLE)),
+        (
+            "m8",
+            "--no-fp8-wgrad --moe-expert-wgrad-interval 1 --use-distributed-optimizer --fp8-param-gather",
+            (("attn", "moe"), WHOLE),
+        ),
     ],
-    ids=["m8", "m8-batched", "q6", "m8-fp8-wgrad"],
+    ids=["m8", "m8-batched", "q6", "m8-fp8-wgrad", "m8-stored-weights"],
 )
 def test_replayed_steps_equal_eager_steps(recipe: str, more: str, captured: tuple[tuple[str, ...], ...]) -> None:
     """Graphs of dropless MoE layers and of whole steps."""
