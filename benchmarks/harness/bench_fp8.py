@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
-from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad, product, weight_grad
+from megatron_moe.kernels.backends.hopper import fp8_linear, fp8_product, fp8_weight_grad, product, weight_grad
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference_routing import sort_rows
@@ -38,6 +39,8 @@ SHAPES = {
     "Mixtral fc2": (32768, 8, 16384, 6144),
 }
 """(rows, experts, inputs, outputs)."""
+DENSE = ((8192, 2048, 6144), (8192, 2048, 2048), (4096, 1536, 24576), (4096, 16384, 7168), (4096, 7168, 36864))
+"""(rows, inputs, outputs) of attention projections and dense MLPs."""
 
 
 def milliseconds(work: Callable[[], object], runs: int = 9) -> float:
@@ -59,8 +62,10 @@ def draw(*shape: int) -> Tensor:
 
 
 def row(name: str, time: float, gigabytes: float = 0.0, teraflop: float = 0.0) -> None:
-    rate = f"{1e3 * teraflop / time:.0f} TFLOP/s" if teraflop else f"{gigabytes / time:.2f} TB/s"
-    print(f"| {name} | {time:.3f} | {rate} |", flush=True)
+    rates = [f"{1e3 * teraflop / time:.0f} TFLOP/s"] if teraflop else []
+    if gigabytes:
+        rates.append(f"{gigabytes / time:.2f} TB/s")
+    print(f"| {name} | {time:.3f} | {', '.join(rates)} |", flush=True)
 
 
 def ceilings() -> None:
@@ -141,22 +146,33 @@ def products() -> None:
 
 
 def weight_grads() -> None:
-    for name, (rows, experts, inputs, outputs) in SHAPES.items():
-        if experts * inputs * outputs > 1 << 30:
-            continue
+    for shape, (rows, experts, inputs, outputs) in SHAPES.items():
         counts = torch.randint(0, experts, (rows,), device="cuda").bincount(minlength=experts)
         ends = counts.cumsum(0).to(torch.int32)
         x, grad, out = draw(rows, inputs), draw(rows, outputs), torch.zeros(experts, outputs, inputs, device="cuda")
         teraflop = 2 * rows * inputs * outputs / 1e12
-        part = GroupedPart[Tensor](grad, x, ends)
         grad_q, x_q = (quantize.quantize_rows(each, columnwise=True, offsets_e=ends) for each in (grad, x))
-        low = GroupedPart[MatrixOperand](grad_q, x_q, ends)
+        in_bf16, low = GroupedPart(grad, x, ends), GroupedPart[MatrixOperand](grad_q, x_q, ends)
         for adds in (False, True):
-            how = "added" if adds else "stored"
-            time = milliseconds(partial(weight_grad.grouped_weight_grad, [part], out, adds))
-            row(f"{name} weight gradient, {how}, bf16", time, teraflop=teraflop)
+            name = f"{shape} weight gradient, {'added' if adds else 'stored'}"
+            written = (8 if adds else 4) * out.numel()
+            time = milliseconds(partial(weight_grad.grouped_weight_grad, [in_bf16], out, adds))
+            row(f"{name}, bf16", time, (2 * rows * (inputs + outputs) + written) / 1e9, teraflop)
             time = milliseconds(partial(fp8_weight_grad.quantized_grouped_weight_grad, [low], out, adds))
-            row(f"{name} weight gradient, {how}, FP8 dequantised to bf16", time, teraflop=teraflop)
+            row(f"{name}, FP8", time, (rows * (inputs + outputs) + written) / 1e9, teraflop)
+
+
+def dense_weight_grads() -> None:
+    for rows, inputs, outputs in DENSE:
+        x, grad, out = draw(rows, inputs), draw(rows, outputs), torch.zeros(outputs, inputs, device="cuda")
+        x_q, grad_q = (quantize.quantize_rows(each, columnwise=True) for each in (x, grad))
+        teraflop = 2 * rows * inputs * outputs / 1e12
+        for adds in (False, True):
+            name = f"dense weight gradient {rows} x {inputs} x {outputs}, {'added' if adds else 'stored'}"
+            time = milliseconds(partial(torch_native.linear_weight_grad, grad, x, out, adds))
+            row(f"{name}, bf16", time, teraflop=teraflop)
+            time = milliseconds(partial(fp8_linear.quantized_linear_weight_grad, grad_q, x_q, out, adds))
+            row(f"{name}, FP8", time, teraflop=teraflop)
 
 
 def activations() -> None:
@@ -233,7 +249,7 @@ def grouped_products(
 def main(argv: list[str]) -> None:
     optional = {"transformer_engine": transformer_engine}
     parts = {"ceilings": ceilings, "casts": casts, "products": products, "weight_grads": weight_grads}
-    parts["activations"] = activations
+    parts |= {"dense_weight_grads": dense_weight_grads, "activations": activations}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*parts, *optional], default=list(parts))
     torch.manual_seed(0)

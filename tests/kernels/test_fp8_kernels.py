@@ -21,11 +21,12 @@ from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 LAUNCHES = """
 from dataclasses import replace
 from megatron_moe.config.moe import ActivationConfig
-from megatron_moe.kernels.backends.hopper import fp8_product
+from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, quantize
-from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.ops import GroupedPart, RowIndex
 
 fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
+fp8_weight_grad._fp8_expert_grads = Compiled(fp8_weight_grad._fp8_expert_grads)
 for name in ("_list_row_blocks", "_dequantize_columns", "_copy_quantized"):
     setattr(quantize, name, Compiled(getattr(quantize, name)))
 for name in ("rows", "both", "weight", "tokens"):
@@ -40,8 +41,12 @@ grad = quantize.quantize_rows(torch.zeros(1024, 768, dtype=torch.bfloat16), colu
 fp8_product.quantized_grouped_input_grad(grad, weight, ends)
 hybrid = replace(quantize.E4M3, element="e5m2")
 fp8_product.quantized_grouped_input_grad(quantize.quantize_rows(torch.zeros_like(x), hybrid), weight, ends)
-quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
-quantize.quantize_rows(x, hybrid, columnwise=True, offsets_e=ends)
+rows = quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
+for parts, accumulate in ((1, False), (2, True)):
+    part = GroupedPart(grad, rows, ends)
+    fp8_weight_grad.quantized_grouped_weight_grad([part] * parts, torch.zeros(8, 768, 512), accumulate)
+part = GroupedPart(quantize.quantize_rows(x, hybrid, columnwise=True, offsets_e=ends), rows, ends)
+fp8_weight_grad.quantized_grouped_weight_grad([part], torch.zeros(8, 512, 512), False)
 quantize.dequantize_columns(grad)
 places = torch.zeros(1024, 4, dtype=torch.int64)
 index = RowIndex(token_R=places.flatten(), choice_R=places.flatten(), offsets_E=ends, rows_TK=places)
@@ -75,13 +80,15 @@ def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool =
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 16
+    assert len(kernels) == 19
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
     products = instructions(kernels, r"wgmma\.mma_async\.sync\.aligned\.(\w+\.f32\.\w+\.\w+)")
-    assert products == {"m64n128k32.f32.e4m3.e4m3": 2, "m64n128k32.f32.e5m2.e4m3": 1}
+    assert products == {"m64n128k32.f32.e4m3.e4m3": 4, "m64n128k32.f32.e5m2.e4m3": 2}
     assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 6, "e5m2x2": 2}
+    adding = [code for code in kernels if "cp.reduce.async.bulk.tensor" in code["ptx"]]
+    assert len(adding) == 1, "sums are added by TMA, and only where accumulation is requested"
 
 
 def instructions(kernels: list[dict[str, Any]], pattern: str) -> Counter[str]:
