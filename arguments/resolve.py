@@ -154,7 +154,10 @@ def _module_precision(flags: Flags) -> tuple[ModulePrecision, ...]:
     if flags.te_precision_config_file is None:
         return ()
     return read_module_precision(
-        flags.te_precision_config_file, weight_grad=flags.fp8_wgrad, emulate=flags.emulate_low_precision
+        flags.te_precision_config_file,
+        weight_grad=flags.fp8_wgrad,
+        expert_weight_grad=derive.fp8_expert_wgrad(flags),
+        emulate=flags.emulate_low_precision,
     )
 
 
@@ -166,6 +169,7 @@ def _low_precision(flags: Flags) -> LowPrecisionConfig | None:
         flags.fp8_recipe if flags.fp4_format is None else flags.fp4_recipe,
         hybrid=flags.fp8_format == "hybrid",
         weight_grad=flags.fp8_wgrad,
+        expert_weight_grad=derive.fp8_expert_wgrad(flags),
         output_layer=flags.fp8_output_proj,
         layers_at_start=flags.num_layers_at_start_in_bf16 if skips else 0,
         layers_at_end=flags.num_layers_at_end_in_bf16 if skips else 0,

@@ -43,6 +43,9 @@ class PrecisionFlags:
         True, "Megatron ignores --no-fp8-wgrad with Transformer Engine 2.0 and later", off=("--disable-fp8-wgrad",)
     )
     """Compute weight gradients in FP8 or FP4. Off: in the dtype of the parameters, from the original inputs."""
+    fp8_expert_wgrad: Literal["auto", "always", "never"] = ours("auto")
+    """Compute weight gradients of routed experts in FP8 or FP4 too. auto: with the recipe blockwise only where it is
+    faster, by the experts' rows and widths (docs/low-precision.md)."""
     fp8_margin: int = flag(0, least=0)
     """Divide the scales of recipe delayed by 2 to this power."""
     fp8_amax_history_len: int = close(1, "the history has one entry per iteration, not per microbatch", least=1)

@@ -49,6 +49,8 @@ class LowPrecisionConfig:
     weight_grad: bool = True
     """Computes weight gradients from columnwise FP8 or FP4 copies. False: in the format of the parameters, from the
     original inputs and gradients."""
+    expert_weight_grad: bool = True
+    """Includes the weight gradients of routed experts in `weight_grad` (`--fp8-expert-wgrad`)."""
     output_layer: bool = False
     """Also computes the output layer in low precision."""
     layers_at_start: int = 0
@@ -74,6 +76,11 @@ class LowPrecisionConfig:
     def covers(self, layer: int, num_layers: int) -> bool:
         """Whether a layer of the decoder uses the recipe."""
         return self.layers_at_start <= layer < num_layers - self.layers_at_end
+
+    @property
+    def of_experts(self) -> "LowPrecisionConfig":
+        """Recipe of the routed experts."""
+        return self if self.expert_weight_grad else replace(self, weight_grad=False)
 
     @property
     def name(self) -> str:

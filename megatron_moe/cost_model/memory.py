@@ -302,6 +302,8 @@ class RankMemory:
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(0.0, recomputed=tensor.bytes)
         size, in_pages = float(tensor.bytes), memory.paged_stash is not None and tensor.even_bytes
+        if config is not None and tensor.rows_of_experts is not None:
+            config = config.of_experts
         if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
             size = float(tensor.fused_bytes)
         elif tensor.low and config is not None and config.weight_grad and not in_pages:
@@ -340,7 +342,7 @@ class RankMemory:
         # inputs and output gradients of fc1 and fc2
         width = 2 * experts.hidden_size + (1 + experts.activation.fan) * experts.ffn_hidden_size
         config = self.plan.precision.low_precision
-        if low and config is not None and config.weight_grad:
+        if low and config is not None and config.of_experts.weight_grad:
             experts_here = feed_forward.router.num_experts // self.plan.parallel.ep
             return rows * width * _LOW_ACTIVATION.get(config.recipe, 1.0) * _padding(config, int(rows), experts_here)
         return rows * width * self.sizes.activation

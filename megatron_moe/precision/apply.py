@@ -43,6 +43,7 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
                 "last_copies": last_copies,
                 "device": ctx.device,
             }
+            config = config.of_experts if isinstance(module, ExpertStack) else config
             module.precision = LinearPrecision(config, kernels, **options)
             if precision.low_precision_params and module.weight is not None:
                 scale = None if delayed is None else module.precision.weight_scale

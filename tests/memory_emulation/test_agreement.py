@@ -172,7 +172,8 @@ def test_standard_permutation_saves_the_expert_outputs() -> None:
 def test_low_precision_copies_agree(recipe: str) -> None:
     """Quantised weights and saved columnwise copies, with layers in bf16 and weight gradients of two microbatches."""
     plan = plan_of("q6")
-    for options in ({"layers_at_start": 2, "layers_at_end": 1}, {"weight_grad": False}):
+    some_layers = {"layers_at_start": 2, "layers_at_end": 1}
+    for options in (some_layers, {"expert_weight_grad": False}, {"weight_grad": False}):
         low = replace(plan.precision, low_precision=low_precision_config(recipe, **options))
         found = compare(replace(plan, precision=low))
         assert abs(found.ratio - 1) < 0.002

@@ -98,6 +98,17 @@ def test_linear_layers_of_the_chosen_layers_use_fp8() -> None:
     assert modules_with_fp8(replace(config, output_layer=True)) == found | {"output_layer"}
 
 
+def test_experts_alone_can_have_weight_gradients_in_the_dtype_of_the_parameters() -> None:
+    config = replace(CONFIGS["blockwise"], expert_weight_grad=False)
+    model = make_trainer(plan_of(config), ParallelContext.single()).model
+    in_low = {
+        name: module.precision.weight_grad
+        for name, module in model.named_modules()
+        if getattr(module, "precision", None) is not None
+    }
+    assert in_low == {name: ".experts." not in name for name in in_low}
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_runs_are_reproducible_and_differ_from_runs_without_low_precision(config: LowPrecisionConfig) -> None:
     found = trained(plan_of(config))
