@@ -32,6 +32,7 @@ OVERLAPS = {
 }
 """Overlaps of the exchange with compute, with buffers for balanced routing."""
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad"
+STORED = "--use-distributed-optimizer --fp8-param-gather"
 BOUND = "--moe-expert-rank-capacity-factor 1.1"
 WIRE = "--moe-dispatch-fwd-dtype fp8 --moe-combine-bwd-dtype fp8"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
@@ -140,6 +141,7 @@ CASES = (
         for name, seconds in (("q6", 0.35), ("m8", 0.45), ("ds4", 1.1), ("x2", 1.1))
     ),
     *_both("-fp8-whole", "FP8 blockwise, whole steps as CUDA graphs", f"{FP8} {WHOLE}", _NONE, traced=2),
+    *_both("-fp8-stored", "FP8 blockwise, weights stored in FP8", f"{FP8} {STORED}", _NONE, traced=2),
     *_both(
         "-fp8-graphs",
         "FP8 blockwise, attention and MoE layers as CUDA graphs",

@@ -44,6 +44,9 @@ from megatron_moe.kernels.backends.triton.rows import permute as permute
 from megatron_moe.kernels.backends.triton.rows import unpermute as unpermute
 from megatron_moe.kernels.backends.triton.sort import count_tokens as count_tokens
 from megatron_moe.kernels.backends.triton.sort import sort_rows as sort_rows
+from megatron_moe.kernels.backends.triton.stored_weight import quantize_weight_part as quantize_weight_part
+from megatron_moe.kernels.backends.triton.stored_weight import transpose_weight as transpose_weight
+from megatron_moe.kernels.backends.triton.stored_weight import weight_amax_ as weight_amax_
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority, Support
 
 NAME = "triton"
@@ -82,6 +85,9 @@ PROVIDES = (
     "adamw_packed_",
     "quantize_rows",
     "quantize_weight",
+    "weight_amax_",
+    "quantize_weight_part",
+    "transpose_weight",
     "quantize_permuted",
     "permute_quantized",
     "quantize_activation",

@@ -1,0 +1,120 @@
+"""Triton kernels for weights stored in FP8 with one scale per 128x128 elements: quantisation of ranges of master
+weights, and transposed copies.
+
+A program handles the elements of one block that are in the range. Ranges may begin and end inside blocks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.quantize import BLOCK, LENGTH, magnitude_bits
+from megatron_moe.kernels.ops import WeightPart
+
+_WARPS = 8
+
+
+def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
+    """See `Kernels.weight_amax_`, for blocks of 128x128."""
+    grid, sizes = _launch(part, block)
+    _weight_amax[grid](part.values, amax, *sizes, *amax.stride(), ROUND=_rounds(part), num_warps=_WARPS)
+
+
+def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
+    """See `Kernels.quantize_weight_part`, for blocks of 128x128."""
+    grid, sizes = _launch(part, block)
+    _quantize_part[grid](
+        part.values, factors, out, *sizes, *factors.stride(), ROUND=_rounds(part), num_warps=_WARPS
+    )  # fmt: skip
+
+
+def transpose_weight(data: Tensor) -> Tensor:
+    """See `Kernels.transpose_weight`."""
+    *stack, outputs, inputs = data.shape
+    source = data.contiguous().view(torch.uint8).view(-1, outputs, inputs)
+    out = torch.empty(*stack, inputs, outputs, device=data.device, dtype=torch.uint8)
+    if source.numel():
+        grid = (triton.cdiv(inputs, BLOCK), triton.cdiv(outputs, BLOCK), len(source))
+        _transpose_bytes[grid](source, out, outputs, inputs)
+    return out.view(data.dtype)
+
+
+def _launch(part: WeightPart, block: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """(Grid over the blocks along I and over the block rows of the range, sizes that the kernels need)."""
+    assert block == (BLOCK, BLOCK), f"blocks of {block}"
+    outputs, inputs = part.shape[-2:]
+    blocks_o = triton.cdiv(outputs, BLOCK)
+
+    def block_row(element: int) -> int:
+        matrix, row = divmod(element // inputs, outputs)
+        return matrix * blocks_o + row // BLOCK
+
+    first, last = block_row(part.start), block_row(part.start + len(part.values) - 1)
+    sizes = part.start, len(part.values), outputs, inputs, first
+    return (triton.cdiv(inputs, BLOCK), last - first + 1), sizes
+
+
+def _rounds(part: WeightPart) -> bool:
+    """Whether values are rounded to bf16; fp32 parameters are not rounded."""
+    assert part.values.dtype is torch.float32 and part.dtype in (torch.float32, torch.bfloat16), f"{part.dtype}"
+    return part.dtype is torch.bfloat16
+
+
+@triton.jit
+def _load_block(values_ptr, start, count, outputs, inputs, first, ROUND: tl.constexpr):
+    """Loads the program's block: (values in fp32, 0 outside of the range; offset of the block in the range; offsets in
+    the block; whether an element is in the range; matrix; block row in the matrix)."""
+    block_row = first + tl.program_id(1)
+    blocks_o = tl.cdiv(outputs, LENGTH)
+    matrix, block_o = block_row // blocks_o, block_row % blocks_o
+    each, column = tl.arange(0, LENGTH), tl.program_id(0) * LENGTH
+    first_row = matrix.to(tl.int64) * outputs + block_o * LENGTH
+    base = first_row * inputs + column - start
+    # offsets in a block fit into 32 bits, which halves their registers
+    places = each[:, None] * inputs + each[None, :]
+    low = tl.minimum(tl.maximum(-base, 0), 0x7FFFFFFF).to(tl.int32)
+    high = tl.minimum(tl.maximum(count - base, 0), 0x7FFFFFFF).to(tl.int32)
+    inside = (block_o * LENGTH + each < outputs)[:, None] & (column + each < inputs)[None, :]
+    held = inside & (places >= low) & (places < high)
+    x = tl.load(values_ptr + base + places, mask=held, other=0.0)
+    if ROUND:  # `low_precision_state.round_weights`: to nearest, ties away from zero
+        away = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, away, x)
+    return x, base, places, held, matrix, block_o
+
+
+@triton.jit
+def _weight_amax(
+    values_ptr, amax_ptr, start, count, outputs, inputs, first, stride_e, stride_o, stride_i, ROUND: tl.constexpr
+):
+    x, _, _, _, matrix, block_o = _load_block(values_ptr, start, count, outputs, inputs, first, ROUND)
+    bits = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+    place = amax_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
+    # no other program of a launch has this block, and launches for other ranges run one after the other
+    before = tl.load(place).to(tl.int32, bitcast=True)
+    tl.store(place, tl.maximum(before, bits).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _quantize_part(
+    values_ptr, factors_ptr, out_ptr, start, count, outputs, inputs, first, stride_e, stride_o, stride_i,
+    ROUND: tl.constexpr,
+):  # fmt: skip
+    x, base, places, held, matrix, block_o = _load_block(values_ptr, start, count, outputs, inputs, first, ROUND)
+    place = factors_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
+    factor = tl.load(place)
+    tl.store(out_ptr + base + places, (x * factor[:, None]).to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _transpose_bytes(source_ptr, out_ptr, outputs, inputs):
+    matrix = tl.program_id(2).to(tl.int64) * outputs * inputs
+    row, column, each = tl.program_id(1) * LENGTH, tl.program_id(0) * LENGTH, tl.arange(0, LENGTH)
+    in_rows, in_columns = row + each < outputs, column + each < inputs
+    source_ptr += matrix + row.to(tl.int64) * inputs + column
+    held = in_rows[:, None] & in_columns[None, :]
+    x = tl.load(source_ptr + each[:, None] * inputs + each[None, :], mask=held, other=0)
+    out_ptr += matrix + column.to(tl.int64) * outputs + row
+    held = in_columns[:, None] & in_rows[None, :]
+    tl.store(out_ptr + each[:, None] * outputs + each[None, :], tl.trans(x), mask=held)
