@@ -123,6 +123,10 @@ def casts() -> None:
         size = (2 * tokens * hidden + 1.03 * tokens * topk * hidden) / 1e9
         time = milliseconds(partial(quantize.quantize_permuted, x, index))
         row(f"permute and cast {tokens} tokens, {topk} rows each, hidden {hidden}", time, size)
+        x_q = quantize.quantize_rows(x)
+        size = (1.03 * tokens * hidden + 3.03 * tokens * topk * hidden) / 1e9
+        time = milliseconds(partial(quantize.permute_quantized, x_q, index))
+        row(f"permute {tokens} FP8 tokens, {topk} rows each, hidden {hidden}", time, size)
 
 
 def products() -> None:
