@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -113,6 +114,8 @@ def test_pushed_bytes_are_those_of_quantised_tokens(
                 draw = torch.Generator().manual_seed(10 * epoch + rank)
                 tokens = torch.randn(num_tokens, width, generator=draw)
                 tokens_q = reference.quantize_rows(tokens, form, rowwise=True, columnwise=False)
+                wide = torch.cat([tokens_q.row_copy.scales] * 2, dim=1)[:, :num_tokens]  # padded, as of other backends
+                tokens_q = replace(tokens_q, rowwise_scales=wide)
                 ids = random_ids(num_tokens, 2, 10 * epoch + rank)
                 ranks_T = kernels.mark_ranks(ids, owner_EP)
                 kernels.push_tokens(tokens_q, ranks_T, None if epoch else (ids, tokens[:, :2]), channel)

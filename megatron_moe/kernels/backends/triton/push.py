@@ -44,6 +44,7 @@ def push_tokens(
     scales, in_flight = None, _in_flight(channel)
     if isinstance(tokens_TH, QuantizedTensor):
         tokens_TH, scales, _ = tokens_TH.row_copy
+        scales = scales.contiguous()
         # bytes are copied as words of the number of a row's bytes
         word = next(each for each in (torch.int32, torch.int16, torch.uint8) if shape.width % each.itemsize == 0)
         tokens_TH, slots = tokens_TH.contiguous().view(word), slots.view(word)
