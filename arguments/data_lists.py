@@ -19,10 +19,10 @@ def read_data_lists(settings: Settings) -> None:
             continue
         try:
             listed = read(Path(path).read_text(encoding="utf-8"))
-        except OSError as trouble:
-            settings.problems.append(_problem(settings, name, f"cannot be read: {trouble.strerror}"))
-        except (ValueError, RecursionError) as trouble:  # also UnicodeDecodeError and JSONDecodeError
-            settings.problems.append(_problem(settings, name, str(trouble)))
+        except OSError as error:
+            settings.problems.append(_problem(settings, name, f"cannot be read: {error.strerror}"))
+        except (ValueError, RecursionError) as error:  # also UnicodeDecodeError and JSONDecodeError
+            settings.problems.append(_problem(settings, name, str(error)))
         else:
             for flag, words in listed.items():
                 _take(settings, name, flag, words)
