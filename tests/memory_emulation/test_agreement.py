@@ -184,6 +184,19 @@ def test_low_precision_copies_agree(recipe: str) -> None:
         assert found.closed.kept < compare(without).closed.kept, "neither expert rows nor activations are saved"
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8"])
+def test_weights_stored_in_fp8_agree(recipe: str) -> None:
+    """Bytes and scales replace bf16 weights and their copies; master weights are whole."""
+    plan = plan_of("q6")
+    config = low_precision_config(recipe, layers_at_start=2, layers_at_end=1)
+    low = replace(plan.precision, low_precision=config, low_precision_params=True)
+    sharded = replace(plan.data_parallel, use_distributed_optimizer=True)
+    found = compare(replace(plan, precision=low, data_parallel=sharded))
+    assert abs(found.ratio - 1) < 0.002
+    for category, size in (("weights", found.closed.state.weights), ("master weights", found.closed.state.master)):
+        assert abs(found.emulated[category] / size - 1) < 0.002, category
+
+
 def test_low_precision_under_sequence_parallelism_agrees() -> None:
     """Inputs of column-parallel matrices are saved as shards, before quantisation."""
     plan = plan_of("q6")
