@@ -20,7 +20,8 @@ FP8_WGRAD_ROWS: Final = 2048
 as long as computing them in FP8 at about 900 rows on an H200."""
 FP8_WGRAD_WIDTH: Final = 1280
 """Least hidden size x FFN width / (hidden size + FFN width) of experts for which FP8 weight gradients pay: the product
-saves time in proportion to hidden size x FFN width, and the casts take time in proportion to their sum."""
+saves time in proportion to hidden size x FFN width, and the casts take time in proportion to their sum. Estimated from
+the rates of single kernels on an H200, not from whole steps."""
 
 
 def ffn_hidden_size(flags: Flags) -> int:
