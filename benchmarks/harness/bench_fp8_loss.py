@@ -30,6 +30,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))  # started as a script, from any folder
 
+from benchmarks.harness.loss_plot import PlottedCurve, draw_losses  # noqa: E402
 from megatron_moe.logs.metrics_file import read_metrics  # noqa: E402
 from tools._common import positive, split_at_dashes, tool_parser  # noqa: E402
 
@@ -238,30 +239,12 @@ def report(curves: Sequence[Curve], machine: str, setup: str, picture: str, opti
 
 def draw(curves: Sequence[Curve], path: Path, iterations: int) -> None:
     """Plots the smoothed losses, and below them the gaps to the references."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    models = list(dict.fromkeys(curve.model for curve in curves))
-    figure, axes = pyplot.subplots(2, len(models), figsize=(12, 8), height_ratios=(2, 1.4), sharex=True, squeeze=False)
     colors = {variant.name: f"C{number}" for number, variant in enumerate(VARIANTS)}
-    for column, model in enumerate(models):
-        above, below = axes[0][column], axes[1][column]
-        for curve, found in comparisons([each for each in curves if each.model == model], iterations):
-            style = {"color": colors[curve.variant.name], "linewidth": 1.2}
-            above.plot(list(curve.losses), list(curve.losses.values()), label=curve.variant.name, **style)
-            below.plot(list(found), [100 * gap for gap in found.values()], **style)
-        above.set_title(model)
-        above.set_ylabel("smoothed loss per token (nats)")
-        above.legend(fontsize=8)
-        below.set_ylabel("gap to the mean of bf16 (%)")
-        below.set_xlabel("iteration")
-        for each in (above, below):
-            each.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    columns: dict[str, list[PlottedCurve]] = {}
+    for curve, found in comparisons(curves, iterations):
+        name, percent = curve.variant.name, {at: 100 * gap for at, gap in found.items()}
+        columns.setdefault(curve.model, []).append(PlottedCurve(name, colors[name], curve.losses, percent))
+    draw_losses(columns, path, loss="smoothed loss per token (nats)", difference="gap to the mean of bf16 (%)")
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:

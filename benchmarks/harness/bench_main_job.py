@@ -24,6 +24,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))  # started as a script, from any folder
 
+from benchmarks.harness.loss_plot import PlottedCurve, draw_losses  # noqa: E402
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.logs.metrics_file import read_metrics  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402
@@ -136,27 +137,13 @@ def report(
 
 def draw(results: list[VariantResult], path: Path) -> None:
     """Plots all curves, and their relative difference to the first one below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    reference = results[0]
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), height_ratios=(3, 1), sharex=True)
+    reference, curves = results[0], []
     for number, result in enumerate(results):
-        width = 3.0 - number
-        above.plot(list(result.losses), list(result.losses.values()), label=result.variant.name, linewidth=width)
-        if result is not reference:
-            relative = [abs(result.losses[i] - loss) / loss for i, loss in reference.losses.items()]
-            below.semilogy(list(reference.losses), [max(r, 1e-9) for r in relative], color=f"C{number}")
-    above.set_ylabel("loss per token (nats)")
-    above.legend()
-    below.set_ylabel(f"relative to\n{reference.variant.name}")
-    below.set_xlabel("iteration")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+        relative = {i: max(abs(result.losses[i] - loss) / loss, 1e-9) for i, loss in reference.losses.items()}
+        differences = {} if result is reference else relative
+        curves.append(PlottedCurve(result.variant.name, f"C{number}", result.losses, differences, width=3.0 - number))
+    difference = f"relative to {reference.variant.name}"
+    draw_losses({"": curves}, path, loss="loss per token (nats)", difference=difference, log=True)
 
 
 def main(argv: list[str]) -> int:
