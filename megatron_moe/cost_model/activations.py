@@ -289,7 +289,7 @@ def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivati
     yield _tensor("router", "choices", "T K", tokens * router.topk, _INDEX + number)
 
 
-def _may_fuse(experts: ExpertsConfig) -> bool:
+def may_fuse(experts: ExpertsConfig) -> bool:
     """See `Experts.has_fused_casts`. Assumes an ffn size that is a multiple of the block length."""
     return experts.grouped and not experts.bias and not experts.probs_on_output
 
@@ -305,13 +305,13 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     even = parallel.etp * sizes.residual * config.router.topk * size
     padded = (int(rows), config.router.num_experts // parallel.ep)
     marks: dict[str, object] = {"offloaded_by": "expert_fc1", "even_bytes": even * experts.hidden_size}
-    if _may_fuse(experts) and parallel.ep * parallel.etp == 1:  # fc1 gathers tokens that the router saves anyway
+    if may_fuse(experts) and parallel.ep * parallel.etp == 1:  # fc1 gathers tokens that the router saves anyway
         marks["fused_bytes"] = 0
     yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, rows_of_experts=padded, **marks)
     marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn}
     yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, **marks)
     marks = {"recomputed_by": ("moe_act",), "even_bytes": even * ffn}
-    if _may_fuse(experts):
+    if may_fuse(experts):
         marks["fused_bytes"] = 0
     yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, rows_of_experts=padded, **marks)
     if experts.probs_on_output:

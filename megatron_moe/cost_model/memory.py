@@ -361,7 +361,8 @@ class RankMemory:
             run = max(min(recompute.recompute_num_layers, longest), 1) if recompute.recompute_method == "uniform" else 1
             restored = dict.fromkeys(restored, run * float(sum(each.bytes for each in self.tensors(layer))))
         arguments = layer, self.plan.parallel, self.sizes
-        feed_forward = in_feed_forward(*arguments).and_more(restored[False] + self._transposed(layer))
+        low = self.plan.precision.low_precision
+        feed_forward = in_feed_forward(*arguments, low).and_more(restored[False] + self._transposed(layer))
         attention = in_attention(*arguments).and_more(restored[True] - freed)
         return max(feed_forward, attention, key=lambda each: each.total)
 

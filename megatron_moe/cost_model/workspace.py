@@ -15,7 +15,7 @@ from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, saves_pairs
+from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, may_fuse, num_bytes, saves_pairs
 from megatron_moe.cost_model.expert_load import token_copies
 
 ATTENTION = ("input_norm", "attention")
@@ -86,13 +86,16 @@ def _in_core(mixer: AttentionConfig | MLAConfig, parallel: ParallelConfig, sizes
     return float(tokens * (per_token + pairs / parallel.cp))
 
 
-def in_feed_forward(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace in the backward of a layer's feed-forward part: a dense MLP, or routed and shared experts."""
+def in_feed_forward(
+    layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
+) -> Workspace:
+    """Peak workspace in the backward of a layer's feed-forward part: a dense MLP, or routed and shared experts. `low`:
+    FP8 or FP4 recipe of the layer."""
     config, hidden = layer.feed_forward.shard(parallel), layer.mixer.hidden_size
     stream = _stream(hidden, sizes)
     if isinstance(config, MLPConfig):
         return Workspace(other=_in_mlp(config, parallel, sizes) + stream)
-    moments = [_in_experts(config, parallel, sizes), _in_dispatch(config, parallel, sizes)]
+    moments = [_in_experts(config, parallel, sizes, low), _in_dispatch(config, parallel, sizes)]
     if config.shared is not None:
         moments.append(Workspace(other=_in_mlp(config.shared.mlp, parallel, sizes)))
     return max(moments, key=lambda moment: moment.total).and_more(stream)
@@ -131,12 +134,19 @@ def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes)
     )
 
 
-def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of experts: gradient of fc1's output plus the larger of the gradients of fc2's and fc1's input."""
-    experts = config.experts
-    rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance) * sizes.activation
-    ffn = experts.ffn_hidden_size
-    return Workspace(other=rows * (experts.activation.fan * ffn + max(ffn, experts.hidden_size)))
+def _in_experts(
+    config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+) -> Workspace:
+    """Peak workspace of experts: gradient of fc1's output plus the larger of the gradients of fc2's and fc1's input.
+    With fused casts: the activation, gradients of the outputs of fc2, the activation and fc1, and their FP8 copies."""
+    experts, size = config.experts, sizes.activation
+    rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
+    ffn, fan, hidden = experts.ffn_hidden_size, experts.activation.fan, experts.hidden_size
+    if low is None or low.fused_block is None or not may_fuse(experts):
+        return Workspace(other=rows * size * (fan * ffn + max(ffn, hidden)))
+    columnwise = ffn + hidden if low.weight_grad else 0  # of the activation and of the gradient of fc2's output
+    copies = (1 + num_bytes("fp32") / low.fused_block) * (hidden + fan * ffn + columnwise)
+    return Workspace(other=rows * (size * (hidden + (2 + fan) * ffn) + copies))
 
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:

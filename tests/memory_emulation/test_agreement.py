@@ -197,6 +197,14 @@ def test_weights_stored_in_fp8_agree(recipe: str) -> None:
         assert abs(found.emulated[category] / size - 1) < 0.002, category
 
 
+@pytest.mark.parametrize("weight_grad", [False, True])
+def test_workspace_of_fused_casts_agrees(weight_grad: bool) -> None:
+    plan = plan_of("x2")
+    low = low_precision_config("blockwise", weight_grad=weight_grad)
+    found = compare(replace(plan, precision=replace(plan.precision, low_precision=low)))
+    assert abs(found.ratio - 1) < 0.003
+
+
 def test_low_precision_under_sequence_parallelism_agrees() -> None:
     """Inputs of column-parallel matrices are saved as shards, before quantisation."""
     plan = plan_of("q6")
