@@ -23,6 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
+from megatron_moe.config.moe import DEEPEP_SMS, has_deepep  # noqa: E402
 from megatron_moe.config.parallel import Launch, ParallelConfig  # noqa: E402
 from megatron_moe.config.precision import OperandFormat, low_precision_config  # noqa: E402
 from megatron_moe.config.run import KernelConfig  # noqa: E402
@@ -30,7 +31,7 @@ from megatron_moe.kernels.registry import select_kernels  # noqa: E402
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing  # noqa: E402
-from megatron_moe.moe.token_dispatcher.deepep import DEFAULT_SMS, DeepEPDispatcher, has_deepep  # noqa: E402
+from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, FlexDispatcher, quantized  # noqa: E402
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
@@ -205,8 +206,8 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
         cases.append(("symmetric, rows quantised to FP8 after", SymmetricDispatcher, None, "after"))
         cases.append(("symmetric, sent in FP8", SymmetricDispatcher, None, "before"))
         if has_deepep():
-            cases += [(f"DeepEP, {n} multiprocessors", DeepEPDispatcher, n, None) for n in (DEFAULT_SMS, 32)]
-            cases.append(("DeepEP, sent in FP8", DeepEPDispatcher, DEFAULT_SMS, "before"))
+            cases += [(f"DeepEP, {n} multiprocessors", DeepEPDispatcher, n, None) for n in (DEEPEP_SMS, 32)]
+            cases.append(("DeepEP, sent in FP8", DeepEPDispatcher, DEEPEP_SMS, "before"))
         for name, kind, sms, fp8 in cases:
             timed = expected if kind is AllToAllDispatcher else run_dispatcher(kind, shape, ctx, sms, fp8)
             error = max(

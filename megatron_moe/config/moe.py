@@ -145,6 +145,15 @@ class SharedExpertsConfig:
         return self.mlp.num_params + (self.mlp.hidden_size if self.gate else 0)
 
 
+DEEPEP_SMS = 20
+"""Multiprocessors of DeepEP's kernels by default."""
+
+
+def has_deepep() -> bool:
+    """Whether the library DeepEP is installed."""
+    return find_spec("deep_ep") is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class HybridEPConfig:
     """Settings of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`): the branch of DeepEP that has
@@ -222,6 +231,11 @@ class MoEConfig:
             return None, None
         tokens, grads = low_precision.inputs, low_precision.grads
         return tokens if self.fp8_dispatch else None, grads if self.fp8_combine_grad else None
+
+    @property
+    def uses_deepep(self) -> bool:
+        """Whether the flex dispatcher exchanges tokens through DeepEP on this machine."""
+        return self.dispatcher == "flex" and self.flex_dispatcher_backend == "deepep" and has_deepep()
 
     @property
     def latent_elements(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import MLPConfig, MoEConfig
+from megatron_moe.config.moe import DEEPEP_SMS, MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
@@ -20,6 +20,9 @@ from megatron_moe.cost_model.expert_load import token_copies
 
 ATTENTION = ("input_norm", "attention")
 """Modules of the attention part of a layer."""
+_DEEPEP_SLOTS, _DEEPEP_SLOT_BYTES = 256, 8 + 128 * (8 + 4 + 4)
+"""Tokens that a channel of DeepEP 1.2 receives from one rank at a time, and the bytes of each in addition to its row:
+its source, and up to 128 expert ids, weights and scales (`Config::get_nvl_buffer_size_hint`)."""
 _PAIR_GRADS = 2
 """Values per query-key pair that the backward of attention with dropout needs in addition to the saved values."""
 _PAIRS_OF_A_BLOCK = 5
@@ -160,8 +163,9 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
         gathered = tokens * parallel.ep * parallel.etp
         return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
     if config.exchange(parallel) == "flex":
-        # sums, of this rank's tokens and, if they are computed before the push, of all tokens
-        summed = tokens * (1 if config.flex_dispatcher_num_sms is None else 1 + parallel.ep * parallel.etp)
+        # sums, of this rank's tokens and, if they are computed before the push, of all tokens, as DeepEP receives them
+        sums_first = config.uses_deepep or config.flex_dispatcher_num_sms is not None
+        summed = tokens * (1 + parallel.ep * parallel.etp if sums_first else 1)
         return Workspace(dispatch=summed * width * sizes.activation, other=held)
     if config.exchange(parallel) == "hierarchical":
         # sums of rows, sums that the forwarding rank receives, and its sums; the choices are sent in the forward
@@ -175,17 +179,22 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
 def receive_slots(
     layers: Iterable[tuple[LayerConfig, LowPrecisionConfig | None]], plan: RunPlan, sizes: ActivationSizes
 ) -> float:
-    """Bytes of the flex dispatcher's symmetric memory. `layers`: layers of a rank and their FP8 recipes. A channel has
+    """Bytes of the flex dispatcher's receive buffers. `layers`: layers of a rank and their FP8 recipes. A channel has
     slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice. There is one channel
     for sums and one for tokens per width and format; in a schedule that overlaps two microbatches, each pass has its
-    own."""
-    parallel = plan.parallel
+    own. DeepEP has one buffer with slots for a few tokens. HybridEP is counted as symmetric memory."""
+    parallel, ranks = plan.parallel, plan.parallel.ep * plan.parallel.etp
     channels: dict[Hashable, float] = {}
+    deepep = 0.0
     for layer, low in layers:
         config = layer.feed_forward
         if not isinstance(config, MoEConfig) or config.exchange(parallel) != "flex":
             continue
         width, topk = config.experts.hidden_size, config.router.topk
+        if config.uses_deepep:
+            num_slots = (config.flex_dispatcher_num_sms or DEEPEP_SMS) // 2 * ranks * _DEEPEP_SLOTS
+            deepep = max(deepep, num_slots * (width * max(sizes.activation, 2.0) + _DEEPEP_SLOT_BYTES))
+            continue
         tokens, grads = config.exchange_formats(low)
         for content, in_backward, form in (
             ("tokens", False, tokens), ("tokens", True, grads), ("sums", False, None), ("sums", True, None)
@@ -193,4 +202,4 @@ def receive_slots(
             row = width * sizes.activation if form is None else form.row_bytes(width)
             key = content, in_backward and plan.pipeline.overlap, width, topk, form
             channels[key] = row + topk * (4 + sizes.internal)
-    return float(parallel.ep * parallel.etp * sizes.residual * sum(channels.values()))
+    return deepep + ranks * sizes.residual * sum(channels.values())

@@ -14,7 +14,7 @@ from arguments.read import read_plan
 from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.model import InitConfig
-from megatron_moe.config.moe import CapacityConfig, MoEConfig
+from megatron_moe.config.moe import CapacityConfig, MoEConfig, has_deepep
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
@@ -23,7 +23,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, expert_of_rows
-from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
+from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
 from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats
 from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher

@@ -7,25 +7,17 @@ in dispatch and in the gradient of combine; weights are fp32.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import DEEPEP_SMS
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, holders_of_experts
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens, quantized
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
-
-DEFAULT_SMS = 20
-"""DeepEP's own default."""
-
-
-def has_deepep() -> bool:
-    """Whether deep_ep is installed."""
-    return find_spec("deep_ep") is not None
 
 
 @dataclass
@@ -52,7 +44,7 @@ class DeepEPTransport:
         self._kernels, self._group = comm.kernels, comm.etp_ep
         self._num_local = num_experts // comm.ep.size
         self._etp = comm.etp.size
-        Buffer.set_num_sms(comm.num_sms or DEFAULT_SMS)
+        Buffer.set_num_sms(comm.num_sms or DEEPEP_SMS)
         self._make_buffer, self._buffer, self._row_bytes = Buffer, None, 0
         self._holders = holders_of_experts(comm)
 
