@@ -73,7 +73,7 @@ class PrecisionVariant:
 VARIANTS = (
     PrecisionVariant("bf16", is_reference=True),
     PrecisionVariant("FP8 blockwise, weight gradients in bf16", f"{BLOCKWISE} --no-fp8-wgrad", 0.0025),
-    PrecisionVariant("FP8 blockwise", BLOCKWISE, 0.0025),
+    PrecisionVariant("FP8 blockwise", f"{BLOCKWISE} --fp8-expert-wgrad always", 0.0025),
     PrecisionVariant("bf16, another rounding", "--kernel-per-op activation=reference", is_reference=True),
     PrecisionVariant("bf16, a third rounding", "--kernel-per-op add_rms_norm=reference", is_reference=True),
     PrecisionVariant("bf16, another seed", "--seed 7"),
