@@ -14,7 +14,7 @@ from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.kernels.backends.triton.backend import permute
-from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, QUANTIZED_PRODUCTS
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference_routing import sort_rows
 from megatron_moe.kernels.registry import select_kernels
@@ -228,8 +228,7 @@ def test_kernels_are_selected_for_the_recipe_blockwise() -> None:
         config = low_precision_config("blockwise", hybrid=hybrid)
         kernels = select_kernels(KernelConfig(), device, torch.bfloat16, config)
         backends = {choice.op: choice.backend for choice in kernels.choices if choice.op in LOW_PRECISION_OPS}
-        assert {backends.pop(f"quantize_{what}") for what in ("rows", "weight")} == {"triton"}
-        assert set(backends.values()) == {"hopper"}
+        assert backends == {op: "hopper" if op in QUANTIZED_PRODUCTS else "triton" for op in LOW_PRECISION_OPS}
 
 
 def test_products_without_rows() -> None:

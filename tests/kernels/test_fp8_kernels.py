@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends.hopper import fp8_linear
 from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements
@@ -213,3 +214,20 @@ def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) 
     EXACT.check(found.out_RF, plain.detach(), "result")
     if probs is not None:
         EXACT.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
+
+
+def test_cublas_gets_aligned_scales_of_stored_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS requires addresses that are multiples of 16 bytes; scales of stored weights start anywhere."""
+    given: list[Tensor] = []
+
+    def scaled_mm(*operands: Any, **options: Any) -> Tensor:
+        given.append(operands[4])
+        return torch.empty(0)
+
+    monkeypatch.setattr(fp8_linear.F, "scaled_mm", scaled_mm)
+    x, weight = quantized_rows(torch.randn(4, 512).bfloat16()), quantized_weight(torch.randn(16, 512).bfloat16())
+    assert weight.rowwise_scales is not None
+    scales = torch.cat([torch.zeros(1), weight.rowwise_scales.flatten()])[1:].view_as(weight.rowwise_scales)
+    fp8_linear.quantized_linear_forward(x, replace(weight, rowwise_scales=scales), None)
+    assert given[0].data_ptr() % 16 == 0
+    EXACT.check(given[0].T, scales, "scales")

@@ -43,6 +43,8 @@ def _product(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
         return multiply(x, stack, _one_group(len(data), data.device))
     padding = -weight.scales.shape[1] % 4
     weight_scales = F.pad(weight.scales, (0, padding)) if padding else weight.scales
+    if weight_scales.data_ptr() % 16:  # scales of stored weights are ranges of one tensor
+        weight_scales = weight_scales.clone()
     kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     out: Tensor = F.scaled_mm(
         data, weight.data.T, scales.T, kinds[0], weight_scales.T, kinds[1], output_dtype=torch.bfloat16
