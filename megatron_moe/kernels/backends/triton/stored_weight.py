@@ -84,7 +84,7 @@ def _load_block(values_ptr, start, count, outputs, inputs, first, ROUND: tl.cons
     return x, base, places, held, matrix, block_o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _weight_amax(
     values_ptr, amax_ptr, start, count, outputs, inputs, first, stride_e, stride_o, stride_i, ROUND: tl.constexpr
 ):
@@ -96,7 +96,7 @@ def _weight_amax(
     tl.store(place, tl.maximum(before, bits).to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _quantize_part(
     values_ptr, factors_ptr, out_ptr, start, count, outputs, inputs, first, stride_e, stride_o, stride_i,
     ROUND: tl.constexpr,
