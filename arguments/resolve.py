@@ -24,7 +24,14 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.config.precision import LowPrecisionConfig, ModulePrecision, PrecisionConfig, low_precision_config
+from megatron_moe.config.precision import (
+    ACTIVATION_MODULES,
+    ActivationModule,
+    LowPrecisionConfig,
+    ModulePrecision,
+    PrecisionConfig,
+    low_precision_config,
+)
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig, LoopConfig
@@ -170,6 +177,7 @@ def _low_precision(flags: Flags) -> LowPrecisionConfig | None:
         hybrid=flags.fp8_format == "hybrid",
         weight_grad=flags.fp8_wgrad,
         expert_weight_grad=derive.fp8_expert_wgrad(flags),
+        activation_modules=_activation_modules(flags),
         output_layer=flags.fp8_output_proj,
         layers_at_start=flags.num_layers_at_start_in_bf16 if skips else 0,
         layers_at_end=flags.num_layers_at_end_in_bf16 if skips else 0,
@@ -178,6 +186,11 @@ def _low_precision(flags: Flags) -> LowPrecisionConfig | None:
         amax_compute_algo=flags.fp8_amax_compute_algo,
         emulate=flags.emulate_low_precision,
     )
+
+
+def _activation_modules(flags: Flags) -> tuple[ActivationModule, ...]:
+    chosen: tuple[ActivationModule, ...] | None = flags.low_precision_activation_modules
+    return ACTIVATION_MODULES if chosen is None else chosen
 
 
 def _memory(flags: Flags) -> MemoryConfig:

@@ -31,6 +31,17 @@ def emulation_needs_low_precision(flags: RuleFlags) -> Violations:
         yield "--emulate-low-precision without effect: no GEMM is computed in FP8 or FP4", "add --fp8-format"
 
 
+def low_precision_activations_need_weight_gradients(flags: RuleFlags) -> Violations:
+    """Inputs are saved in low precision only for weight gradients that are computed from these copies."""
+    option = "--low-precision-activation-modules"
+    if flags.low_precision_activation_modules is None:
+        return
+    if not _low_precision(flags):
+        yield f"{option} without effect: all GEMMs use the dtype of the parameters", "add --fp8-format, or leave it out"
+    elif not flags.fp8_wgrad:
+        yield f"{option} with --no-fp8-wgrad, which reads the original inputs", "leave one of them out"
+
+
 def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
     """The output layer supports only the FP8 recipe with the smallest blocks, and no loss in chunks."""
     if not flags.fp8_output_proj:

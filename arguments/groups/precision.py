@@ -46,6 +46,12 @@ class PrecisionFlags:
     fp8_expert_wgrad: Literal["auto", "always", "never"] = ours("auto")
     """Compute weight gradients of routed experts in FP8 or FP4 too. auto: with the recipe blockwise only where it is
     faster, by the experts' rows and widths (docs/low-precision.md)."""
+    low_precision_activation_modules: (
+        tuple[Literal["qkv_linear", "attn_proj", "mlp", "experts", "shared_experts", "mtp"], ...] | None
+    ) = ours(None, "inputs that are saved in the dtype of the parameters anyway are not saved twice")
+    """Modules whose linear layers save their inputs in FP8 or FP4 for the weight gradient; others save the original.
+    qkv_linear: all projections to queries, keys, values and their latents; mtp: projection of multi-token prediction.
+    Not set: all. Has no effect on results."""
     fp8_margin: int = flag(0, least=0)
     """Divide the scales of recipe delayed by 2 to this power."""
     fp8_amax_history_len: int = close(1, "the history has one entry per iteration, not per microbatch", least=1)

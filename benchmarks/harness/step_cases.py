@@ -31,7 +31,8 @@ OVERLAPS = {
     "-pairs-wgrad": "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
 }
 """Overlaps of the exchange with compute, with buffers for balanced routing."""
-FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad"
+FP8_WGRAD = "--fp8-format e4m3 --fp8-recipe blockwise"
+FP8 = f"{FP8_WGRAD} --no-fp8-wgrad"
 STORED = "--use-distributed-optimizer --fp8-param-gather"
 BOUND = "--moe-expert-rank-capacity-factor 1.1"
 WIRE = "--moe-dispatch-fwd-dtype fp8 --moe-combine-bwd-dtype fp8"
@@ -131,12 +132,16 @@ CASES = (
     StepCase(name="x2", title="X2", flags="--recipe x2", steps=8, traced=2, step_seconds=1.3),
     *(
         StepCase(
-            name=f"{name}-fp8",
-            title=f"{name.upper()}, FP8 blockwise",
-            flags=f"--recipe {name} {FP8}",
+            name=f"{name}-{suffix}",
+            title=f"{name.upper()}, {title}",
+            flags=f"--recipe {name} {flags}",
             steps=8,
             traced=2,
             step_seconds=seconds,
+        )
+        for suffix, title, flags in (
+            ("fp8", "FP8 blockwise", FP8),
+            ("fp8-wgrad", "FP8 blockwise, weight gradients too", FP8_WGRAD),
         )
         for name, seconds in (("q6", 0.35), ("m8", 0.45), ("ds4", 1.1), ("x2", 1.1))
     ),

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 FloatName = Literal["fp64", "fp32", "bf16", "fp16"]
 StateName = Literal["fp32", "bf16", "fp16", "fp8"]
 Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "custom"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
+
+ActivationModule = Literal["qkv_linear", "attn_proj", "mlp", "experts", "shared_experts", "mtp"]
+ACTIVATION_MODULES: tuple[ActivationModule, ...] = get_args(ActivationModule)
 
 ROW_ALIGNMENT = MappingProxyType(
     {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128, "custom": 16}
@@ -51,6 +54,9 @@ class LowPrecisionConfig:
     original inputs and gradients."""
     expert_weight_grad: bool = True
     """Includes the weight gradients of routed experts in `weight_grad` (`--fp8-expert-wgrad`)."""
+    activation_modules: tuple[ActivationModule, ...] = ACTIVATION_MODULES
+    """Modules whose linear layers save their inputs in low precision for the weight gradient, where this takes less
+    memory than the original (`--low-precision-activation-modules`). The others save the original."""
     output_layer: bool = False
     """Also computes the output layer in low precision."""
     layers_at_start: int = 0

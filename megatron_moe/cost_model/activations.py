@@ -46,8 +46,13 @@ class SavedActivation:
     elements: int
     rows_of_experts: tuple[int, int] | None = None
     """Numbers of rows and of experts, for rows of experts, whose low-precision copies are padded per expert."""
-    low: bool = False
-    """True if only GEMMs read the tensor: with an FP8 or FP4 recipe, it is then saved in that format."""
+    low: str = ""
+    """Value of `--low-precision-activation-modules` with which the tensor is saved in the format of an FP8 or FP4
+    recipe, because only GEMMs read it; empty: it is never saved in that format."""
+    shared: bool = False
+    """True if two layers save the tensor, which have a common copy in formats with `LowPrecisionConfig.fused_block`."""
+    read_unless: str = ""
+    """Value of `--recompute-modules` without which another op than a GEMM also reads the tensor in backward."""
     fused_bytes: int | None = None
     """Bytes if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None: as without
     fusion."""
@@ -118,13 +123,15 @@ def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
     # with sequence parallelism, the input of a column-parallel matrix is saved as a shard, before quantisation; the
     # two down projections of MLA save their common input once
     whole, is_mla = not parallel.sequence_parallel, isinstance(mixer, MLAConfig)
-    low = whole and not is_mla
-    saved = list(_norm("input_norm", layer.norm, hidden, sizes, low=low, input_by="attn_norm", output_by="qkv_linear"))
+    low = (whole and parallel.tp == 1) or mixer.q_lora_rank is not None if isinstance(mixer, MLAConfig) else whole
+    marks = {"low": "qkv_linear" if low else "", "shared": is_mla}
+    saved = list(_norm("input_norm", layer.norm, hidden, sizes, "attn_norm", output_by="qkv_linear", **marks))
     saved += _mla(mixer, sizes, low=whole) if isinstance(mixer, MLAConfig) else _attention(mixer, layer, sizes)
     if saves_pairs(mixer.core, parallel):
         saved += _pairs(mixer, sizes)
     # the router reads the norm's output in the activation format, so an MoE layer does not save it in FP8
-    saved += _norm("mlp_norm", layer.norm, hidden, sizes, low=whole and not layer.is_moe, input_by="mlp_norm")
+    low_output = "mlp" if whole and not layer.is_moe else ""
+    saved += _norm("mlp_norm", layer.norm, hidden, sizes, "mlp_norm", low=low_output)
     if isinstance(feed_forward, MoEConfig):
         saved += _moe(feed_forward, parallel, sizes)
     else:
@@ -176,18 +183,19 @@ def _norm(
     config: NormConfig,
     width: int,
     sizes: ActivationSizes,
-    *,
-    low: bool = False,
     input_by: str = "",
+    *,
     output_by: str = "",
+    **marks: object,
 ) -> Iterator[SavedActivation]:
-    """Tensors saved for a norm of the residual stream: input, statistics, and output (the next module's input)."""
+    """Tensors saved for a norm of the residual stream: input, statistics, and output (the next module's input), which
+    has the fields `marks`."""
     count, size = sizes.residual * width, sizes.activation
     numbers = 2 if config.kind == "LayerNorm" else 1
     yield _tensor(module, "input", "T H", count, size, offloaded_by=input_by)
     yield _tensor(module, "statistics", "T", sizes.residual * numbers, sizes.internal)
     recomputed = ("layernorm",) if module in ("input_norm", "mlp_norm") else ()
-    yield _tensor(module, "output", "T H", count, size, low=low, recomputed_by=recomputed, offloaded_by=output_by)
+    yield _tensor(module, "output", "T H", count, size, recomputed_by=recomputed, offloaded_by=output_by, **marks)
 
 
 def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
@@ -218,14 +226,17 @@ def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSiz
         # both factors in the internal format; the attention output is one of them if the formats are equal
         factors = 1 if sizes.activation == sizes.internal else 2
         yield _tensor("attention", "gate and output", "U N D", factors * tokens * config.q_width, sizes.internal)
-        yield _tensor("attention", "gated output", "U N D", tokens * config.q_width, size, low=True)
+        yield _tensor("attention", "gated output", "U N D", tokens * config.q_width, size, low="attn_proj")
 
 
 def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Tensors that fused attention saves in addition to q, k and v: its output and the log-sum-exp."""
     rows = sizes.inner * config.num_heads
     count = sizes.inner * config.out_width
-    yield _tensor("attention", "output", "U N E", count, sizes.activation, offloaded_by="attn_proj")
+    marks: dict[str, object] = {"offloaded_by": "attn_proj"}
+    if isinstance(config, MLAConfig) or not config.output_gate:
+        marks |= {"low": "attn_proj", "read_unless": "core_attn"}
+    yield _tensor("attention", "output", "U N E", count, sizes.activation, **marks)
     yield _tensor("attention", "log-sum-exp", "U N", rows, sizes.internal, recomputed_by=("core_attn",))
 
 
@@ -249,13 +260,14 @@ def _mla(config: MLAConfig, sizes: ActivationSizes, *, low: bool) -> Iterator[Sa
     `low`: whether FP8 and FP4 recipes save the normed latents in low precision."""
     tokens, local, size = sizes.inner, sizes.residual, sizes.activation
     marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
+    normed = "qkv_linear" if low else ""
     if config.q_lora_rank is not None:
         yield _tensor("attention", "q latent", "T Q", local * config.q_lora_rank, size)
         if config.qk_norm:
-            yield _tensor("attention", "q latent, normed", "T Q", local * config.q_lora_rank, size, low=low)
+            yield _tensor("attention", "q latent, normed", "T Q", local * config.q_lora_rank, size, low=normed)
     yield _tensor("attention", "kv latent", "T (L+P)", local * (config.kv_lora_rank + config.qk_rope_dim), size)
     if config.qk_norm:
-        yield _tensor("attention", "kv latent, normed", "T L", local * config.kv_lora_rank, size, low=low)
+        yield _tensor("attention", "kv latent, normed", "T L", local * config.kv_lora_rank, size, low=normed)
         statistics = 2 if config.q_lora_rank is not None else 1
         yield _tensor("attention", "statistics of latents", "T", local * statistics, sizes.internal)
     yield _tensor("attention", "q", "U N D", tokens * config.q_width, size, **marks)
@@ -267,9 +279,9 @@ def _mla(config: MLAConfig, sizes: ActivationSizes, *, low: bool) -> Iterator[Sa
 def _mlp(module: str, config: MLPConfig, sizes: ActivationSizes, recomputed_by: str) -> Iterator[SavedActivation]:
     tokens, ffn = sizes.inner, config.ffn_hidden_size
     fan, mark = config.activation.fan, {"recomputed_by": (recomputed_by,)}
+    fused: dict[str, object] = {} if config.bias else {"fused_bytes": 0}
     yield _tensor(module, "first product", "U 2F" if fan == 2 else "U F", tokens * fan * ffn, sizes.activation, **mark)
-    fused = {} if config.bias else {"fused_bytes": 0}
-    yield _tensor(module, "activation", "U F", tokens * ffn, sizes.activation, low=True, **mark, **fused)
+    yield _tensor(module, "activation", "U F", tokens * ffn, sizes.activation, low=recomputed_by, **mark, **fused)
 
 
 def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
@@ -307,13 +319,15 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     marks: dict[str, object] = {"offloaded_by": "expert_fc1", "even_bytes": even * experts.hidden_size}
     if may_fuse(experts) and parallel.ep * parallel.etp == 1:  # fc1 gathers tokens that the router saves anyway
         marks["fused_bytes"] = 0
-    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, rows_of_experts=padded, **marks)
+    yield _tensor(
+        "experts", "rows", "R H", rows * experts.hidden_size, size, low="experts", rows_of_experts=padded, **marks
+    )
     marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn}
     yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, **marks)
     marks = {"recomputed_by": ("moe_act",), "even_bytes": even * ffn}
     if may_fuse(experts):
         marks["fused_bytes"] = 0
-    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, rows_of_experts=padded, **marks)
+    yield _tensor("experts", "activation", "R F", rows * ffn, size, low="experts", rows_of_experts=padded, **marks)
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
     elif experts.bias:
@@ -322,7 +336,7 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     if experts.probs_on_input:
         yield _tensor("experts", "rows before their probability", "R H", rows * experts.hidden_size, sizes.internal)
     if config.latent_size:
-        yield _tensor("experts", "latent sum", "T L", sizes.residual * config.latent_size, size, low=True)
+        yield _tensor("experts", "latent sum", "T L", sizes.residual * config.latent_size, size, low="experts")
 
 
 def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Iterator[SavedActivation]:
@@ -348,7 +362,7 @@ def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSi
     hidden, tokens = model.hidden_size, sizes.residual
     yield _tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
     yield _tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)
-    low = not parallel.sequence_parallel
+    low = "" if parallel.sequence_parallel else "mtp"
     yield _tensor("mtp", "joined", "T 2H", 2 * tokens * hidden, sizes.activation, low=low)
     for each in layer_tensors(model.layers[-1], parallel, sizes):
         is_input = (each.module, each.name) == ("input_norm", "input")

@@ -280,7 +280,7 @@ class RankMemory:
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
                 tensors = [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
             if not is_low(self.plan, layer):
-                tensors = [replace(each, low=False) for each in tensors]
+                tensors = [replace(each, low="") for each in tensors]
             saved += tensors
         saved += stage_tensors(plan.model, stage, plan.parallel, self.sizes)
         modules: dict[str, float] = defaultdict(float)
@@ -306,7 +306,7 @@ class RankMemory:
             config = config.of_experts
         if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
             size = float(tensor.fused_bytes)
-        elif tensor.low and config is not None and config.weight_grad and not in_pages:
+        elif config is not None and _is_saved_in(config, tensor, freed_by) and not in_pages:
             size = tensor.elements * _LOW_ACTIVATION.get(config.recipe, 1.0)
             if tensor.rows_of_experts is not None:
                 size *= _padding(config, *tensor.rows_of_experts)
@@ -424,6 +424,14 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
     """Moment with the most saved bytes. A microbatch of chunk i saves chunks[i] in flight and late[i] when delayed."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
+
+
+def _is_saved_in(config: LowPrecisionConfig, tensor: SavedActivation, recomputed: Sequence[str]) -> bool:
+    """Whether a tensor is saved in FP8 or FP4 if the modules `recomputed` are recomputed."""
+    if not config.weight_grad or tensor.low not in config.activation_modules:
+        return False
+    has_one_copy = not tensor.shared or config.fused_block is not None
+    return has_one_copy and (not tensor.read_unless or tensor.read_unless in recomputed)
 
 
 def _padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:

@@ -141,15 +141,17 @@ def _in_experts(
     config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
 ) -> Workspace:
     """Peak workspace of experts: gradient of fc1's output plus the larger of the gradients of fc2's and fc1's input.
-    With fused casts: the activation, gradients of the outputs of fc2, the activation and fc1, and their FP8 copies."""
+    With fused casts: the activation, gradients of the outputs of fc2, the activation and fc1, and their FP8 copies.
+    With FP8 weight gradients, most of them exist in FP8 only, on one rank also the gradient of fc2's output."""
     experts, size = config.experts, sizes.activation
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
     ffn, fan, hidden = experts.ffn_hidden_size, experts.activation.fan, experts.hidden_size
     if low is None or low.fused_block is None or not may_fuse(experts):
         return Workspace(other=rows * size * (fan * ffn + max(ffn, hidden)))
-    columnwise = ffn + hidden if low.weight_grad else 0  # of the activation and of the gradient of fc2's output
-    copies = (1 + num_bytes("fp32") / low.fused_block) * (hidden + fan * ffn + columnwise)
-    return Workspace(other=rows * (size * (hidden + (2 + fan) * ffn) + copies))
+    copied, wide = hidden + fan * ffn, hidden + (2 + fan) * ffn
+    if low.weight_grad:
+        copied, wide = 2 * copied + ffn, ffn + (0 if parallel.ep * parallel.etp == 1 else hidden)
+    return Workspace(other=rows * (size * wide + (1 + num_bytes("fp32") / low.fused_block) * copied))
 
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:

@@ -23,6 +23,21 @@ class ShardedInput(NamedTuple):
     """All-gathers the shard to [S, B, I]; not recorded by autograd."""
 
 
+class ExpertRows(NamedTuple):
+    """Rows of experts that an activation processes, for `activation_linear`."""
+
+    offsets_e: Tensor
+    """End of each expert's rows."""
+    probs_R: Tensor | None
+    """Factor of each row."""
+    sums: RowIndex | None
+    """If set, the rows of each token are summed (`Kernels.unpermute`); None: rows are returned."""
+    num_tokens: int
+    before: LinearPrecision | None
+    """Precision of the layer whose output is activated. With quantised weight gradients of both layers, the gradient is
+    passed to this layer in its quantised form only."""
+
+
 def linear(
     kernels: Kernels,
     x: Tensor,
@@ -43,7 +58,7 @@ def linear(
     else:
         saves = torch.is_grad_enabled()
         keeps_copy = saves and sharded is None and not precision.save_input
-        x_q = precision.shared_input(x) if precision.fused_block and not keeps_copy else None
+        x_q = precision.shared_input(x, columnwise=keeps_copy) if precision.fused_block else None
         options = (sharded, precision, saves, keeps_copy, x_q)
         out = _QuantizedLinear.apply(kernels, x, weight, bias, *options)  # type: ignore[no-untyped-call]
     return out
@@ -79,18 +94,17 @@ def activation_linear(
     weight: Tensor,
     activation: ActivationConfig,
     precision: LinearPrecision,
-    *,
-    probs_R: Tensor | None = None,
-    offsets_e: Tensor | None = None,
+    rows: ExpertRows | None = None,
 ) -> Tensor:
     """Linear layer of activation(x, probs) with quantised operands; x is [..., F], or [..., 2F] if the activation is
-    gated. With `offsets_e`, a grouped GEMM of rows [R, F] or [R, 2F]. Equals `linear` or `grouped_linear` of
+    gated. With `rows`, a grouped GEMM of rows [R, F] or [R, 2F]. Equals `linear` or `grouped_linear` of
     `Kernels.activation`, but the activation's result is quantised at once and not saved.
 
     Backward computes the activation again, and its gradient together with the rowwise copy for the layer before it.
     Requires `precision.fuses(activation, weight)`.
     """
-    arguments = (kernels, x, probs_R, weight, offsets_e, activation, precision)
+    offsets_e, probs_R = (None, None) if rows is None else (rows.offsets_e, rows.probs_R)
+    arguments = (kernels, x, probs_R, weight, offsets_e, activation, precision, rows)
     out: Tensor = _QuantizedActivationLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
@@ -279,7 +293,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         grad_rows = grad_weight = None
         low_weight_grad = wants_weight and precision.weight_grad
         grad_q = precision.take_grad(grad)
-        if grad_q is None or low_weight_grad:
+        if grad_q is None or (low_weight_grad and grad_q.columnwise is None):
             grad_q = precision.grad(grad, rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e)
         if wants_rows:
             grad_rows = kernels.grouped_input_grad(grad_q, precision.transposed(ctx.weight, ctx.weight_q), offsets_e)
@@ -287,9 +301,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
                 grad_rows = kernels.unpermute(grad_rows, index, ctx.num_tokens)
         if wants_weight:
             if isinstance(rows, Tensor):
-                rows = rows.detach() if index is None else kernels.permute(rows.detach(), index)
-                if low_weight_grad:
-                    rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+                rows = _operand_of_rows(kernels, rows.detach(), index, precision, offsets_e)
             part = GroupedPart(grad_q.only_columnwise() if low_weight_grad else grad, rows, offsets_e)
             grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
         return None, grad_rows, grad_weight, *(None,) * 5
@@ -308,40 +320,57 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         offsets_e: Tensor | None,
         activation: ActivationConfig,
         precision: LinearPrecision,
+        rows: ExpertRows | None,
     ) -> Tensor:
         ctx.kernels, ctx.weight, ctx.activation, ctx.precision = kernels, weight, activation, precision
+        before = None if rows is None else rows.before
+        ctx.sums = None if rows is None else rows.sums
+        ctx.in_columns = before is not None and before.weight_grad and before.formats == precision.formats
         ctx.save_for_backward(offsets_e, x, probs_R)
         rows_q = kernels.quantize_activation(x.flatten(0, -2), probs_R, activation, precision.formats[0])
         ctx.weight_q = precision.weight(weight)
         if offsets_e is None:
             return kernels.linear_forward(rows_q, ctx.weight_q, None).unflatten(0, x.shape[:-1])
-        return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
+        out_RO = kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
+        return out_RO if rows is None or rows.sums is None else kernels.unpermute(out_RO, rows.sums, rows.num_tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kernels, precision = ctx.kernels, ctx.precision
         offsets_e, x, probs_R = ctx.saved_tensors
-        grad_RO, wants_weight = grads[0].flatten(0, -2), ctx.needs_input_grad[3]
+        grad, wants_weight = grads[0].flatten(0, -2), ctx.needs_input_grad[3]
         low_weight_grad = wants_weight and precision.weight_grad
-        grad_q = precision.take_grad(grads[0])
-        if grad_q is None or low_weight_grad:
-            grad_q = precision.grad(grad_RO, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
+        if ctx.sums is None:
+            grad_q = precision.take_grad(grads[0])
+            if grad_q is None or low_weight_grad:
+                grad_q = precision.grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
+        else:  # gathers the rows from tokens once per format
+            grad_q = kernels.quantize_permuted(grad, ctx.sums, precision.formats[1], columnwise=low_weight_grad)
         weight_q = precision.transposed(ctx.weight, ctx.weight_q)
         if offsets_e is None:
             grad_RF = kernels.linear_input_grad(grad_q, weight_q)
         else:
             grad_RF = kernels.grouped_input_grad(grad_q, weight_q, offsets_e)
         del weight_q
-        x_RF, formats = x.flatten(0, -2), precision.formats
-        found = kernels.quantize_activation_grad(grad_RF, x_RF, probs_R, ctx.activation, formats[1])
-        grad_x = found.grad_x_RF.view(x.shape)
+        (inputs, form), x_RF = precision.formats, x.flatten(0, -2)
+        columns = inputs if ctx.in_columns and low_weight_grad else None
+        found = kernels.quantize_activation_grad(
+            grad_RF, x_RF, probs_R, ctx.activation, form, columns=columns, offsets_e=offsets_e
+        )
+        if found.grad_x_RF is None:  # the layer before reads `grad_x_q` only; another reader would get NaN
+            grad_x = x.new_full((), torch.nan).expand(x.shape)
+        else:
+            grad_x = found.grad_x_RF.view(x.shape)
         precision.put_grad(grad_x, found.grad_x_q)
         grad_weight = None
         if wants_weight:
-            grad, rows = grad_RO, found.out_RF
+            rows = found.out_RF
+            if ctx.sums is not None and not low_weight_grad:
+                grad = kernels.permute(grad, ctx.sums)
             if low_weight_grad:
                 grad = grad_q.only_columnwise()
-                rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+                if isinstance(rows, Tensor):
+                    rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
 
             def compute(out: Tensor, accumulate: bool) -> None:
                 kernels.linear_weight_grad(grad, rows, out, accumulate)
@@ -349,7 +378,20 @@ class _QuantizedActivationLinear(torch.autograd.Function):
             part = GroupedPart[MatrixOperand](grad, rows, offsets_e)
             delayed = BatchedWeightGrad(kernels.grouped_weight_grad, (part,))
             grad_weight = accumulate_grad(ctx.weight, compute if offsets_e is None else delayed)
-        return None, grad_x, found.grad_probs_R, grad_weight, None, None, None
+        return None, grad_x, found.grad_probs_R, grad_weight, None, None, None, None
+
+
+def _operand_of_rows(
+    kernels: Kernels, rows: Tensor, index: RowIndex | None, precision: LinearPrecision, offsets_e: Tensor
+) -> MatrixOperand:
+    """Operand of a grouped weight gradient from the saved rows, or from the saved tokens if `index` is given."""
+    if precision.weight_grad and precision.fused_block and index is not None:
+        return kernels.quantize_permuted(rows, index, precision.formats[0], rowwise=False, columnwise=True)
+    if index is not None:
+        rows = kernels.permute(rows, index)
+    if not precision.weight_grad:
+        return rows
+    return precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
 
 
 def _save_input(ctx: Any, x: Tensor | QuantizedTensor, *others: Tensor) -> None:

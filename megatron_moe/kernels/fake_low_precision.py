@@ -55,9 +55,11 @@ def transpose_weight(data: Tensor) -> Tensor:
     return torch.empty_like(data.mT, memory_format=torch.contiguous_format)
 
 
-def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -> QuantizedTensor:
+def quantize_permuted(
+    tokens_TH: Tensor, index: RowIndex, form: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
+) -> QuantizedTensor:
     rows_RH = tokens_TH[:1].expand(len(index.token_R), -1)
-    return quantize_rows(rows_RH, form, rowwise=True, columnwise=False)
+    return quantize_rows(rows_RH, form, rowwise=rowwise, columnwise=columnwise, offsets_e=index.offsets_E)
 
 
 def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -75,11 +77,21 @@ def quantize_activation(
 
 
 def quantize_activation_grad(
-    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+    grad_RF: Tensor,
+    x_RF: Tensor,
+    probs_R: Tensor | None,
+    config: ActivationConfig,
+    form: OperandFormat,
+    *,
+    columns: OperandFormat | None = None,
+    offsets_e: Tensor | None = None,
 ) -> QuantizedActivationGrads:
-    grad_x_RF, out_RF = torch.empty_like(x_RF), torch.empty_like(grad_RF)
-    grad_x_q = quantize_rows(grad_x_RF, form, rowwise=True, columnwise=False)
-    return QuantizedActivationGrads(grad_x_q, grad_x_RF, None if probs_R is None else torch.empty_like(probs_R), out_RF)
+    grad_x_q = quantize_rows(x_RF, form, rowwise=True, columnwise=columns is not None, offsets_e=offsets_e)
+    grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
+    if columns is None:
+        return QuantizedActivationGrads(grad_x_q, torch.empty_like(x_RF), grad_probs_R, torch.empty_like(grad_RF))
+    out_q = quantize_rows(grad_RF, columns, rowwise=False, columnwise=True, offsets_e=offsets_e)
+    return QuantizedActivationGrads(grad_x_q, None, grad_probs_R, out_q)
 
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -215,12 +215,12 @@ class QuantizedActivationGrads(NamedTuple):
     """Gradients of an activation, and operands of the GEMMs next to it in backward."""
 
     grad_x_q: QuantizedTensor
-    """Rowwise copy of `grad_x_RF`."""
-    grad_x_RF: Tensor
-    """Gradient of the activation's input, in its dtype."""
+    """Rowwise copy of the gradient of the activation's input; with `columns`, also the columnwise copy."""
+    grad_x_RF: Tensor | None
+    """Unquantised gradient of the activation's input; None with `columns`."""
     grad_probs_R: Tensor | None
-    out_RF: Tensor
-    """Result of the activation, computed again."""
+    out_RF: "MatrixOperand"
+    """Result of the activation, computed again; with `columns`, its columnwise copy."""
 
 
 class Kernels(Quantizers, Protocol):
@@ -266,8 +266,10 @@ class Kernels(Quantizers, Protocol):
         ...
 
     # quantisation fused into the ops whose results are quantised; formats with one scale per block of a row
-    def quantize_permuted(self, tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -> QuantizedTensor:
-        """Rowwise copy of `permute(tokens_TH, index)`. Each token is quantised once."""
+    def quantize_permuted(
+        self, tokens_TH: Tensor, index: RowIndex, form: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
+    ) -> QuantizedTensor:
+        """Copies of `permute(tokens_TH, index)`; the columnwise copy has the blocks of each expert."""
         ...
 
     def permute_quantized(self, tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -283,10 +285,22 @@ class Kernels(Quantizers, Protocol):
         ...
 
     def quantize_activation_grad(
-        self, grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+        self,
+        grad_RF: Tensor,
+        x_RF: Tensor,
+        probs_R: Tensor | None,
+        config: ActivationConfig,
+        form: OperandFormat,
+        *,
+        columns: OperandFormat | None = None,
+        offsets_e: Tensor | None = None,
     ) -> QuantizedActivationGrads:
         """Gradients of `activation(x_RF, probs_R, config)` for its output's gradient `grad_RF`, with a rowwise copy of
-        the gradient of x. For gated activations, F must be a multiple of the block length."""
+        the gradient of x. For gated activations, F must be a multiple of the block length.
+
+        With `columns`, the format of GEMM inputs, also makes the operands of the weight gradients next to the
+        activation: columnwise copies of the gradient of x and of the activation's result, in blocks of each expert with
+        `offsets_e`. Gradients of rows beyond `offsets_e[-1]` are then undefined."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

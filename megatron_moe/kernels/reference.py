@@ -276,8 +276,11 @@ def nonlinearity(x: Tensor, kind: ActivationKind) -> Tensor:
             return F.relu(x).square()
 
 
-def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat) -> QuantizedTensor:
-    return quantize_rows(permute(tokens_TH, index), form, rowwise=True, columnwise=False)
+def quantize_permuted(
+    tokens_TH: Tensor, index: RowIndex, form: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
+) -> QuantizedTensor:
+    rows_RH = permute(tokens_TH, index)
+    return quantize_rows(rows_RH, form, rowwise=rowwise, columnwise=columnwise, offsets_e=index.offsets_E)
 
 
 def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -297,14 +300,25 @@ def quantize_activation(
 
 
 def quantize_activation_grad(
-    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+    grad_RF: Tensor,
+    x_RF: Tensor,
+    probs_R: Tensor | None,
+    config: ActivationConfig,
+    form: OperandFormat,
+    *,
+    columns: OperandFormat | None = None,
+    offsets_e: Tensor | None = None,
 ) -> QuantizedActivationGrads:
     inputs = [each.detach().requires_grad_() for each in (x_RF, probs_R) if each is not None]
     with torch.enable_grad():
         out_RF = activation(inputs[0], None if probs_R is None else inputs[1], config)
     grad_x_RF, *grad_probs_R = torch.autograd.grad(out_RF, inputs, grad_RF)
-    grad_x_q = quantize_rows(grad_x_RF, form, rowwise=True, columnwise=False)
-    return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs_R[0] if grad_probs_R else None, out_RF.detach())
+    grad_probs, out_RF = grad_probs_R[0] if grad_probs_R else None, out_RF.detach()
+    grad_x_q = quantize_rows(grad_x_RF, form, rowwise=True, columnwise=columns is not None, offsets_e=offsets_e)
+    if columns is None:
+        return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs, out_RF)
+    out_q = quantize_rows(out_RF, columns, rowwise=False, columnwise=True, offsets_e=offsets_e)
+    return QuantizedActivationGrads(grad_x_q, None, grad_probs, out_q)
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:

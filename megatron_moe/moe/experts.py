@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.kernels import autograd
+from megatron_moe.kernels.autograd import ExpertRows
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
@@ -53,7 +54,8 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
-        """Returns the expert output of each row, sorted by expert. The contents of padding rows are undefined."""
+        """Returns the expert output of each row, sorted by expert, or the sums of `DispatchedTokens.sums_tokens`. The
+        contents of padding rows are undefined."""
         data, index, offsets_e = rows.data, rows.index, rows.offsets_e
         probs_R: Tensor | None = rows.probs_R
         if self.config.probs_on_input:
@@ -67,9 +69,10 @@ class Experts(nn.Module):
         with stash, self.saved_tensors.offload_scope("expert_fc1"):
             ffn_RF = self.linear_fc1(data, offsets_e, index=index, rows_q=rows.quantized)
         if self.has_fused_casts:
+            sums = index if rows.sums_tokens else None
             with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
-                out_RH = self._activate_and_multiply(ffn_RF, probs_R, offsets_e)
-                return replace(rows, data=out_RH, index=None, quantized=None)
+                out = self._activate_and_multiply(ffn_RF, probs_R, offsets_e, sums, len(data))
+                return replace(rows, data=out, index=sums, quantized=None)
         inputs = (ffn_RF,) if probs_R is None else (ffn_RF, probs_R)
         with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
             act_RF = self._activate(*inputs)
@@ -94,12 +97,14 @@ class Experts(nn.Module):
             return False
         return config.grouped and not config.bias and not config.probs_on_output
 
-    def _activate_and_multiply(self, ffn_RF: Tensor, probs_R: Tensor | None, offsets_e: Tensor) -> Tensor:
+    def _activate_and_multiply(
+        self, ffn_RF: Tensor, probs_R: Tensor | None, offsets_e: Tensor, sums: RowIndex | None, num_tokens: int
+    ) -> Tensor:
         weight, precision = self.linear_fc2.weight, self.linear_fc2.precision
         assert precision is not None
-        return autograd.activation_linear(
-            self.kernels, ffn_RF, weight, self.config.activation, precision, probs_R=probs_R, offsets_e=offsets_e
-        )
+        arguments = (self.kernels, ffn_RF, weight, self.config.activation, precision)
+        rows = ExpertRows(offsets_e, probs_R, sums, num_tokens, self.linear_fc1.precision)
+        return autograd.activation_linear(*arguments, rows)
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
         return self.kernels.activation(ffn_RF, probs_R, self.config.activation)

@@ -5,10 +5,11 @@ from functools import partial
 
 from torch import nn
 
-from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
+from megatron_moe.config.precision import ActivationModule, LowPrecisionConfig, PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.gpt import GPT
+from megatron_moe.model.mla import MLA
 from megatron_moe.model.output_head import Head
 from megatron_moe.moe.experts import ExpertStack
 from megatron_moe.moe.moe_layer import MoELayer
@@ -38,7 +39,7 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
             delayed = _delayed_scaling(module, config, ctx) if config.recipe == "delayed" else None
             options = {
                 "name": name,
-                "save_input": _saves_input(name, model),
+                "save_input": _saves_input(name, model, config),
                 "delayed": delayed,
                 "last_copies": last_copies,
                 "device": ctx.device,
@@ -122,20 +123,42 @@ def _uses_low_precision(name: str, module: LowPrecisionModule, model: GPT, confi
     return config.covers(int(parts[2]), len(model.config.layers))  # decoder.layers.7.mlp.linear_fc1
 
 
-def _saves_input(name: str, model: GPT) -> bool:
-    """Whether a module saves its original input for backward instead of the columnwise copy, because the original is
-    saved anyway, or recomputed, or stored in pages."""
+def _saves_input(name: str, model: GPT, config: LowPrecisionConfig) -> bool:
+    """Whether a module saves its original input for backward instead of the columnwise copy: if it is not one of
+    `config.activation_modules`, or if the original is saved anyway, or recomputed, or stored in pages."""
     owner, _, linear = name.rpartition(".")
-    saved_tensors = model.saved_tensors
-    if owner.endswith(".experts"):
+    saved_tensors, module = model.saved_tensors, _activation_module(owner, linear)
+    if module is not None and module not in config.activation_modules:
+        return True
+    if module == "experts":
         is_discarded = linear == "linear_fc2" and saved_tensors.is_recomputed("moe_act")
         return saved_tensors.stash is not None or is_discarded
-    if linear == "linear_proj":  # attention saves its output, except where a gate multiplies it
+    if module == "attn_proj":  # attention saves its output, except where a gate multiplies it, or if it is recomputed
         attention = model.get_submodule(owner)
-        return not (isinstance(attention, Attention) and attention.config.output_gate)
-    # several layers, or a layer and the router, save the same input
-    if linear in ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "fc1_latent_proj"):
+        is_gated = isinstance(attention, Attention) and attention.config.output_gate
+        return not is_gated and not saved_tensors.is_recomputed("core_attn")
+    # the router saves the same input
+    if linear == "fc1_latent_proj" or (module == "shared_experts" and linear == "linear_fc1"):
         return True
-    if linear == "linear_fc1" and owner.endswith(".shared_experts"):
-        return True
+    if linear in ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"):
+        # two layers of MLA have the same input; without `fused_block`, each would save a separate copy, as would a
+        # layer whose input enters tensor parallelism
+        mla = model.get_submodule(owner)
+        assert isinstance(mla, MLA), f"{owner} has {linear}"
+        is_common = mla.config.q_lora_rank is not None or mla.ctx.group("tp").size == 1
+        return config.fused_block is None or not is_common or saved_tensors.is_recomputed("layernorm")
     return linear in ("linear_qkv", "linear_fc1") and saved_tensors.is_recomputed("layernorm")
+
+
+def _activation_module(owner: str, linear: str) -> ActivationModule | None:
+    """Module of `--low-precision-activation-modules` to which a linear layer belongs."""
+    if linear == "linear_proj":
+        return "attn_proj"
+    if linear in ("linear_fc1", "linear_fc2"):
+        parts = owner.rsplit(".", 1)
+        return "experts" if parts[-1] == "experts" else "shared_experts" if parts[-1] == "shared_experts" else "mlp"
+    if linear in ("linear_qkv", "linear_q_proj") or linear.endswith(("_down_proj", "_up_proj")):
+        return "qkv_linear"
+    if linear.endswith("_latent_proj"):
+        return "experts"
+    return "mtp" if linear == "eh_proj" else None

@@ -102,8 +102,8 @@ class DelayedScaling:
 
 
 class LastCopies:
-    """Rowwise copies that the layers of a model pass to each other: of the last input of a dense layer, for layers that
-    have the same input one after the other, and of the last gradient that an activation or a combine returned."""
+    """Copies that the layers of a model pass to each other: of the last input of a dense layer, for layers that have
+    the same input one after the other, and of the last gradient that an activation or a combine returned."""
 
     def __init__(self) -> None:
         self._found: tuple[weakref.ref[Tensor], tuple[int, OperandFormat], QuantizedTensor] | None = None
@@ -204,12 +204,12 @@ class LinearPrecision:
             scale=self._scale(_INPUT, lambda: largest_magnitude(x, offsets_e), record),
         )
 
-    def shared_input(self, x: Tensor) -> QuantizedTensor:
-        """Rowwise copy of an input [..., I]; also returned to the next layer with the same input. For formats with
-        `fused_block`, whose copies depend on the input alone."""
+    def shared_input(self, x: Tensor, *, columnwise: bool) -> QuantizedTensor:
+        """Rowwise and, if requested, columnwise copy of an input [..., I]; also returned to the next layer with that
+        input. For formats with `fused_block`, whose copies depend on the input alone."""
         x_q = self._last_copies.get(x, self._config.inputs)
-        if x_q is None:
-            x_q = self.input(x.detach().flatten(0, -2), columnwise=False)
+        if x_q is None or (columnwise and x_q.columnwise is None):
+            x_q = self.input(x.detach().flatten(0, -2), columnwise=columnwise)
             self._last_copies.put(x, self._config.inputs, x_q)
         return x_q
 

@@ -91,6 +91,13 @@ def test_permuted_casts(tokens: int, width: int, align: int) -> None:
     index = sort_rows(ids, 20, None, align)
     x = wild(tokens, width, seed=4)
     same(quantize.quantize_permuted(x, index), quantized_rows(permute(x, index)), columnwise=False)
+    used, ends = int(index.offsets_E[-1]), index.offsets_E.tolist()
+    expected = quantized_rows(permute(x, index)[:used], ends)
+    same(quantize.quantize_permuted(x, index, columnwise=True), expected, rows=used)
+    alone = quantize.quantize_permuted(x, index, rowwise=False, columnwise=True)
+    assert alone.columnwise is not None and expected.columnwise is not None
+    num = expected.columnwise.shape[1]
+    same_elements(alone.columnwise[:, :num], expected.columnwise, "columnwise without rowwise")
 
 
 def test_dequantised_columns_are_exact() -> None:
@@ -184,6 +191,29 @@ def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
     EXACT.check(found.out_RF, plain.detach(), "result")
     if probs is not None:
         FP32_REF.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_activation_gradients_in_columns(counts: list[int], gated: bool) -> None:
+    config = ActivationConfig(kind="silu", gated=gated)
+    num_rows, ends, width = sum(counts), torch.tensor(counts).cumsum(0).tolist(), 384
+    x, grad = draw(num_rows + ROWS_BEHIND, width * config.fan, seed=1), draw(num_rows + ROWS_BEHIND, width, seed=2)
+    probs = torch.rand(len(x), device="cuda")
+    probs[::5] = 0.0
+    form = replace(quantize.E4M3, element="e5m2")
+    apart = activation.quantize_activation_grad(grad, x, probs, config, form)
+    found = activation.quantize_activation_grad(
+        grad, x, probs, config, form, columns=quantize.E4M3, offsets_e=offsets(counts)
+    )
+    assert isinstance(apart.grad_x_RF, Tensor) and isinstance(apart.out_RF, Tensor)
+    assert isinstance(found.out_RF, QuantizedTensor) and found.out_RF.columnwise is not None
+    same(found.grad_x_q, quantized_rows(apart.grad_x_RF[:num_rows], ends, dtype=torch.float8_e5m2), rows=num_rows)
+    expected = quantized_rows(apart.out_RF[:num_rows], ends).columnwise
+    assert expected is not None
+    same_elements(found.out_RF.columnwise[:, : expected.shape[1]], expected, "result")
+    assert found.grad_probs_R is not None and apart.grad_probs_R is not None
+    FP32_REF.check(found.grad_probs_R[:num_rows], apart.grad_probs_R[:num_rows], "gradient of the probabilities")
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])

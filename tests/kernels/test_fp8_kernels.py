@@ -16,23 +16,24 @@ from megatron_moe.kernels.backends.hopper import fp8_linear
 from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements
-from tests.helpers.tolerances import EXACT
+from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
 LAUNCHES = """
 from dataclasses import replace
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
-from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton import activation, launch, quantize
 from megatron_moe.kernels.ops import GroupedPart, RowIndex
 
+launch._sum_shares = Compiled(launch._sum_shares)
 fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
 fp8_weight_grad._fp8_expert_grads = Compiled(fp8_weight_grad._fp8_expert_grads)
 for name in ("_list_row_blocks", "_dequantize_columns", "_copy_quantized"):
     setattr(quantize, name, Compiled(getattr(quantize, name)))
-for name in ("rows", "both", "weight", "tokens"):
+for name in ("rows", "blocks", "weight", "tokens"):
     setattr(quantize, f"_quantize_{name}", Compiled(getattr(quantize, f"_quantize_{name}")))
-for name in ("forward", "backward"):
+for name in ("forward", "backward", "backward_blocks"):
     setattr(activation, f"_activation_{name}", Compiled(getattr(activation, f"_activation_{name}")))
 x, stack = torch.zeros(1024, 512, dtype=torch.bfloat16), torch.zeros(8, 768, 512, dtype=torch.bfloat16)
 ends = torch.zeros(8, dtype=torch.int32)
@@ -55,6 +56,10 @@ quantize.permute_quantized(grad, index)
 swiglu = ActivationConfig(kind="silu", gated=True)
 activation.quantize_activation(x, torch.zeros(1024), swiglu)
 activation.quantize_activation_grad(x[:, :256], x, torch.zeros(1024), swiglu)
+both = dict(columns=quantize.E4M3, offsets_e=ends)
+activation.quantize_activation_grad(x[:, :256], x, torch.zeros(1024), swiglu, hybrid, **both)
+index = RowIndex(token_R=torch.zeros(1024, dtype=torch.int64), choice_R=ends, offsets_E=ends, rows_TK=None)
+quantize.quantize_permuted(x, index, rowwise=False, columnwise=True)
 """
 EDGES = (0.0, torch.nan, torch.inf, 2.0**-125, 1e-38, 3e38)
 """Values of single elements: no scale, no scale, no scale, scales that overflow, and the smallest scale."""
@@ -79,15 +84,23 @@ def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool =
         EXACT.check(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
 
 
+def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor) -> None:
+    """Asserts equal columnwise copies of rows of experts; blocks without an expert have undefined elements."""
+    copies = (expert_copies(x.column_copy, x.block, ends.tolist(), columnwise=True) for x in (actual, expected))
+    for found, wanted in zip(*copies, strict=True):
+        same_elements(found.data, wanted.data, "columnwise")
+        EXACT.check(found.scales, wanted.scales, "columnwise scales")
+
+
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 19
+    assert len(kernels) == 24
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
     products = instructions(kernels, r"wgmma\.mma_async\.sync\.aligned\.(\w+\.f32\.\w+\.\w+)")
     assert products == {"m64n128k32.f32.e4m3.e4m3": 4, "m64n128k32.f32.e5m2.e4m3": 2}
-    assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 6, "e5m2x2": 2}
+    assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 8, "e5m2x2": 3}
     adding = [code for code in kernels if "cp.reduce.async.bulk.tensor" in code["ptx"]]
     assert len(adding) == 1, "sums are added by TMA, and only where accumulation is requested"
 
@@ -156,6 +169,12 @@ def test_permuted_casts(align: int) -> None:
     index = reference.sort_rows(ids, 6, None, align)
     x = exact_values(20, 300, seed=4)
     check(quantize.quantize_permuted(x, index), quantized_rows(reference.permute(x, index)))
+    both = quantize.quantize_permuted(x, index, columnwise=True)
+    rows = quantize.quantize_rows(reference.permute(x, index), columnwise=True, offsets_e=index.offsets_E)
+    assert both.rowwise is not None and rows.rowwise is not None
+    used = int(index.offsets_E[-1])  # beyond, elements are undefined
+    same_elements(both.rowwise[:used], rows.rowwise[:used], "rowwise")
+    same_blocks(both, rows, index.offsets_E)
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -231,3 +250,37 @@ def test_cublas_gets_aligned_scales_of_stored_weights(monkeypatch: pytest.Monkey
     fp8_linear.quantized_linear_forward(x, replace(weight, rowwise_scales=scales), None)
     assert given[0].data_ptr() % 16 == 0
     EXACT.check(given[0].T, scales, "scales")
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    "config", [ActivationConfig(kind="silu", gated=True, clamp=1.0), ActivationConfig(kind="squared_relu")], ids=str
+)
+@pytest.mark.parametrize("counts", [None, [3, 0, 140, 10]], ids=["dense", "experts"])
+def test_activation_gradients_in_columns(config: ActivationConfig, weighted: bool, counts: list[int] | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ends = None if counts is None else torch.tensor(counts).cumsum(0).int()
+    num_rows = 153 if counts is None else 160  # the last rows have no expert
+    x = torch.randn(num_rows, 256 * config.fan, generator=generator).bfloat16()
+    probs = torch.rand(num_rows, generator=generator) * (torch.arange(num_rows) % 5 > 0) if weighted else None
+    grad = torch.randn(num_rows, 256, generator=generator).bfloat16()
+    inputs = replace(quantize.E4M3, element="e5m2")
+    apart = activation.quantize_activation_grad(grad, x, probs, config)
+    found = activation.quantize_activation_grad(grad, x, probs, config, columns=inputs, offsets_e=ends)
+    assert apart.grad_x_RF is not None and isinstance(apart.out_RF, Tensor) and found.grad_x_RF is None
+    assert isinstance(found.out_RF, QuantizedTensor) and found.out_RF.rowwise is None
+    used = 153
+    grad_x_q = quantize.quantize_rows(apart.grad_x_RF, columnwise=True, offsets_e=ends)
+    for name in ("rowwise", "rowwise_scales"):
+        actual, expected = (getattr(each, name) for each in (found.grad_x_q, grad_x_q))
+        rows = slice(used) if name == "rowwise" else (slice(None), slice(used))
+        EXACT.check(actual[rows].float(), expected[rows].float(), name)
+    out_q = quantize.quantize_rows(apart.out_RF, inputs, rowwise=False, columnwise=True, offsets_e=ends)
+    if ends is None:
+        ends = torch.tensor([num_rows])
+    same_blocks(found.grad_x_q, grad_x_q, ends)
+    same_blocks(found.out_RF, out_q, ends)
+    if apart.grad_probs_R is not None:
+        assert found.grad_probs_R is not None
+        FP32_REF.check(found.grad_probs_R[:used], apart.grad_probs_R[:used], "gradient of the probabilities")
+        assert not found.grad_probs_R[used:].any(), "rows without an expert"

@@ -182,21 +182,26 @@ def test_the_weight_is_quantised_once_per_step() -> None:
     )
 
 
-def test_layers_with_the_same_input_share_its_copy() -> None:
-    config, kernels, calls = replace(CONFIGS["blockwise"], weight_grad=False), reference.bundle(), []
+@pytest.mark.parametrize("weight_grad", [True, False])
+def test_layers_with_the_same_input_share_its_copy(weight_grad: bool) -> None:
+    config, kernels, calls = replace(CONFIGS["blockwise"], weight_grad=weight_grad), reference.bundle(), []
     quantize = kernels.quantize_rows
     kernels.quantize_rows = lambda *given, **named: calls.append(given[0]) or quantize(*given, **named)
     last = LastCopies()
     layers = [LinearPrecision(config, kernels, last_copies=last) for _ in range(3)]
-    x, other, weight = draw(3, 2, 10), draw(3, 2, 10, seed=1), draw(7, 10, seed=2)
-    outs = [
-        autograd.linear(kernels, given, weight, precision=layer)
-        for given, layer in zip((x, x, other), layers, strict=True)
-    ]
+    x, other, weight = draw(3, 2, 10), draw(3, 2, 10, seed=1), draw(7, 10, seed=2).requires_grad_()
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        outs = [
+            autograd.linear(kernels, given, weight, precision=layer)
+            for given, layer in zip((x, x, other), layers, strict=True)
+        ]
     assert len(calls) == 2, "one per input"
+    assert len(set(saved)) == len(saved) * 2 // 3, "the same input"
+    outs = [out.detach() for out in outs]
     EXACT.check(outs[1], outs[0], "the same input")
     alone = autograd.linear(KERNELS, other, weight, precision=LinearPrecision(config, KERNELS))
-    EXACT.check(outs[2], alone, "another input")
+    EXACT.check(outs[2], alone.detach(), "another input")
     e5m2 = replace(config, inputs=replace(config.inputs, element="e5m2"))
     autograd.linear(kernels, other, weight, precision=LinearPrecision(e5m2, kernels, last_copies=last))
     assert len(calls) == 3, "another format"

@@ -205,6 +205,27 @@ def test_workspace_of_fused_casts_agrees(weight_grad: bool) -> None:
     assert abs(found.ratio - 1) < 0.003
 
 
+@pytest.mark.parametrize("module", ["qkv_linear", "attn_proj"])
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_modules_that_save_activations_in_low_precision_agree(recipe: str, module: str) -> None:
+    """MLA's projections share the copy of their input; attention output is saved in FP8 only if it is recomputed."""
+    plan = plan_of("m8")
+    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
+    none, one = (low_precision_config(recipe, activation_modules=modules) for modules in ((), (module,)))
+    for each in (plan, replace(plan, memory=MemoryConfig(recompute=recompute))):
+        original, low = (
+            compare(replace(each, precision=replace(plan.precision, low_precision=config))) for config in (none, one)
+        )
+        saved = original.emulated["activations"] - low.emulated["activations"]
+        assert original.closed.kept - low.closed.kept == pytest.approx(saved, rel=0.01)
+        if module == "attn_proj":
+            assert bool(saved) == (each is not plan)
+        else:
+            # half of the normed latents; with a common copy, also of the hidden states
+            width = 512 + (2048 if recipe == "blockwise" else 0)
+            assert saved == pytest.approx(8 * 8192 * width, rel=0.04)
+
+
 def test_low_precision_under_sequence_parallelism_agrees() -> None:
     """Inputs of column-parallel matrices are saved as shards, before quantisation."""
     plan = plan_of("q6")

@@ -68,15 +68,16 @@ def tokens() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(TOKENS, HIDDEN, generator=generator), ids_TK, probs_TK
 
 
-def run(made: Experts, kernels: KernelSet, *, token_major: bool) -> dict[str, Tensor]:
-    """Output and all gradients of two microbatches."""
+def run(made: Experts, kernels: KernelSet, *, token_major: bool, sums: bool = False) -> dict[str, Tensor]:
+    """Output and all gradients of two microbatches. `sums`: the experts sum the rows of each token."""
     x_TH, ids_TK, probs_TK = tokens()
     for _ in range(2):
         x_TH, probs_TK = x_TH.detach().requires_grad_(), probs_TK.detach().requires_grad_()
         index = kernels.sort_rows(ids_TK, EXPERTS, None)
         probs_R = kernels.gather_probs(probs_TK, index)
         rows = DispatchedTokens.sorted(x_TH, index, probs_R, kernels, token_major=token_major)
-        out_TH = kernels.unpermute(made(rows).data, index, TOKENS)
+        out = made(replace(rows, sums_tokens=sums))
+        out_TH = kernels.unpermute(out.data, index, TOKENS) if out.index is None else out.data
         out_TH.backward(torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)))
     found = {"output": out_TH.detach(), "tokens": x_TH.grad, "probs": probs_TK.grad}
     return found | {name: parameter.grad for name, parameter in made.named_parameters()}
@@ -88,19 +89,19 @@ def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert value.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize(("token_major", "sums"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_fused_casts_change_no_number(config, kind, token_major, monkeypatch) -> None:
+def test_fused_casts_change_no_number(config, kind, token_major, sums, monkeypatch) -> None:
     calls: dict[str, int] = {}
     kernels, ffn = counted(calls), 32 if config.recipe == "mxfp8" else FFN
     made = experts(config, kind, kernels, ffn=ffn)
     assert made.has_fused_casts
-    fused = run(made, kernels, token_major=token_major)
+    fused = run(made, kernels, token_major=token_major, sums=sums)
     assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 2
-    assert calls.get("quantize_permuted", 0) == (2 if token_major else 0)
-    if not config.weight_grad:  # per microbatch: the gradient of fc2's output, and fc1's rows if already permuted
-        assert calls["quantize_rows"] == (2 if token_major else 4)
+    # per microbatch: fc1's rows, with quantised weight gradients also in backward; the gradient of fc2's output
+    assert calls.get("quantize_permuted", 0) == token_major * (4 if config.weight_grad else 2) + 2 * sums
+    assert calls.get("quantize_rows", 0) == (2 if token_major else 4) - 2 * sums
     monkeypatch.setattr(Experts, "has_fused_casts", False)
     same(fused, run(experts(config, kind, kernels, ffn=ffn), kernels, token_major=False))
 

@@ -64,6 +64,9 @@ class DispatchedTokens:
     if `data` already contains the sorted rows, as in the output of the experts."""
     quantized: QuantizedTensor | None = None
     """Rowwise copy of `data` from which `data` was computed, if tokens were sent in FP8."""
+    sums_tokens: bool = False
+    """Whether the experts may sum the rows of each token themselves. They then return the sums [T, H] in `data` and
+    keep `index`."""
     bound: int
     """Upper bound of the number of rows, known to the host."""
     overflow: Tensor | None = None

@@ -1,5 +1,7 @@
 """Local dispatcher, for ranks that have all experts: sorts tokens by expert and restores their order."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, Routing, index_rows
@@ -7,7 +9,8 @@ from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedToke
 
 class LocalDispatcher:
     """Dispatches without communication or host synchronisation. Buffers have T * K rows, or E * capacity rows if
-    experts are padded. All work is done in `finish_dispatch` and `finish_combine`."""
+    experts are padded. All work is done in `finish_dispatch` and `finish_combine`, or by the experts if rows are
+    token-major."""
 
     host_reads = 0
     can_overflow = False
@@ -25,7 +28,7 @@ class LocalDispatcher:
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels, align=self.align)
         rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, token_major=bool(self.token_major))
-        return rows, CombineHandle(index, len(tokens_TH))
+        return replace(rows, sums_tokens=bool(self.token_major)), CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[DispatchedTokens, CombineHandle]:
         return rows, handle
@@ -33,4 +36,6 @@ class LocalDispatcher:
     def finish_combine(self, pending: tuple[DispatchedTokens, CombineHandle]) -> Tensor:
         """Returns [T, H]: for each token, the sum of its expert outputs."""
         rows, handle = pending
+        if rows.index is not None:
+            return rows.data
         return self.kernels.unpermute(rows.data, handle.index, handle.num_tokens)

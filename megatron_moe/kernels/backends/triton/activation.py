@@ -12,8 +12,19 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
-from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, store_tile
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of, sum_of_shares
+from megatron_moe.kernels.backends.triton.quantize import (
+    BLOCK,
+    E4M3,
+    LENGTH,
+    block_of,
+    constants,
+    empty_columns,
+    empty_rows,
+    row_blocks,
+    store_across,
+    store_tile,
+)
 from megatron_moe.kernels.ops import QuantizedActivationGrads
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
@@ -22,6 +33,8 @@ FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), 
 up to 1024."""
 QUANTIZED_FORWARD_TILE, QUANTIZED_BACKWARD_TILE = (2048, 256), (2048, 256)
 """Tiles for FP8 results; more rows than above, because the scales of a column of blocks are contiguous."""
+BLOCKS_BAND, BLOCKS_WARPS = 16, 4
+"""Length of a band and warps of `_activation_backward_blocks`."""
 
 NO_CLAMP = float("inf")
 
@@ -64,19 +77,67 @@ def quantize_activation(
 
 
 def quantize_activation_grad(
-    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
+    grad_RF: Tensor,
+    x_RF: Tensor,
+    probs_R: Tensor | None,
+    config: ActivationConfig,
+    form: OperandFormat = E4M3,
+    *,
+    columns: OperandFormat | None = None,
+    offsets_e: Tensor | None = None,
 ) -> QuantizedActivationGrads:
     """See `Kernels.quantize_activation_grad`. For gated activations, the width must be a multiple of 128, because
     no scale block may contain gradients of both halves."""
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
     assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
     quantized = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, form)
+    if columns is not None:
+        return _backward_blocks(rows_of(grad_RF), x_RF, probs_R, config, quantized, form, columns, offsets_e)
     grad_x_RF = torch.empty(x_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
     out_RF = torch.empty(grad_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
     tile = QUANTIZED_BACKWARD_TILE
     grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, grad_x_RF, tile, quantized, out_RF, form)
     grad_x_q = QuantizedTensor.of(quantized, None, form.block, x_RF.dtype)
     return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs_R, out_RF)
+
+
+def _backward_blocks(
+    grad_RF: Tensor,
+    x_RF: Tensor,
+    probs_R: Tensor | None,
+    config: ActivationConfig,
+    quantized: QuantizedCopy,
+    form: OperandFormat,
+    columns: OperandFormat,
+    offsets_e: Tensor | None,
+) -> QuantizedActivationGrads:
+    """Writes the rowwise copy of the gradient of x to `quantized` and makes the columnwise copies."""
+    num_rows, width = grad_RF.shape
+    blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
+    across = empty_columns(num_rows, x_RF.shape[1], x_RF.device, form, blocks)
+    out = empty_columns(num_rows, width, x_RF.device, columns, blocks)
+    num_bands, given = cdiv(width, BLOCK), constants(form, x_RF.dtype)
+    # rows without a block, beyond those of the last expert, keep a gradient of 0
+    shares_PR = None if probs_R is None else torch.zeros(num_bands, num_rows, device=x_RF.device)
+    if grad_RF.numel():
+        _activation_backward_blocks[(num_bands, len(out.scales))](
+            grad_RF, x_RF, x_RF if probs_R is None else probs_R, blocks, quantized.data, quantized.scales,
+            across.data, across.scales, out.data, out.scales, shares_PR, num_rows, width, grad_RF.stride(0),
+            x_RF.stride(0), out.data.stride(0), config.linear_offset,
+            NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind, GATED=config.gated,
+            CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
+            BAND=BLOCKS_BAND, OUT_LARGEST=constants(columns, x_RF.dtype)["LARGEST"], **given, num_warps=BLOCKS_WARPS,
+        )  # fmt: skip
+    dtype = x_RF.dtype
+    across, out = (
+        each if blocks is not None else each._replace(data=each.data[:, :num_rows]) for each in (across, out)
+    )
+    return QuantizedActivationGrads(
+        QuantizedTensor.of(quantized, across, form.block, dtype),
+        None,
+        None if probs_R is None or shares_PR is None else sum_of_shares(shares_PR, probs_R.dtype),
+        QuantizedTensor.of(None, out, columns.block, dtype),
+    )
 
 
 def _forward(
@@ -92,7 +153,7 @@ def _forward(
     if out_RF.numel():
         num_rows, width = out_RF.shape
         rows, columns = _tile(width if scales is None else max(width, BLOCK), *tile)
-        _activation_forward[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+        _activation_forward[(cdiv(num_rows, rows), cdiv(width, columns))](
             x_RF, x_RF if probs_R is None else probs_R, out_RF, scales, num_rows, width, x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
@@ -118,7 +179,7 @@ def _backward(
     grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
     if grad_RF.numel():
         rows, columns = _tile(width if quantized is None else max(width, BLOCK), *tile)
-        _activation_backward[(triton.cdiv(num_rows, rows),)](
+        _activation_backward[(cdiv(num_rows, rows),)](
             grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF,
             None if quantized is None else quantized.data, None if quantized is None else quantized.scales, out_RF,
             x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
@@ -228,6 +289,56 @@ def _store_grad(
 
 
 @triton.jit
+def _load_probs(probs_ptr, rows, end, WEIGHTED: tl.constexpr):
+    """Returns the probabilities [ROWS] and whether rows are read: rows of probability 0 are padding."""
+    held = rows < end
+    probs = tl.full(rows.shape, 1.0, tl.float32)
+    if WEIGHTED:
+        probs = tl.load(probs_ptr + rows, mask=held, other=0.0).to(tl.float32)
+        held = held & (probs != 0.0)
+    return probs, held
+
+
+@triton.jit
+def _gradients(
+    grad_ptr, x_ptr, probs, rows, columns, held, width, grad_stride, x_stride, offset, clamp,
+    KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Returns tiles of (gradient of the gate, or of x if not gated; gradient of the other half; result; gradient times
+    result without probabilities, whose sum over columns is the gradient of a probability)."""
+    grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+    place = x_ptr + rows[:, None] * x_stride + columns[None, :]
+    x = tl.load(place, mask=held, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(place + width, mask=held, other=0.0).to(tl.float32)
+        gate = x
+        linear = up + offset
+        if CLAMPED:
+            gate = tl.minimum(x, clamp)
+            linear = tl.minimum(tl.maximum(up, -clamp), clamp) + offset
+        value = _value(gate, KIND)
+        out = value * linear
+        product = grad * value * linear
+        if WEIGHTED:
+            grad *= probs[:, None]
+        grad_x = grad * linear * _slope(gate, KIND)
+        grad_up = grad * value
+        if CLAMPED:
+            grad_x = tl.where(x <= clamp, grad_x, 0.0)
+            grad_up = tl.where((up <= clamp) & (up >= -clamp), grad_up, 0.0)
+    else:
+        out = _value(x, KIND)
+        product = grad * out
+        if WEIGHTED:
+            grad *= probs[:, None]
+        grad_x = grad * _slope(x, KIND)
+        grad_up = grad_x
+    if WEIGHTED:
+        out *= probs[:, None]
+    return grad_x, grad_up, out, product
+
+
+@triton.jit
 def _activation_backward(
     grad_ptr, x_ptr, probs_ptr, grad_x_ptr, quantized_ptr, scales_ptr, out_ptr, grad_probs_ptr, num_rows, width,
     grad_stride, x_stride, offset, clamp,
@@ -237,54 +348,83 @@ def _activation_backward(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     fan: tl.constexpr = 2 if GATED else 1
-    if WEIGHTED:
-        probs = tl.load(probs_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
-        grad_probs = tl.zeros((ROWS,), dtype=tl.float32)
+    probs, read = _load_probs(probs_ptr, rows, num_rows, WEIGHTED)
+    grad_probs = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(0, width, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-        held = inside
+        grad_x, grad_up, out, product = _gradients(
+            grad_ptr, x_ptr, probs, rows, columns, read[:, None] & (columns < width)[None, :], width,
+            grad_stride, x_stride, offset, clamp, KIND, GATED, CLAMPED, WEIGHTED,
+        )  # fmt: skip
         if WEIGHTED:
-            held = inside & (probs != 0.0)[:, None]
-        place = x_ptr + rows[:, None] * x_stride + columns[None, :]
-        grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
-        x = tl.load(place, mask=held, other=0.0).to(tl.float32)
+            grad_probs += tl.sum(product, axis=1)
         if GATED:
-            up = tl.load(place + width, mask=held, other=0.0).to(tl.float32)
-            gate = x
-            linear = up + offset
-            if CLAMPED:
-                gate = tl.minimum(x, clamp)
-                linear = tl.minimum(tl.maximum(up, -clamp), clamp) + offset
-            value = _value(gate, KIND)
-            out = value * linear
-            if WEIGHTED:
-                grad_probs += tl.sum(grad * value * linear, axis=1)
-                grad *= probs[:, None]
-            grad_gate = grad * linear * _slope(gate, KIND)
-            grad_up = grad * value
-            if CLAMPED:
-                grad_gate = tl.where(x <= clamp, grad_gate, 0.0)
-                grad_up = tl.where((up <= clamp) & (up >= -clamp), grad_up, 0.0)
             _store_grad(
                 grad_up, rows, start + width, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, 2 * width,
                 2 * width, LARGEST, BOUND, POWER_OF_TWO,
             )  # fmt: skip
-            x_grad = grad_gate
-        else:
-            out = _value(x, KIND)
-            if WEIGHTED:
-                grad_probs += tl.sum(grad * _value(x, KIND), axis=1)
-                grad *= probs[:, None]
-            x_grad = grad * _slope(x, KIND)
         _store_grad(
-            x_grad, rows, start, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, fan * width, width,
+            grad_x, rows, start, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, fan * width, width,
             LARGEST, BOUND, POWER_OF_TWO,
         )  # fmt: skip
         if out_ptr is not None:
-            if WEIGHTED:
-                out *= probs[:, None]
+            inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
             out = out.to(x_ptr.dtype.element_ty)
             tl.store(out_ptr + rows[:, None] * width + columns[None, :], out, mask=inside)
     if WEIGHTED:
         tl.store(grad_probs_ptr + rows, grad_probs.to(grad_probs_ptr.dtype.element_ty), mask=rows < num_rows)
+
+
+@triton.jit
+def _activation_backward_blocks(
+    grad_ptr, x_ptr, probs_ptr, blocks_ptr, quantized_ptr, scales_ptr, across_ptr, across_scales_ptr,
+    out_ptr, out_scales_ptr, shares_ptr, num_rows, width, grad_stride, x_stride, across_stride, offset, clamp,
+    KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, BAND: tl.constexpr,
+    OUT_LARGEST: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Computes a block of 128x128 results in bands of rows for rowwise copies, and again in bands of columns for
+    columnwise copies; see `_quantize_blocks`."""
+    column, block = tl.program_id(0) * LENGTH, tl.program_id(1).to(tl.int64)
+    first, count = block_of(blocks_ptr, block, num_rows)
+    end = first + count
+    whole, band = tl.arange(0, LENGTH), tl.arange(0, BAND)
+    fan: tl.constexpr = 2 if GATED else 1
+    narrow = x_ptr.dtype.element_ty  # the same rounding as if quantised later
+    for start in tl.static_range(0, LENGTH, BAND):
+        rows, columns = first + start + band, column + whole
+        probs, read = _load_probs(probs_ptr, rows, end, WEIGHTED)
+        grad_x, grad_up, out, product = _gradients(
+            grad_ptr, x_ptr, probs, rows, columns, read[:, None] & (columns < width)[None, :], width,
+            grad_stride, x_stride, offset, clamp, KIND, GATED, CLAMPED, WEIGHTED,
+        )  # fmt: skip
+        store_tile(
+            grad_x.to(narrow), rows, column, quantized_ptr, scales_ptr, num_rows, fan * width, end, width,
+            LARGEST, BOUND, POWER_OF_TWO,
+        )  # fmt: skip
+        if GATED:
+            store_tile(
+                grad_up.to(narrow), rows, column + width, quantized_ptr, scales_ptr, num_rows, 2 * width, end,
+                2 * width, LARGEST, BOUND, POWER_OF_TWO,
+            )  # fmt: skip
+        if WEIGHTED:
+            tl.store(shares_ptr + tl.program_id(0) * num_rows + rows, tl.sum(product, axis=1), mask=rows < end)
+    for start in tl.static_range(0, LENGTH, BAND):
+        rows, columns = first + whole, column + start + band
+        probs, read = _load_probs(probs_ptr, rows, end, WEIGHTED)
+        grad_x, grad_up, out, product = _gradients(
+            grad_ptr, x_ptr, probs, rows, columns, read[:, None] & (columns < width)[None, :], width,
+            grad_stride, x_stride, offset, clamp, KIND, GATED, CLAMPED, WEIGHTED,
+        )  # fmt: skip
+        store_across(
+            grad_x.to(narrow), block, count, column + start, across_ptr, across_scales_ptr, fan * width, width,
+            across_stride, LARGEST, BOUND, POWER_OF_TWO,
+        )  # fmt: skip
+        if GATED:
+            store_across(
+                grad_up.to(narrow), block, count, width + column + start, across_ptr, across_scales_ptr, 2 * width,
+                2 * width, across_stride, LARGEST, BOUND, POWER_OF_TWO,
+            )  # fmt: skip
+        store_across(
+            out.to(narrow), block, count, column + start, out_ptr, out_scales_ptr, width, width, across_stride,
+            OUT_LARGEST, BOUND, POWER_OF_TWO,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from megatron_moe.kernels.backends.triton.launch import power_of_two
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
 
 TILE = 8192
 """Logits that one program processes at a time."""
@@ -46,7 +46,7 @@ class _CrossEntropy(torch.autograd.Function):
         num_tokens, vocab = logits_TV.shape
         tile = min(TILE // 2, power_of_two(vocab))
         if num_tokens:
-            _cross_entropy_backward[(num_tokens, triton.cdiv(vocab, tile))](
+            _cross_entropy_backward[(num_tokens, cdiv(vocab, tile))](
                 logits_TV, labels_T, normalizer_T, grads[0].contiguous(), vocab, TILE=tile
             )
         increment_version(logits_TV)  # autograd then rejects a second backward

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, power_of_two, rows_of
 
 ROWS = 16
 """Number of consecutive sorted tokens that one program sums."""
@@ -26,10 +26,10 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
     # int32 halves the passes of the radix sort, and no table has 2^31 rows
     sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
     columns = max(min(power_of_two(width), COLUMNS), 16)
-    num_stretches = triton.cdiv(num_tokens, ROWS)
+    num_stretches = cdiv(num_tokens, ROWS)
     if num_tokens:
         parts_S2H = torch.empty(num_stretches, 2, width, device=out.device, dtype=torch.float32)
-        grid = (num_stretches, triton.cdiv(width, columns))
+        grid = (num_stretches, cdiv(width, columns))
         _sum_stretches[grid](
             grad_TH, sorted_T, order_T, out, parts_S2H, num_tokens, width, grad_TH.stride(0),
             ROWS=ROWS, COLUMNS=columns, WIDEN=INTERPRETED,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import INTERPRETED, rows_of
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, rows_of
 from megatron_moe.kernels.ops import GroupedPart
 
 _MOST_PARTS = 4
@@ -22,7 +22,7 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
     num_experts, outputs, inputs = out.shape
     assert out.is_contiguous(), f"a buffer of shape {tuple(out.shape)} and strides {out.stride()}"
     tile_o, tile_i, tile_r = 128, 128, 32
-    tiles = triton.cdiv(outputs, tile_o) * triton.cdiv(inputs, tile_i)
+    tiles = cdiv(outputs, tile_o) * cdiv(inputs, tile_i)
     if not tiles or not num_experts:
         return
     for grads, rows, offsets, adds in _launches(parts, accumulate):

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton.launch import (
     INTERPRETED,
+    cdiv,
     dot,
     num_multiprocessors,
     power_of_two,
@@ -70,7 +71,7 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
     experts, columns = _fitted(FORWARD.experts, num_experts), _fitted(FORWARD.columns, width)
     if num_tokens:
         # programs of the same tokens are adjacent in the grid, so that all but the first read the tokens from the cache
-        _gate_forward[(triton.cdiv(num_experts, experts), triton.cdiv(num_tokens, FORWARD.tokens))](
+        _gate_forward[(cdiv(num_experts, experts), cdiv(num_tokens, FORWARD.tokens))](
             hidden_TH, weight_EH, logits_TE, num_tokens, num_experts, width, hidden_TH.stride(0), weight_EH.stride(0),
             WIDEN=INTERPRETED, TOKENS=FORWARD.tokens, EXPERTS=experts, COLUMNS=columns, WHOLE=width % columns == 0,
             num_warps=FORWARD.warps, num_stages=FORWARD.stages,
@@ -82,12 +83,12 @@ def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[T
     """Returns the gradients of the hidden states and of the weight, each rounded once."""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
-    most_stretches = BACKWARD_PROGRAMS * num_multiprocessors(hidden_TH.device) // triton.cdiv(width, columns)
-    stretches = max(min(most_stretches, triton.cdiv(len(hidden_TH), BACKWARD.tokens)), 1)
+    most_stretches = BACKWARD_PROGRAMS * num_multiprocessors(hidden_TH.device) // cdiv(width, columns)
+    stretches = max(min(most_stretches, cdiv(len(hidden_TH), BACKWARD.tokens)), 1)
     grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
     shares_PEH = torch.empty(stretches, num_experts, width, device=hidden_TH.device, dtype=torch.float32)
     # programs of the same tokens are adjacent in the grid, so that all but the first read the gradient from the cache
-    _gate_backward[(triton.cdiv(width, columns), stretches)](
+    _gate_backward[(cdiv(width, columns), stretches)](
         grad_TE, hidden_TH, weight_EH, grad_hidden_TH, shares_PEH, len(hidden_TH), num_experts, width,
         grad_TE.stride(0), hidden_TH.stride(0), weight_EH.stride(0),
         WIDEN=INTERPRETED, PARTS=PARTS, EXPERTS=experts, TOKENS=BACKWARD.tokens, COLUMNS=columns,

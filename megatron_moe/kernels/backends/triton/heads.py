@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, sum_of_shares
+from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, sum_of_shares
 from megatron_moe.kernels.ops import QueryKeyTransform
 
 TILE = 2048
@@ -67,8 +67,8 @@ class _QueryKeyValue(torch.autograd.Function):
         grad_qkv = torch.empty_like(qkv_SBGC)
         # each program writes partial weight gradients of its tokens; these are added in a fixed order
         sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
-        tiles = triton.cdiv(groups * heads_per_group, sizes["HEADS"]) + triton.cdiv(groups, sizes["GROUPS"])
-        num_programs = min(length * batch, triton.cdiv(BACKWARD_PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
+        tiles = cdiv(groups * heads_per_group, sizes["HEADS"]) + cdiv(groups, sizes["GROUPS"])
+        num_programs = min(length * batch, cdiv(BACKWARD_PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
         partials_P2D = qkv_SBGC.new_empty(num_programs * tiles, 2, width, dtype=torch.float32)
         if qkv_SBGC.numel():
             _qkv_backward[(num_programs, tiles)](

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import power_of_two
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
 
 TILE = 2048
 """Maximum elements of a key or value part that a program processes at a time."""
@@ -28,7 +28,7 @@ class _KeyValue(torch.autograd.Function):
         key = torch.empty(length, batch, heads, key_width + rotary_dim, device=kv_SBNC.device, dtype=kv_SBNC.dtype)
         if key.numel():
             tile = _tile(heads, max(key_width, rotary_dim))
-            _join_keys[(length * batch, triton.cdiv(heads, tile))](
+            _join_keys[(length * batch, cdiv(heads, tile))](
                 kv_SBNC, shared_SBR, key, heads, width, key_width, rotary_dim,
                 HEADS=tile, KEY=power_of_two(key_width), ROTARY=power_of_two(rotary_dim), num_warps=8,
             )  # fmt: skip

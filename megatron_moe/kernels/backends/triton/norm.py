@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, rows_of, sum_of_shares
+from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, rows_of, sum_of_shares
 
 TILE = 8192
 """Maximum elements of a tile."""
@@ -109,14 +109,14 @@ def forward_tiles(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]
     """Returns (grid, tile sizes and number of warps) of a norm's forward kernel."""
     columns = power_of_two(width)
     rows = max(TILE // 2 // columns, 1)
-    return (triton.cdiv(num_rows, rows),), {"ROWS": rows, "WIDTH": columns, "num_warps": 4 if columns <= TILE else 16}
+    return (cdiv(num_rows, rows),), {"ROWS": rows, "WIDTH": columns, "num_warps": 4 if columns <= TILE else 16}
 
 
 def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tuple[int], dict[str, int]]:
     """Returns (grid, tile sizes and launch options) of a norm's backward kernel. A program processes several tiles."""
     columns = power_of_two(width)
     rows = max(TILE // 2 // columns, 1)
-    num_programs = max(min(triton.cdiv(num_rows, rows), BACKWARD_PROGRAMS * num_multiprocessors(device)), 1)
+    num_programs = max(min(cdiv(num_rows, rows), BACKWARD_PROGRAMS * num_multiprocessors(device)), 1)
     stages, warps = 3 if columns <= TILE // 2 else 1, 8 if columns <= TILE else 16
     return (num_programs,), {"ROWS": rows, "WIDTH": columns, "STAGES": stages, "num_warps": warps}
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels import low_precision_state
+from megatron_moe.kernels.backends.triton.launch import cdiv
 from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWState, AdamWStep
 
@@ -41,7 +42,7 @@ def adamw_packed_(
         return
     as_bits = weights is not None and weights.dtype is torch.bfloat16
     rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights
-    _adamw[(triton.cdiv(master.size, BLOCK),)](
+    _adamw[(cdiv(master.size, BLOCK),)](
         *(each.data for each in state), grad, rounded,
         *(each.data if each.exponents is None else each.exponents for each in state),
         move.grad_scale, *(flag.view(torch.uint8) for flag in (move.proceed, move.nonfinite)), move.step,

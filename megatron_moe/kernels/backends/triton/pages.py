@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
 from megatron_moe.kernels.pages import NO_ROOM, NONE, Pages
 
 TILE = (8, 512)
@@ -27,7 +27,7 @@ def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
     )  # fmt: skip
     if rows_RW.numel():
         rows, columns = _tile(pages.page_size, width)
-        _copy_to_pages[(number, triton.cdiv(width, columns))](
+        _copy_to_pages[(number, cdiv(width, columns))](
             rows_RW, table, pages.data_PLW, num_rows, width, rows_RW.stride(0), pages.page_size,
             ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
@@ -40,7 +40,7 @@ def unpack_rows(table: Tensor, num_rows: int, pages: Pages) -> Tensor:
     rows_RW = torch.empty(num_rows, width, device=table.device, dtype=pages.data_PLW.dtype)
     if rows_RW.numel():
         rows, columns = _tile(pages.page_size, width)
-        _copy_from_pages[(len(table), triton.cdiv(width, columns))](
+        _copy_from_pages[(len(table), cdiv(width, columns))](
             rows_RW, table, pages.data_PLW, num_rows, width, pages.page_size,
             NO_ROOM=NO_ROOM, ROWS=rows, COLUMNS=columns,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels import reference_push
-from megatron_moe.kernels.backends.triton.launch import INTERPRETED, num_multiprocessors, power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, num_multiprocessors, power_of_two, rows_of
 from megatron_moe.kernels.ops import MatrixOperand, RowIndex
 from megatron_moe.kernels.push_channel import FLAG_STRIDE, PushChannel
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
@@ -29,7 +29,7 @@ def mark_ranks(ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
     num_tokens, topk = ids_TK.shape
     ranks_T = torch.empty(num_tokens, dtype=torch.int32, device=ids_TK.device)
     if num_tokens:
-        _mark_ranks[(triton.cdiv(num_tokens, TOKENS),)](
+        _mark_ranks[(cdiv(num_tokens, TOKENS),)](
             ids_TK.contiguous(), owner_EP, ranks_T, num_tokens,
             NUM_RANKS=owner_EP.shape[1], TOPK=topk, CHOICES=power_of_two(topk), BLOCK=TOKENS,
         )  # fmt: skip
@@ -90,7 +90,7 @@ def sum_partials(
     values_TK = torch.empty(ids_TK.shape, device=ids_TK.device, dtype=channel.values[own].dtype)
     if shape.num_tokens:
         columns = min(power_of_two(shape.width), COLUMNS)
-        _sum_partials[(shape.num_tokens, triton.cdiv(shape.width, columns))](
+        _sum_partials[(shape.num_tokens, cdiv(shape.width, columns))](
             ids_TK.contiguous(), owner_EP, channel.tokens[own], channel.values[own], sums_TH, values_TK,
             shape.num_tokens, shape.width, NUM_RANKS=shape.num_ranks, TOPK=shape.topk,
             CHOICES=power_of_two(shape.topk), COLUMNS=columns, WITH_VALUES=with_values, num_warps=8,

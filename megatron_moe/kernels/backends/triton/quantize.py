@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
 from megatron_moe.kernels.backends.triton.rows import COPY_TILE, permute
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
@@ -23,8 +23,10 @@ BLOCK = 128
 LENGTH = tl.constexpr(BLOCK)
 ROWS_TILE = (8, 1024)
 """(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
-BOTH_WARPS, WEIGHT_WARPS = 4, 4
-"""Warps per 128x128 tile of casts with a transposed copy, of rows and of weights; the fastest on an H200."""
+BAND, BLOCK_WARPS = 32, 4
+"""Length of a band and warps of `_quantize_blocks`."""
+WEIGHT_WARPS = 4
+"""Warps per 128x128 tile of casts of weights; the fastest on an H200."""
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
@@ -51,24 +53,36 @@ def quantize_rows(
     row = empty_rows(num_rows, width, x.device, form) if rowwise else None
     column = None
     if columnwise:
-        blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
-        num_blocks = triton.cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
-        data = torch.empty(width, num_blocks * BLOCK, device=x.device, dtype=DTYPES[form.element])
-        scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
-        column = QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
-        if x_RK.numel():
-            out = row or column  # a placeholder without a rowwise copy
-            _quantize_both[(num_blocks, triton.cdiv(width, BLOCK))](
-                x_RK, out.data, out.scales, data, scales, blocks, num_rows, width, x_RK.stride(0), data.stride(0),
-                ROWWISE=rowwise, **constants(form, x.dtype), num_warps=BOTH_WARPS,
-            )  # fmt: skip
+        column = _quantize_blocks_of(x_RK, None, num_rows, row, form, offsets_e)
     elif row is not None and x_RK.numel():
         rows, columns = ROWS_TILE
-        _quantize_rows[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+        _quantize_rows[(cdiv(num_rows, rows), cdiv(width, columns))](
             x_RK, row.data, row.scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
             **constants(form, x.dtype),
         )  # fmt: skip
     return QuantizedTensor.of(row, column, form.block, x.dtype)
+
+
+def _quantize_blocks_of(
+    x_TK: Tensor,
+    token_R: Tensor | None,
+    num_rows: int,
+    row: QuantizedCopy | None,
+    form: OperandFormat,
+    offsets_e: Tensor | None,
+) -> QuantizedCopy:
+    """Makes the columnwise copy of `num_rows` rows, and the rowwise copy if `row` is given. `token_R`: place of each
+    row in `x_TK`, or -1 for zeros; None: rows are in order."""
+    width = x_TK.shape[1]
+    blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
+    data, scales, _ = empty_columns(num_rows, width, x_TK.device, form, blocks)
+    if num_rows and width:
+        out = row or QuantizedCopy(data, scales)  # a placeholder without a rowwise copy
+        _quantize_blocks[(cdiv(width, BLOCK), len(scales))](
+            x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
+            ROWWISE=row is not None, BAND=BAND, **constants(form, x_TK.dtype), num_warps=BLOCK_WARPS,
+        )  # fmt: skip
+    return QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
 
 
 def quantize_weight(
@@ -83,7 +97,7 @@ def quantize_weight(
     assert form.block == (BLOCK, BLOCK) and scale is None, f"{form}"
     stack = weight.contiguous().view(-1, *weight.shape[-2:])
     num, outputs, inputs = stack.shape
-    blocks_o, blocks_i = triton.cdiv(outputs, BLOCK), triton.cdiv(inputs, BLOCK)
+    blocks_o, blocks_i = cdiv(outputs, BLOCK), cdiv(inputs, BLOCK)
 
     def copy(shape: tuple[int, int], blocks: tuple[int, int]) -> QuantizedCopy:
         lead = weight.shape[:-2]
@@ -103,23 +117,28 @@ def quantize_weight(
     return out
 
 
-def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat = E4M3) -> QuantizedTensor:
+def quantize_permuted(
+    tokens_TH: Tensor, index: RowIndex, form: OperandFormat = E4M3, *, rowwise: bool = True, columnwise: bool = False
+) -> QuantizedTensor:
     """See `Kernels.quantize_permuted`. Also gathers the gradients of an unpermute, whose backward is a permute."""
-    if index.rows_TK is None:  # a dense routing index has no row per choice
-        return quantize_rows(permute(tokens_TH, index), form)
     tokens_TH = rows_of(tokens_TH)
     num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
-    row = empty_rows(num_rows, width, tokens_TH.device, form)
-    if row.data.numel():
+    row = empty_rows(num_rows, width, tokens_TH.device, form) if rowwise else None
+    column = None
+    if columnwise:
+        column = _quantize_blocks_of(tokens_TH, index.token_R, num_rows, row, form, index.offsets_E)
+    elif index.rows_TK is None:  # a dense routing index has no row per choice
+        return quantize_rows(permute(tokens_TH, index), form)
+    elif row is not None and row.data.numel():
         columns = min(max(power_of_two(width), BLOCK), COPY_TILE)
         num_programs = max(num_tokens, 1)
-        each = triton.cdiv(num_rows, num_programs)
-        _quantize_tokens[(num_programs, triton.cdiv(width, columns))](
+        each = cdiv(num_rows, num_programs)
+        _quantize_tokens[(num_programs, cdiv(width, columns))](
             tokens_TH, index.rows_TK.contiguous(), index.token_R, row.data, row.scales, num_tokens, num_rows, width,
             tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
             **constants(form, tokens_TH.dtype),
         )  # fmt: skip
-    return QuantizedTensor.of(row, None, form.block, tokens_TH.dtype)
+    return QuantizedTensor.of(row, column, form.block, tokens_TH.dtype)
 
 
 def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -130,13 +149,13 @@ def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor,
     rows_RH = torch.empty(num_rows, width, device=data.device, dtype=tokens.dtype)
     row = QuantizedCopy(
         torch.empty(num_rows, width, device=data.device, dtype=data.dtype),
-        torch.empty(triton.cdiv(width, BLOCK), num_rows, device=data.device, dtype=torch.float32),
+        torch.empty(cdiv(width, BLOCK), num_rows, device=data.device, dtype=torch.float32),
     )
     if rows_RH.numel():
         columns = min(max(power_of_two(width), BLOCK), COPY_TILE)
         num_programs = max(num_tokens, 1)
-        each = triton.cdiv(num_rows, num_programs)
-        _copy_quantized[(num_programs, triton.cdiv(width, columns))](
+        each = cdiv(num_rows, num_programs)
+        _copy_quantized[(num_programs, cdiv(width, columns))](
             data, scales, index.rows_TK.contiguous(), index.token_R, row.data, row.scales, rows_RH,
             num_tokens, num_rows, width, *scales.stride(), each,
             EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
@@ -152,7 +171,7 @@ def dequantize_columns(rows: QuantizedTensor) -> Tensor:
     num_blocks, width = scales.shape
     out = torch.empty(num_blocks * BLOCK, width, device=data.device, dtype=rows.dtype)
     if out.numel():
-        _dequantize_columns[(num_blocks, triton.cdiv(width, BLOCK))](
+        _dequantize_columns[(num_blocks, cdiv(width, BLOCK))](
             data, scales, out, data.shape[1], width, data.stride(0), num_warps=4
         )
     return out
@@ -171,7 +190,20 @@ def empty_rows(num_rows: int, width: int, device: torch.device, form: OperandFor
     """Uninitialised rowwise copy of a matrix [num_rows, width]."""
     return QuantizedCopy(
         torch.empty(num_rows, width, device=device, dtype=DTYPES[form.element]),
-        torch.empty(triton.cdiv(width, BLOCK), num_rows, device=device, dtype=torch.float32),
+        torch.empty(cdiv(width, BLOCK), num_rows, device=device, dtype=torch.float32),
+    )
+
+
+def empty_columns(
+    num_rows: int, width: int, device: torch.device, form: OperandFormat, blocks: Tensor | None
+) -> QuantizedCopy:
+    """Columnwise copy of a matrix [num_rows, width] with uninitialised elements, padded to whole blocks. `blocks`: the
+    table of `row_blocks`; None: the rows belong together. Scales of unused blocks are 1."""
+    num_blocks = cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
+    make = torch.empty if blocks is None else torch.ones
+    return QuantizedCopy(
+        torch.empty(width, num_blocks * BLOCK, device=device, dtype=DTYPES[form.element]),
+        make(num_blocks, width, device=device, dtype=torch.float32),
     )
 
 
@@ -269,36 +301,70 @@ def _list_row_blocks(offsets_ptr, table_ptr, num_experts, EXPERTS: tl.constexpr,
 
 
 @triton.jit
-def _quantize_both(
-    x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
-    across_stride,
-    ROWWISE: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
+def block_of(blocks_ptr, block, num_rows):
+    """Returns (first row, number of rows) of a block of 128 rows. `blocks_ptr`: table of `row_blocks`, or None."""
     if blocks_ptr is None:
         first = block * LENGTH
         count = tl.minimum(num_rows - first, LENGTH).to(tl.int32)
     else:
         first = tl.load(blocks_ptr + 2 * block).to(tl.int64)
         count = tl.load(blocks_ptr + 2 * block + 1)
-    # offsets within a tile fit into 32 bits
-    row = tl.arange(0, LENGTH)
-    x_ptr += first * stride
-    out_ptr += first * width
-    scales_ptr += first
-    across_scales_ptr += block * width
-    column = tl.program_id(1) * LENGTH
-    columns = column + tl.arange(0, LENGTH)
-    held = (row < count)[:, None] & (columns < width)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride + columns[None, :], mask=held, other=0.0)
-    if ROWWISE:
-        store_tile(x, row, column, out_ptr, scales_ptr, num_rows, width, count, width, LARGEST, BOUND, POWER_OF_TWO)
+    return first, count
+
+
+@triton.jit
+def store_across(
+    x, block, count, first_column, across_ptr, scales_ptr, width, end_column, stride,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Quantises a tile [128, BAND] of a matrix with `width` columns in blocks of 128x1 and stores it transposed, as
+    columns of a block of 128 rows, of which `count` are used, but not beyond `end_column`."""
+    band: tl.constexpr = x.shape[1]
+    columns = first_column + tl.arange(0, band)
+    held = (columns < end_column) & (count > 0)
     scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
-    tl.store(across_scales_ptr + columns, inverse, mask=(columns < width) & (count > 0))
+    tl.store(scales_ptr + block * width + columns, inverse, mask=held)
     across = tl.trans((x.to(tl.float32) * scale[None, :]).to(across_ptr.dtype.element_ty))
-    base = across_ptr + column.to(tl.int64) * across_stride + block * LENGTH
-    place = tl.arange(0, LENGTH)[:, None] * across_stride + row[None, :]
-    tl.store(base + place, across, mask=(columns < width)[:, None] & (count > 0))
+    base = across_ptr + first_column.to(tl.int64) * stride + block * LENGTH
+    place = tl.arange(0, band)[:, None] * stride + tl.arange(0, LENGTH)[None, :]
+    tl.store(base + place, across, mask=held[:, None])
+
+
+@triton.jit
+def _quantize_blocks(
+    x_ptr, token_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
+    across_stride, ROWWISE: tl.constexpr, BAND: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Quantises a block of 128x128 elements in bands of rows, and then again, from the cache, in bands of columns.
+    Bands need few registers, so that enough programs run concurrently to hide the latency of loads."""
+    column, block = tl.program_id(0) * LENGTH, tl.program_id(1).to(tl.int64)
+    first, count = block_of(blocks_ptr, block, num_rows)
+    whole, band = tl.arange(0, LENGTH), tl.arange(0, BAND)
+    for start in tl.static_range(0, LENGTH if ROWWISE else 0, BAND):
+        x = _load_tile(x_ptr, token_ptr, first, start + band, count, column + whole, width, stride)
+        store_tile(
+            x, first + start + band, column, out_ptr, scales_ptr, num_rows, width, first + count, width,
+            LARGEST, BOUND, POWER_OF_TWO,
+        )  # fmt: skip
+    for start in tl.static_range(0, LENGTH, BAND):
+        x = _load_tile(x_ptr, token_ptr, first, whole, count, column + start + band, width, stride)
+        store_across(
+            x, block, count, column + start, across_ptr, across_scales_ptr, width, width, across_stride,
+            LARGEST, BOUND, POWER_OF_TWO,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_tile(x_ptr, token_ptr, first, rows, count, columns, width, stride):
+    """Tile of the rows `first` + `rows`, 0 beyond `count` rows, or of their tokens."""
+    held = rows < count
+    source = first + rows
+    if token_ptr is not None:
+        source = tl.load(token_ptr + source, mask=held, other=-1)
+        held = source >= 0
+    place = x_ptr + source[:, None] * stride + columns[None, :]
+    return tl.load(place, mask=held[:, None] & (columns < width)[None, :], other=0.0)
 
 
 @triton.jit

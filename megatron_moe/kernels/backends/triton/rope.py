@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import power_of_two
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
 
 TILE = 4096
 """Maximum elements of x that one program rotates."""
@@ -48,7 +48,7 @@ def _rotate(
     pairs, rest = power_of_two(rotary_dim // 2), power_of_two(width - rotary_dim)
     tile_heads = min(power_of_two(heads), max(TILE // power_of_two(2 * pairs + rest), 1))
     if out_SBND.numel():
-        _rotate_heads[(length * batch, triton.cdiv(heads, tile_heads))](
+        _rotate_heads[(length * batch, cdiv(heads, tile_heads))](
             x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, rotary_dim, start,
             *x_SBND.stride()[:3], cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
             INTERLEAVED=interleaved, BACKWARD=backward, HAS_REST=rotary_dim < width,

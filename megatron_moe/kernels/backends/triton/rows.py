@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.permute import RowCopies
 
@@ -52,7 +52,7 @@ def _pick(values: Tensor, places: Tensor) -> Tensor:
     """Gathers `values.flatten()[places]`; the result is 0 where `places` is -1."""
     out = torch.empty(places.shape, device=values.device, dtype=values.dtype)
     if out.numel():
-        grid = (triton.cdiv(out.numel(), 1024),)
+        grid = (cdiv(out.numel(), 1024),)
         _pick_values[grid](values.contiguous(), places.contiguous(), out, out.numel(), BLOCK=1024)
     return out
 
@@ -66,8 +66,8 @@ def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
     if rows_RH.numel():
         columns = min(power_of_two(width), COPY_TILE)
         num_programs = max(num_tokens, 1)
-        each = triton.cdiv(num_rows, num_programs)
-        _copy_tokens[(num_programs, triton.cdiv(width, columns))](
+        each = cdiv(num_rows, num_programs)
+        _copy_tokens[(num_programs, cdiv(width, columns))](
             tokens_TH, index.rows_TK.contiguous(), index.token_R, rows_RH, num_tokens, num_rows, width,
             tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
         )  # fmt: skip
@@ -83,7 +83,7 @@ def sum_rows(rows_RH: Tensor, index: RowIndex) -> Tensor:
     tokens_TH = torch.empty(num_tokens, width, device=rows_RH.device, dtype=rows_RH.dtype)
     if tokens_TH.numel():
         columns = min(power_of_two(width), COPY_TILE)
-        _sum_choices[(num_tokens, triton.cdiv(width, columns))](
+        _sum_choices[(num_tokens, cdiv(width, columns))](
             rows_RH, index.rows_TK.contiguous(), tokens_TH, width, rows_RH.stride(0), TOPK=topk, COLUMNS=columns,
             num_warps=8,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends.triton.launch import power_of_two
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
 from megatron_moe.kernels.ops import RowIndex, most_rows
 
 BLOCK = 128
@@ -51,10 +51,10 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
     """Counts the choices of each expert. Returns (counts between the start of a stretch and the start of each of its
     blocks, int32 [blocks, E]; counts in each whole stretch, int32 [stretches, E]; number of blocks per stretch)."""
-    num_blocks = triton.cdiv(ids.numel(), BLOCK)
-    blocks_each = triton.cdiv(num_blocks, STRETCHES)
+    num_blocks = cdiv(ids.numel(), BLOCK)
+    blocks_each = cdiv(num_blocks, STRETCHES)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
-    totals_SE = before_BE.new_empty(triton.cdiv(num_blocks, blocks_each), num_experts)
+    totals_SE = before_BE.new_empty(cdiv(num_blocks, blocks_each), num_experts)
     _count_experts[(len(totals_SE),)](
         ids, before_BE, totals_SE, ids.numel(), num_experts, num_blocks, blocks_each, BLOCK=BLOCK,
         EXPERTS=_bins(num_experts),

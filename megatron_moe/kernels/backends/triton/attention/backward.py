@@ -15,7 +15,7 @@ from megatron_moe.kernels.backends.triton.attention.tiles import (
     tile_width,
     visible,
 )
-from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, dot
 
 
 def gradients(
@@ -43,10 +43,10 @@ def gradients(
         "VALUE": tile_width(shape.value_width),
     }  # fmt: skip
     by_keys, by_rows = _tiles(max(shape.width, shape.value_width), q.element_size())
-    _key_grads[(triton.cdiv(shape.keys, by_keys["KEYS"]), shape.batch * shape.groups)](
+    _key_grads[(cdiv(shape.keys, by_keys["KEYS"]), shape.batch * shape.groups)](
         *inputs, grad_k, grad_v, *shape.sizes, *strides, **by_keys, **options
     )
-    _query_grads[(triton.cdiv(shape.rows, by_rows["ROWS"]), shape.batch * shape.heads)](
+    _query_grads[(cdiv(shape.rows, by_rows["ROWS"]), shape.batch * shape.heads)](
         *inputs, grad_q, *shape.sizes, *strides, **by_rows, **options
     )
 
@@ -55,7 +55,7 @@ def deltas(grad: Tensor, out: Tensor) -> Tensor:
     """Returns delta, fp32 [B, N, S], from grad and out, both [S, B, N, E]: the sum over E of grad * out."""
     seq, batch, heads, width = out.shape
     delta_BNS = torch.empty(batch, heads, seq, device=out.device, dtype=torch.float32)
-    _deltas[(triton.cdiv(seq, 32), batch * heads)](
+    _deltas[(cdiv(seq, 32), batch * heads)](
         grad, out, delta_BNS, seq, heads, width, *grad.stride()[:3], *out.stride()[:3],
         ROWS=32, VALUE=tile_width(width),
     )  # fmt: skip

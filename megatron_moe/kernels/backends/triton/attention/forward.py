@@ -17,7 +17,7 @@ from megatron_moe.kernels.backends.triton.attention.tiles import (
     tile_width,
     visible,
 )
-from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, dot
 
 
 def attend(
@@ -36,7 +36,7 @@ def attend(
     `out` and `lse_BNS` already contain results for other keys, into which the new results are merged."""
     rows, keys = (128, 64) if max(shape.width, shape.value_width) <= 128 else (64, 64)
     of_queries, of_keys = (q, q) if segments is None else segments
-    _attend[(triton.cdiv(shape.rows, rows), shape.batch * shape.heads)](
+    _attend[(cdiv(shape.rows, rows), shape.batch * shape.heads)](
         q, k, v, q if sinks_N is None else sinks_N, of_queries, of_keys, out, lse_BNS, *shape.sizes,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], lse_BNS.stride(2), lse_BNS.stride(0), lse_BNS.stride(1),
         of_queries.stride(0), of_keys.stride(0),

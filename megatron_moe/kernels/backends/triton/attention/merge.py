@@ -5,12 +5,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.attention.tiles import tile_width
+from megatron_moe.kernels.backends.triton.launch import cdiv
 
 
 def merge(out: Tensor, lse_BNS: Tensor, part: Tensor, part_lse_BNS: Tensor) -> None:
     """Merges `part` [S, B, N, E] and its log-sum-exp into `out` (fp32, of the same shape) and `lse_BNS`, in place."""
     seq, batch, heads, width = out.shape
-    _merge[(triton.cdiv(seq, 32), batch * heads)](
+    _merge[(cdiv(seq, 32), batch * heads)](
         out, lse_BNS, part, part_lse_BNS, seq, heads, width, *out.stride()[:3], *part.stride()[:3],
         lse_BNS.stride(2), lse_BNS.stride(0), lse_BNS.stride(1), *part_lse_BNS.stride()[:2],
         ROWS=32, VALUE=tile_width(width),

@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two
+from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two
 from megatron_moe.kernels.backends.triton.routing.backward import route_backward
 from megatron_moe.kernels.backends.triton.routing.forward import route_forward
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
@@ -68,7 +67,7 @@ class _Route(torch.autograd.Function):
         tokens = _tokens(FORWARD_TILE, columns[0] * columns[1], wide)
         most_programs = FORWARD_PROGRAMS * num_multiprocessors(device)
         # every set of tokens gets the same number of programs
-        programs = sets * max(min(triton.cdiv(num_tokens // sets, tokens), most_programs // sets), 1)
+        programs = sets * max(min(cdiv(num_tokens // sets, tokens), most_programs // sets), 1)
         # counts per expert, plain top-k counts per set for balancing, and the ticket
         counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
         ids_TK = torch.empty(num_tokens, config.topk, device=device, dtype=torch.int64)
@@ -100,7 +99,7 @@ class _Route(torch.autograd.Function):
         experts, wide = power_of_two(num_experts), internal_dtype(logits_TE.dtype)
         tokens = _tokens(BACKWARD_TILE, experts, wide)
         grad_TE = torch.empty_like(logits_TE)
-        route_backward[(triton.cdiv(num_tokens, tokens),)](
+        route_backward[(cdiv(num_tokens, tokens),)](
             grad_probs_TK, grad_scores_GE, grad_z, logits_TE, ids_TK, valid_T, grad_TE,
             num_tokens, num_experts, ctx.sets,
             PROBS=grad_probs_TK is not None, BALANCE=grad_scores_GE is not None, Z=grad_z is not None,
