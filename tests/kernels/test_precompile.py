@@ -115,27 +115,3 @@ def test_recorded_launches_are_compiled_for_the_gpu_once():
     num, before, binaries, launchers, missing = compiled(LAUNCHES)
     assert (num, before, missing) == (2, 0, 0)
     assert binaries == ["_sum_shares.cubin"] * 2 and launchers == ["_sum_shares"] * 2
-
-
-PUSHES = """
-from megatron_moe.kernels.backends.triton import push
-from megatron_moe.kernels.backends.triton.precompile import record_launches
-from megatron_moe.kernels.push_channel import ChannelShape, new_channel
-
-shape = ChannelShape(num_ranks=4, num_tokens=64, width=256, topk=2, dtype=torch.bfloat16)
-tokens = torch.empty(64, 256, device="meta", dtype=shape.dtype)
-ranks = torch.empty(64, device="meta", dtype=torch.int32)
-
-def record(rank):
-    channel = new_channel(shape, rank, lambda size: (torch.empty(size, device="meta", dtype=torch.uint8),) * 4, 1.0, 8)
-    with record_launches() as recorded:
-        push.push_tokens(tokens, ranks, None, channel)
-        push.acknowledge(channel)
-    return sorted(recorded)
-
-found.extend([len(record(0)), record(0) == record(1) == record(2)])
-"""
-
-
-def test_ranks_share_the_kernels_of_an_exchange():
-    assert compiled(PUSHES) == [2, True]

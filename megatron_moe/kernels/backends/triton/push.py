@@ -57,7 +57,7 @@ def push_tokens(
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
         shape.num_tokens, width, tokens_TH.stride(0), num_scales, _timeout_ns(channel),
         slots, channel.values[channel.rank],
-        rank=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, COLUMNS=columns, BLOCK=1024,
+        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, COLUMNS=columns, BLOCK=1024,
         SCALES=power_of_two(max(num_scales, 1)), WITH_CHOICES=choices is not None, STRIDE=FLAG_STRIDE,
         INTERPRETED=INTERPRETED, **in_flight,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def push_sums(
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
         shape.num_tokens, shape.width, rows.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
-        rank=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk),
+        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk),
         COLUMNS=columns, IS_SUMMED=is_summed, WITH_VALUES=values_GK is not None, STRIDE=FLAG_STRIDE,
         INTERPRETED=INTERPRETED, **_in_flight(channel),
     )  # fmt: skip
@@ -112,7 +112,7 @@ def acknowledge(channel: PushChannel) -> None:
     """See `Kernels.acknowledge`."""
     _acknowledge[(1,)](
         channel.addresses, channel.epoch,
-        rank=channel.rank, NUM_RANKS=channel.shape.num_ranks, STRIDE=FLAG_STRIDE, num_warps=1,
+        RANK=channel.rank, NUM_RANKS=channel.shape.num_ranks, STRIDE=FLAG_STRIDE, num_warps=1,
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def _wait(
 
 @triton.jit
 def _signal_after_last_program(
-    addresses_ptr, epoch_ptr, rank, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr
+    addresses_ptr, epoch_ptr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr
 ):  # fmt: skip
     """The program that finishes last sets the arrival flag of this rank on all ranks to the next epoch."""
     tl.debug_barrier()
@@ -167,14 +167,14 @@ def _signal_after_last_program(
         tl.store(epoch_ptr + 1, 0)
         for peer in tl.static_range(NUM_RANKS):
             flags_ptr = tl.load(addresses_ptr + 3 * NUM_RANKS + peer).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags_ptr + rank * STRIDE, epoch, sem="release", scope="sys")
+            tl.atomic_xchg(flags_ptr + RANK * STRIDE, epoch, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit
 def _push_tokens(
     tokens_ptr, ranks_ptr, ids_ptr, values_ptr, scales_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
     num_tokens, width, stride, num_scales, timeout_ns, token_like_ptr, value_like_ptr,
-    rank, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, SCALES: tl.constexpr, WITH_CHOICES: tl.constexpr, STRIDE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -189,10 +189,10 @@ def _push_tokens(
             values = tl.load(values_ptr + places, mask=given, other=0.0)
             for peer in tl.static_range(NUM_RANKS):
                 ids_into = tl.load(addresses_ptr + NUM_RANKS + peer).to(tl.pointer_type(tl.int32))
-                tl.store(ids_into + rank * num_choices + places, ids, mask=given)
+                tl.store(ids_into + RANK * num_choices + places, ids, mask=given)
                 values_into = tl.load(addresses_ptr + 2 * NUM_RANKS + peer)
                 values_into = values_into.to(tl.pointer_type(value_like_ptr.dtype.element_ty))
-                tl.store(values_into + rank * num_choices + places, values, mask=given)
+                tl.store(values_into + RANK * num_choices + places, values, mask=given)
     tiles, blocks = tl.cdiv(num_tokens, ROWS), tl.cdiv(width, COLUMNS)
     item = tl.program_id(0)
     rows, ranks = _load_rows(tokens_ptr, ranks_ptr, item, blocks, num_tokens, width, stride, ROWS, COLUMNS)
@@ -204,12 +204,12 @@ def _push_tokens(
             tokens_ptr, ranks_ptr, following, blocks, num_tokens, width, stride, ROWS, COLUMNS
         )
         next_scales = _load_scales(scales_ptr, following // blocks, num_tokens, num_scales, ROWS, SCALES)
-        slots = rank * num_tokens + ((item // blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        slots = RANK * num_tokens + ((item // blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         columns = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
         each = tl.arange(0, SCALES)
         for step in tl.static_range(NUM_RANKS):
             # starts after the own rank, so that the ranks do not all write to the same peer
-            peer = (rank + 1 + step) % NUM_RANKS
+            peer = (RANK + 1 + step) % NUM_RANKS
             needed = ((ranks >> peer) & 1) > 0
             into = tl.load(addresses_ptr + peer).to(tl.pointer_type(token_like_ptr.dtype.element_ty))
             into = tl.multiple_of(into, 16)
@@ -221,7 +221,7 @@ def _push_tokens(
                 tl.store(into, scales, mask=needed[:, None] & ((each < num_scales) & (item % blocks == 0))[None, :])
         item = following
         rows, ranks, scales = next_rows, next_ranks, next_scales
-    _signal_after_last_program(addresses_ptr, epoch_ptr, rank, NUM_RANKS, STRIDE)
+    _signal_after_last_program(addresses_ptr, epoch_ptr, RANK, NUM_RANKS, STRIDE)
 
 
 @triton.jit
@@ -265,11 +265,11 @@ def _mark_ranks(
     tl.store(ranks_ptr + tokens, ranks, mask=tokens < num_tokens)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit
 def _push_sums(
     rows_ptr, places_ptr, values_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
     num_tokens, width, stride, timeout_ns, token_like_ptr, value_like_ptr,
-    rank, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, IS_SUMMED: tl.constexpr, WITH_VALUES: tl.constexpr, STRIDE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -280,16 +280,16 @@ def _push_sums(
     item = tl.program_id(0)
     sums, places = _sum_rows(
         rows_ptr, places_ptr, item, blocks, num_tokens, width, stride,
-        rank, NUM_RANKS, TOPK, CHOICES, ROWS, COLUMNS, IS_SUMMED,
+        RANK, NUM_RANKS, TOPK, CHOICES, ROWS, COLUMNS, IS_SUMMED,
     )  # fmt: skip
     while item < num_items:
         following = item + tl.num_programs(0)
         next_sums, next_places = _sum_rows(
             rows_ptr, places_ptr, following, blocks, num_tokens, width, stride,
-            rank, NUM_RANKS, TOPK, CHOICES, ROWS, COLUMNS, IS_SUMMED,
+            RANK, NUM_RANKS, TOPK, CHOICES, ROWS, COLUMNS, IS_SUMMED,
         )  # fmt: skip
-        peer, tokens, columns = _place_of(item, blocks, rank, NUM_RANKS, ROWS, COLUMNS)
-        slots = rank * num_tokens + tokens.to(tl.int64)
+        peer, tokens, columns = _place_of(item, blocks, RANK, NUM_RANKS, ROWS, COLUMNS)
+        slots = RANK * num_tokens + tokens.to(tl.int64)
         needed = tl.max(places, axis=1) >= 0
         into = tl.load(addresses_ptr + peer).to(tl.pointer_type(token_like_ptr.dtype.element_ty))
         into = tl.multiple_of(into, 16)
@@ -307,15 +307,15 @@ def _push_sums(
             tl.store(values_into, values.to(value_like_ptr.dtype.element_ty), mask=filled)
         item = following
         sums, places = next_sums, next_places
-    _signal_after_last_program(addresses_ptr, epoch_ptr, rank, NUM_RANKS, STRIDE)
+    _signal_after_last_program(addresses_ptr, epoch_ptr, RANK, NUM_RANKS, STRIDE)
 
 
 @triton.jit
 def _place_of(
-    item, blocks, rank, NUM_RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    item, blocks, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Peer, tokens and columns of an item; items of neighbouring programs go to different peers."""
-    peer = (rank + 1 + item % NUM_RANKS) % NUM_RANKS
+    peer = (RANK + 1 + item % NUM_RANKS) % NUM_RANKS
     tokens = (item // (NUM_RANKS * blocks)) * ROWS + tl.arange(0, ROWS)
     columns = ((item // NUM_RANKS) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     return peer, tokens, columns
@@ -324,11 +324,11 @@ def _place_of(
 @triton.jit
 def _sum_rows(
     rows_ptr, places_ptr, item, blocks, num_tokens, width, stride,
-    rank, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, IS_SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Sums [ROWS, COLUMNS] of the rows of a few tokens, and the rows [ROWS, CHOICES], -1: none."""
-    peer, tokens, columns = _place_of(item, blocks, rank, NUM_RANKS, ROWS, COLUMNS)
+    peer, tokens, columns = _place_of(item, blocks, RANK, NUM_RANKS, ROWS, COLUMNS)
     inside = tokens < num_tokens
     gathered = peer * num_tokens + tokens.to(tl.int64)
     choices = tl.arange(0, CHOICES)
@@ -380,9 +380,9 @@ def _wait_for_arrival(
     _wait(arrived_ptr, tl.load(epoch_ptr), missing_ptr, timeout_ns, NUM_RANKS, STRIDE, INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["rank"])
-def _acknowledge(addresses_ptr, epoch_ptr, rank, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr):
+@triton.jit
+def _acknowledge(addresses_ptr, epoch_ptr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr):
     epoch = tl.load(epoch_ptr)
     for peer in tl.static_range(NUM_RANKS):
         flags_ptr = tl.load(addresses_ptr + 4 * NUM_RANKS + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flags_ptr + rank * STRIDE, epoch, sem="release", scope="sys")
+        tl.atomic_xchg(flags_ptr + RANK * STRIDE, epoch, sem="release", scope="sys")
