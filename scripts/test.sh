@@ -52,7 +52,7 @@ existing() { # existing PATH...: the paths that exist
 }
 
 quick=$(existing tests/house_rules tests/arguments tests/config tests/helpers/test_tolerances.py)
-whole_runs=$(existing tests/parity tests/end_to_end tests/faults tests/recipes)
+whole_runs=$(existing tests/parity tests/end_to_end tests/faults tests/recipes tests/memory_emulation) # half of the time
 
 [ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test
 stage "lint" python -m ruff check .

@@ -57,7 +57,8 @@ def main() -> int:
 
 def run(mutant: Mutant) -> Result:
     """Runs the tests of a mutant in a separate process."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "tests.mutants.plugin", *mutant.tests]
+    options = ["-x", "-q", "--tb=no", "-p", "tests.mutants.plugin", "-m", "not gpu1 and not gpu2 and not gpu4"]
+    command = [sys.executable, "-m", "pytest", *options, *mutant.tests]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MUTANT": mutant.name}
     started = time.monotonic()
     try:
