@@ -170,14 +170,16 @@ def precision_file_is_valid(flags: RuleFlags) -> Violations:
 
 
 def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
-    """The owners of master weights quantise them; the weights are those of FP8 GEMMs."""
-    option = "--fp8-param-gather"
-    if not flags.fp8_param_gather:
-        return
-    if not flags.fp8_format:
-        yield f"{option} without --fp8-format", "add --fp8-format, or leave it out"
-    elif not flags.use_distributed_optimizer:
-        yield f"{option} without --use-distributed-optimizer", "add it"
+    """The owners of master weights quantise them; the weights are those of FP8 or FP4 GEMMs."""
+    for option, is_on, low in (
+        ("--fp8-param-gather", flags.fp8_param_gather, flags.fp8_format),
+        ("--fp4-param-gather", flags.fp4_param_gather, flags.fp4_format),
+    ):
+        form = option.replace("param-gather", "format")
+        if is_on and not low:
+            yield f"{option} without {form}", f"add {form}, or leave it out"
+        elif is_on and not flags.use_distributed_optimizer:
+            yield f"{option} without --use-distributed-optimizer", "add it"
 
 
 @missing_feature
@@ -187,5 +189,6 @@ def stored_weights_have_master_weights_on_the_device(flags: RuleFlags) -> Violat
         "--optimizer-cpu-offload": flags.optimizer_cpu_offload,
         "--chunked-optimizer-state-offload": flags.chunked_optimizer_state_offload,
     }
-    if flags.fp8_param_gather and any(others.values()):
-        yield f"--fp8-param-gather with {enabled(others)}", "leave one of them out"
+    stored = {"--fp8-param-gather": flags.fp8_param_gather, "--fp4-param-gather": flags.fp4_param_gather}
+    if any(stored.values()) and any(others.values()):
+        yield f"{enabled(stored)} with {enabled(others)}", "leave one of them out"

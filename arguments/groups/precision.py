@@ -5,7 +5,6 @@ from typing import Literal
 
 from arguments.flag import close, flag, not_yet, ours, refused
 
-_PRIMARY = "weights are stored and gathered in the dtype of the parameters; leave the flag out"
 _CUSTOM = "use one of the recipes of Megatron"
 _BLOCKS = "fp16 and fp8 state has one scale per 128 elements"
 
@@ -72,8 +71,8 @@ class PrecisionFlags:
     """Compute the GEMMs of linear layers in FP4."""
     fp4_recipe: Literal["nvfp4", "custom"] = not_yet("nvfp4", _CUSTOM)
     """FP4 scaling recipe."""
-    fp4_param_gather: bool = not_yet(False, _PRIMARY)
-    """Store and all-gather weights in FP4."""
+    fp4_param_gather: bool = flag(False)
+    """Store and all-gather the weights of FP4 GEMMs in FP4, instead of FP4 copies of weights in bf16."""
     emulate_low_precision: bool = ours(False)
     """Compute FP8 and FP4 GEMMs from dequantised operands. Slow; for numerics on devices without these formats."""
 

@@ -34,6 +34,16 @@ class OperandFormat:
     stochastic: bool = False
     """Rounds elements up with the probability of their fraction, instead of to nearest (nvfp4)."""
 
+    @property
+    def bits(self) -> int:
+        """Bits per element."""
+        return 4 if self.element == "e2m1" else 8
+
+    def is_stored(self, width: int) -> bool:
+        """Whether weights with rows of `width` elements are stored in this format. Rows in E2M1 must be whole blocks,
+        because GEMMs read padded rows of packed elements."""
+        return self.element != "e2m1" or width % self.block[1] == 0
+
     def row_bytes(self, width: int) -> int:
         """Bytes of a row of `width` FP8 elements and of the scales of its blocks."""
         return width + -(-width // self.block[1]) * (1 if self.scale == "e8m0" else 4)
@@ -126,7 +136,7 @@ class PrecisionConfig:
     """Format of Adam's second moment (`--exp-avg-sq-dtype`). If `main_params_dtype` is fp64, it is always fp64."""
     store_param_remainders: bool = False
     """Stores only the low 16 bits of fp32 master weights; the bf16 parameters are the high 16 bits. This is lossless
-    (`--store-param-remainders`). Weights stored in FP8 have whole master weights."""
+    (`--store-param-remainders`). Weights stored in FP8 or FP4 have whole master weights."""
     low_precision: LowPrecisionConfig | None = None
     """FP8 or FP4 GEMMs (`--fp8-format`, `--fp4-format`); None: GEMMs use the format `params`."""
     module_precision: tuple[ModulePrecision, ...] = ()

@@ -28,7 +28,7 @@ from megatron_moe.cost_model.activations import (
 )
 from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_parameters
-from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, layer_recipes, low_by_rank, stored_in_fp8
+from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, layer_recipes, low_by_rank, stored_bytes
 from megatron_moe.cost_model.workspace import (
     ATTENTION,
     Workspace,
@@ -120,7 +120,7 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
         of_weight = 2
     masters = owned * of_weight
     if precision.low_precision_params:
-        weights += low.total * (stored_in_fp8(precision).total - weight)
+        weights += low.total * (stored_bytes(precision).total - weight)
         masters += (low.attention / owners[0] + low.expert / owners[1]) * (main - of_weight)
     elif precision.recipe is not None:
         weights += low.total * _LOW_WEIGHT.get(precision.recipe, 2.0)
@@ -367,13 +367,14 @@ class RankMemory:
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _transposed(self, layer: LayerConfig) -> float:
-        """Bytes of the transposed copy of a feed-forward part's largest weight stored in FP8, made for an input
-        gradient."""
+        """Bytes of the transposed copy of a feed-forward part's largest weight stored in FP8 or FP4, made for
+        an input gradient."""
         if not self.plan.precision.low_precision_params:
             return 0.0
         config = layer.feed_forward.shard(self.plan.parallel)
         mlp, num = (config, 1) if isinstance(config, MLPConfig) else (config.experts, config.experts.num_experts)
-        return float(num * layer.mixer.hidden_size * mlp.activation.fan * mlp.ffn_hidden_size)
+        elements = num * layer.mixer.hidden_size * mlp.activation.fan * mlp.ffn_hidden_size
+        return elements * stored_bytes(self.plan.precision).transposed
 
     def _visiting(self, rank: int) -> float:
         """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks if it is

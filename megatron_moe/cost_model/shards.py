@@ -104,12 +104,15 @@ def low_by_rank(plan: RunPlan, rank: int) -> HeldElements:
 
 
 class StoredBytes(NamedTuple):
-    """Bytes per weight element with `--fp8-param-gather`."""
+    """Bytes per weight element with `--fp8-param-gather` or `--fp4-param-gather`."""
 
     gathered: float
     scales: float
     amax: float
     """Largest magnitudes in fp32, which ranks reduce."""
+
+    transposed: float = 1.0
+    """Bytes of the transposed copy that an input gradient reads."""
 
     @property
     def total(self) -> float:
@@ -117,13 +120,15 @@ class StoredBytes(NamedTuple):
         return self.gathered + self.scales
 
 
-def stored_in_fp8(precision: PrecisionConfig) -> StoredBytes:
+def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
     """Storage of weights for the run's recipe; one scale per matrix counts as nothing."""
     match precision.recipe:
         case "blockwise":
             return StoredBytes(1.0, 4 / 128**2, 4 / 128**2)
         case "mxfp8":  # a copy for each direction
             return StoredBytes(2.0, 2 / 32, 8 / 32)
+        case "nvfp4":
+            return StoredBytes(0.5, 1 / 16**2, 4 / 16**2, 0.5)
         case _:
             return StoredBytes(1.0, 0.0, 0.0)
 

@@ -17,7 +17,7 @@ from megatron_moe.cost_model.activations import ActivationSizes, num_bytes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
-from megatron_moe.cost_model.shards import HeldElements, held_by_rank, layer_recipes, low_by_rank, stored_in_fp8
+from megatron_moe.cost_model.shards import HeldElements, held_by_rank, layer_recipes, low_by_rank, stored_bytes
 
 _PROBABILITY = 4
 """Bytes of the fp32 routing probability that is sent with each row."""
@@ -259,7 +259,7 @@ class Communication:
         """Yields the data-parallel traffic: gradient all-reduce; with ZeRO-1, reduce-scatter and weight all-gather."""
         plan, parallel = self.plan, self.plan.parallel
         held, low = held_by_rank(plan.model, plan.layout, rank, parallel), HeldElements()
-        config, in_fp8 = plan.data_parallel, stored_in_fp8(plan.precision)
+        config, stored = plan.data_parallel, stored_bytes(plan.precision)
         if plan.precision.low_precision_params:
             low = low_by_rank(plan, rank)
         for group, size, elements, of_low, names in (
@@ -272,9 +272,9 @@ class Communication:
             reduced = ring(size, passes * grads, placement, group=group, what=f"gradients: {names}")
             yield replace(reduced, hidden=config.overlap_grad_reduce)
             if config.use_distributed_optimizer:
-                # the magnitudes of weights stored in FP8 are all-reduced
+                # the magnitudes of weights stored in FP8 or FP4 are all-reduced
                 weights = float((elements - of_low) * num_bytes(plan.precision.params))
-                weights += of_low * (in_fp8.gathered + 2 * in_fp8.amax)
+                weights += of_low * (stored.gathered + 2 * stored.amax)
                 gathered = ring(size, weights, placement, group=group, what=f"weights: {names}")
                 yield replace(gathered, hidden=config.overlap_param_gather)
 

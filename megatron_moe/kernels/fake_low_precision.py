@@ -52,6 +52,9 @@ def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, in
 
 
 def transpose_weight(data: Tensor) -> Tensor:
+    if data.dtype == torch.uint8:
+        *stack, rows, half = data.shape
+        return data.new_empty(*stack, 2 * half, rows // 2)
     return torch.empty_like(data.mT, memory_format=torch.contiguous_format)
 
 
@@ -126,9 +129,6 @@ def _blocks(size: int, length: int) -> int:
 
 def _copy(x: Tensor, shape: tuple[int, ...], form: OperandFormat, blocks: int, num_matrices: int) -> QuantizedCopy:
     """Empty copy of `shape` with `blocks` blocks along its last dim, over all matrices of a stack."""
-    if form.element == "e2m1":
-        data = x.new_empty((*shape[:-1], -(-shape[-1] // 2)), dtype=torch.uint8)
-    else:
-        data = x.new_empty(shape, dtype=DTYPES[form.element])
+    data = x.new_empty((*shape[:-1], -(-shape[-1] * form.bits // 8)), dtype=DTYPES[form.element])
     num_scales = num_matrices if form.block == WHOLE else blocks * _blocks(shape[-2], form.block[0])
     return QuantizedCopy(data, x.new_empty(num_scales, dtype=SCALE_DTYPES[form.scale]))

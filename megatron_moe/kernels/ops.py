@@ -254,15 +254,15 @@ class Kernels(Quantizers, Protocol):
         gradient is the sum of grad^T @ rows over `parts` (not empty), in the dtype of `out`; 0 if it has no rows."""
         ...
 
-    # quantisation of weights that are stored in FP8
+    # quantisation of weights that are stored in FP8 or FP4
     def weight_amax_(self, amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
         """Raises `amax` (fp32 [e, blocks along O, blocks along I], any strides) to the largest magnitudes of the blocks
         that contain elements of `part`. `block`: (rows, columns) of a block."""
         ...
 
     def quantize_weight_part(self, part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
-        """Writes the FP8 elements of a part of a weight to `out` [n]. `factors`: factor of each block, in the
-        layout of `weight_amax_`, by which elements are multiplied."""
+        """Writes the FP8 elements of a part of a weight to `out` [n], or its packed E2M1 elements to `out` (uint8
+        [n / 2]). `factors`: factor of each block, in the layout of `weight_amax_`, by which elements are multiplied."""
         ...
 
     # quantisation fused into the ops whose results are quantised; formats with one scale per block of a row

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.config.precision import WHOLE, Element
+from megatron_moe.config.precision import WHOLE
 from megatron_moe.kernels.low_precision_state import round_weights
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, WeightPart, internal_dtype
+from megatron_moe.precision import nvfp4
 from megatron_moe.precision.expert_rows import dequantize_expert_rows
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
-from megatron_moe.precision.quantizers import cast
+from megatron_moe.precision.quantizers import DTYPES, cast
 
 
 def quantized_linear_forward(x: MatrixOperand, weight: MatrixOperand, bias: Tensor | None) -> Tensor:
@@ -117,12 +118,12 @@ def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, in
     per_row = factors.flatten(0, 1)[_block_rows(part, factors, block[0])]
     skipped = part.start - first * inputs
     per_element = per_row.repeat_interleave(block[1], dim=1)[:, :inputs].flatten()[skipped:][: len(part.values)]
-    element: Element = "e4m3" if out.dtype is torch.float8_e4m3fn else "e5m2"
+    element = next(name for name, dtype in DTYPES.items() if dtype == out.dtype)
     out.copy_(cast(round_weights(part.values, part.dtype).float() * per_element, element))
 
 
 def transpose_weight(data: Tensor) -> Tensor:
-    return data.mT.contiguous()
+    return nvfp4.transpose(data) if data.dtype == torch.uint8 else data.mT.contiguous()
 
 
 def _rows_of(part: WeightPart) -> tuple[int, int]:

@@ -73,7 +73,7 @@ def label_links(pipeline: Pipeline, tracker: Tracker) -> None:
 def mark_state(trainer: Trainer, tracker: Tracker) -> None:
     """Marks weights, gradients, master weights and optimizer moments as persistent state."""
     for buffer in trainer.buffers.buffers:
-        for flat in buffer.stored:
+        for flat in buffer.codes or (buffer.weights,):
             tracker.is_state(flat, "weights")
         for slot in buffer.slots:
             for tensor in slot.parameter.stored_tensors if buffer.codes else ():

@@ -163,16 +163,16 @@ class Optimizer:
         """Launches the updates of all buckets on the optimizer stream. Requires that no earlier update is pending."""
         self._scalars = scalars
         with streams.fork("optimizer"):
-            in_fp8 = []
+            quantized = []
             for number, bucket in enumerate(self._buckets):
                 for operands in bucket:
                     self.rule.step(scalars, operands, self.buffers.kernels)
-                if self.store.is_in_fp8(number):
-                    in_fp8.append(number)
+                if self.store.is_quantized(number):
+                    quantized.append(number)
                 else:
                     self.store.write_back(number, streams)
             self._stored.update()
-            for number in in_fp8:
+            for number in quantized:
                 self.store.write_back(number, streams)
 
     def weights_from_masters(self) -> None:
@@ -192,12 +192,12 @@ class Optimizer:
 
     def masters_from_weights(self) -> None:
         """Copies the parameters to the master weights. Needed if parameters are set without optimizer state. Parameters
-        that are stored in FP8 must be set inside `plain_weights`."""
+        that are stored in FP8 or FP4 must be set inside `plain_weights`."""
         self.finish_gather()
         self.on_new_weights()
         self._host_copies.synchronize_all()
         self._copies = []
-        assert not self._free_buffers(), "the values of weights stored in FP8 are not allocated"
+        assert not self._free_buffers(), "the values of weights stored in FP8 or FP4 are not allocated"
         for state in self.states:
             state.master_from_weights()
         if self._stored.buffers:
@@ -208,9 +208,9 @@ class Optimizer:
     def plain_weights(self) -> Iterator[None]:
         """Context in which all parameters contain their values in the dtype of the run, equal on all ranks.
 
-        Only parameters that are stored in FP8 do not contain them otherwise. They are set to the rounded master weights
-        and freed at the end. New values take effect with `weights_from_masters` or `masters_from_weights`. Collective
-        over the replica groups if the optimizer is sharded.
+        Only parameters that are stored in FP8 or FP4 do not contain them otherwise. They are set to the rounded master
+        weights and freed at the end. New values take effect with `weights_from_masters` or `masters_from_weights`.
+        Collective over the replica groups if the optimizer is sharded.
         """
         buffers = self._free_buffers()
         if not buffers:
@@ -233,11 +233,11 @@ class Optimizer:
                 buffer.free_weights()
 
     def _free_buffers(self) -> list[FlatBuffer]:
-        """Buffers of weights stored in FP8 whose values are not allocated."""
+        """Buffers of weights stored in FP8 or FP4 whose values are not allocated."""
         return [buffer for buffer in self._stored.buffers if not buffer.has_weights]
 
     def _publish(self) -> None:
-        """Quantises new master weights of parameters stored in FP8, and publishes all buckets."""
+        """Quantises new master weights of parameters stored in FP8 or FP4, and publishes all buckets."""
         self._stored.update()
         self.store.write_back_all()
 

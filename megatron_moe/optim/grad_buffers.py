@@ -151,7 +151,7 @@ class FlatBuffer:
         """Flat tensor in the storage format; the parameters are views of it. If `codes` replace the weights, a NaN
         placeholder without memory, except between `allocate_weights` and `free_weights`."""
         self.codes = tuple(
-            torch.zeros(layout.size, dtype=torch.uint8, device=device) for _ in range(layout.key.num_codes)
+            torch.zeros(layout.size * bits // 8, dtype=torch.uint8, device=device) for bits in layout.key.code_bits
         )
         """Flat bytes of the quantised copies of all weights (`Parameter.stored`); empty if the weights are stored."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
@@ -165,6 +165,14 @@ class FlatBuffer:
     def owned_parts(self, flat: Tensor) -> list[Tensor]:
         """Views of the ranges that this rank owns in `flat`, a tensor with this buffer's layout."""
         return [flat[start:end] for start, end in self.owned]
+
+    def stored_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+        """Views of elements `start` to `end`, both even for packed codes, in the flat tensors that store the weights
+        and that ranks exchange: `codes`, or `weights`."""
+        if not self.codes:
+            return (self.weights[start:end],)
+        sizes = zip(self.codes, self.key.code_bits, strict=True)
+        return tuple(flat[start * bits // 8 : end * bits // 8] for flat, bits in sizes)
 
     def bucket(self, index: int) -> GradBucket:
         """Creates the `GradBucket` of bucket `index`, which counts and reduces the gradients of its parameters."""
@@ -181,11 +189,6 @@ class FlatBuffer:
         """Yields each parameter's global name and its view of `flat`, a tensor with this buffer's layout."""
         for place in self.layout.places:
             yield place.name, flat[place.start : place.end].view(place.shape)
-
-    @property
-    def stored(self) -> tuple[Tensor, ...]:
-        """Flat tensors that store the weights and that ranks exchange: `codes`, or `weights`."""
-        return self.codes or (self.weights,)
 
     @property
     def has_weights(self) -> bool:
@@ -381,5 +384,5 @@ def _param_shape(name: str, parameter: Parameter, context: ParallelContext, alig
         shared_stages=meta.shared_stages and context.group("embedding").size > 1,
         uses=parameter.uses,
         alignment=alignment,
-        num_codes=0 if parameter.stored is None else len(parameter.stored.grids),
+        code_bits=() if parameter.stored is None else parameter.stored.code_bits,
     )

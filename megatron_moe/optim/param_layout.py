@@ -49,8 +49,8 @@ class ParamShape:
     uses: int = 1
     """Number of times that the backward of one microbatch adds to this parameter's gradient on this rank."""
     alignment: OwnerAlignment = "element"
-    num_codes: int = 0
-    """Number of quantised copies of the weight that are stored instead of its values."""
+    code_bits: tuple[int, ...] = ()
+    """Bits per element of each quantised copy of the weight that is stored instead of its values."""
 
     @property
     def numel(self) -> int:
@@ -99,8 +99,8 @@ class BufferKey:
 
     grid: Grid
     storage: StorageFormat
-    num_codes: int = 0
-    """Number of quantised copies that are stored instead of the weights; 0: the weights are stored."""
+    code_bits: tuple[int, ...] = ()
+    """Bits per element of each quantised copy that is stored instead of the weights; empty: the weights are stored."""
     router: bool
     """True for router weights, whose gradient norm is reported separately."""
     decay: bool
@@ -246,7 +246,7 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig) -> BufferKey:
     return BufferKey(
         grid=meta.grid,
         storage=parameter.storage,
-        num_codes=parameter.num_codes,
+        code_bits=parameter.code_bits,
         router=meta.role == "router",
         decay=decays(parameter, decay_qk_norm=optimizer.apply_wd_to_qk_layernorm),
         decoupled_lr=optimizer.decoupled_lr is not None and meta.role in ("embedding", "head"),

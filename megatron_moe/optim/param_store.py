@@ -8,6 +8,7 @@ weights and gradients of all units are resident, so `release` frees nothing and 
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron_moe.optim.grad_buffers import GradBuffers
@@ -39,9 +40,7 @@ class ParamStore:
 
     def __init__(self, buffers: GradBuffers) -> None:
         places = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
-        self._buckets = [
-            ([flat[slice(*buffer.layout.buckets[i])] for flat in buffer.stored], buffer.group) for buffer, i in places
-        ]
+        self._buckets = [(buffer.stored_parts(*buffer.layout.buckets[i]), buffer.group) for buffer, i in places]
         self._sharded = buffers.data_parallel.use_distributed_optimizer
         self._units = buffers.layout.buckets_of_units()
         self._slots: dict[str, list[tuple[str, Tensor]]] = {unit: [] for unit in self._units}
@@ -57,9 +56,9 @@ class ParamStore:
         """True if weights must be gathered from other ranks after a step."""
         return self._sharded and any(group.size > 1 for _, group in self._buckets)
 
-    def is_in_fp8(self, bucket: int) -> bool:
-        """True if the weights of the bucket are stored as FP8 bytes."""
-        return self._buckets[bucket][0][0].dtype.itemsize == 1
+    def is_quantized(self, bucket: int) -> bool:
+        """True if the weights of the bucket are stored as FP8 or FP4 bytes."""
+        return self._buckets[bucket][0][0].dtype is torch.uint8
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         """Units that contain the parameters, without duplicates. Frozen parameters have no unit."""
@@ -93,7 +92,7 @@ class ParamStore:
         """
         assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
         stored, group = self._buckets[bucket]
-        # dp_cp or edp: one bucket of weights, by default 40 million elements, or of their FP8 bytes
+        # dp_cp or edp: one bucket of weights, by default 40 million elements, or of their FP8 or FP4 bytes
         gathers = tuple(start_all_gather_(flat, group) for flat in stored) if self._sharded else ()
         if streams is not None or gathers:
             self._pending[bucket] = _PendingBucket(streams, streams.record() if streams else None, gathers)

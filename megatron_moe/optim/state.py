@@ -67,7 +67,7 @@ class UpdateOperands(NamedTuple):
     start: int
     """Offset of the first element in the buffer."""
     weights: Tensor | None
-    """None: only the master weights are updated, because the weights are stored in FP8."""
+    """None: only the master weights are updated, because the weights are stored in FP8 or FP4."""
     grads: Tensor
     stored: StoredState
 

@@ -1,4 +1,5 @@
-"""Quantises master weights to the FP8 bytes that replace the weights of parameters (`--fp8-param-gather`).
+"""Quantises master weights to the FP8 or FP4 bytes that replace the weights of parameters (`--fp8-param-gather`,
+`--fp4-param-gather`).
 
 A data-parallel rank holds the master weights of a range of every bucket, which may begin or end inside a block of
 elements with a common scale. The ranks therefore compute the largest magnitudes of the blocks in their ranges and agree
@@ -19,6 +20,7 @@ from megatron_moe.optim.param_layout import Place
 from megatron_moe.optim.state import OptimizerState
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.param_meta import Grid
+from megatron_moe.precision.nvfp4 import weight_scales
 from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES, block_scales
 from megatron_moe.precision.stored_weight import StoredWeight
 
@@ -30,6 +32,8 @@ class _SameForm:
     weights: tuple[StoredWeight, ...]
     scales: Tensor
     """Scales of all blocks of all weights, flat, as GEMMs read them."""
+    matrix_factors: Tensor
+    """Factor of the scales of every matrix, flat in fp32 (nvfp4); empty for other formats."""
 
     def split(self, flat: Tensor) -> list[tuple[Tensor, ...]]:
         """Views of one value per block of each weight's copies."""
@@ -39,19 +43,24 @@ class _SameForm:
     def set_scales(self, amax: Tensor) -> Tensor:
         """Sets the scales for the largest magnitudes `amax` of all blocks. Returns the factors by which elements are
         multiplied."""
-        first = self.weights[0]
-        if first.scale is None:
-            factors, scales = block_scales(amax, first.form, first.dtype)
-        else:  # one copy and one block per matrix
-            pairs = zip(self.weights, self.split(amax), strict=True)
+        first, pairs = self.weights[0], zip(self.weights, self.split(amax), strict=True)
+        if first.scale is not None:  # one copy and one block per matrix
             factors = torch.cat([weight.delayed_factors(found) for weight, (found,) in pairs])
             scales = 1 / factors
+        elif first.form.element == "e2m1":  # one copy; the blocks together have the matrix's largest magnitude
+            made = [weight_scales(weight.grids[0].view(found)) for weight, (found,) in pairs]
+            factors, scales, of_matrices = (
+                torch.cat([each.flatten() for each in flats]) for flats in zip(*made, strict=True)
+            )
+            self.matrix_factors.copy_(of_matrices)
+        else:
+            factors, scales = block_scales(amax, first.form, first.dtype)
         self.scales.copy_(scales)
         return factors
 
 
 class StoredWeights:
-    """All weights of this rank that are stored in FP8."""
+    """All weights of this rank that are stored in FP8 or FP4."""
 
     def __init__(self, buffers: GradBuffers, states: Sequence[OptimizerState]) -> None:
         self.buffers = tuple(buffer for buffer in buffers.buffers if buffer.codes)
@@ -63,15 +72,18 @@ class StoredWeights:
         found: dict[tuple[Grid, OperandFormat, bool], list[tuple[StoredWeight, tuple[Tensor, ...]]]] = {}
         for buffer in self.buffers:
             for place, weight in _weights_of(buffer):
-                codes = tuple(flat[place.start : place.end] for flat in buffer.codes)
+                codes = buffer.stored_parts(place.start, place.end)
                 key = buffer.key.grid, weight.form, weight.scale is None
                 found.setdefault(key, []).append((weight, codes))
         for (grid, form, _), members in found.items():
             size = sum(grid.size for weight, _ in members for grid in weight.grids)
             scales = torch.zeros(size, dtype=SCALE_DTYPES[form.scale], device=buffers.device)
-            same = _SameForm(tuple(weight for weight, _ in members), scales)
-            for (weight, codes), views in zip(members, same.split(scales), strict=True):
-                weight.attach(codes, views)
+            num_matrices = [weight.grids[0].num[0] if form.element == "e2m1" else 0 for weight, _ in members]
+            factors = torch.zeros(sum(num_matrices), device=buffers.device)
+            same = _SameForm(tuple(weight for weight, _ in members), scales, factors)
+            rows = zip(members, same.split(scales), factors.split(num_matrices), strict=True)
+            for (weight, codes), views, factor in rows:
+                weight.attach(codes, views, factor if len(factor) else None)
             self._groups.setdefault(grid, []).append(same)
 
     @torch.no_grad()
@@ -102,8 +114,9 @@ class StoredWeights:
 
     def _quantize(self, factors: dict[StoredWeight, list[Tensor]], of_grid: Grid) -> None:
         for buffer, start, weight, part in self._parts(of_grid):
-            for grid, values, flat in zip(weight.grids, factors[weight], buffer.codes, strict=True):
-                out = flat[start : start + len(part.values)].view(DTYPES[weight.form.element])
+            codes = buffer.stored_parts(start, start + len(part.values))
+            for grid, values, out in zip(weight.grids, factors[weight], codes, strict=True):
+                out = out.view(DTYPES[weight.form.element])
                 self._kernels.quantize_weight_part(part, values, grid.block, out)
 
     def _parts(self, of_grid: Grid) -> Iterator[tuple[FlatBuffer, int, StoredWeight, WeightPart]]:

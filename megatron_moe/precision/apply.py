@@ -46,9 +46,11 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
             }
             config = config.of_experts if isinstance(module, ExpertStack) else config
             module.precision = LinearPrecision(config, kernels, **options)
-            if precision.low_precision_params and module.weight is not None:
+            if not precision.low_precision_params or module.weight is None:
+                continue
+            shape, dtype = tuple(module.weight.shape), module.weight.dtype
+            if config.weights.is_stored(shape[-1]):
                 scale = None if delayed is None else module.precision.weight_scale
-                shape, dtype = tuple(module.weight.shape), module.weight.dtype
                 module.weight.stored = StoredWeight(shape, config.weights, dtype, scale)
     for module in model.modules():
         if isinstance(module, MoELayer) and model.saved_tensors.stash is None and module.experts.has_fused_casts:

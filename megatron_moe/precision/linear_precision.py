@@ -55,7 +55,8 @@ class Quantizers(Protocol):
         ...
 
     def transpose_weight(self, data: Tensor) -> Tensor:
-        """Contiguous transposed bytes [..., I, O] of an FP8 weight [..., O, I]."""
+        """Contiguous transposed bytes [..., I, O] of an FP8 weight [..., O, I]; packed E2M1 elements, uint8
+        [..., I, O / 2], of [..., O, I / 2]."""
         ...
 
 

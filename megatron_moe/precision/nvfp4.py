@@ -14,7 +14,13 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.precision.dither import block_dither
 from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
-from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, e2m1_magnitudes, spread_scales
+from megatron_moe.precision.quantized_tensor import (
+    QuantizedCopy,
+    QuantizedTensor,
+    e2m1_codes,
+    e2m1_magnitudes,
+    spread_scales,
+)
 
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 _STEPS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -70,6 +76,23 @@ def quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool) ->
     return QuantizedTensor.of(row, column, form.block, weight.dtype)
 
 
+def weight_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(fp32 factors by which elements are multiplied, E4M3 scales of the blocks, fp32 factor of each matrix [...]) of
+    weights whose blocks have the largest magnitudes `amax`, fp32 [..., blocks along O, blocks along I]."""
+    scale = _matrix_scale(amax.amax(dim=(-2, -1)))
+    return *_block_scales(amax, scale[..., None, None]), 1 / scale
+
+
+def encode(scaled: Tensor) -> Tensor:
+    """Rounds fp32 values [..., C] to nearest E2M1 codes, with saturation, and packs them, uint8 [..., C / 2]."""
+    return pack_e2m1(_round(scaled.clamp(-_LARGEST, _LARGEST), None))
+
+
+def transpose(data: Tensor) -> Tensor:
+    """Transposes packed codes [..., R, C / 2], R even, to [..., C, R / 2]."""
+    return pack_e2m1(e2m1_codes(data).mT)
+
+
 def hadamard(x: Tensor, size: int = 16) -> Tensor:
     """Multiplies every `size` consecutive elements of the last dim by diag(signs) H / sqrt(size), in fp32, where size
     is a power of two up to 16; keeps the dtype."""
@@ -123,11 +146,16 @@ def _codes(x: Tensor, form: OperandFormat, seed: Tensor | None, scale: Tensor) -
     block_amax = wide.abs().unflatten(-1, (-1, size)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
     if height == 1:
         block_amax = block_amax.mT.contiguous()
-    per_code = scale * torch.full((), 1 / _LARGEST, device=x.device)
-    scales = (block_amax * per_code).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
-    inverse = (1 / (scales.float() * (1 / scale))).clamp(max=torch.finfo(torch.float32).max)
+    inverse, scales = _block_scales(block_amax, scale)
     scaled = (wide * spread_scales(inverse, form.block, *x.shape[-2:])).clamp(-_LARGEST, _LARGEST)
     return _round(scaled, None if seed is None else block_dither(scaled, size, seed)), scales
+
+
+def _block_scales(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(fp32 factors by which elements are multiplied, E4M3 scales) of blocks with the largest magnitudes `amax`."""
+    per_code = scale * torch.full((), 1 / _LARGEST, device=amax.device)
+    scales = (amax * per_code).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+    return (1 / (scales.float() * (1 / scale))).clamp(max=torch.finfo(torch.float32).max), scales
 
 
 def _round(scaled: Tensor, noise: Tensor | None) -> Tensor:

@@ -132,9 +132,14 @@ def decode_scales(scales: Tensor) -> Tensor:
 
 def unpack_e2m1(data: Tensor) -> Tensor:
     """fp32 values [..., C] of packed E2M1 codes, uint8 [..., C / 2]."""
-    codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).long()
+    codes = e2m1_codes(data).long()
     magnitudes = e2m1_magnitudes(codes & 7)
     return torch.where(codes >= 8, -magnitudes, magnitudes)
+
+
+def e2m1_codes(data: Tensor) -> Tensor:
+    """E2M1 codes [..., C], one per byte, of packed codes, uint8 [..., C / 2]."""
+    return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
 
 
 def e2m1_magnitudes(codes: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ They give the bytes and scales of Transformer Engine's kernels. Inputs are conve
 to nearest even and saturate; nan stays nan.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -15,7 +16,10 @@ from megatron_moe.precision import nvfp4
 from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, spread_scales
 
-DTYPES = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
+DTYPES: Mapping[Element, torch.dtype] = MappingProxyType(
+    {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
+)
+"""Dtypes of stored elements, by `OperandFormat.element`; a byte has two E2M1 elements."""
 LARGEST = MappingProxyType({"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0})
 """Largest number of each element format."""
 SCALE_DTYPES = MappingProxyType(
@@ -140,6 +144,8 @@ def scale_of(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
 
 
 def cast(scaled: Tensor, element: Element) -> Tensor:
-    """Rounds fp32 values to FP8, with saturation."""
+    """Rounds fp32 values [..., C] to nearest, with saturation. E2M1 elements are packed, [..., C / 2]."""
+    if element == "e2m1":
+        return nvfp4.encode(scaled)
     largest = LARGEST[element]
     return scaled.clamp(-largest, largest).to(DTYPES[element])

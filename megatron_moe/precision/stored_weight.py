@@ -1,4 +1,5 @@
-"""Weights stored in FP8: bytes and scales that replace the values of a parameter (`--fp8-param-gather`).
+"""Weights stored in FP8 or FP4: bytes and scales that replace the values of a parameter (`--fp8-param-gather`,
+`--fp4-param-gather`).
 
 The bytes of a weight are a range of a flat buffer, in the order of the weight's elements, so that a data-parallel rank
 can quantise any range of elements and an all-gather can exchange the bytes. The scales follow from the largest
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE, OperandFormat
@@ -59,18 +61,26 @@ class StoredWeight:
         """Blocks of each stored copy. Formats with blocks (1, n) have one copy for each direction."""
         self._codes: tuple[Tensor, ...] = ()
         self._scales: tuple[Tensor, ...] = ()
+        self._factor: Tensor | None = None
         self._amax = torch.zeros(0)
 
-    def attach(self, codes: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -> None:
-        """Sets the flat tensors, one per copy, that contain bytes (uint8) and scales."""
+    def attach(self, codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], factor: Tensor | None = None) -> None:
+        """Sets the flat tensors, one per copy, that contain bytes (uint8) and scales. `factor`: flat tensor of the
+        factors of the matrices' scales (nvfp4)."""
         self._codes = tuple(code.view(DTYPES[self.form.element]) for code in codes)
         self._scales = scales
+        self._factor = None if factor is None else factor.view(self.shape[:-2])
         self._amax = torch.zeros_like(scales[0] if self.scale is not None else scales[0][:0])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Bytes and scales of all copies, flat."""
-        return (*self._codes, *self._scales)
+        return (*self._codes, *self._scales, *(() if self._factor is None else (self._factor,)))
+
+    @property
+    def code_bits(self) -> tuple[int, ...]:
+        """Bits per element of each copy."""
+        return (self.form.bits,) * len(self.grids)
 
     @property
     def amax(self) -> Tensor:
@@ -85,16 +95,20 @@ class StoredWeight:
 
     def operand(self) -> QuantizedTensor:
         """The weight without the transposed copy, as an operand of GEMMs."""
-        row = QuantizedCopy(self._codes[0].view(self.shape), self._scales[0].view(self._scales_shape(self.grids[0])))
+        scales = self._scales[0].view(self._scales_shape(self.grids[0]))
+        row = QuantizedCopy(self._codes[0].view(*self.shape[:-1], -1), scales, self._factor)
         return QuantizedTensor.of(row, None, self.form.block, self.dtype)
 
     def with_columns(self, transpose: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """The weight with the transposed copy, which `transpose` makes from the bytes [..., O, I]."""
-        grid, scales = self.grids[-1], self._scales[-1]
+        """The weight with the transposed copy, which `transpose` makes from the bytes [..., O, I], or [..., O, I / 2]
+        of packed elements, whose rows O are padded to whole blocks."""
+        grid, scales, data = self.grids[-1], self._scales[-1], self._codes[-1].view(*self.shape[:-1], -1)
+        if self.form.element == "e2m1":
+            data = F.pad(data, (0, 0, 0, -self.shape[-2] % self.form.block[0]))
         scales = scales.view(self._scales_shape(grid))
         if self.form.block[0] > 1:
             scales = scales.mT.contiguous()
-        column = QuantizedCopy(transpose(self._codes[-1].view(self.shape)), scales)
+        column = QuantizedCopy(transpose(data), scales, self._factor)
         return QuantizedTensor.of(self.operand().row_copy, column, self.form.block, self.dtype)
 
     def _scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ def differing_replicas(checksums: Sequence[Mapping[str, int]], group: ProcessGro
 
 
 def _checksum(parameter: Parameter) -> int:
-    """crc32 of the parameter's bytes, and of its scales if it is stored in FP8."""
+    """crc32 of the parameter's bytes, and of its scales if it is stored in FP8 or FP4."""
     checksum = 0
     for tensor in parameter.stored_tensors:
         flat = tensor.cpu().contiguous().view(-1)

@@ -145,8 +145,12 @@ def test_missing_and_wrong_inputs_are_reported_before_the_figures(ready, more, w
 
 
 def test_missing_inputs_come_before_missing_features(ready):
-    text = answer_to(f"{ready} --split x --fp4-param-gather --dry-run")
-    assert text.index("--split x") < text.index("ranks\n") < text.index("--fp4-param-gather is not available yet")
+    text = answer_to(f"{ready} --split x --decrease-batch-size-if-needed --dry-run")
+    assert (
+        text.index("--split x")
+        < text.index("ranks\n")
+        < text.index("--decrease-batch-size-if-needed is not available yet")
+    )
 
 
 def test_a_second_start_reads_no_load_folder(ready):

@@ -304,8 +304,8 @@ def test_a_value_that_is_not_available_is_refused_unless_it_is_harmless_and_may_
     assert texts_of("--cpu-offloading") == ["--cpu-offloading is not available yet (command line)"]
     plan = plan_of("--cpu-offloading --allow-ignored-flags")
     assert "ignored: --cpu-offloading is not available" in plan.notes
-    assert texts_of("--fp4-param-gather --allow-ignored-flags") == [
-        "--fp4-param-gather is not available yet (command line)"
+    assert texts_of("--decrease-batch-size-if-needed --allow-ignored-flags") == [
+        "--decrease-batch-size-if-needed is not available yet (command line)"
     ]
 
 

@@ -26,8 +26,8 @@ LARGEST_ERROR = 0.04
 differ by up to 1/8."""
 
 
-def start(recipe: str, *more: str) -> TimedRun:
-    flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), *FP8.split(), *more]
+def start(recipe: str, *more: str, precision: str = FP8) -> TimedRun:
+    flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), *precision.split(), *more]
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
     return TimedRun(plan)

@@ -12,7 +12,7 @@ from megatron_moe.kernels.ops import WeightPart
 from megatron_moe.precision.quantizers import scale_of
 from tests.gpu.host_sync import no_host_sync
 from tests.gpu.test_fp8_on_one_gpu import wild
-from tests.gpu.test_fp8_steps_on_one_gpu import start
+from tests.gpu.test_fp8_steps_on_one_gpu import FP8, start
 from tests.helpers.fp8_oracle import same_elements
 from tests.helpers.tolerances import EXACT
 from tests.precision.test_stored_weight import FORMS
@@ -47,10 +47,9 @@ def test_ranges_have_the_magnitudes_and_bytes_of_the_reference(shape: tuple[int,
     assert torch.equal(transposed.view(torch.uint8), codes.view(shape).view(torch.uint8).mT)
 
 
-def trained(*more: str) -> dict[str, Tensor]:
-    run = start(
-        "m8", "--no-fp8-wgrad", "--deterministic-mode", "--use-distributed-optimizer", "--clip-grad", "0", *more
-    )
+def trained(precision: str, *more: str) -> dict[str, Tensor]:
+    common = "--no-fp8-wgrad --deterministic-mode --use-distributed-optimizer --clip-grad 0"
+    run = start("m8", *common.split(), *more, precision=precision)
     for _ in range(4):
         run.step()
     with run.trainer.optimizer.plain_weights():
@@ -59,8 +58,13 @@ def trained(*more: str) -> dict[str, Tensor]:
     return weights
 
 
-def test_steps_give_the_weights_of_steps_with_plain_weights() -> None:
-    EXACT.check_all(trained("--fp8-param-gather"), trained(), "weights after 4 steps")
+@pytest.mark.parametrize(
+    ("precision", "stored"),
+    [(FP8, "--fp8-param-gather"), ("--fp4-format e2m1 --emulate-low-precision", "--fp4-param-gather")],
+    ids=["blockwise", "nvfp4"],
+)
+def test_steps_give_the_weights_of_steps_with_plain_weights(precision: str, stored: str) -> None:
+    EXACT.check_all(trained(precision, stored), trained(precision), "weights after 4 steps")
 
 
 def test_steps_run_without_host_sync() -> None:

@@ -117,9 +117,9 @@ def test_replays_read_weights_scales_and_seeds_from_fixed_addresses(
 
 
 @pytest.mark.parametrize(("model", "config"), [(LATENT, ATTENTION), (DENSE, WHOLE)], ids=["modules", "whole steps"])
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "mxfp8", "nvfp4"])
 def test_replays_read_stored_weights(recipe: str, model: ModelConfig, config: CudaGraphConfig) -> None:
-    """Weights stored in FP8 (`--fp8-param-gather`) are at fixed addresses."""
+    """Weights stored in FP8 or FP4 (`--fp8-param-gather`, `--fp4-param-gather`) are at fixed addresses."""
     sharded = DataParallelConfig(use_distributed_optimizer=True)
     plan = plan_of(recipe, model, data_parallel=sharded)
     plan = replace(plan, precision=replace(plan.precision, low_precision_params=True))

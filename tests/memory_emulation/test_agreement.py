@@ -184,8 +184,8 @@ def test_low_precision_copies_agree(recipe: str) -> None:
         assert found.closed.kept < compare(without).closed.kept, "neither expert rows nor activations are saved"
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8"])
-def test_weights_stored_in_fp8_agree(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8", "nvfp4"])
+def test_weights_stored_in_low_precision_agree(recipe: str) -> None:
     """Bytes and scales replace bf16 weights and their copies; master weights are whole."""
     plan = plan_of("q6")
     config = low_precision_config(recipe, layers_at_start=2, layers_at_end=1)

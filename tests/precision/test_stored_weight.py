@@ -10,8 +10,9 @@ from megatron_moe.config.precision import OperandFormat, low_precision_config
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.low_precision_state import round_weights
 from megatron_moe.kernels.ops import WeightPart
+from megatron_moe.precision.nvfp4 import weight_scales
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
-from megatron_moe.precision.quantizers import SCALE_DTYPES, block_scales, quantize_weight
+from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES, block_scales, quantize_weight
 from megatron_moe.precision.stored_weight import StoredWeight
 
 FORMS = {
@@ -20,8 +21,10 @@ FORMS = {
     "fp32 scales": low_precision_config("blockwise", blocks=4, power_of_2=False).weights,
     "mxfp8": low_precision_config("mxfp8").weights,
     "single elements": low_precision_config("blockwise", blocks=1).weights,
+    "nvfp4": low_precision_config("nvfp4", blocks=2).weights,
 }
-SHAPES = ((8, 12), (9, 7), (3, 10, 6), (2, 5, 33), (1, 5))
+SHAPES = ((8, 12), (9, 7), (3, 10, 6), (2, 5, 33), (2, 9, 4), (1, 5))
+CASES = [(name, shape) for name, form in FORMS.items() for shape in SHAPES if form.is_stored(shape[-1])]
 
 
 def masters(shape: tuple[int, ...]) -> Tensor:
@@ -35,22 +38,27 @@ def masters(shape: tuple[int, ...]) -> Tensor:
 def stored(values: Tensor, form: OperandFormat, cuts: list[int], dtype: torch.dtype = torch.bfloat16) -> StoredWeight:
     """Quantises the ranges between the cuts one after the other, like the ranks that own them."""
     weight, flat = StoredWeight(tuple(values.shape), form, dtype), values.flatten()
-    codes = tuple(torch.full((len(flat),), 77, dtype=torch.uint8) for _ in weight.grids)
+    codes = tuple(torch.full((len(flat) * bits // 8,), 77, dtype=torch.uint8) for bits in weight.code_bits)
     parts = [WeightPart(flat[a:b], a, weight.shape, dtype) for a, b in pairwise([0, *cuts, len(flat)]) if a < b]
-    scales = []
+    scales, matrix_factors = [], None
     for grid, code in zip(weight.grids, codes, strict=True):
         found = []
         for part in parts:
             of_rank = torch.zeros(grid.size)
             reference.weight_amax_(grid.view(of_rank), part, grid.block)
             found.append(of_rank)
-        factors, made = block_scales(torch.stack(found).amax(dim=0), form, dtype)
+        amax = torch.stack(found).amax(dim=0)
+        if form.element == "e2m1":
+            factors, made, matrix_factors = weight_scales(grid.view(amax))
+        else:
+            factors, made = block_scales(amax, form, dtype)
         assert made.dtype == SCALE_DTYPES[form.scale]
         scales.append(made)
         for part in parts:
-            out = code[part.start :][: len(part.values)].view(torch.float8_e4m3fn)
+            size = len(part.values) * form.bits // 8
+            out = code[part.start * form.bits // 8 :][:size].view(DTYPES[form.element])
             reference.quantize_weight_part(part, grid.view(factors), grid.block, out)
-    weight.attach(codes, tuple(scales))
+    weight.attach(codes, tuple(scales), matrix_factors)
     return weight
 
 
@@ -58,17 +66,21 @@ def check(found: QuantizedTensor, expected: QuantizedTensor) -> None:
     for copy, other in ((found.row_copy, expected.row_copy), (found.column_copy, expected.column_copy)):
         assert copy.data.shape == other.data.shape and copy.scales.shape == other.scales.shape
         assert torch.equal(copy.data.view(torch.uint8), other.data.view(torch.uint8))
-        assert torch.equal(copy.scales, other.scales)
+        assert torch.equal(copy.scales.float(), other.scales.float())
+        assert (copy.factor is None) == (other.factor is None)
+        assert copy.factor is None or torch.equal(copy.factor, other.factor)
     assert (found.block, found.dtype) == (expected.block, expected.dtype)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_division_gives_the_bytes_of_the_whole_weight(form: OperandFormat, shape: tuple[int, ...]) -> None:
-    values = masters(shape)
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
+def test_every_division_gives_the_bytes_of_the_whole_weight(name: str, shape: tuple[int, ...]) -> None:
+    """Packed elements are divided between bytes."""
+    values, form = masters(shape), FORMS[name]
     expected = quantize_weight(round_weights(values, torch.bfloat16), form, columnwise=True)
     size = values.numel()
-    divisions = [[], *([cut] for cut in range(1, size)), [size // 3, size // 3, size // 2], list(range(1, size))]
+    step = 8 // form.bits
+    few = [size // 3 // step * step] * 2 + [size // 2 // step * step]
+    divisions = [[], *([cut] for cut in range(step, size, step)), few, list(range(step, size, step))]
     for cuts in divisions if size < 100 else divisions[::7]:
         weight = stored(values, form, cuts)
         assert weight.operand().columnwise is None

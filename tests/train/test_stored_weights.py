@@ -1,5 +1,7 @@
-"""Weights stored in FP8 (--fp8-param-gather): equal numbers as with FP8 copies of plain weights, in every layout."""
+"""Weights stored in FP8 or FP4 (--fp8-param-gather, --fp4-param-gather): equal numbers as with quantised copies of
+plain weights, in every layout."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.layout_check.table import compare_runs
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import quantize_weight
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.train.checkpointing import saved_tensors
@@ -40,11 +43,12 @@ CONFIGS = {
     "tensorwise": low_precision_config("tensorwise"),
     "delayed": low_precision_config("delayed", hybrid=True, amax_history_len=3, amax_compute_algo="max"),
     "mxfp8": low_precision_config("mxfp8", output_layer=True),
+    "nvfp4": low_precision_config("nvfp4", blocks=8),
 }
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 BF16 = PrecisionConfig(params="bf16", store_param_remainders=True)
 SHARDED = DataParallelConfig(use_distributed_optimizer=True)
-BLOCKWISE, DELAYED = CONFIGS["blockwise"], CONFIGS["delayed"]
+BLOCKWISE, DELAYED, NVFP4 = (CONFIGS[name] for name in ("blockwise", "delayed", "nvfp4"))
 
 
 def plan_of(
@@ -66,14 +70,23 @@ def trained(plan: RunPlan, context: ParallelContext | None = None, steps: int = 
     return {name: value for name, value in found.items() if " norm " not in name}
 
 
-def weights_and_bytes(trainer: Trainer) -> dict[str, tuple[Tensor, Tensor]]:
-    """Values and stored bytes of all weights that are stored in FP8."""
+def weights_and_copies(trainer: Trainer) -> dict[str, tuple[Tensor, tuple[Tensor, ...]]]:
+    """Values of all weights that are stored in FP8 or FP4, with the bytes of their elements, scales and factor."""
     with trainer.optimizer.plain_weights():
         return {
-            name: (parameter.detach().clone(), parameter.stored.operand().row_copy.data.clone())
+            name: (parameter.detach().clone(), bytes_of(parameter.stored.operand()))
             for name, parameter in named_parameters(trainer.model)
             if parameter.stored is not None
         }
+
+
+def bytes_of(weight: QuantizedTensor) -> tuple[Tensor, ...]:
+    parts = [part for part in weight.row_copy if part is not None]
+    return tuple(part.reshape(-1).contiguous().view(torch.uint8).clone() for part in parts)
+
+
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(each, other) for each, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp64", "bf16"])
@@ -83,24 +96,31 @@ def test_stored_weights_change_no_bit(name: str, precision: PrecisionConfig | No
     EXACT.check_all(trained(plan_of(CONFIGS[name], precision=precision)), expected)
 
 
-@pytest.mark.parametrize("config", [BLOCKWISE, CONFIGS["mxfp8"]], ids=["blockwise", "mxfp8"])
-def test_stored_weights_take_no_memory_for_values(config: LowPrecisionConfig) -> None:
-    """Linear weights have 1 or 2 bytes per element and one NaN as values; all others keep their values."""
+@pytest.mark.parametrize(
+    ("config", "num_bytes"),
+    [(BLOCKWISE, 1), (CONFIGS["mxfp8"], 2), (NVFP4, 0.5), (low_precision_config("nvfp4"), 0.5)],
+    ids=["blockwise", "mxfp8", "nvfp4", "nvfp4 with incomplete blocks"],
+)
+def test_stored_weights_take_no_memory_for_values(config: LowPrecisionConfig, num_bytes: float) -> None:
+    """Linear weights have `num_bytes` per element and one NaN as values; all others keep their values, as do weights
+    with 24 inputs, which are not whole blocks of 16."""
     trainer = start(plan_of(config, precision=BF16))
     found = dict(named_parameters(trainer.model))
     stored = {name for name, parameter in found.items() if parameter.stored is not None}
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in stored} == {
-        *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    modules = {re.sub(r"decoder\.layers\.\d+\.|\.weight", "", name) for name in stored}
+    assert modules == {
+        *("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+        *("mlp.experts.linear_fc1", *(() if config.weights.block == (16, 16) else ("mlp.experts.linear_fc2",))),
         *(("output_layer",) if config.output_layer else ()),
     }
     for name in stored:
         parameter = found[name]
         assert parameter.isnan().all() and parameter.untyped_storage().nbytes() == parameter.element_size()
     for buffer in trainer.buffers.buffers:
-        num_bytes = sum(flat.untyped_storage().nbytes() for flat in buffer.stored)
-        assert num_bytes == buffer.layout.size * (len(buffer.codes) or 2)
-        in_fp8 = {name in stored for name in (place.name for place in buffer.layout.places)}
-        assert in_fp8 == {bool(buffer.codes)}
+        size = sum(flat.untyped_storage().nbytes() for flat in buffer.codes or (buffer.weights,))
+        assert size == buffer.layout.size * (num_bytes if buffer.codes else 2)
+        is_stored = {name in stored for name in (place.name for place in buffer.layout.places)}
+        assert is_stored == {bool(buffer.codes)}
     remainders = {state.kept.master.format: bool(state.buffer.codes) for state in trainer.optimizer.states}
     assert remainders == {"plain": True, "remainder": False}
 
@@ -115,7 +135,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("config", "masters"), [(BLOCKWISE, "fp32"), (CONFIGS["mxfp8"], "fp16")], ids=["blockwise", "mxfp8, fp16 masters"]
+    ("config", "masters"),
+    [(BLOCKWISE, "fp32"), (CONFIGS["mxfp8"], "fp16"), (low_precision_config("nvfp4", blocks=4), "fp32")],
+    ids=["blockwise", "mxfp8, fp16 masters", "nvfp4"],
 )
 def test_ranks_whose_shards_cut_blocks_store_the_bytes_of_whole_weights(
     layout: str, config: LowPrecisionConfig, masters: FloatName
@@ -132,10 +154,9 @@ def test_ranks_whose_shards_cut_blocks_store_the_bytes_of_whole_weights(
     def main(context: ParallelContext) -> int:
         trainer = start(plan, context)
         run_steps(plan, trainer, TrainState(), 2)
-        found = weights_and_bytes(trainer)
-        for name, (values, data) in found.items():
-            expected = quantize_weight(values, config.weights, columnwise=False).row_copy.data
-            assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8)), name
+        for name, (values, copy) in weights_and_copies(trainer).items():
+            expected = bytes_of(quantize_weight(values, config.weights, columnwise=False))
+            assert same(copy, expected), name
         owned = [edge for buffer in trainer.buffers.buffers if buffer.codes for edge, _ in buffer.owned]
         places = [place for buffer in trainer.buffers.buffers if buffer.codes for place in buffer.layout.places]
         num_rows = config.weights.block[1]
@@ -149,11 +170,16 @@ def test_ranks_whose_shards_cut_blocks_store_the_bytes_of_whole_weights(
     assert sum(cuts) > 4, f"{cuts} shards begin inside a block"
 
 
-@pytest.mark.parametrize("overlap", ["none", "gather", "step"])
-def test_overlapped_gathers_and_steps_change_no_bit(overlap: str) -> None:
+@pytest.mark.parametrize("layout", ["dp2", "dp2, tp2, ep2"])
+@pytest.mark.parametrize(
+    ("config", "overlap"),
+    [(DELAYED, "none"), (DELAYED, "gather"), (DELAYED, "step"), (low_precision_config("nvfp4", blocks=4), "step")],
+    ids=["delayed, none", "delayed, gather", "delayed, step", "nvfp4, step"],
+)
+def test_overlapped_gathers_and_steps_change_no_bit(config: LowPrecisionConfig, overlap: str, layout: str) -> None:
     data_parallel = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=overlap != "none")
-    options = {"parallel": ParallelConfig(world_size=2), "data_parallel": replace(data_parallel, ddp_num_buckets=4)}
-    plan, plain = plan_of(DELAYED, **options), plan_of(DELAYED, stored=False, **options)
+    options = {"parallel": LAYOUTS[layout], "data_parallel": replace(data_parallel, ddp_num_buckets=4)}
+    plan, plain = plan_of(config, **options), plan_of(config, stored=False, **options)
     if overlap == "step":
         plan = replace(plan, optimizer=replace(plan.optimizer, overlap_optimizer_step=True))
     found = on_threads(plan.parallel, lambda context: trained(plan, context))
@@ -169,20 +195,28 @@ def test_recomputed_layers_read_the_same_bytes() -> None:
     EXACT.check_all(trained(plan_of(DELAYED, memory=MemoryConfig(recompute=whole))), trained(plan_of(DELAYED)))
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
+IN_FP8 = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
+CELLS = {
+    cell: IN_FP8
+    for cell in (
         "dp=2 zero=on overlap=params accumulation=2",
         "dp=4 zero=on ep=2 dispatcher=alltoall shared=on",
         "dp=2 zero=on ep=2 etp=2 tp=2 sp=on dispatcher=allgather accumulation=2",
         "pp=2 vpp=2 dp=2 zero=on accumulation=2 mtp=on head=tied",
         "cp=2 zero=on attention=mla latent=on",
         "dp=2 zero=on layers=dense wgrad=delayed",
-    ],
-)
+    )
+} | {
+    # inputs have one factor per tensor, so that ranks must process whole microbatches
+    "dp=2 zero=on accumulation=2 loss=token": NVFP4,
+    "pp=2 dp=2 zero=on accumulation=2 head=tied loss=token": NVFP4,
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
 def test_layouts_equal_one_rank_with_plain_weights(cell: str) -> None:
-    plan, config = cell_plan(cell_of(cell)), low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
-    plain = replace(plan, precision=replace(plan.precision, low_precision=config))
+    plan = cell_plan(cell_of(cell))
+    plain = replace(plan, precision=replace(plan.precision, low_precision=CELLS[cell]))
     stored = replace(plain, precision=replace(plain.precision, low_precision_params=True))
     found = on_threads(plan.parallel, lambda context: record(stored, context))
     comparison = compare_runs(record_one_rank(plain), found, rtol=FP64_LAYOUT.rtol)
@@ -208,7 +242,7 @@ def on_ranks(plan: RunPlan, main) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp64", "bf16"])
-@pytest.mark.parametrize("name", ["blockwise", "delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["blockwise", "delayed", "mxfp8", "nvfp4"])
 def test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout(
     name: str, precision: PrecisionConfig | None, tmp_path: Path
 ) -> None:
@@ -244,11 +278,10 @@ def test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout(
         def read(context: ParallelContext, reader: str = reader, plan: RunPlan = other) -> None:
             trainer = start(plan, context)
             resume(trainer, tmp_path / "plain", context)
-            for values, data in weights_and_bytes(trainer).values():
-                form = replace(config.weights)
+            for values, copy in weights_and_copies(trainer).values():
                 if name != "delayed":
-                    expected = quantize_weight(values, form, columnwise=False).row_copy.data
-                    assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
+                    expected = bytes_of(quantize_weight(values, config.weights, columnwise=False))
+                    assert same(copy, expected)
             save(trainer, tmp_path / reader.replace(" ", "-"), context)
 
         on_ranks(plan, read)
@@ -256,7 +289,7 @@ def test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout(
         EXACT.check_all(copied, written["plain"], f"loaded with {reader} and saved again")
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "nvfp4"])
 def test_resume_is_bitwise_identical(recipe: str, tmp_path: Path) -> None:
     plan, context = plan_of(CONFIGS[recipe]), ParallelContext.single()
     whole = start(plan)
@@ -264,9 +297,9 @@ def test_resume_is_bitwise_identical(recipe: str, tmp_path: Path) -> None:
     save(whole, tmp_path, context)
     state = TrainState(iteration=2, consumed_samples=2 * plan.batch.global_batch_size)
     expected = run_steps(plan, whole, replace(state), 2)
-    resumed = start(replace(plan, loop=replace(plan.loop, seed=99)))
+    resumed = start(plan)
+    run_steps(plan, resumed, TrainState(), 1)
     resume(resumed, tmp_path, context)
-    resumed.loop = plan.loop
     EXACT.check_all(run_steps(plan, resumed, replace(state), 2), expected)
 
 
@@ -285,12 +318,12 @@ def test_a_rejected_step_keeps_bytes_and_values() -> None:
     plan = plan_of(DELAYED)
     trainer = start(plan)
     run_steps(plan, trainer, TrainState(), 1)
-    before = weights_and_bytes(trainer)
+    before = weights_and_copies(trainer)
     trainer._may_continue.fill_(False)
     run_steps(plan, trainer, TrainState(iteration=1), 1)
-    for name, (values, data) in weights_and_bytes(trainer).items():
+    for name, (values, copy) in weights_and_copies(trainer).items():
         assert torch.equal(values, before[name][0])
-        assert torch.equal(data.view(torch.uint8), before[name][1].view(torch.uint8))
+        assert same(copy, before[name][1])
 
 
 def test_replicas_are_compared_by_their_bytes() -> None:

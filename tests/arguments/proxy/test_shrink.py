@@ -170,7 +170,7 @@ def test_problems_of_the_full_size_run_are_reported():
     ("more", "lines"),
     [
         ("--bf16 --fp8-format e4m3", "--emulate-low-precision off -> on"),
-        ("--bf16 --fp4-format e2m1 --fp4-param-gather", "--fp4-param-gather on -> off"),
+        ("--decrease-batch-size-if-needed", "--decrease-batch-size-if-needed on -> off"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex -> alltoall"),
         ("--kernel-backend triton", "--kernel-backend triton -> auto"),
         ("--device cuda", "--device cuda -> auto"),
