@@ -19,10 +19,13 @@ from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, 
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import ExpertsConfig, MLPConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.pipeline.layout import StageLayout
 
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
+_LOW_BYTES = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
+"""FP8 or FP4 recipe -> bytes per element of a quantised activation, including scales; 1 for recipes not listed."""
 WHOLE_LAYER = "whole layer"
 """Entry in `SavedActivation.recomputed_by`: the tensor is in an MTP layer and is freed by uniform full recompute."""
 _INDEX = 8
@@ -32,6 +35,11 @@ _INDEX = 8
 def num_bytes(name: str) -> int:
     """Bytes per element of a number format."""
     return _BYTES[name]
+
+
+def low_bytes(config: LowPrecisionConfig) -> float:
+    """Bytes per element of an activation or gradient that is quantised by an FP8 or FP4 recipe."""
+    return _LOW_BYTES.get(config.recipe, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from megatron_moe.cost_model.activations import (
     expert_rows,
     head_tensors,
     layer_tensors,
+    low_bytes,
     num_bytes,
     stage_tensors,
 )
@@ -41,8 +42,6 @@ from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.layout import StageLayout
 from megatron_moe.pipeline.schedule import computations
 
-_LOW_ACTIVATION = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
-"""FP8 or FP4 recipe -> bytes per element of a saved GEMM input, including scales; 1 for recipes not listed."""
 _LOW_WEIGHT = MappingProxyType({"blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32), "nvfp4": 1 + 2 / 16**2})
 """FP8 or FP4 recipe -> bytes per weight element of the rowwise and the columnwise copy; 2 for recipes not listed."""
 _FEW_GROUPS = 4
@@ -307,7 +306,7 @@ class RankMemory:
         if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
             size = float(tensor.fused_bytes)
         elif config is not None and _is_saved_in(config, tensor, freed_by) and not in_pages:
-            size = tensor.elements * _LOW_ACTIVATION.get(config.recipe, 1.0)
+            size = tensor.elements * low_bytes(config)
             if tensor.rows_of_experts is not None:
                 size *= _padding(config, *tensor.rows_of_experts)
         if memory.paged_stash is not None and tensor.even_bytes:
@@ -344,7 +343,7 @@ class RankMemory:
         config = self.plan.precision.low_precision
         if low and config is not None and config.of_experts.weight_grad:
             experts_here = feed_forward.router.num_experts // self.plan.parallel.ep
-            return rows * width * _LOW_ACTIVATION.get(config.recipe, 1.0) * _padding(config, int(rows), experts_here)
+            return rows * width * low_bytes(config) * _padding(config, int(rows), experts_here)
         return rows * width * self.sizes.activation
 
     def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
@@ -363,7 +362,7 @@ class RankMemory:
         arguments = layer, self.plan.parallel, self.sizes
         low = self.plan.precision.low_precision
         feed_forward = in_feed_forward(*arguments, low).and_more(restored[False] + self._transposed(layer))
-        attention = in_attention(*arguments).and_more(restored[True] - freed)
+        attention = in_attention(*arguments, low).and_more(restored[True] - freed)
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _transposed(self, layer: LayerConfig) -> float:

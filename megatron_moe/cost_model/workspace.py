@@ -8,6 +8,7 @@ The docstring of `activations.py` defines the dimension letters.
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
@@ -15,7 +16,7 @@ from megatron_moe.config.moe import DEEPEP_SMS, MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, may_fuse, num_bytes, saves_pairs
+from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, low_bytes, may_fuse, saves_pairs
 from megatron_moe.cost_model.expert_load import token_copies
 
 ATTENTION = ("input_norm", "attention")
@@ -46,13 +47,16 @@ class Workspace:
         return Workspace(dispatch=self.dispatch, other=self.other + size)
 
 
-def in_attention(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace in the backward of a layer's attention part."""
+def in_attention(
+    layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
+) -> Workspace:
+    """Peak workspace in the backward of a layer's attention part. `low`: FP8 or FP4 recipe of the layer."""
     mixer, size, tokens = layer.mixer.shard(parallel.tp), sizes.activation, sizes.inner
     latent = mixer.q_lora_rank or mixer.kv_lora_rank if isinstance(mixer, MLAConfig) else mixer.hidden_size
-    gathered = _gathered(parallel, sizes)
-    projection = gathered * mixer.hidden_size + tokens * mixer.out_width * size
-    peak = max(_in_core(mixer, parallel, sizes), projection, 2 * gathered * latent)
+    gathered, copies = _gathered(parallel, sizes), _Copies.of(low)
+    projection = (gathered + tokens * copies.grad) * mixer.hidden_size + tokens * mixer.out_width * size
+    inputs = (gathered + (tokens * copies.column if gathered else 0)) * latent
+    peak = max(_in_core(mixer, parallel, sizes), projection, inputs)
     if isinstance(layer.mixer, AttentionConfig) and layer.mixer.num_query_groups < parallel.tp:
         # gradients of the local q, k and v, and of q, k and v of all heads before and after the reduce-scatter
         local = layer.mixer.shard(parallel.tp).qkv_width
@@ -97,10 +101,10 @@ def in_feed_forward(
     config, hidden = layer.feed_forward.shard(parallel), layer.mixer.hidden_size
     stream = _stream(hidden, sizes)
     if isinstance(config, MLPConfig):
-        return Workspace(other=_in_mlp(config, parallel, sizes) + stream)
+        return Workspace(other=_in_mlp(config, parallel, sizes, low) + stream)
     moments = [_in_experts(config, parallel, sizes, low), _in_dispatch(config, parallel, sizes)]
     if config.shared is not None:
-        moments.append(Workspace(other=_in_mlp(config.shared.mlp, parallel, sizes)))
+        moments.append(Workspace(other=_in_mlp(config.shared.mlp, parallel, sizes, low)))
     return max(moments, key=lambda moment: moment.total).and_more(stream)
 
 
@@ -126,15 +130,41 @@ def _gathered(parallel: ParallelConfig, sizes: ActivationSizes) -> float:
     return float(sizes.inner * sizes.activation) if parallel.sequence_parallel and parallel.tp > 1 else 0.0
 
 
-def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Peak bytes in the backward of an MLP, where three sets of tensors exist one after the other: (gathered output
-    gradient, gradient of fc2's input), (gradients of fc2's input and of fc1's output), (gathered input, input gradient,
-    gradient of fc1's output)."""
-    ffn, gathered = sizes.inner * config.ffn_hidden_size * sizes.activation, _gathered(parallel, sizes)
-    products = (1 + config.activation.fan) * ffn
-    return max(
-        products, gathered * config.hidden_size + ffn, 2 * gathered * config.hidden_size + config.activation.fan * ffn
-    )
+class _Copies(NamedTuple):
+    """Bytes per element of the quantised copies of a tensor; 0 without FP8 or FP4."""
+
+    row: float
+    """Rowwise copy."""
+    column: float
+    """Columnwise copy, for weight gradients; 0 if these are not computed in FP8 or FP4."""
+
+    @classmethod
+    def of(cls, low: LowPrecisionConfig | None) -> "_Copies":
+        if low is None:
+            return cls(0.0, 0.0)
+        return cls(low_bytes(low), low_bytes(low) if low.weight_grad else 0.0)
+
+    @property
+    def grad(self) -> float:
+        """Both copies, which one kernel makes of an output gradient."""
+        return self.row + self.column
+
+
+def _in_mlp(
+    config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+) -> float:
+    """Peak bytes in the backward of an MLP, where these tensors exist one after the other: (gathered output gradient,
+    its copies, gradient of fc2's input), (gradients of fc2's input and of fc1's output), (gathered input, its copy,
+    gradient of fc1's output and its copies). With fused casts, the first two exist at the same time, with the
+    activation and its columnwise copy."""
+    tokens, gathered, copies = sizes.inner, _gathered(parallel, sizes), _Copies.of(low)
+    hidden, ffn, fan = config.hidden_size, config.ffn_hidden_size, config.activation.fan
+    products: float = tokens * (1 + fan) * ffn * sizes.activation
+    outer = (gathered + tokens * copies.grad) * hidden + tokens * ffn * sizes.activation
+    inner = (gathered + (tokens * copies.column if gathered else 0)) * hidden
+    if low is not None and low.fused_block is not None and not config.bias:
+        products += outer + tokens * ffn * (copies.column + fan * copies.row)
+    return max(products, outer, inner + tokens * fan * ffn * (sizes.activation + copies.grad))
 
 
 def _in_experts(
@@ -151,7 +181,7 @@ def _in_experts(
     copied, wide = hidden + fan * ffn, hidden + (2 + fan) * ffn
     if low.weight_grad:
         copied, wide = 2 * copied + ffn, ffn + (0 if parallel.ep * parallel.etp == 1 else hidden)
-    return Workspace(other=rows * (size * wide + (1 + num_bytes("fp32") / low.fused_block) * copied))
+    return Workspace(other=rows * (size * wide + low_bytes(low) * copied))
 
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:

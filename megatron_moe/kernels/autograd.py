@@ -149,17 +149,12 @@ class _LinearFunction(torch.autograd.Function):
         (grad,) = grads
         kernels, weight = ctx.kernels, ctx.weight
         grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:  # before the input gradient is allocated, so that a gathered input is freed
+            (x,) = ctx.saved_tensors
+            grad_weight = _dense_weight_grad(kernels, weight, grad, x if ctx.gather is None else ctx.gather(x))
+            del x
         if ctx.needs_input_grad[1]:
             grad_x = kernels.linear_input_grad(grad, weight)
-        if ctx.needs_input_grad[2]:
-            (x,) = ctx.saved_tensors
-            if ctx.gather is not None:
-                x = ctx.gather(x)
-
-            def compute(out: Tensor, accumulate: bool) -> None:
-                kernels.linear_weight_grad(grad, x, out, accumulate)
-
-            grad_weight = accumulate_grad(weight, compute)
         if ctx.needs_input_grad[3]:
             wide = internal_dtype(grad.dtype)
             grad_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(ctx.bias_dtype)
@@ -231,22 +226,19 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_q = precision.take_grad(grad)
         if grad_q is None or low_weight_grad:  # one kernel makes both copies
             grad_q = precision.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
-        if wants_x:
-            weight_q = precision.transposed(weight, ctx.weight_q)
-            grad_x = kernels.linear_input_grad(grad_q, weight_q).unflatten(0, grad.shape[:-1])
-            del weight_q
-        if wants_weight:
+        if wants_weight:  # first, as in `_LinearFunction`
             x = _saved_input(ctx)
             if isinstance(x, Tensor):
                 x = (x if ctx.gather is None else ctx.gather(x)).flatten(0, -2)
                 if low_weight_grad:
                     x = precision.input(x, rowwise=False, columnwise=True)
             operand = grad_q.only_columnwise() if low_weight_grad else grad_RO
-
-            def compute(out: Tensor, accumulate: bool) -> None:
-                kernels.linear_weight_grad(operand, x, out, accumulate)
-
-            grad_weight = accumulate_grad(weight, compute)
+            grad_weight = _dense_weight_grad(kernels, weight, operand, x)
+            del x, operand
+        if wants_x:
+            weight_q = precision.transposed(weight, ctx.weight_q)
+            grad_x = kernels.linear_input_grad(grad_q, weight_q).unflatten(0, grad.shape[:-1])
+            del weight_q
         if wants_bias:
             grad_bias = grad_RO.sum(dim=0, dtype=internal_dtype(grad.dtype)).to(ctx.bias_dtype)
         return None, grad_x, grad_weight, grad_bias, None, None, None, None, None
@@ -410,6 +402,15 @@ def _saved_input(ctx: Any, first: int = 0) -> Tensor | QuantizedTensor:
         saved: Tensor = x
         return saved
     return QuantizedTensor.of(None, QuantizedCopy(x, *scales), *ctx.saved_form)
+
+
+def _dense_weight_grad(kernels: Kernels, weight: Tensor, grad: MatrixOperand, x: MatrixOperand) -> Tensor | None:
+    """Accumulates or returns the weight gradient of a linear layer with output gradient `grad` and input `x`."""
+
+    def compute(out: Tensor, accumulate: bool) -> None:
+        kernels.linear_weight_grad(grad, x, out, accumulate)
+
+    return accumulate_grad(weight, compute)
 
 
 def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:

@@ -1,6 +1,8 @@
 """Matrix products with quantised operands: values against sums of dequantised elements, gradients, saved tensors."""
 
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.autograd import ShardedInput
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
@@ -98,6 +101,29 @@ def test_grouped_linear_quantises_every_expert_separately(config, offsets, kerne
         FP64_REF.check(leaves[0].grad[start:end], rounded(g, config, "g") @ w, f"input gradient of expert {expert}")
         expected = rounded_columns(g, config, "g").T @ rounded_columns(x, config, "x")
         FP64_REF.check(leaves[1].grad[expert], expected, f"weight gradient of expert {expert}")
+
+
+@pytest.mark.parametrize("config", [None, *CONFIGS.values()], ids=["plain", *CONFIGS])
+def test_gathered_input_is_freed_before_the_input_gradient(config: LowPrecisionConfig | None) -> None:
+    x, weight = draw(6, 10).requires_grad_(), draw(7, 10, seed=1).requires_grad_()
+    gathered: list[weakref.ref[Tensor]] = []
+
+    def gather(shard: Tensor) -> Tensor:
+        whole = torch.cat([shard, x[3:].detach()])
+        gathered.append(weakref.ref(whole))
+        return whole
+
+    def input_grad(*operands: Any) -> Tensor:
+        assert len(gathered) == 1, "the weight gradient is computed first"
+        assert gathered[0]() is None
+        return KERNELS.linear_input_grad(*operands)
+
+    product = {"linear_input_grad" if config is None else "quantized_linear_input_grad": input_grad}
+    kernels = KernelSet.of({op: getattr(KERNELS, op) for op in OPS} | product, ())
+    precision = None if config is None else LinearPrecision(config, kernels)
+    sharded = ShardedInput(x[:3].detach(), gather)
+    autograd.linear(kernels, x, weight, sharded=sharded, precision=precision).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

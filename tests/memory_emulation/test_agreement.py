@@ -234,6 +234,22 @@ def test_low_precision_under_sequence_parallelism_agrees() -> None:
     assert abs(compare(replace(plan, parallel=parallel, precision=low)).ratio - 1) < WITHIN
 
 
+@pytest.mark.parametrize("weight_grad", thinned([True, False]))
+def test_workspace_of_long_sequences_in_fp8_agrees(weight_grad: bool) -> None:
+    """The gathered output gradient of a dense MLP and its quantised copies are the largest tensors."""
+    plan = plan_of("m8")
+    model = replace(plan.model, layers=plan.model.layers[:1] * 8, loss_chunk=256)
+    memory = MemoryConfig(
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    )
+    parallel = replace(plan.parallel, tp=8, world_size=8, sequence_parallel=True)
+    low = low_precision_config("blockwise", weight_grad=weight_grad)
+    precision, data = replace(plan.precision, low_precision=low), replace(plan.data, seq_length=32768)
+    found = compare(replace(plan, model=model, memory=memory, parallel=parallel, precision=precision, data=data))
+    assert found.emulated["workspace"] > 0.2 * found.peak
+    assert abs(found.ratio - 1) < WITHIN
+
+
 def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
     plan = plan_of("m8")
     one, two = (
