@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +25,11 @@ class Source:
         """Dotted name; for an `__init__.py` the name of the package."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def num_lines(self) -> int:
         return len(self.text.splitlines())
@@ -45,20 +50,25 @@ def source(path: str, text: str) -> Source:
 
 
 @cache
+def _stored(path: Path) -> Source:
+    """Parses a file of the repository."""
+    return source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+
+
+@cache
 def sources(*tops: str) -> tuple[Source, ...]:
     """Every Python file under the given files and folders of the root that exist."""
-    found = []
+    found: list[Source] = []
     for top in tops:
         place = ROOT / top
-        paths = [place] if place.is_file() else sorted(place.rglob("*.py"))
-        found += [source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
+        found += map(_stored, [place] if place.is_file() else sorted(place.rglob("*.py")))
     return tuple(found)
 
 
 def imports(file: Source) -> Iterator[Import]:
     """Every import of the file, including those in functions. `from a import b` counts as a.b if that is a module."""
     inside = {id(node) for function in functions(file) for node in ast.walk(function) if node is not function}
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             yield from (Import(name.name, node.lineno, id(node) in inside) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -70,7 +80,7 @@ def imports(file: Source) -> Iterator[Import]:
 
 def functions(file: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 

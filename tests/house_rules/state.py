@@ -15,7 +15,7 @@ def global_findings(file: Source) -> list[str]:
     """`global` statements."""
     return [
         f"{file.path}:{node.lineno} global {', '.join(node.names)}"
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.Global)
     ]
 
@@ -33,7 +33,7 @@ def cache_findings(file: Source) -> list[str]:
     """Functions cached for the lifetime of the process."""
     return [
         f"{file.path}:{node.lineno} {node.name} is cached for the lifetime of the process"
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.FunctionDef)
         and any(_last_name(decorator) in ("cache", "lru_cache") for decorator in node.decorator_list)
         and not file.path.startswith("megatron_moe/config/")
@@ -43,7 +43,7 @@ def cache_findings(file: Source) -> list[str]:
 def except_findings(file: Source) -> list[str]:
     """Handlers that catch all exceptions."""
     findings = []
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.ExceptHandler):
             names = [None] if node.type is None else [_last_name(name) for name in _elements(node.type)]
             broad = {None, "Exception", "BaseException"} & set(names)

@@ -23,7 +23,7 @@ FLAGS = Registry.declared().flags
 
 def copies(file: Source) -> Iterator[tuple[str, str, str]]:
     """(class, field, flag) of every keyword argument of a config that is one flag, its conversion or its fallback."""
-    for call in ast.walk(file.tree):
+    for call in file.nodes:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
             first = call.args[0] if call.args else call.func
             name = first.id if call.func.id == "from_flags" and isinstance(first, ast.Name) else call.func.id

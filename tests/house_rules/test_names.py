@@ -50,7 +50,7 @@ CLASSES = frozenset(
 
 def texts(file: Source) -> Iterator[tuple[int, bool, str]]:
     """(line, is a docstring, text) of every docstring, field text and comment."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -72,7 +72,7 @@ def text_findings(files: Iterable[Source]) -> list[str]:
 
 def identifiers(file: Source) -> Iterator[tuple[int, str]]:
     """(line, name) of every class, function, parameter and assigned variable or attribute."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -96,7 +96,7 @@ def clashes(files: Iterable[Source]) -> dict[str, list[str]]:
     """Places of every class name that occurs several times; a leading underscore does not count."""
     places = defaultdict(list)
     for file in files:
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{file.path}:{node.lineno}")
     return {name: found for name, found in places.items() if len(found) > 1}

@@ -28,7 +28,7 @@ def skip_findings(files: tuple[Source, ...]) -> list[str]:
     return [
         f"{file.path}:{node.lineno} {name}"
         for file in files
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if (name := node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else "")
         in SKIPS
     ]
@@ -77,7 +77,7 @@ def test_every_kind_of_run_error_is_raised_somewhere():
         name.id
         for file in sources(*PROGRAM)
         if file is not table
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.Call) and isinstance(name := node.func, ast.Name)
     }
     report(sorted(kinds - raised), "every RunError subclass of config/exit_codes.py is raised")
@@ -87,7 +87,7 @@ def test_every_test_file_has_tests_with_descriptive_names():
     findings = []
     for file in sources("tests"):
         if file.path.rsplit("/", 1)[-1].startswith("test_"):
-            names = [node.name for node in ast.walk(file.tree) if isinstance(node, ast.FunctionDef)]
+            names = [node.name for node in file.nodes if isinstance(node, ast.FunctionDef)]
             tests = [name for name in names if name.startswith("test")]
             findings += [f"{file.path}: no tests"] * (not tests)
             findings += [f"{file.path}: {name} is not descriptive" for name in tests if name.count("_") < 2]
