@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Installs the test dependencies and runs everything that CI runs: lint, types, then tests from fast to slow.
+# Installs the test dependencies and runs everything that CI runs: lint, types, and tests, two stages at a time.
 #   bash scripts/test.sh                 everything, into the active virtual environment or into .venv
 #   INSTALL=no bash scripts/test.sh      without installing
 #   PYTHON=python3.12 bash scripts/test.sh
-# Stops at the first stage that fails. The last line has the test counts and seconds of all stages.
+# Starts no stage after one has failed. The last line has the test counts and seconds of all stages.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 3
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE # tests start more than a hundred programs
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then
     [ -d .venv ] || "${PYTHON:-python3}" -m venv .venv || exit 3
@@ -16,57 +17,57 @@ fi
 
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
-failed=""
 
-stage() { # stage NAME COMMAND...: runs it unless an earlier stage failed
-    local name=$1
-    shift
-    [ -z "$failed" ] || return 0
-    printf '\n=== %s ===\n' "$name"
-    "$@" || failed=$name
+stage() { # stage NAME COMMAND...: runs it and notes its name in `failed` if it fails
+    printf '\n=== %s ===\n' "$1"
+    "${@:2}" || echo "$1" >>"$reports/failed"
 }
 
-background() { # background NAME COMMAND...: runs it alongside the next stage unless an earlier one failed; see `join`
-    [ -z "$failed" ] || return 0
-    other=$1
-    "${@:2}" >"$reports/other.log" 2>&1 &
-    process=$!
+ok() { # succeeds unless a stage has failed
+    [ ! -e "$reports/failed" ]
 }
 
-join() { # waits for the background stage and shows its output
-    [ -n "${process:-}" ] || return 0
-    wait "$process" || failed=${failed:+$failed, }$other
-    process=""
-    printf '\n=== %s ===\n' "$other"
-    cat "$reports/other.log"
+background() { # background NAME COMMAND...: runs a stage while at most one other runs, and shows its output at the end
+    while [ "$(jobs -rp | wc -l)" -ge 2 ]; do wait -n; done
+    ok || return 0
+    printf '\n=== %s has started ===\n' "$1"
+    (
+        stage "$@" >"$reports/$1.log" 2>&1
+        cat "$reports/$1.log"
+    ) &
 }
 
-tests() { # tests REPORT ARGUMENTS...: one pytest session; its counts go into the last line
-    python -m pytest -q --durations=10 --junitxml="$reports/$1.xml" "${@:2}"
+tests() { # tests NAME ARGUMENTS...: one pytest session; its counts go into the last line
+    background "$1" python -m pytest -q --durations=10 --junitxml="$reports/$1.xml" "${@:2}"
 }
 
-existing() { # existing PATH...: the paths that exist
-    for path in "$@"; do
-        [ ! -e "$path" ] || printf '%s ' "$path"
-    done
-}
-
-quick=$(existing tests/house_rules tests/arguments tests/config tests/helpers/test_tolerances.py)
-whole_runs=$(existing tests/parity tests/end_to_end tests/faults tests/recipes tests/memory_emulation) # half of the time
+# Two stages run at a time, in this order: quick ones first, then the longest, so that both cores end together.
+quick="tests/house_rules tests/arguments tests/config"
+long=(
+    "tests/parity"
+    "tests/end_to_end tests/faults tests/recipes"
+    "tests/kernels"
+    "tests/train"
+    "tests/memory tests/memory_emulation"
+    "tests/moe"
+    "tests/model tests/optim"
+)
+all_long=${long[*]}
 
 [ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test
-stage "lint" python -m ruff check .
-# two stages run at a time, since each keeps about one core busy
+! ok || stage "lint" python -m ruff check .
 background "types" python -m mypy
 # shellcheck disable=SC2086
-stage "house rules and flags" tests quick $quick
-join
-# shellcheck disable=SC2086
-[ -z "$whole_runs" ] || background "parity and whole runs" tests whole_runs $whole_runs
+tests "house rules and flags" $quick
 # shellcheck disable=SC2046,SC2086
-stage "all other tests" tests others tests $(printf -- '--ignore=%s ' $quick $whole_runs)
-join
+tests "all other tests" tests $(printf -- '--ignore=%s ' $quick $all_long)
+for folders in "${long[@]}"; do
+    # shellcheck disable=SC2086
+    tests "${folders//tests\//}" $folders
+done
+wait
 
+failed=$(paste -sd, "$reports/failed" 2>/dev/null)
 [ -z "$failed" ] || printf '\nstage "%s" failed\n' "$failed"
 python - "$reports" "$failed" <<'PYTHON'
 import sys
