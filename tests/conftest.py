@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: identical sums everywhere, fast ranks as threads
@@ -21,6 +21,8 @@ if str(ROOT) not in sys.path:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.helpers.sampling import SAMPLED, sample  # noqa: E402
+
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -32,36 +34,21 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-SAMPLED = {
-    "kernels/test_triton_kernels.py": 2,
-    "kernels/test_triton_routing.py": 2,
-    "memory/test_cuda_graphs.py": 2,
-    "memory/test_low_precision_graphs.py": 2,
-    "memory_emulation/test_agreement.py": 3,
-    "model/test_context_parallel.py": 2,
-    "model/test_context_parallel_gpt.py": 2,
-    "moe/parallel/test_balance_over_ranks.py": 2,
-    "moe/parallel/test_dispatch_over_ranks.py": 4,
-    "moe/parallel/test_layer_over_ranks.py": 2,
-    "optim/test_state_formats.py": 2,
-    "parity/test_fused_casts.py": 2,
-    "parity/test_low_precision.py": 2,
-    "train/test_low_precision.py": 2,
-    "train/test_overlap.py": 2,
-    "train/test_stored_weights.py": 3,
-}
-"""Files whose cases are many -> n: CI runs every n-th case of each test, and the nightly run all of them."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before cases are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the cases that CI leaves out as slow."""
-    counts: Counter[tuple[Path, str]] = Counter()
+    tests = defaultdict(list)
     for item in items:
-        key = item.path, getattr(item, "originalname", item.name)
-        number, counts[key] = counts[key], counts[key] + 1
-        if number % SAMPLED.get(item.path.relative_to(ROOT / "tests").as_posix(), 1):
-            item.add_marker(pytest.mark.slow)
+        path = item.path.relative_to(ROOT / "tests").as_posix()
+        if path in SAMPLED and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if not any(item.iter_markers("slow")):
+                tests[path, item.originalname].append(item)
+    for (path, _), cases in tests.items():
+        values = [frozenset((name, id(value)) for name, value in case.callspec.params.items()) for case in cases]
+        taken = sample(values, SAMPLED[path])
+        for place, case in enumerate(cases):
+            if place not in taken:
+                case.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

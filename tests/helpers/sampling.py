@@ -1,0 +1,41 @@
+"""Splits the cases of large parametrised tests between CI and the nightly run."""
+
+from collections.abc import Hashable, Sequence
+
+SAMPLED = {
+    "kernels/test_fp8_kernels.py": 2,
+    "kernels/test_triton_kernels.py": 2,
+    "kernels/test_triton_routing.py": 2,
+    "memory/test_cuda_graphs.py": 2,
+    "memory/test_low_precision_graphs.py": 2,
+    "memory_emulation/test_agreement.py": 3,
+    "model/test_context_parallel.py": 2,
+    "model/test_context_parallel_gpt.py": 2,
+    "moe/parallel/test_balance_over_ranks.py": 2,
+    "moe/parallel/test_dispatch_over_ranks.py": 4,
+    "moe/parallel/test_layer_over_ranks.py": 2,
+    "optim/test_state_formats.py": 2,
+    "parity/test_fused_casts.py": 2,
+    "parity/test_low_precision.py": 2,
+    "train/test_low_precision.py": 2,
+    "train/test_overlap.py": 2,
+    "train/test_stored_weights.py": 3,
+}
+"""Files whose cases are many -> n: CI runs one of n cases of each test, and the nightly run all of them."""
+
+
+def sample(cases: Sequence[frozenset[Hashable]], n: int) -> set[int]:
+    """Places of one of n cases, at least one. A case is the set of its parameters' values.
+
+    Every n-th case could have the same value of a parameter. Cases with the most values that no earlier case has are
+    taken first, then evenly spaced ones.
+    """
+    number = -(-len(cases) // n)
+    order = [place for first in range(n) for place in range(first, len(cases), n)]
+    covered: set[Hashable] = set()
+    taken: list[int] = []
+    while len(taken) < number and (best := max(order, key=lambda place: len(cases[place] - covered))) not in taken:
+        taken.append(best)
+        covered |= cases[best]
+    taken += [place for place in order if place not in taken]
+    return set(taken[:number])
