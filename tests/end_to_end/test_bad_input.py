@@ -7,18 +7,28 @@ import numpy as np
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
+from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments
 from tests.helpers.ranks import run_program
 
 
-def reject(argv, cwd, code, *words):
-    """Runs the program, which must exit with `code` and print all `words` without a traceback."""
-    process = run_program(argv, cwd=cwd)
-    output = process.stdout + process.stderr
-    assert process.returncode == int(code), output[-3000:]
-    assert "Traceback" not in output, output[-3000:]
-    missing = [word for word in words if word not in process.stderr]
-    assert not missing, f"{missing} not in: {process.stderr[-2000:]}"
+@pytest.fixture
+def reject(capfd):
+    """Trains in this process, which must return `code` and print all `words` without a traceback."""
+
+    def run(argv, code, *words):
+        found = main(argv, {})
+        output, errors = capfd.readouterr()
+        check(found, output, errors, code, words)
+
+    return run
+
+
+def check(found, output, errors, code, words):
+    assert found == int(code), output[-3000:] + errors[-3000:]
+    assert "Traceback" not in output + errors, output[-3000:] + errors[-3000:]
+    missing = [word for word in words if word not in errors]
+    assert not missing, f"{missing} not in: {errors[-2000:]}"
 
 
 @pytest.fixture
@@ -33,79 +43,79 @@ def checkpoints(run: Path):
     return list(run.rglob("manifest.json"))
 
 
-def test_a_truncated_index(copied, tmp_path):
+def test_a_truncated_index(reject, copied, tmp_path):
     index = copied.with_suffix(".idx")
     index.write_bytes(index.read_bytes()[:-5])
-    reject(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, str(index), "bytes")
+    reject(arguments(str(copied), tmp_path / "run"), ExitCode.DATA, str(index), "bytes")
     assert not checkpoints(tmp_path)
 
 
-def test_a_foreign_index(copied, tmp_path):
+def test_a_foreign_index(reject, copied, tmp_path):
     copied.with_suffix(".idx").write_bytes(b"PK\x03\x04" + bytes(100))
-    reject(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, "corpus.idx")
+    reject(arguments(str(copied), tmp_path / "run"), ExitCode.DATA, "corpus.idx")
 
 
-def test_a_token_id_beyond_the_vocabulary(copied, tmp_path):
+def test_a_token_id_beyond_the_vocabulary(reject, copied, tmp_path):
     tokens = np.memmap(copied.with_suffix(".bin"), dtype=np.uint16, mode="r+")
     tokens[:] = 4000
     tokens.flush()
-    reject(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, "4000", "corpus", "vocabulary of")
+    reject(arguments(str(copied), tmp_path / "run"), ExitCode.DATA, "4000", "corpus", "vocabulary of")
 
 
-def test_an_update_that_makes_weights_nan(data, tmp_path):
+def test_an_update_that_makes_weights_nan(reject, data, tmp_path):
     """No checkpoint is saved, although loss and gradients of the only step are finite."""
     more = ["--adam-eps", "0", "--lr-warmup-iters", "0", "--train-iters", "1"]
     argv = [*arguments(data, tmp_path / "run"), *more]
     words = ("iteration 1: its update stored", "the weights of", "--adam-eps 0 gives 0 / 0")
-    reject(argv, tmp_path, ExitCode.NUMERICS, *words)
+    reject(argv, ExitCode.NUMERICS, *words)
     assert not checkpoints(tmp_path)
 
 
 def test_missing_data(tmp_path):
-    reject(arguments(str(tmp_path / "none"), tmp_path / "run"), tmp_path, ExitCode.DATA, "none.idx")
+    """In a separate process, as users start it."""
+    done = run_program(arguments(str(tmp_path / "none"), tmp_path / "run"), cwd=tmp_path)
+    check(done.returncode, done.stdout, done.stderr, ExitCode.DATA, ["none.idx"])
 
 
-def test_a_missing_tokenizer(data, tmp_path):
+def test_a_missing_tokenizer(reject, data, tmp_path):
     more = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "nowhere.model"]
-    reject(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.DATA, "nowhere.model", "does not exist")
+    reject(arguments(data, tmp_path / "run", *more), ExitCode.DATA, "nowhere.model", "does not exist")
 
 
-def test_a_wrong_flag(data, tmp_path):
-    reject(arguments(data, tmp_path / "run", "--moe-router-topkk", "3"), tmp_path, ExitCode.CONFIG, "--moe-router-topk")
+def test_a_wrong_flag(reject, data, tmp_path):
+    reject(arguments(data, tmp_path / "run", "--moe-router-topkk", "3"), ExitCode.CONFIG, "--moe-router-topk")
     assert not (tmp_path / "run").exists()
 
 
-def test_all_wrong_flags_at_once(data, tmp_path):
+def test_all_wrong_flags_at_once(reject, data, tmp_path):
     more = ["--moe-router-topk", "9", "--num-query-groups", "3", "--global-batch-size", "7"]
     words = ["--moe-router-topk", "--num-query-groups", "--global-batch-size", "3 problems"]
-    reject(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.CONFIG, *words)
+    reject(arguments(data, tmp_path / "run", *more), ExitCode.CONFIG, *words)
 
 
-def test_an_unwritable_run_folder(data, tmp_path):
+def test_an_unwritable_run_folder(reject, data, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    reject(arguments(data, tmp_path / "file" / "run"), tmp_path, ExitCode.ENVIRONMENT, "cannot be written", "--run-dir")
+    reject(arguments(data, tmp_path / "file" / "run"), ExitCode.ENVIRONMENT, "cannot be written", "--run-dir")
 
 
-def test_a_checkpoint_of_another_model(data, tmp_path):
+def test_a_checkpoint_of_another_model(reject, data, tmp_path):
     short = ["--train-iters", "1", "--lr-warmup-iters", "0", "--save-interval", "1", "--eval-iters", "0"]
-    assert run_program(arguments(data, tmp_path / "run", *short), cwd=tmp_path).returncode == 0
+    assert main(arguments(data, tmp_path / "run", *short), {}) == ExitCode.OK
     load = ["--load", str(tmp_path / "run" / "checkpoints"), "--moe-ffn-hidden-size", "40", "--finetune"]
-    reject(arguments(data, tmp_path / "other", *short, *load), tmp_path, ExitCode.CHECKPOINT, "does not fit", "40")
+    reject(arguments(data, tmp_path / "other", *short, *load), ExitCode.CHECKPOINT, "does not fit", "40")
 
 
-def test_a_nonfinite_step_stops_the_run_before_the_update(data, tmp_path):
+def test_a_nonfinite_step_stops_the_run_before_the_update(reject, data, tmp_path):
     more = ["--lr", "1e30", "--min-lr", "0", "--clip-grad", "0", "--lr-warmup-iters", "0", "--save-interval", "100"]
-    reject(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.NUMERICS, "not finite", "rejected")
+    reject(arguments(data, tmp_path / "run", *more), ExitCode.NUMERICS, "not finite", "rejected")
     assert not checkpoints(tmp_path)
 
 
-def test_a_model_larger_than_the_memory(data, tmp_path):
+def test_a_model_larger_than_the_memory(reject, data, tmp_path):
     more = ["--make-vocab-size-divisible-by", str(10**12)]
-    reject(arguments(data, None, *more), tmp_path, ExitCode.MEMORY, "out of memory before the first", "weights")
+    reject(arguments(data, None, *more), ExitCode.MEMORY, "out of memory before the first", "weights")
 
 
-def test_a_checkpoint_larger_than_the_free_disk_space(data, tmp_path):
+def test_a_checkpoint_larger_than_the_free_disk_space(reject, data, tmp_path):
     more = ["--make-vocab-size-divisible-by", str(10**12)]
-    reject(
-        arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.ENVIRONMENT, "takes 768,000.00 GB", "--save folder"
-    )
+    reject(arguments(data, tmp_path / "run", *more), ExitCode.ENVIRONMENT, "takes 768,000.00 GB", "--save folder")
