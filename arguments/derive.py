@@ -97,12 +97,9 @@ def exchange_is_symmetric(flags: Flags, ranks_per_host: int) -> bool:
 def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured if
     tokens are exchanged other than through symmetric memory, if experts overlap with another microbatch, or if GEMMs
-    use fp32, an emulated recipe, or are not grouped: the host then reads token counts."""
+    use fp32 or are not grouped: the host then reads token counts."""
     symmetric = exchange_is_symmetric(flags, ranks_per_host) and not flags.overlap_moe_expert_parallel_comm
-    low_precision = bool(flags.fp8_format or flags.fp4_format)
-    has_kernels = flags.fp8_format and flags.fp8_recipe == "blockwise" and not flags.emulate_low_precision
-    on_device = flags.bf16 and flags.moe_grouped_gemm and (not low_precision or bool(has_kernels))
-    return (expert_ranks(flags) == 1 or symmetric) and on_device
+    return (expert_ranks(flags) == 1 or symmetric) and flags.bf16 and flags.moe_grouped_gemm
 
 
 def windowed_layers(

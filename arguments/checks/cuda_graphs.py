@@ -101,25 +101,6 @@ def captured_experts_use_grouped_gemm(flags: RuleFlags) -> Violations:
         yield f"{capture} without --moe-grouped-gemm: {reads}", "set --moe-grouped-gemm, or capture attn and moe_router"
 
 
-@missing_feature
-def captured_experts_have_low_precision_kernels(flags: RuleFlags) -> Violations:
-    """Grouped GEMMs without a kernel for the recipe are emulated: the host reads the number of rows of each expert."""
-    capture = _expert_capture(flags)
-    if not capture or not flags.num_experts or not (flags.fp8_format or flags.fp4_format):
-        return
-    if flags.fp4_format or flags.fp8_recipe != "blockwise":
-        recipe = flags.fp4_recipe if flags.fp4_format else flags.fp8_recipe
-        without = f"recipe {recipe}, whose grouped GEMMs have no kernel"
-    elif flags.emulate_low_precision:
-        without = "--emulate-low-precision"
-    else:
-        return
-    yield (
-        f"{capture} with {without}: the host reads the number of rows of each expert",
-        "use --fp8-recipe blockwise without emulation, or capture attn and moe_router",
-    )
-
-
 def _expert_capture(flags: RuleFlags) -> str:
     """Returns the option that captures the experts, or an empty string if they are not captured."""
     if flags.cuda_graph_impl == "full_iteration":

@@ -6,7 +6,6 @@ two, the results differ from those of FP8 tensor cores only by the order and pre
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from megatron_moe.config.precision import WHOLE
 from megatron_moe.kernels.low_precision_state import round_weights
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, WeightPart, internal_dtype
 from megatron_moe.precision import nvfp4
-from megatron_moe.precision.expert_rows import dequantize_expert_rows
+from megatron_moe.precision.expert_rows import RowBlocks, block_offsets, dequantize_expert_rows
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from megatron_moe.precision.quantizers import DTYPES, cast
 
@@ -44,20 +43,28 @@ def quantized_grouped_input_grad(grad: MatrixOperand, weight: MatrixOperand, off
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
     for number, (grad, rows, offsets_e) in enumerate(parts):
-        ends = offsets_e.tolist()
-        pairs = zip(_expert_columns(grad, offsets_e, ends), _expert_columns(rows, offsets_e, ends), strict=True)
-        for expert, (grad_OR, rows_IR) in enumerate(pairs):
-            _store(out[expert], grad_OR.to(out.dtype) @ rows_IR.to(out.dtype).mT, accumulate or number > 0)
+        grad_RO, ends_e = _expert_columns(grad, offsets_e)
+        rows_RI, _ = _expert_columns(rows, offsets_e)
+        blocks = _blocks_of(grad_RO, ends_e)
+        grad_bLO, rows_bLI = (_in_blocks(values.to(out.dtype), blocks) for values in (grad_RO, rows_RI))
+        sums_bOI = grad_bLO.mT @ rows_bLI
+        # a product with 0 and 1 sums the blocks of an expert in a fixed order, unlike index_add_ on a GPU
+        is_of_eb = (torch.arange(len(offsets_e), device=out.device)[:, None] == blocks.expert_b).to(out.dtype)
+        _store(out, (is_of_eb @ sums_bOI.flatten(1)).view(out.shape), accumulate or number > 0)
 
 
 def _by_expert(rows: MatrixOperand, weight_eIO: Tensor, offsets_e: Tensor) -> Tensor:
-    """Multiplies the rows of each expert by its matrix [I, O]."""
-    each_RI = _split(_expert_values(rows, offsets_e, columnwise=False), [0, *offsets_e.tolist()])
-    products = [rows_RI @ weight_IO for rows_RI, weight_IO in zip(each_RI, weight_eIO, strict=True)]
-    num_rows = (rows.row_copy.data if isinstance(rows, QuantizedTensor) else rows).shape[0]
-    out = weight_eIO.new_zeros(num_rows, weight_eIO.shape[2], dtype=rows.dtype)
-    out[: sum(map(len, products))] = torch.cat(products)
-    return out
+    """Multiplies the rows of each expert by its matrix [I, O]. Rows that belong to no expert are 0."""
+    values_RI = _expert_values(rows, offsets_e, columnwise=False)
+    blocks = _blocks_of(values_RI, offsets_e)
+    out_bLO = _in_blocks(values_RI, blocks) @ weight_eIO[blocks.expert_b]
+    return blocks.scatter(out_bLO.flatten(0, 1)).to(rows.dtype)
+
+
+def _blocks_of(rows: Tensor, offsets_e: Tensor) -> RowBlocks:
+    """Blocks of the mean number of rows of an expert: at most 2e products of equal size, for any number of rows per
+    expert, which the host does not know."""
+    return RowBlocks.of(offsets_e, len(rows), max(1, -(-len(rows) // len(offsets_e))))
 
 
 def _rows(operand: MatrixOperand) -> Tensor:
@@ -72,14 +79,17 @@ def _columns(operand: MatrixOperand) -> Tensor:
     return operand.to(wide).mT if isinstance(operand, Tensor) else dequantize(operand.column_copy, operand.block, wide)
 
 
-def _expert_columns(operand: MatrixOperand, offsets_e: Tensor, ends: list[int]) -> list[Tensor]:
-    """Values [C, r] of each expert's transposed rows; quantised ones are padded with zeros to whole blocks."""
-    values_CR = _expert_values(operand, offsets_e, columnwise=True)
+def _in_blocks(rows_RC: Tensor, blocks: RowBlocks) -> Tensor:
+    return blocks.gather(rows_RC).unflatten(0, (len(blocks.expert_b), -1))
+
+
+def _expert_columns(operand: MatrixOperand, offsets_e: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of all rows [R, C] from the columnwise copy, and the ends of the experts; rows of quantised operands are
+    padded with zeros to whole blocks."""
+    values_RC = _expert_values(operand, offsets_e, columnwise=True).T
     if isinstance(operand, QuantizedTensor) and operand.block != WHOLE:
-        length = operand.block[1]
-        sizes = (-(-(end - start) // length) * length for start, end in pairwise([0, *ends]))
-        ends = list(accumulate(sizes))
-    return [part.T for part in _split(values_CR.T, [0, *ends])]
+        return values_RC, block_offsets(offsets_e, operand.block[1]) * operand.block[1]
+    return values_RC, offsets_e
 
 
 def _expert_values(operand: MatrixOperand, offsets_e: Tensor, *, columnwise: bool) -> Tensor:
@@ -89,10 +99,6 @@ def _expert_values(operand: MatrixOperand, offsets_e: Tensor, *, columnwise: boo
         return (operand.T if columnwise else operand).to(wide)
     copy = operand.column_copy if columnwise else operand.row_copy
     return dequantize_expert_rows(copy, operand.block, offsets_e, wide, columnwise=columnwise)
-
-
-def _split(rows: Tensor, bounds: list[int]) -> list[Tensor]:
-    return [rows[start:end] for start, end in pairwise(bounds)]
 
 
 def _store(out: Tensor, value: Tensor, accumulate: bool) -> None:

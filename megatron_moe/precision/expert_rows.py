@@ -3,6 +3,8 @@
 `offsets_e` are the ends of each expert's rows, on the device; rows from `offsets_e[-1]` on belong to no expert.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,9 @@ from megatron_moe.precision.quantized_tensor import QuantizedCopy, apply_scales,
 
 def largest_magnitude(x: Tensor, offsets_e: Tensor | None = None) -> Tensor:
     """Largest magnitude of a matrix [R, C] in fp32: a scalar, or [e] for the rows of each expert; 0 if empty."""
-    magnitude_R = F.pad(x.detach(), (0, 1)).abs().amax(dim=-1).float()
+    if x.shape[1] == 0:
+        x = F.pad(x, (0, 1))
+    magnitude_R = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1).float()
     if offsets_e is None:
         return F.pad(magnitude_R, (0, 1)).amax()
     expert_R = torch.searchsorted(offsets_e.long(), torch.arange(len(x), device=x.device), right=True)
@@ -33,21 +37,52 @@ def block_offsets(offsets_e: Tensor, length: int) -> Tensor:
     return ((num_rows_e + length - 1) // length).cumsum(0)
 
 
+@dataclass(frozen=True)
+class RowBlocks:
+    """Blocks of `length` rows, of which each contains rows of one expert, padded with zeros. Their number b = R //
+    length + e does not depend on the offsets; the last blocks may be empty."""
+
+    ends_e: Tensor
+    """Ends of the experts' blocks."""
+    expert_b: Tensor
+    """Expert of each block; of empty ones the last."""
+    row_P: Tensor
+    """Row at each of the P = b * length places; R: none."""
+    place_R: Tensor
+    """Place of each row; P: none."""
+
+    @classmethod
+    def of(cls, offsets_e: Tensor, num_rows: int, length: int) -> "RowBlocks":
+        ends, ends_e, last = offsets_e.long(), block_offsets(offsets_e, length), len(offsets_e) - 1
+        block_b = torch.arange(num_rows // length + len(ends), device=ends.device)
+        place_P = torch.arange(len(block_b) * length, device=ends.device)
+        expert_b = torch.searchsorted(ends_e, block_b, right=True).clamp_(max=last)
+        first_rows, first_places = F.pad(ends[:-1], (1, 0)), F.pad(ends_e[:-1] * length, (1, 0))
+        shift_e = first_places - first_rows
+        row_P = place_P - shift_e[expert_b].repeat_interleave(length)
+        row_P = torch.where(row_P < ends[expert_b].repeat_interleave(length), row_P, num_rows)
+        row_R = torch.arange(num_rows, device=ends.device)
+        place_R = row_R + shift_e[torch.searchsorted(ends, row_R, right=True).clamp_(max=last)]
+        return cls(ends_e, expert_b, row_P, torch.where(row_R < ends[-1], place_R, len(place_P)))
+
+    def gather(self, rows_RC: Tensor) -> Tensor:
+        """Rows in blocks, [P, C]."""
+        return _pad_row(rows_RC.detach()).index_select(0, self.row_P)
+
+    def scatter(self, places_PC: Tensor) -> Tensor:
+        """Inverse of `gather`, [R, C]; rows that belong to no expert are 0."""
+        return _pad_row(places_PC).index_select(0, self.place_R)
+
+
+def _pad_row(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 0, 1))
+
+
 def pad_to_blocks(x: Tensor, offsets_e: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Copies rows [R, C] so that every expert starts at a block of `length` rows; the rest is 0. Returns the copy
     [(R // length + e) * length, C] and the ends of the experts' blocks, [e]."""
-    ends = offsets_e.long()
-    starts = F.pad(ends[:-1], (1, 0))
-    block_ends = block_offsets(offsets_e, length)
-    first_place = F.pad(block_ends[:-1], (1, 0)) * length
-    num_places = (len(x) // length + len(ends)) * length
-    row_R = torch.arange(len(x), device=x.device)
-    expert_R = torch.searchsorted(ends, row_R, right=True).clamp(max=len(ends) - 1)
-    is_row_R = row_R < ends[-1]
-    place_R = torch.where(is_row_R, first_place[expert_R] + row_R - starts[expert_R], num_places)
-    padded = x.new_zeros(num_places + 1, x.shape[1])
-    padded[place_R] = torch.where(is_row_R[:, None], x.detach(), 0)
-    return padded[:num_places], block_ends
+    blocks = RowBlocks.of(offsets_e, len(x), length)
+    return blocks.gather(x), blocks.ends_e
 
 
 def dequantize_expert_rows(

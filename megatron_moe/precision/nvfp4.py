@@ -5,8 +5,6 @@ matrix. The columnwise copies of inputs and gradients, which only the weight gra
 Hadamard matrix with fixed random signs along the tokens, which cancels in the product. Tests use shorter blocks.
 """
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,18 +12,9 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.precision.dither import block_dither
 from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
-from megatron_moe.precision.quantized_tensor import (
-    QuantizedCopy,
-    QuantizedTensor,
-    e2m1_codes,
-    e2m1_magnitudes,
-    spread_scales,
-)
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, e2m1_values, scale_blocks_
 
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
-_STEPS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Midpoints between the magnitudes of successive E2M1 codes."""
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Signs of the Hadamard transform, those of Transformer Engine."""
 
@@ -96,12 +85,11 @@ def transpose(data: Tensor) -> Tensor:
 def hadamard(x: Tensor, size: int = 16) -> Tensor:
     """Multiplies every `size` consecutive elements of the last dim by diag(signs) H / sqrt(size), in fp32, where size
     is a power of two up to 16; keeps the dtype."""
-    matrix = torch.ones(1, 1, device=x.device)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    # H[i, j] is -1 if i & j has an odd number of bits; bit n of 0x6996 is the parity of n
+    place = torch.arange(size, device=x.device)
+    odd = 0x6996 >> (place[:, None] & place)
     negative = sum(1 << place for place, sign in enumerate(_SIGNS) if sign < 0)
-    signs = 1 - 2 * (negative >> torch.arange(size, device=x.device) & 1)
-    matrix = signs[:, None] * matrix / size**0.5
+    matrix = (1 - 2 * ((odd ^ (negative >> place)[:, None]) & 1)) / size**0.5
     return (x.detach().float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
 
 
@@ -142,12 +130,13 @@ def _codes(x: Tensor, form: OperandFormat, seed: Tensor | None, scale: Tensor) -
     """Codes, and scales of blocks, of matrices [..., R, C] in whole blocks. `seed`: None rounds to nearest.
     `scale`: see `_matrix_scale`; broadcasts to the scales of blocks."""
     height, size = form.block
-    wide = x.detach().float()
-    block_amax = wide.abs().unflatten(-1, (-1, size)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
+    by_block = x.detach().unflatten(-1, (-1, size)).unflatten(-3, (-1, height))
+    block_amax = torch.linalg.vector_norm(by_block, torch.inf, dim=(-3, -1)).float()
     if height == 1:
         block_amax = block_amax.mT.contiguous()
     inverse, scales = _block_scales(block_amax, scale)
-    scaled = (wide * spread_scales(inverse, form.block, *x.shape[-2:])).clamp(-_LARGEST, _LARGEST)
+    wide = x.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    scaled = scale_blocks_(wide, inverse, form.block).clamp_(-_LARGEST, _LARGEST)
     return _round(scaled, None if seed is None else block_dither(scaled, size, seed)), scales
 
 
@@ -161,24 +150,24 @@ def _block_scales(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def _round(scaled: Tensor, noise: Tensor | None) -> Tensor:
     """E2M1 codes of values in [-6, 6]: nearest, ties to even codes; or up with the probability of the fraction."""
     magnitude = scaled.abs()
+    values = e2m1_values(torch.arange(8, dtype=torch.int16, device=scaled.device)).float()
     if noise is None:
-        # odd thresholds are inclusive: a tie between codes 1 and 2 becomes 2, between 0 and 1 becomes 0
-        above = _count(~(magnitude <= step) for step in _STEPS)
-        at_least = _count(~(magnitude < step) for step in _STEPS)
-        codes = torch.where(at_least % 2 == 0, at_least, above)
+        # ties above even codes are inclusive: a tie between codes 1 and 2 becomes 2, between 0 and 1 becomes 0
+        steps = (values[1:] + values[:-1]) / 2
+        steps[::2] = steps[::2].nextafter(values[-1:])
+        codes = _codes_below(steps, magnitude)
     else:
-        low = _count(~(magnitude < value) for value in _MAGNITUDES[1:7])
-        value = e2m1_magnitudes(low)
-        fraction = (magnitude - value) / (e2m1_magnitudes(low + 1) - value)
-        codes = low + (noise < fraction)
-    return (codes + 8 * (scaled < 0)).to(torch.uint8)
+        codes = _codes_below(values[1:7], magnitude)
+        low, spacing = F.embedding(codes, torch.stack([values[:-1], values.diff()], dim=-1)).unbind(-1)
+        codes += noise < magnitude.sub_(low).div_(spacing)
+    return codes.add_(scaled < 0, alpha=8).to(torch.uint8)
 
 
-def _count(conditions: Iterable[Tensor]) -> Tensor:
-    """Number of true conditions for every element, int64."""
-    return torch.stack(list(conditions)).sum(dim=0)
+def _codes_below(steps: Tensor, magnitude: Tensor) -> Tensor:
+    """Number of steps that are at most as large as each magnitude, int32; all of them for nan."""
+    return torch.bucketize(magnitude.contiguous(), steps, out_int32=True, right=True)
 
 
 def _whole_blocks(x: Tensor, size: int) -> Tensor:
     """Pads the last dim with zeros to whole blocks."""
-    return F.pad(x, (0, -x.shape[-1] % size))
+    return F.pad(x, (0, -x.shape[-1] % size)) if x.shape[-1] % size else x

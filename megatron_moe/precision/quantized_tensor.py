@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE
@@ -107,8 +108,18 @@ def dequantize(copy: QuantizedCopy, block: tuple[int, int], dtype: torch.dtype) 
 
 def apply_scales(data: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """Values of the elements of a quantised copy [..., R, C] in the dtype of the decoded `scales`."""
-    values = unpack_e2m1(data).to(scales.dtype) if data.dtype == torch.uint8 else data.to(scales.dtype)
-    return values * spread_scales(scales, block, *values.shape[-2:])
+    values = unpack_e2m1(data, scales.dtype) if data.dtype == torch.uint8 else data.to(scales.dtype)
+    return scale_blocks_(values, scales, block)
+
+
+def scale_blocks_(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Multiplies every block of contiguous values [..., R, C] by its scale, in place."""
+    height, width = block
+    if block == WHOLE or values.shape[-1] % width or values.shape[-2] % height:
+        return values.mul_(spread_scales(scales, block, *values.shape[-2:]))
+    of_blocks = scales.mT[..., None, :, None] if height == 1 else scales[..., None, :, None]
+    values.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).mul_(of_blocks)
+    return values
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], num_rows: int, num_columns: int) -> Tensor:
@@ -130,11 +141,11 @@ def decode_scales(scales: Tensor) -> Tensor:
     return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
 
 
-def unpack_e2m1(data: Tensor) -> Tensor:
-    """fp32 values [..., C] of packed E2M1 codes, uint8 [..., C / 2]."""
-    codes = e2m1_codes(data).long()
-    magnitudes = e2m1_magnitudes(codes & 7)
-    return torch.where(codes >= 8, -magnitudes, magnitudes)
+def unpack_e2m1(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values [..., C] of packed E2M1 codes, uint8 [..., C / 2]."""
+    byte = torch.arange(256, dtype=torch.int16, device=data.device)
+    pairs = e2m1_values(e2m1_codes(byte)).to(dtype).view(256, 2)
+    return F.embedding(data.to(torch.int32), pairs).flatten(-2)
 
 
 def e2m1_codes(data: Tensor) -> Tensor:
@@ -142,11 +153,11 @@ def e2m1_codes(data: Tensor) -> Tensor:
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
 
 
-def e2m1_magnitudes(codes: Tensor) -> Tensor:
-    """fp32 values 0, 0.5, 1, 1.5, 2, 3, 4, 6 of E2M1 codes 0 to 7, integers. They are computed, because a captured CUDA
-    graph cannot copy a table from the host."""
-    exponent, mantissa = codes >> 1, codes & 1
-    return 0.5 * torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0)).float()
+def e2m1_values(codes: Tensor) -> Tensor:
+    """fp16 values of E2M1 codes, int16: 0, 0.5, 1, 1.5, 2, 3, 4, 6 of 0 to 7, negative ones of 8 to 15. They are
+    computed from bits, because a captured CUDA graph cannot copy a table from the host."""
+    bits = (codes & 7) << 9 | (codes & 8) << 12  # exponent and mantissa are next to each other in both formats
+    return bits.view(torch.float16) * 2.0**14
 
 
 def expert_copies(

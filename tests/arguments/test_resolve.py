@@ -570,9 +570,8 @@ def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
         ("--bf16 --no-moe-grouped-gemm", "moe_router"),
         ("", "moe_router"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "moe"),
-        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise --emulate-low-precision", "moe_router"),
-        ("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "moe_router"),
-        ("--bf16 --fp4-format e2m1", "moe_router"),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "moe"),
+        ("--bf16 --fp4-format e2m1 --emulate-low-precision", "moe"),
     ],
 )
 def test_experts_are_captured_where_the_host_reads_nothing(more, experts):

@@ -18,10 +18,12 @@ from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import GroupedPart
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, Work, check_capturable
 from megatron_moe.optim import param_store
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.linear_precision import DelayedScaling, LinearPrecision
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny, tiny_models
 from tests.helpers.eager_graphs import EagerRecorder, TapeRecorder
@@ -151,11 +153,36 @@ def test_microbatches_in_flight_share_the_quantised_weights() -> None:
         EXACT.check_all(figures, eager, f"rank {rank}")
 
 
-def test_emulated_experts_cannot_be_captured() -> None:
-    """The emulation reads the number of rows of every expert on the host."""
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_captured_experts_read_their_numbers_of_rows_on_the_device(recipe: str) -> None:
+    """A replay multiplies the rows of other experts than the capture."""
+    config, stack = RECIPES[recipe], (3, 16, 32)
+    delayed = DelayedScaling(config, torch.device("cpu"), 3, 0) if config.recipe == "delayed" else None
+    precision = LinearPrecision(config, KERNELS, delayed=delayed)
+    rows_RI, grad_RO, weight_eOI = torch.randn(50, 32), torch.randn(50, 16), torch.randn(stack)
+    ends_e, weight_grad_eOI = torch.tensor([20, 20, 41], dtype=torch.int32), torch.empty(stack)
+
+    def products() -> list[Tensor]:
+        rows, weight = precision.input(rows_RI, columnwise=True, offsets_e=ends_e), precision.weight(weight_eOI)
+        grad = precision.grad(grad_RO, rowwise=True, columnwise=True, offsets_e=ends_e)
+        KERNELS.quantized_grouped_weight_grad([GroupedPart(grad, rows, ends_e)] * 2, weight_grad_eOI, False)
+        out_RO = KERNELS.quantized_grouped_forward(rows, weight, ends_e)
+        return [out_RO, KERNELS.quantized_grouped_input_grad(grad, weight, ends_e), weight_grad_eOI]
+
+    graph = TapeRecorder().capture(products, None)
+    for ends in ([3, 18, 50], [0, 0, 7], [20, 20, 41], [0, 0, 0]):
+        ends_e.copy_(torch.tensor(ends))
+        graph.replay()
+        found = [tensor.clone() for tensor in graph.outputs]
+        for tensor, expected in zip(found, products(), strict=True):
+            EXACT.check(tensor, expected, f"{ends}")
+
+
+def test_emulated_experts_can_be_captured() -> None:
     emulated = replace(RECIPES["mxfp8"], emulate=True)
     kernels = select_kernels(KernelConfig(), torch.device("cpu"), torch.float32, emulated)
-    kernels.choices = tuple(each for each in kernels.choices if each.op.startswith("quantized_"))
-    with pytest.raises(EnvironmentProblem, match="quantized_grouped_forward of the backend reference"):
+    with pytest.raises(EnvironmentProblem, match="cannot capture grouped_forward of the backend reference"):
         check_capturable(LAYERS, kernels)
-    check_capturable(ATTENTION, kernels)
+    kernels.choices = tuple(each for each in kernels.choices if each.op.startswith("quantized_"))
+    assert any("grouped" in each.op for each in kernels.choices)
+    check_capturable(LAYERS, kernels)

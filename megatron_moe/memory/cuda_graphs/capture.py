@@ -10,13 +10,15 @@ from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import KernelSet
 
 Work = Callable[[], Sequence[Tensor]]
 """Function to capture: reads and writes tensors at fixed addresses and returns output tensors."""
 _MIB = 2**20
-_CAPTURABLE = ("hopper", "torch_native", "triton")
-"""Kernel backends whose grouped GEMMs read the row offsets of the experts on the device, as capture requires."""
+_ON_DEVICE = ("hopper", "torch_native", "triton")
+"""Kernel backends whose grouped GEMMs read the row offsets of the experts on the device, as capture requires. Plain
+torch does so for quantised operands only."""
 
 
 def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
@@ -24,7 +26,8 @@ def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
     if not config.full_iteration and "moe" not in config.cuda_graph_modules:
         return
     for choice in kernels.choices:
-        if "grouped_" in choice.op and choice.backend not in _CAPTURABLE:
+        on_device = (*_ON_DEVICE, reference.NAME) if choice.op.startswith("quantized_") else _ON_DEVICE
+        if "grouped_" in choice.op and choice.backend not in on_device:
             request = "--cuda-graph-impl full_iteration" if config.full_iteration else "--cuda-graph-modules moe"
             raise EnvironmentProblem(
                 f"{request} cannot capture {choice.op} of the backend {choice.backend}, which reads the number of rows "

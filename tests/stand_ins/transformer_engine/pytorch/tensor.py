@@ -128,7 +128,7 @@ class NVFP4TensorStorage(_Blocks):
     def values(self, *, columnwise: bool) -> Tensor:
         data, scales = self._side(columnwise)
         amax = self._amax_columnwise if columnwise else self._amax_rowwise
-        values = unpack_e2m1(data).double()
+        values = unpack_e2m1(data, torch.float64)
         rows, width = values.shape
         assert rows % 32 == 0 and width % 32 == 0 and amax.shape == (1,)
         assert scales.shape == padded_shape((rows, width // 16), (128, 4))
