@@ -136,7 +136,7 @@ def select_requested(
 ) -> Selection:
     """Selects the requested backend. `required`: True if the request names this op. If False, the request applies to
     all ops, and plain torch is used for ops that the backend does not provide; FP8 and FP4 ops that it does not provide
-    or computes only by name are selected as by "auto", because plain torch synchronises with the device."""
+    or computes only by name are selected as by "auto", because the emulation in plain torch is slow."""
     if request == reference.NAME:
         return Selection(op, request, reference.REASON)
     backend = backends[request]

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import OperandFormat, low_precision_config
 from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, quantize
@@ -18,11 +19,13 @@ from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, QUANTIZED_PRODUCT
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference_routing import sort_rows
 from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.precision import nvfp4
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES
 from tests.gpu.test_hopper_on_one_gpu import COUNTS, ROWS_BEHIND, draw, offsets, slices
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows, values_of_weight
-from tests.helpers.tolerances import EXACT, FP8_KERNEL, FP8_SUM, FP32_REF
+from tests.helpers.low_precision_operands import Operands, same_copies
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP8_KERNEL, FP8_SUM, FP32_REF
 
 pytestmark = pytest.mark.gpu1
 
@@ -266,3 +269,28 @@ def test_products_without_rows() -> None:
     empty = quantize.quantize_rows(draw(0, 128, seed=1))
     ends = torch.zeros(3, device="cuda", dtype=torch.int32)
     assert fp8_product.quantized_grouped_forward(empty, weight, ends).shape == (0, 64)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
+def test_emulated_experts_compute_as_on_the_cpu(recipe: str) -> None:
+    """Bytes are equal, except of columns after a Hadamard transform, whose sums are in another order."""
+    operands, results = Operands(reference.bundle(), low_precision_config(recipe)), []
+    seed, ends = torch.tensor(5), torch.tensor([40, 40, 300, 301], dtype=torch.int32)
+    rows_RI, grad_RO, weight_eOI = (draw(*shape, seed=2).cpu() for shape in ((320, 96), (320, 160), (4, 160, 96)))
+    for device in ("cpu", "cuda"):
+        x, g, w, ends_e = (each.to(device) for each in (rows_RI, grad_RO, weight_eOI, ends))
+        rows, grad, weight = operands.rows(x, offsets_e=ends_e), operands.rows(g, "grads", ends_e), operands.weight(w)
+        sums = torch.ones(weight_eOI.shape, device=device)
+        reference.quantized_grouped_weight_grad([GroupedPart(grad, rows, ends_e)] * 2, sums, True)
+        products = [reference.quantized_grouped_forward(rows, weight, ends_e)]
+        products += [reference.quantized_grouped_input_grad(grad, weight, ends_e), sums]
+        form = operands.config.grads
+        if form.stochastic:
+            grad = nvfp4.quantize_rows(g, form, rowwise=True, columnwise=False, offsets_e=ends_e, seed=seed.to(device))
+            rows = operands.rows(x, offsets_e=ends_e, columnwise=False)
+        results.append(([rows, grad, weight], products))
+    (expected, cpu_products), (found, gpu_products) = results
+    for gpu, cpu in zip(found, expected, strict=True):
+        same_copies(gpu, cpu)
+    for gpu, cpu in zip(gpu_products, cpu_products, strict=True):
+        BF16_KERNEL.check(gpu.cpu(), cpu, "product")
