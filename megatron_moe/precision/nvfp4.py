@@ -12,7 +12,13 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.precision.dither import block_dither
 from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
-from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, e2m1_values, scale_blocks_
+from megatron_moe.precision.quantized_tensor import (
+    QuantizedCopy,
+    QuantizedTensor,
+    e2m1_codes,
+    e2m1_values,
+    scale_blocks_,
+)
 
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
