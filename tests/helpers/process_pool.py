@@ -1,17 +1,17 @@
 """Pool of processes for one test session, started at first use.
 
-Starting a process with torch takes seconds, a job for an existing one only a rendezvous. A job that times out is a
-deadlock: the stacks of all ranks are collected, the processes replaced, and the test fails with the stacks.
+Starting a process with torch takes seconds, a job for an existing one only a rendezvous. CPU ranks are forked from a
+server that has imported torch; a forked process could not use CUDA. A job that times out is a deadlock: the stacks of
+all ranks are collected, the processes replaced, and the test fails with the stacks.
 """
 
 import atexit
+import multiprocessing
 import os
 import pickle
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
-from tests.helpers.rank_worker import Answer, Job
+from tests.helpers.rank_worker import Answer, Job, main
 
-REPOSITORY = Path(__file__).parents[2]
 GRACE_SECONDS = 5.0
 """Time for other ranks to end after one has failed."""
 START_SECONDS = 600.0
@@ -66,20 +65,14 @@ class RankFailure(AssertionError):
 class Worker:
     """A worker process and the parent's end of its pipe."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        ours, theirs = Pipe()
-        self.pipe: Connection = ours
+    def __init__(self, folder: Path, number: int, method: Literal["forkserver", "spawn"]) -> None:
+        self.pipe, theirs = Pipe()
         self.output = folder / f"worker-{number}.txt"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from tests.helpers.rank_worker import main; main({theirs.fileno()})"],
-                cwd=REPOSITORY,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self.output.touch()
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload(["tests.helpers.rank_worker", "megatron_moe.build"])
+        self.process = context.Process(target=main, args=(theirs, self.output))
+        self.process.start()
         theirs.close()
         self.ready = False
 
@@ -91,21 +84,21 @@ class Worker:
 
     def stack(self) -> str:
         """Stacks of all threads of the process, or its last output if it has died."""
-        if self.process.poll() is None:
+        if self.process.is_alive():
             before = self.output.stat().st_size
-            self.process.send_signal(signal.SIGUSR1)
+            os.kill(self.process.pid, signal.SIGUSR1)
             deadline = time.monotonic() + STACK_SECONDS
             while not (said := self.output.read_bytes()[before:]).endswith(b" in <module>\n"):  # the outermost frame
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
             return said.decode(errors="replace")
-        return f"died with exit code {self.process.returncode}:\n" + self.output.read_text(errors="replace")[-2000:]
+        return f"died with exit code {self.process.exitcode}:\n" + self.output.read_text(errors="replace")[-2000:]
 
     def kill(self) -> None:
         self.pipe.close()
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
 
 @dataclass
@@ -113,6 +106,7 @@ class Pool:
     """Workers 0 ... n - 1; worker r is rank r of every job with more than r ranks."""
 
     folder: Path
+    method: Literal["forkserver", "spawn"]
     workers: list[Worker] = field(default_factory=list)
     numbers: count = field(default_factory=count)
 
@@ -154,7 +148,7 @@ class Pool:
         self.workers.clear()
 
     def _worker(self) -> Worker:
-        return Worker(self.folder, next(self.numbers))
+        return Worker(self.folder, next(self.numbers), self.method)
 
     def _replace(self, workers: Sequence[Worker]) -> None:
         """Replaces workers that may hang or hold a partial process group."""
@@ -163,10 +157,10 @@ class Pool:
         self.workers[: len(workers)] = [self._worker() for _ in workers]
 
 
-def start_pool() -> Pool:
+def start_pool(method: Literal["forkserver", "spawn"]) -> Pool:
     """Empty pool that is closed when this process exits."""
     folder = tempfile.TemporaryDirectory(prefix="ranks-")
-    pool = Pool(Path(folder.name))
+    pool = Pool(Path(folder.name), method)
     atexit.register(lambda: (pool.close(), folder.cleanup()))
     return pool
 
@@ -202,7 +196,7 @@ def _answer(worker: Worker) -> Answer:
     try:
         return pickle.loads(worker.pipe.recv_bytes())
     except EOFError:
-        worker.process.wait()
+        worker.process.join()
         return Answer(trace=worker.stack())
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,10 +99,12 @@ def _meet(job: Job, backend: str, device: torch.device | None) -> None:
     )
 
 
-def main(descriptor: int) -> None:
-    """Runs jobs received through the pipe with this file descriptor until it is closed."""
+def main(pipe: Connection, output: Path) -> None:
+    """Runs jobs received through the pipe until it is closed; prints to the file `output`."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    pipe = Connection(descriptor)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     pipe.send_bytes(pickle.dumps(Answer()))  # ready

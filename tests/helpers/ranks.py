@@ -84,12 +84,12 @@ def on_threads(
 
 @cache
 def _pool() -> Pool:
-    return start_pool()
+    return start_pool("forkserver")
 
 
 @cache
 def _gpu_pool(num_gpus: int) -> Pool:
-    return start_pool()
+    return start_pool("spawn")
 
 
 def on_processes(
