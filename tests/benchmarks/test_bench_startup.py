@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import bench_startup
+from tests.helpers.thinned import nightly_only
 
 
 def test_a_question_is_a_row_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -25,8 +26,11 @@ RUN = (
 ).split()
 
 
-def test_a_start_is_measured_to_the_end_of_its_first_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    seconds = bench_startup.measure_start(RUN, ranks=2, cache=tmp_path)
+@pytest.mark.parametrize("ranks", nightly_only([1, 2], [2]))
+def test_a_start_is_measured_to_the_end_of_its_first_step(
+    ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    seconds = bench_startup.measure_start(RUN, ranks, cache=tmp_path)
     assert {"launcher", "imports", "rendezvous", "build the model", "first step"} <= set(seconds), seconds
     assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
     assert min(seconds.values()) >= 0.0 and seconds["imports"] > 0.1, seconds
