@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
+from megatron_moe.kernels.backends.hopper import backend as hopper
 from megatron_moe.kernels.backends.hopper import fp8_linear, fp8_product, fp8_weight_grad, product, weight_grad
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import activation, quantize
@@ -105,12 +106,13 @@ def casts() -> None:
         x = draw(rows, width)
         size = rows * width / 1e9
         row(f"cast rowwise {rows} x {width}", milliseconds(partial(quantize.quantize_rows, x)), 3.03 * size)
-        both = milliseconds(partial(quantize.quantize_rows, x, columnwise=True))
-        row(f"cast both {rows} x {width}", both, 4.06 * size)
+        for name, module in (("Triton", quantize), ("Gluon", hopper)):
+            both = milliseconds(partial(module.quantize_rows, x, columnwise=True))
+            row(f"cast both {rows} x {width}, {name}", both, 4.06 * size)
         for align in (1, 16):
             counts = torch.randint(0, 128, (rows * 3 // 4,), device="cuda").bincount(minlength=128)
             ends = ((counts + align - 1) // align * align).cumsum(0).to(torch.int32)
-            both = milliseconds(partial(quantize.quantize_rows, x, columnwise=True, offsets_e=ends))
+            both = milliseconds(partial(hopper.quantize_rows, x, columnwise=True, offsets_e=ends))
             row(f"cast both {rows} x {width}, 128 experts, aligned to {align}", both, 4.06 * size * 0.75)
         q = quantize.quantize_rows(x, rowwise=False, columnwise=True)
         row(f"dequantise columns {rows} x {width}", milliseconds(partial(quantize.dequantize_columns, q)), 3.03 * size)
@@ -123,6 +125,9 @@ def casts() -> None:
         size = (2 * tokens * hidden + 1.03 * tokens * topk * hidden) / 1e9
         time = milliseconds(partial(quantize.quantize_permuted, x, index))
         row(f"permute and cast {tokens} tokens, {topk} rows each, hidden {hidden}", time, size)
+        for name, module in (("Triton", quantize), ("Gluon", hopper)):
+            time = milliseconds(partial(module.quantize_permuted, x, index, columnwise=True))
+            row(f"both copies, {name}", time, size + 1.03 * tokens * topk * hidden / 1e9)
         x_q = quantize.quantize_rows(x)
         size = (1.03 * tokens * hidden + 3.03 * tokens * topk * hidden) / 1e9
         time = milliseconds(partial(quantize.permute_quantized, x_q, index))
@@ -190,6 +195,9 @@ def activations() -> None:
         row(f"SwiGLU {rows} x {width} and cast", time, 5.03 * size)
         time = milliseconds(partial(activation.quantize_activation_grad, grad, x, probs, config))
         row(f"SwiGLU gradient {rows} x {width} and cast", time, 14.06 * size)
+        ends = torch.tensor([rows], device="cuda", dtype=torch.int32)
+        both = partial(hopper.quantize_activation_grad, grad, x, probs, config, columns=quantize.E4M3, offsets_e=ends)
+        row(f"SwiGLU gradient {rows} x {width} and casts with columnwise copies", milliseconds(both), 23.15 * size)
 
 
 def transformer_engine() -> None:

@@ -1,6 +1,7 @@
 """FP8 casts against their definition in plain torch, bit for bit, and products of FP8 operands against fp64."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Literal
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.kernels.backends.triton.backend import permute
-from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, QUANTIZED_PRODUCTS
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference_routing import sort_rows
 from megatron_moe.kernels.registry import select_kernels
@@ -34,6 +35,9 @@ FORMS = {
     "e4m3, fp32 scales": replace(quantize.E4M3, scale="fp32"),
     "e5m2": replace(quantize.E4M3, element="e5m2"),
 }
+
+
+BOTH_CASTS = pytest.mark.parametrize("casts", [quantize, hopper_kernels], ids=["triton", "hopper"])
 
 
 def wild(*shape: int, seed: int) -> Tensor:
@@ -61,22 +65,24 @@ def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = 
         EXACT.check(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
 
 
+@BOTH_CASTS
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("shape", [(1, 16), (300, 200), (256, 1024), (77, 7168)])
-def test_casts_of_rows(shape: tuple[int, int], form: OperandFormat) -> None:
+@pytest.mark.parametrize("shape", [(1, 16), (300, 200), (300, 208), (256, 1024), (77, 7168)])
+def test_casts_of_rows(shape: tuple[int, int], form: OperandFormat, casts: ModuleType) -> None:
     x = wild(*shape, seed=1)
     expected = quantized_rows(x, dtype=DTYPES[form.element], power_of_two=form.scale == "power of 2")
-    same(quantize.quantize_rows(x, form), expected, columnwise=False)
-    same(quantize.quantize_rows(x, form, columnwise=True), expected)
+    same(casts.quantize_rows(x, form), expected, columnwise=False)
+    same(casts.quantize_rows(x, form, columnwise=True), expected)
     wide = torch.cat([x, x], 1)[:, : shape[1]]
-    same(quantize.quantize_rows(wide, form), expected, columnwise=False)
+    same(casts.quantize_rows(wide, form), expected, columnwise=False)
 
 
+@BOTH_CASTS
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_casts_of_expert_rows(counts: list[int]) -> None:
+def test_casts_of_expert_rows(counts: list[int], casts: ModuleType) -> None:
     num_rows = sum(counts)
-    x = torch.cat([wild(num_rows, 200, seed=2), torch.full((ROWS_BEHIND, 200), torch.nan, device="cuda").bfloat16()])
-    actual = quantize.quantize_rows(x, columnwise=True, offsets_e=offsets(counts))
+    x = torch.cat([wild(num_rows, 208, seed=2), torch.full((ROWS_BEHIND, 208), torch.nan, device="cuda").bfloat16()])
+    actual = casts.quantize_rows(x, columnwise=True, offsets_e=offsets(counts))
     same(actual, quantized_rows(x[:num_rows], torch.tensor(counts).cumsum(0).tolist()), rows=num_rows)
 
 
@@ -88,16 +94,17 @@ def test_casts_of_weights(shape: tuple[int, ...], form: OperandFormat) -> None:
     same(quantize.quantize_weight(weight, replace(form, block=(128, 128))), expected)
 
 
+@BOTH_CASTS
 @pytest.mark.parametrize(("tokens", "width", "align"), [(1, 128, 1), (300, 200, 1), (513, 2048, 16), (100, 7168, 128)])
-def test_permuted_casts(tokens: int, width: int, align: int) -> None:
+def test_permuted_casts(tokens: int, width: int, align: int, casts: ModuleType) -> None:
     ids = torch.rand(tokens, 20, device="cuda").topk(6).indices
     index = sort_rows(ids, 20, None, align)
     x = wild(tokens, width, seed=4)
-    same(quantize.quantize_permuted(x, index), quantized_rows(permute(x, index)), columnwise=False)
+    same(casts.quantize_permuted(x, index), quantized_rows(permute(x, index)), columnwise=False)
     used, ends = int(index.offsets_E[-1]), index.offsets_E.tolist()
     expected = quantized_rows(permute(x, index)[:used], ends)
-    same(quantize.quantize_permuted(x, index, columnwise=True), expected, rows=used)
-    alone = quantize.quantize_permuted(x, index, rowwise=False, columnwise=True)
+    same(casts.quantize_permuted(x, index, columnwise=True), expected, rows=used)
+    alone = casts.quantize_permuted(x, index, rowwise=False, columnwise=True)
     assert alone.columnwise is not None and expected.columnwise is not None
     num = expected.columnwise.shape[1]
     same_elements(alone.columnwise[:, :num], expected.columnwise, "columnwise without rowwise")
@@ -196,9 +203,10 @@ def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
         FP32_REF.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
 
 
+@BOTH_CASTS
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_activation_gradients_in_columns(counts: list[int], gated: bool) -> None:
+def test_activation_gradients_in_columns(counts: list[int], gated: bool, casts: ModuleType) -> None:
     config = ActivationConfig(kind="silu", gated=gated)
     num_rows, ends, width = sum(counts), torch.tensor(counts).cumsum(0).tolist(), 384
     x, grad = draw(num_rows + ROWS_BEHIND, width * config.fan, seed=1), draw(num_rows + ROWS_BEHIND, width, seed=2)
@@ -206,7 +214,8 @@ def test_activation_gradients_in_columns(counts: list[int], gated: bool) -> None
     probs[::5] = 0.0
     form = replace(quantize.E4M3, element="e5m2")
     apart = activation.quantize_activation_grad(grad, x, probs, config, form)
-    found = activation.quantize_activation_grad(
+    kernels = activation if casts is quantize else casts
+    found = kernels.quantize_activation_grad(
         grad, x, probs, config, form, columns=quantize.E4M3, offsets_e=offsets(counts)
     )
     assert isinstance(apart.grad_x_RF, Tensor) and isinstance(apart.out_RF, Tensor)
@@ -245,10 +254,11 @@ def test_dense_products_match_fp64(rows: int, inputs: int, outputs: int, element
         tolerance.check(out.double(), expected, f"weight gradient in {out.dtype}")
 
 
-def test_copies_are_made_separately() -> None:
+@BOTH_CASTS
+def test_copies_are_made_separately(casts: ModuleType) -> None:
     x, ends = draw(300, 256, seed=1), offsets([100, 0, 200])
-    both = quantize.quantize_rows(x, columnwise=True, offsets_e=ends)
-    only = quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
+    both = casts.quantize_rows(x, columnwise=True, offsets_e=ends)
+    only = casts.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
     assert only.rowwise is None and only.rowwise_scales is None
     assert only.columnwise is not None and both.columnwise is not None
     same_elements(only.columnwise[:, : 3 * 128], both.columnwise[:, : 3 * 128], "columnwise")
@@ -261,7 +271,7 @@ def test_kernels_are_selected_for_the_recipe_blockwise() -> None:
         config = low_precision_config("blockwise", hybrid=hybrid)
         kernels = select_kernels(KernelConfig(), device, torch.bfloat16, config)
         backends = {choice.op: choice.backend for choice in kernels.choices if choice.op in LOW_PRECISION_OPS}
-        assert backends == {op: "hopper" if op in QUANTIZED_PRODUCTS else "triton" for op in LOW_PRECISION_OPS}
+        assert backends == {op: "hopper" if op in hopper_kernels.PROVIDES else "triton" for op in LOW_PRECISION_OPS}
 
 
 def test_products_without_rows() -> None:

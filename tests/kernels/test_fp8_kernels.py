@@ -22,7 +22,7 @@ from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 LAUNCHES = """
 from dataclasses import replace
 from megatron_moe.config.moe import ActivationConfig
-from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
+from megatron_moe.kernels.backends.hopper import casts, fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, launch, quantize
 from megatron_moe.kernels.ops import GroupedPart, RowIndex
 
@@ -60,6 +60,10 @@ both = dict(columns=quantize.E4M3, offsets_e=ends)
 activation.quantize_activation_grad(x[:, :256], x, torch.zeros(1024), swiglu, hybrid, **both)
 index = RowIndex(token_R=torch.zeros(1024, dtype=torch.int64), choice_R=ends, offsets_E=ends, rows_TK=None)
 quantize.quantize_permuted(x, index, rowwise=False, columnwise=True)
+casts._quantize_blocks = Compiled(casts._quantize_blocks)
+casts.quantize_rows(x, columnwise=True)
+casts.quantize_rows(x, hybrid, rowwise=False, columnwise=True, offsets_e=ends)
+casts.quantize_permuted(x, index, replace(quantize.E4M3, scale="fp32"), columnwise=True)
 """
 EDGES = (0.0, torch.nan, torch.inf, 2.0**-125, 1e-38, 3e38)
 """Values of single elements: no scale, no scale, no scale, scales that overflow, and the smallest scale."""
@@ -94,13 +98,14 @@ def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 26
+    assert len(kernels) == 31
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
     products = instructions(kernels, r"wgmma\.mma_async\.sync\.aligned\.(\w+\.f32\.\w+\.\w+)")
     assert products == {"m64n128k32.f32.e4m3.e4m3": 4, "m64n128k32.f32.e5m2.e4m3": 2}
-    assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 8, "e5m2x2": 4}
+    assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 10, "e5m2x2": 5}
+    assert sum("cp.async.cg" in code["ptx"] for code in kernels) == 3, "16 bytes at a time"
     adding = [code for code in kernels if "cp.reduce.async.bulk.tensor" in code["ptx"]]
     assert len(adding) == 1, "sums are added by TMA, and only where accumulation is requested"
 

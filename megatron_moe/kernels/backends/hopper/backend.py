@@ -12,6 +12,9 @@ import triton
 from torch import Tensor
 
 from megatron_moe.kernels.backends.hopper import weight_grad
+from megatron_moe.kernels.backends.hopper.casts import quantize_activation_grad as quantize_activation_grad
+from megatron_moe.kernels.backends.hopper.casts import quantize_permuted as quantize_permuted
+from megatron_moe.kernels.backends.hopper.casts import quantize_rows as quantize_rows
 from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_forward as quantized_linear_forward
 from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_input_grad as quantized_linear_input_grad
 from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_weight_grad as quantized_linear_weight_grad
@@ -34,6 +37,9 @@ PROVIDES = (
     "grouped_forward",
     "grouped_input_grad",
     "grouped_weight_grad",
+    "quantize_rows",
+    "quantize_permuted",
+    "quantize_activation_grad",
     "quantized_linear_forward",
     "quantized_linear_input_grad",
     "quantized_linear_weight_grad",

@@ -13,7 +13,15 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
-from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, quantize_rows, store_tile
+from megatron_moe.kernels.backends.triton.quantize import (
+    BLOCK,
+    E4M3,
+    MakeColumns,
+    columnwise_copy,
+    constants,
+    empty_rows,
+    store_tile,
+)
 from megatron_moe.kernels.ops import QuantizedActivationGrads
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
@@ -72,6 +80,7 @@ def quantize_activation_grad(
     *,
     columns: OperandFormat | None = None,
     offsets_e: Tensor | None = None,
+    make_columns: MakeColumns = columnwise_copy,
 ) -> QuantizedActivationGrads:
     """See `Kernels.quantize_activation_grad`. For gated activations, the width must be a multiple of 128, because
     no scale block may contain gradients of both halves."""
@@ -87,11 +96,12 @@ def quantize_activation_grad(
         return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs_R, out_RF)
     # in separate kernels: one kernel for both kinds of copies computed the gradients twice, in bands that fit into
     # registers, and took 2.2 ms for 32,768 rows of 2 x 2048, against at most 0.35 ms without columnwise copies
-    across, out = (
-        quantize_rows(each, kind, rowwise=False, columnwise=True, offsets_e=offsets_e)
+    grad_columns, out_columns = (
+        make_columns(each, None, len(each), None, kind, offsets_e)
         for each, kind in ((grad_x_RF, form), (out_RF, columns))
     )
-    grad_x_q = QuantizedTensor.of(quantized, across.column_copy, form.block, x_RF.dtype)
+    grad_x_q = QuantizedTensor.of(quantized, grad_columns, form.block, x_RF.dtype)
+    out = QuantizedTensor.of(None, out_columns, columns.block, x_RF.dtype)
     return QuantizedActivationGrads(grad_x_q, None, grad_probs_R, out)
 
 

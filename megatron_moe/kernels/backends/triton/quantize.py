@@ -4,6 +4,7 @@ Each kernel reads its input once. Elements are multiplied by their block's scale
 saturated; NaN stays NaN. Inverse scales are stored (value = element * inverse scale).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -36,34 +37,7 @@ E4M3_WEIGHT = replace(E4M3, block=(BLOCK, BLOCK))
 """Formats of the recipe blockwise for rows and weights."""
 
 
-def quantize_rows(
-    x: Tensor,
-    form: OperandFormat = E4M3,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    offsets_e: Tensor | None = None,
-    scale: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> QuantizedTensor:
-    """See `Kernels.quantize_rows`, for blocks of 1x128."""
-    assert form.block == (1, BLOCK) and scale is None, f"{form}"
-    x_RK = rows_of(x)
-    num_rows, width = x_RK.shape
-    row = empty_rows(num_rows, width, x.device, form) if rowwise else None
-    column = None
-    if columnwise:
-        column = _quantize_blocks_of(x_RK, None, num_rows, row, form, offsets_e)
-    elif row is not None and x_RK.numel():
-        rows, columns = ROWS_TILE
-        _quantize_rows[(cdiv(num_rows, rows), cdiv(width, columns))](
-            x_RK, row.data, row.scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
-            **constants(form, x.dtype),
-        )  # fmt: skip
-    return QuantizedTensor.of(row, column, form.block, x.dtype)
-
-
-def _quantize_blocks_of(
+def columnwise_copy(
     x_TK: Tensor,
     token_R: Tensor | None,
     num_rows: int,
@@ -71,8 +45,11 @@ def _quantize_blocks_of(
     form: OperandFormat,
     offsets_e: Tensor | None,
 ) -> QuantizedCopy:
-    """Makes the columnwise copy of `num_rows` rows, and the rowwise copy if `row` is given. `token_R`: place of each
-    row in `x_TK`, or -1 for zeros; None: rows are in order."""
+    """Makes the columnwise copy of `num_rows` rows, and the rowwise copy if `row` is given.
+
+    `token_R`: place of each row in `x_TK`, or -1 for zeros; None: rows are in order. `offsets_e`: ends of the experts'
+    rows, whose blocks are separate; None: the rows belong together.
+    """
     width = x_TK.shape[1]
     blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
     data, scales, _ = empty_columns(num_rows, width, x_TK.device, form, blocks)
@@ -83,6 +60,38 @@ def _quantize_blocks_of(
             ROWWISE=row is not None, BAND=BAND, **constants(form, x_TK.dtype), num_warps=BLOCK_WARPS,
         )  # fmt: skip
     return QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
+
+
+MakeColumns = Callable[[Tensor, Tensor | None, int, QuantizedCopy | None, OperandFormat, Tensor | None], QuantizedCopy]
+"""Type of `columnwise_copy`."""
+
+
+def quantize_rows(
+    x: Tensor,
+    form: OperandFormat = E4M3,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    offsets_e: Tensor | None = None,
+    scale: Tensor | None = None,
+    seed: Tensor | None = None,
+    make_columns: MakeColumns = columnwise_copy,
+) -> QuantizedTensor:
+    """See `Kernels.quantize_rows`, for blocks of 1x128."""
+    assert form.block == (1, BLOCK) and scale is None, f"{form}"
+    x_RK = rows_of(x)
+    num_rows, width = x_RK.shape
+    row = empty_rows(num_rows, width, x.device, form) if rowwise else None
+    column = None
+    if columnwise:
+        column = make_columns(x_RK, None, num_rows, row, form, offsets_e)
+    elif row is not None and x_RK.numel():
+        rows, columns = ROWS_TILE
+        _quantize_rows[(cdiv(num_rows, rows), cdiv(width, columns))](
+            x_RK, row.data, row.scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
+            **constants(form, x.dtype),
+        )  # fmt: skip
+    return QuantizedTensor.of(row, column, form.block, x.dtype)
 
 
 def quantize_weight(
@@ -118,7 +127,13 @@ def quantize_weight(
 
 
 def quantize_permuted(
-    tokens_TH: Tensor, index: RowIndex, form: OperandFormat = E4M3, *, rowwise: bool = True, columnwise: bool = False
+    tokens_TH: Tensor,
+    index: RowIndex,
+    form: OperandFormat = E4M3,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    make_columns: MakeColumns = columnwise_copy,
 ) -> QuantizedTensor:
     """See `Kernels.quantize_permuted`. Also gathers the gradients of an unpermute, whose backward is a permute."""
     tokens_TH = rows_of(tokens_TH)
@@ -126,7 +141,7 @@ def quantize_permuted(
     row = empty_rows(num_rows, width, tokens_TH.device, form) if rowwise else None
     column = None
     if columnwise:
-        column = _quantize_blocks_of(tokens_TH, index.token_R, num_rows, row, form, index.offsets_E)
+        column = make_columns(tokens_TH, index.token_R, num_rows, row, form, index.offsets_E)
     elif index.rows_TK is None:  # a dense routing index has no row per choice
         return quantize_rows(permute(tokens_TH, index), form)
     elif row is not None and row.data.numel():

@@ -1,0 +1,129 @@
+"""Rowwise and columnwise FP8 copies of rows in one pass, with scales per 1x128 block, in Gluon.
+
+The Triton kernel loads every tile twice, because it cannot keep one in shared memory. Here a tile of 128x128 elements
+is loaded once and asynchronously, and read from shared memory along rows and along columns without bank conflicts.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from megatron_moe.config.precision import OperandFormat
+from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton.launch import cdiv
+from megatron_moe.precision.quantized_tensor import QuantizedCopy
+
+LENGTH = gl.constexpr(quantize.BLOCK)
+WARPS = 4
+_MANTISSA = gl.constexpr(0x7FFFFF)
+_MAGNITUDE = gl.constexpr(0x7FFFFFFF)
+
+
+def columnwise_copy(
+    x_TK: Tensor,
+    token_R: Tensor | None,
+    num_rows: int,
+    row: QuantizedCopy | None,
+    form: OperandFormat,
+    offsets_e: Tensor | None,
+) -> QuantizedCopy:
+    """See `quantize.columnwise_copy`, which makes the copies of rows that do not start at multiples of 16 bytes."""
+    width = x_TK.shape[1]
+    aligned = (
+        all(size * x_TK.element_size() % 16 == 0 for size in (width, x_TK.stride(0))) and x_TK.data_ptr() % 16 == 0
+    )
+    if not aligned or x_TK.dtype is not torch.bfloat16:
+        return quantize.columnwise_copy(x_TK, token_R, num_rows, row, form, offsets_e)
+    blocks = None if offsets_e is None else quantize.row_blocks(offsets_e, num_rows)
+    data, scales, _ = quantize.empty_columns(num_rows, width, x_TK.device, form, blocks)
+    if num_rows and width:
+        out = row or QuantizedCopy(data, scales)  # a placeholder without a rowwise copy
+        _quantize_blocks[(cdiv(width, quantize.BLOCK), len(scales))](
+            x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
+            ROWWISE=row is not None, **quantize.constants(form, x_TK.dtype), num_warps=WARPS,
+        )  # fmt: skip
+    return QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
+
+
+quantize_rows = partial(quantize.quantize_rows, make_columns=columnwise_copy)
+quantize_permuted = partial(quantize.quantize_permuted, make_columns=columnwise_copy)
+quantize_activation_grad = partial(activation.quantize_activation_grad, make_columns=columnwise_copy)
+"""The ops of the Triton backend with these columnwise copies."""
+
+
+@gluon.jit
+def _quantize_blocks(
+    x_ptr, token_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
+    across_stride, ROWWISE: gl.constexpr, LARGEST: gl.constexpr, BOUND: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+):  # fmt: skip
+    # Along rows, a thread reads 16 bytes at a time; along columns 16 rows of two columns, so that eight threads store
+    # 128 bytes. Rows 16 apart differ in the swizzle, so the latter have no bank conflicts.
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    COLUMN: gl.constexpr = gl.BlockedLayout([16, 2], [8, 4], [1, gl.num_warps()], [0, 1])
+    TILE: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=16, max_phase=8, order=[1, 0])
+    first_column, block = gl.program_id(0) * LENGTH, gl.program_id(1).to(gl.int64)
+    if blocks_ptr is None:
+        first = block * LENGTH
+        count = gl.minimum(num_rows - first, LENGTH).to(gl.int32)
+    else:
+        first = gl.load(blocks_ptr + 2 * block).to(gl.int64)
+        count = gl.load(blocks_ptr + 2 * block + 1)
+    tile = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [LENGTH, LENGTH], TILE)
+    rows = gl.arange(0, LENGTH, gl.SliceLayout(1, ROW))
+    columns = first_column + gl.arange(0, LENGTH, gl.SliceLayout(0, ROW))
+    held = rows < count
+    source = first + rows
+    if token_ptr is not None:
+        source = gl.load(token_ptr + source, mask=held, other=-1).to(gl.int64)
+        held = held & (source >= 0)
+    inside = (columns < width)[None, :]
+    async_copy.async_copy_global_to_shared(
+        tile, x_ptr + source[:, None] * stride + columns[None, :], mask=held[:, None] & inside
+    )
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    element: gl.constexpr = across_ptr.dtype.element_ty
+    if ROWWISE:
+        x = tile.load(ROW).to(gl.float32)
+        scale, inverse = _scales_of(gl.max(_magnitude_bits(x), axis=1), LARGEST, BOUND, POWER_OF_TWO)
+        stored = rows < count
+        place = out_ptr + (first + rows)[:, None] * width + columns[None, :]
+        gl.store(place, (x * scale[:, None]).to(element), mask=stored[:, None] & inside)
+        gl.store(scales_ptr + (first_column // LENGTH).to(gl.int64) * num_rows + first + rows, inverse, mask=stored)
+    x = tile.load(COLUMN).to(gl.float32)
+    scale, inverse = _scales_of(gl.max(_magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
+    columns = first_column + gl.arange(0, LENGTH, gl.SliceLayout(0, COLUMN))
+    stored = (columns < width) & (count > 0)
+    rows = gl.arange(0, LENGTH, gl.SliceLayout(1, COLUMN))
+    place = across_ptr + block * LENGTH + columns.to(gl.int64)[None, :] * across_stride + rows[:, None]
+    gl.store(place, (x * scale[None, :]).to(element), mask=stored[None, :])
+    gl.store(across_scales_ptr + block * width + columns, inverse, mask=stored)
+
+
+@gluon.jit
+def _magnitude_bits(x):
+    """See `quantize.magnitude_bits`."""
+    return x.to(gl.int32, bitcast=True) & _MAGNITUDE
+
+
+@gluon.jit
+def _scales_of(amax_bits, LARGEST: gl.constexpr, BOUND: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+    """See `quantize.scales_of`."""
+    usable = (amax_bits > 0) & (amax_bits < 0x7F800000)
+    if POWER_OF_TWO:
+        largest: gl.constexpr = 8 if LARGEST == 448.0 else 15
+        above = ((amax_bits & _MANTISSA) > 0x600000).to(gl.int32)
+        exponent = gl.minimum(254 + largest - (amax_bits >> 23) - above, 254)
+        exponent = gl.where(usable, exponent, 127)
+        inverse = gl.where(exponent == 254, 1 << 22, (254 - exponent) << 23)  # 2^-127 is subnormal
+        return (exponent << 23).to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
+    else:
+        amax = gl.where(usable, amax_bits, 0x3F800000).to(gl.float32, bitcast=True)
+        scale = gl.minimum(gl.div_rn(amax * 0 + LARGEST, amax), BOUND)
+        scale = gl.where(usable, scale, 1.0)
+        return scale, gl.div_rn(scale * 0 + 1.0, scale)
