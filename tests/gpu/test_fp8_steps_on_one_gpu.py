@@ -2,6 +2,7 @@
 host synchronisation, bit for bit reproducible, and with captured graphs."""
 
 import os
+from itertools import compress
 
 import pytest
 import torch
@@ -21,9 +22,8 @@ from tests.helpers.tolerances import EXACT, FP8_KERNEL, FP8_SUM
 pytestmark = pytest.mark.gpu1
 
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"
-LARGEST_ERROR = 0.04
-"""Relative error of a gradient, in the Frobenius norm. Sums in another order give other bf16 numbers, whose FP8 bytes
-differ by up to 1/8."""
+MOST_NOISE, LEAST_LIMIT = 2.0, 0.02
+"""Limit of the relative error of a gradient, in the Frobenius norm: a multiple of the noise, and the least limit."""
 
 
 def start(recipe: str, *more: str, precision: str = FP8) -> TimedRun:
@@ -44,10 +44,21 @@ def gradients(recipe: str, *more: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("weight_grad", ["--no-fp8-wgrad", "--fp8-wgrad"])
 @pytest.mark.parametrize("recipe", LAYERS)
 def test_gradients_match_dequantised_operands(recipe: str, weight_grad: str) -> None:
-    actual = gradients(recipe, weight_grad)
-    expected = gradients(recipe, weight_grad, "--emulate-low-precision")
-    errors = {name: ((actual[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
-    assert max(errors.values()) < LARGEST_ERROR, "\n".join(f"{name}: {error:.3e}" for name, error in errors.items())
+    """Sums in another order give other bf16 numbers, whose FP8 bytes differ by up to 1/8. This noise is measured by
+    emulated runs whose other ops use other kernels."""
+    emulated = "--emulate-low-precision"
+    expected = gradients(recipe, weight_grad, emulated)
+    noise = differences(gradients(recipe, weight_grad, emulated, "--kernel-backend", "reference"), expected)
+    errors = differences(gradients(recipe, weight_grad), expected)
+    table = [f"{name}: {error:.3e}, noise {noise[name]:.3e}" for name, error in errors.items()]
+    print("\n".join(table))
+    exceeded = [error > max(MOST_NOISE * noise[name], LEAST_LIMIT) for name, error in errors.items()]
+    assert not any(exceeded), "\n".join(compress(table, exceeded))
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative difference of each gradient in the Frobenius norm."""
+    return {name: ((found[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
 
 
 def test_steps_run_without_host_sync() -> None:

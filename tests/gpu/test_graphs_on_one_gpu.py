@@ -56,7 +56,8 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
     if recorded is not None:
         assert recorded.summary()
         print("+".join(modules), recorded.summary())
-    figures |= {name: value.detach().clone() for name, value in run.trainer.model.named_parameters()}
+    with run.trainer.optimizer.plain_weights():
+        figures |= {name: value.detach().clone() for name, value in run.trainer.model.named_parameters()}
     run.close()
     return figures
 

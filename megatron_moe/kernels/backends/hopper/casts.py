@@ -18,7 +18,10 @@ from megatron_moe.kernels.backends.triton.launch import cdiv
 from megatron_moe.precision.quantized_tensor import QuantizedCopy
 
 LENGTH = gl.constexpr(quantize.BLOCK)
-WARPS = 4
+BAND = gl.constexpr(8)
+"""Blocks along the columns that consecutive programs process for the same rows, before they continue with the next
+rows. If tokens are gathered, the band of all tokens stays in the L2 cache, since each token is read once per choice."""
+WARPS = 8
 _MANTISSA = gl.constexpr(0x7FFFFF)
 _MAGNITUDE = gl.constexpr(0x7FFFFFFF)
 
@@ -42,9 +45,9 @@ def columnwise_copy(
     data, scales, _ = quantize.empty_columns(num_rows, width, x_TK.device, form, blocks)
     if num_rows and width:
         out = row or QuantizedCopy(data, scales)  # a placeholder without a rowwise copy
-        _quantize_blocks[(cdiv(width, quantize.BLOCK), len(scales))](
-            x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
-            ROWWISE=row is not None, **quantize.constants(form, x_TK.dtype), num_warps=WARPS,
+        _quantize_blocks[(cdiv(width, quantize.BLOCK) * len(scales),)](
+            x_TK, token_R, out.data, out.scales, data, scales, blocks, len(scales), num_rows, width, x_TK.stride(0),
+            data.stride(0), ROWWISE=row is not None, **quantize.constants(form, x_TK.dtype), num_warps=WARPS,
         )  # fmt: skip
     return QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
 
@@ -57,15 +60,18 @@ quantize_activation_grad = partial(activation.quantize_activation_grad, make_col
 
 @gluon.jit
 def _quantize_blocks(
-    x_ptr, token_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
-    across_stride, ROWWISE: gl.constexpr, LARGEST: gl.constexpr, BOUND: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    x_ptr, token_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_blocks, num_rows, width,
+    stride, across_stride,
+    ROWWISE: gl.constexpr, LARGEST: gl.constexpr, BOUND: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     # Along rows, a thread reads 16 bytes at a time; along columns 16 rows of two columns, so that eight threads store
     # 128 bytes. Rows 16 apart differ in the swizzle, so the latter have no bank conflicts.
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     COLUMN: gl.constexpr = gl.BlockedLayout([16, 2], [8, 4], [1, gl.num_warps()], [0, 1])
     TILE: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=16, max_phase=8, order=[1, 0])
-    first_column, block = gl.program_id(0) * LENGTH, gl.program_id(1).to(gl.int64)
+    band = gl.program_id(0) // (BAND * num_blocks) * BAND
+    number, size = gl.program_id(0) - band * num_blocks, gl.minimum(gl.cdiv(width, LENGTH) - band, BAND)
+    first_column, block = (band + number % size) * LENGTH, (number // size).to(gl.int64)
     if blocks_ptr is None:
         first = block * LENGTH
         count = gl.minimum(num_rows - first, LENGTH).to(gl.int32)

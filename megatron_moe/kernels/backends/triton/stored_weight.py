@@ -13,20 +13,21 @@ from megatron_moe.kernels.backends.triton.quantize import BLOCK, LENGTH, magnitu
 from megatron_moe.kernels.ops import WeightPart
 
 _WARPS = 8
+_ALIGNMENT = tl.constexpr(16)
+_FAR = tl.constexpr(0x7FFFFFF0)
+"""Limit of offsets in a block, a multiple of the alignment."""
 
 
 def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
     """See `Kernels.weight_amax_`, for blocks of 128x128."""
-    grid, sizes = _launch(part, block)
-    _weight_amax[grid](part.values, amax, *sizes, *amax.stride(), ROUND=_rounds(part), num_warps=_WARPS)
+    grid, sizes, constants = _launch(part, block)
+    _weight_amax[grid](part.values, amax, *sizes, *amax.stride(), **constants, num_warps=_WARPS)
 
 
 def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
     """See `Kernels.quantize_weight_part`, for blocks of 128x128."""
-    grid, sizes = _launch(part, block)
-    _quantize_part[grid](
-        part.values, factors, out, *sizes, *factors.stride(), ROUND=_rounds(part), num_warps=_WARPS
-    )  # fmt: skip
+    grid, sizes, constants = _launch(part, block)
+    _quantize_part[grid](part.values, factors, out, *sizes, *factors.stride(), **constants, num_warps=_WARPS)
 
 
 def transpose_weight(data: Tensor) -> Tensor:
@@ -40,8 +41,10 @@ def transpose_weight(data: Tensor) -> Tensor:
     return out.view(data.dtype)
 
 
-def _launch(part: WeightPart, block: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """(Grid over the blocks along I and over the block rows of the range, sizes that the kernels need)."""
+def _launch(part: WeightPart, block: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, ...], dict[str, bool]]:
+    """(Grid over the blocks along I and over the block rows of the range, sizes that the kernels need, their constants:
+    whether values are rounded to bf16, and whether the range is aligned to 16 elements, which allows wide stores)."""
+    assert part.values.dtype is torch.float32 and part.dtype in (torch.float32, torch.bfloat16), f"{part.dtype}"
     assert block == (BLOCK, BLOCK), f"blocks of {block}"
     outputs, inputs = part.shape[-2:]
     blocks_o = triton.cdiv(outputs, BLOCK)
@@ -52,17 +55,13 @@ def _launch(part: WeightPart, block: tuple[int, int]) -> tuple[tuple[int, int], 
 
     first, last = block_row(part.start), block_row(part.start + len(part.values) - 1)
     sizes = part.start, len(part.values), outputs, inputs, first
-    return (triton.cdiv(inputs, BLOCK), last - first + 1), sizes
-
-
-def _rounds(part: WeightPart) -> bool:
-    """Whether values are rounded to bf16; fp32 parameters are not rounded."""
-    assert part.values.dtype is torch.float32 and part.dtype in (torch.float32, torch.bfloat16), f"{part.dtype}"
-    return part.dtype is torch.bfloat16
+    aligned = all(size % _ALIGNMENT.value == 0 for size in (part.start, len(part.values), inputs))
+    constants = {"ROUND": part.dtype is torch.bfloat16, "ALIGNED": aligned}
+    return (triton.cdiv(inputs, BLOCK), last - first + 1), sizes, constants
 
 
 @triton.jit
-def _load_block(values_ptr, start, count, outputs, inputs, first, ROUND: tl.constexpr):
+def _load_block(values_ptr, start, count, outputs, inputs, first, ROUND: tl.constexpr, ALIGNED: tl.constexpr):
     """Loads the program's block: (values in fp32, 0 outside of the range; offset of the block in the range; offsets in
     the block; whether an element is in the range; matrix; block row in the matrix)."""
     block_row = first + tl.program_id(1)
@@ -73,8 +72,10 @@ def _load_block(values_ptr, start, count, outputs, inputs, first, ROUND: tl.cons
     base = first_row * inputs + column - start
     # offsets in a block fit into 32 bits, which halves their registers
     places = each[:, None] * inputs + each[None, :]
-    low = tl.minimum(tl.maximum(-base, 0), 0x7FFFFFFF).to(tl.int32)
-    high = tl.minimum(tl.maximum(count - base, 0), 0x7FFFFFFF).to(tl.int32)
+    low = tl.minimum(tl.maximum(-base, 0), _FAR).to(tl.int32)
+    high = tl.minimum(tl.maximum(count - base, 0), _FAR).to(tl.int32)
+    if ALIGNED:
+        low, high = tl.multiple_of(low, _ALIGNMENT), tl.multiple_of(high, _ALIGNMENT)
     inside = (block_o * LENGTH + each < outputs)[:, None] & (column + each < inputs)[None, :]
     held = inside & (places >= low) & (places < high)
     x = tl.load(values_ptr + base + places, mask=held, other=0.0)
@@ -86,9 +87,10 @@ def _load_block(values_ptr, start, count, outputs, inputs, first, ROUND: tl.cons
 
 @triton.jit(do_not_specialize=["first"])
 def _weight_amax(
-    values_ptr, amax_ptr, start, count, outputs, inputs, first, stride_e, stride_o, stride_i, ROUND: tl.constexpr
-):
-    x, _, _, _, matrix, block_o = _load_block(values_ptr, start, count, outputs, inputs, first, ROUND)
+    values_ptr, amax_ptr, start, count, outputs, inputs, first, stride_e, stride_o, stride_i,
+    ROUND: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    x, _, _, _, matrix, block_o = _load_block(values_ptr, start, count, outputs, inputs, first, ROUND, ALIGNED)
     bits = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
     place = amax_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
     # no other program of a launch has this block, and launches for other ranges run one after the other
@@ -99,9 +101,11 @@ def _weight_amax(
 @triton.jit(do_not_specialize=["first"])
 def _quantize_part(
     values_ptr, factors_ptr, out_ptr, start, count, outputs, inputs, first, stride_e, stride_o, stride_i,
-    ROUND: tl.constexpr,
+    ROUND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    x, base, places, held, matrix, block_o = _load_block(values_ptr, start, count, outputs, inputs, first, ROUND)
+    x, base, places, held, matrix, block_o = _load_block(
+        values_ptr, start, count, outputs, inputs, first, ROUND, ALIGNED
+    )
     place = factors_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
     factor = tl.load(place)
     tl.store(out_ptr + base + places, (x * factor[:, None]).to(out_ptr.dtype.element_ty), mask=held)
