@@ -148,6 +148,13 @@ CASES = (
     *_both("-fp8-whole", "FP8 blockwise, whole steps as CUDA graphs", f"{FP8} {WHOLE}", _NONE, traced=2),
     *_both("-fp8-stored", "FP8 blockwise, weights stored in FP8", f"{FP8} {STORED}", _NONE, traced=2),
     *_both(
+        "-fp8-stored-whole",
+        "FP8 blockwise, weights stored in FP8, whole steps as CUDA graphs",
+        f"{FP8} {STORED} {WHOLE}",
+        _NONE,
+        traced=2,
+    ),
+    *_both(
         "-fp8-graphs",
         "FP8 blockwise, attention and MoE layers as CUDA graphs",
         f"{FP8} {MOE_GRAPHS} --moe-expert-wgrad-interval 1",
