@@ -110,15 +110,13 @@ def _store(out: Tensor, value: Tensor, accumulate: bool) -> None:
 
 def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
     inputs, (first, last) = part.shape[-1], _rows_of(part)
-    rows = part.values.new_zeros((last - first) * inputs, dtype=torch.int32)
+    rows = part.values.new_zeros((last - first) * inputs, dtype=torch.float32)
     skipped = part.start - first * inputs
-    # as integers, magnitudes have the same order, and NaN is the largest; on GPUs, scatter_reduce_ ignores NaN
-    magnitudes = round_weights(part.values, part.dtype).float().abs()
-    rows[skipped : skipped + len(part.values)] = magnitudes.view(torch.int32)
+    rows[skipped : skipped + len(part.values)] = round_weights(part.values, part.dtype).float().abs()
     rows = F.pad(rows.view(-1, inputs), (0, -inputs % block[1])).unflatten(1, (-1, block[1])).amax(dim=2)
-    found = rows.new_zeros(amax.shape).flatten(0, 1)
+    found = torch.zeros_like(amax, memory_format=torch.contiguous_format).flatten(0, 1)
     found.scatter_reduce_(0, _block_rows(part, amax, block[0])[:, None].expand_as(rows), rows, "amax")
-    torch.maximum(amax, found.view(torch.float32).view(amax.shape), out=amax)
+    torch.maximum(amax, found.view(amax.shape), out=amax)
 
 
 def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:

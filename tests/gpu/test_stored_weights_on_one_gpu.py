@@ -36,7 +36,8 @@ def test_ranges_have_the_magnitudes_and_bytes_of_the_reference(shape: tuple[int,
     for part in parts:
         stored_weight.weight_amax_(amax, part, BLOCK)
         reference.weight_amax_(expected, part, BLOCK)
-    EXACT.check(amax, expected, "magnitudes")
+    assert amax.isnan().any()
+    EXACT.check(amax.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0), "magnitudes")
     factors = scale_of(amax, FORMS["blockwise"], torch.bfloat16)
     for part in parts:
         place = slice(part.start, part.start + len(part.values))

@@ -34,11 +34,10 @@ def columnwise_copy(
     form: OperandFormat,
     offsets_e: Tensor | None,
 ) -> QuantizedCopy:
-    """See `quantize.columnwise_copy`, which makes the copies of rows that do not start at multiples of 16 bytes."""
+    """See `quantize.columnwise_copy`, which makes the copies if sizes or addresses are not multiples of 16, as Triton
+    requires to copy 16 bytes at a time."""
     width = x_TK.shape[1]
-    aligned = (
-        all(size * x_TK.element_size() % 16 == 0 for size in (width, x_TK.stride(0))) and x_TK.data_ptr() % 16 == 0
-    )
+    aligned = all(number % 16 == 0 for number in (width, x_TK.stride(0), x_TK.data_ptr()))
     if not aligned or x_TK.dtype is not torch.bfloat16:
         return quantize.columnwise_copy(x_TK, token_R, num_rows, row, form, offsets_e)
     blocks = None if offsets_e is None else quantize.row_blocks(offsets_e, num_rows)
