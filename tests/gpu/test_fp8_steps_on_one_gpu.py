@@ -61,8 +61,13 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[s
     return {name: ((found[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
 
 
-def test_steps_run_without_host_sync() -> None:
-    run = start("m8", "--no-fp8-wgrad")
+@pytest.mark.parametrize(
+    "precision",
+    [f"{FP8} --no-fp8-wgrad", "--fp4-format e2m1 --emulate-low-precision"],
+    ids=["blockwise", "nvfp4, emulated"],
+)
+def test_steps_run_without_host_sync(precision: str) -> None:
+    run = start("m8", precision=precision)
     for _ in range(2):
         run.step()
     batches = run.loader.next_step()
