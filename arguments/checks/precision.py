@@ -1,7 +1,7 @@
 """Rules about FP8 and FP4 GEMMs."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, enabled
 from arguments.precision_file import read_module_precision
 from megatron_moe.config.exit_codes import counted
 
@@ -180,15 +180,3 @@ def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
             yield f"{option} without {form}", f"add {form}, or leave it out"
         elif is_on and not flags.use_distributed_optimizer:
             yield f"{option} without --use-distributed-optimizer", "add it"
-
-
-@missing_feature
-def stored_weights_have_master_weights_on_the_device(flags: RuleFlags) -> Violations:
-    """Master weights are quantised on the device after each update."""
-    others = {
-        "--optimizer-cpu-offload": flags.optimizer_cpu_offload,
-        "--chunked-optimizer-state-offload": flags.chunked_optimizer_state_offload,
-    }
-    stored = {"--fp8-param-gather": flags.fp8_param_gather, "--fp4-param-gather": flags.fp4_param_gather}
-    if any(stored.values()) and any(others.values()):
-        yield f"{enabled(stored)} with {enabled(others)}", "leave one of them out"

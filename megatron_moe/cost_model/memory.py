@@ -381,7 +381,7 @@ class RankMemory:
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0
-        state = state_bytes(replace(self.plan, memory=MemoryConfig()), self.held(rank), HeldElements())
+        state = state_bytes(replace(self.plan, memory=MemoryConfig()), *self._held_of(rank))
         offloaded = (state.master + state.moments) * offload.fraction
         return min(offloaded, 2.0 * offload.chunk_bytes) if offload.chunk_bytes else offloaded
 

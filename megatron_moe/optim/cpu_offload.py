@@ -1,7 +1,8 @@
 """Optimizer state in host memory, either stepped on the CPU or streamed to the device for the step.
 
 Results are identical to steps with state in device memory. State that is stepped on the CPU stays in host memory:
-gradients are copied to the host and new weights to the device. Streamed state is copied to the device chunk by chunk,
+gradients are copied to the host and new weights to the device, except weights stored in FP8 or FP4, which
+`StoredWeights` quantises from the master weights. Streamed state is copied to the device chunk by chunk,
 updated there, and copied back. Streaming needs no host synchronisation: rejected steps are skipped on the device.
 """
 
@@ -68,19 +69,22 @@ class CPUStep(_OffloadedStep):
         overlap = self.config.overlap_cpu_optimizer_d2h_h2d
         loaded = [self._load(0, chunks)]
         stored: list[Event] = []
+        last: Event = None
         for number, (state, start, end) in enumerate(chunks):
             if overlap:
                 loaded.append(self._load(number + 1, chunks))
             self.copies.synchronize(loaded[number])
             if number >= 2:
                 self.copies.synchronize(stored[number - 2])  # this copy reads the buffer that the step writes
-            self._step(on_host, state, start, end, number % 2)
-            device = state.weights[start:end]
-            stored.append(self.copies.to_device(device, _view(self._weights[number % 2], device), begin))
+            weights = self._step(on_host, state, start, end, number % 2)
+            event = None
+            if weights is not None:
+                last = event = self.copies.to_device(state.weights[start:end], weights, begin)
+            stored.append(event)
             if not overlap:
-                self.copies.synchronize(stored[-1])
+                self.copies.synchronize(event)
                 loaded.append(self._load(number + 1, chunks))
-        self.copies.wait(stored[-1])
+        self.copies.wait(last)
         if on_host.nonfinite:
             scalars.nonfinite.fill_(True)
 
@@ -106,11 +110,13 @@ class CPUStep(_OffloadedStep):
         grads = state.grads[start:end]
         return self.copies.to_host(_view(self._grads[number % 2], grads), grads)
 
-    def _step(self, scalars: StepScalars, state: OptimizerState, start: int, end: int, slot: int) -> None:
-        weights = _view(self._weights[slot], state.weights[start:end])
+    def _step(self, scalars: StepScalars, state: OptimizerState, start: int, end: int, slot: int) -> Tensor | None:
+        """Steps a chunk. Returns the new weights; None if they are stored in FP8 or FP4."""
+        operands = state.operands(start, end)
+        weights = None if operands.weights is None else _view(self._weights[slot], operands.weights)
         grads = _view(self._grads[slot], state.grads[start:end])
-        operands = state.operands(start, end)._replace(weights=weights, grads=grads)
-        self.rule.step(scalars, operands, self._kernels)
+        self.rule.step(scalars, operands._replace(weights=weights, grads=grads), self._kernels)
+        return weights
 
 
 class StreamedStep(_OffloadedStep):

@@ -119,6 +119,8 @@ class OptimizerState:
     """View of the buffer's gradients in the range."""
     kept: StoredState
     home: Home
+    copies: HostCopies
+    """Copies between the device and host memory."""
     saves_master: bool
     """True if master weights have another dtype than the parameters, so that checkpoints must contain them."""
 
@@ -195,12 +197,18 @@ class OptimizerState:
     def masters(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields (start, values) of at most `size` consecutive master weights, which must not be remainders; None: as
         many as possible without a large temporary tensor. Offsets count from the start of this state. Values are fp32
-        (fp64 in fp64 runs) and on the device."""
+        (fp64 in fp64 runs) and on the device; the current stream waits for copies from host memory."""
         master = self.kept.master
         assert master is not None, "the parameters are the master weights"
         whole = self.size if master.format == "plain" and self.home == "device" else _CHUNK
         for start, end in self.chunks(size or whole):
-            yield start, self._numbers(master, start, end).to(self.grads.device)
+            part = master.part(start, end)
+            if self.home != "device":
+                on_host, part = part, part.like(self.grads.device)
+                allocated = self.copies.record()
+                for into, source in zip(part.parts, on_host.parts, strict=True):
+                    self.copies.wait(self.copies.to_device(into, source, allocated))
+            yield start, unpack(part)
 
     def master_from_weights(self) -> None:
         """Sets the master weights from the parameters."""
@@ -284,6 +292,6 @@ def _new_state(
         name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
         master = zeros(name, torch.float32)
     kept = StoredState(master, {spec.kind: moment(spec) for spec in moments})
-    state = OptimizerState(buffer, start, end, buffer.grads[start:end], kept, home, saves_master)
+    state = OptimizerState(buffer, start, end, buffer.grads[start:end], kept, home, copies, saves_master)
     state.master_from_weights()
     return state

@@ -45,7 +45,9 @@ class _SameForm:
         multiplied."""
         first, pairs = self.weights[0], zip(self.weights, self.split(amax), strict=True)
         if first.scale is not None:  # one copy and one block per matrix
-            factors = torch.cat([weight.delayed_factors(found) for weight, (found,) in pairs])
+            for weight, (found,) in pairs:
+                weight.amax.copy_(found.view_as(weight.amax))
+            factors = torch.cat([weight.delayed_factors for weight in self.weights])
             scales = 1 / factors
         elif first.form.element == "e2m1":  # one copy; the blocks together have the matrix's largest magnitude
             made = [weight_scales(weight.grids[0].view(found)) for weight, (found,) in pairs]
@@ -92,12 +94,22 @@ class StoredWeights:
         for grid, forms in self._groups.items():
             amax = torch.zeros(sum(len(same.scales) for same in forms), device=self.buffers[0].weights.device)
             by_form = amax.split([len(same.scales) for same in forms])
-            self._add_amax(self._by_weight(forms, by_form), grid)
+            of_weight = self._by_weight(forms, by_form)
+            for buffer, start, weight, part in self._parts(grid):
+                for blocks, found in zip(weight.grids, of_weight[weight], strict=True):
+                    self._kernels.weight_amax_(found, part, blocks.block)
+                if weight.scale is not None:  # of earlier steps: masters in host memory are copied only once
+                    self._quantize(buffer, start, weight, part, [weight.grids[0].view(weight.delayed_factors)])
             if self._sharded:
                 # dp_cp or edp: 4 bytes per block of all weights
                 all_reduce_(amax, self._context.group(replica_group(grid)), "max")
             factors = [same.set_scales(part) for same, part in zip(forms, by_form, strict=True)]
-            self._quantize(self._by_weight(forms, factors), grid)
+            if all(weight.scale is not None for same in forms for weight in same.weights):
+                continue
+            of_weight = self._by_weight(forms, factors)
+            for buffer, start, weight, part in self._parts(grid):
+                if weight.scale is None:
+                    self._quantize(buffer, start, weight, part, of_weight[weight])
 
     def _by_weight(self, forms: Sequence[_SameForm], flats: Sequence[Tensor]) -> dict[StoredWeight, list[Tensor]]:
         """Values of the blocks of each weight's copies, [e, blocks along O, blocks along I], of the values by form."""
@@ -107,17 +119,13 @@ class StoredWeights:
             for weight, views in zip(same.weights, same.split(flat), strict=True)
         }
 
-    def _add_amax(self, amax: dict[StoredWeight, list[Tensor]], of_grid: Grid) -> None:
-        for _, _, weight, part in self._parts(of_grid):
-            for grid, found in zip(weight.grids, amax[weight], strict=True):
-                self._kernels.weight_amax_(found, part, grid.block)
-
-    def _quantize(self, factors: dict[StoredWeight, list[Tensor]], of_grid: Grid) -> None:
-        for buffer, start, weight, part in self._parts(of_grid):
-            codes = buffer.stored_parts(start, start + len(part.values))
-            for grid, values, out in zip(weight.grids, factors[weight], codes, strict=True):
-                out = out.view(DTYPES[weight.form.element])
-                self._kernels.quantize_weight_part(part, values, grid.block, out)
+    def _quantize(
+        self, buffer: FlatBuffer, start: int, weight: StoredWeight, part: WeightPart, factors: Sequence[Tensor]
+    ) -> None:
+        """Quantises a part of a weight, from element `start` of the buffer on. `factors`: see `_by_weight`."""
+        codes = buffer.stored_parts(start, start + len(part.values))
+        for grid, values, out in zip(weight.grids, factors, codes, strict=True):
+            self._kernels.quantize_weight_part(part, values, grid.block, out.view(DTYPES[weight.form.element]))
 
     def _parts(self, of_grid: Grid) -> Iterator[tuple[FlatBuffer, int, StoredWeight, WeightPart]]:
         """Yields (buffer, offset in the buffer, weight, part of the weight) of the master weights of this rank."""

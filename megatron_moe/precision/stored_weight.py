@@ -87,10 +87,10 @@ class StoredWeight:
         """Largest magnitude of each matrix when it was last quantised, fp32 [] or [e]; only with `scale`."""
         return self._amax.view(self.shape[:-2])
 
-    def delayed_factors(self, amax: Tensor) -> Tensor:
-        """Factors of the recipe delayed, flat; stores `amax`, the largest magnitude of each matrix."""
+    @property
+    def delayed_factors(self) -> Tensor:
+        """Factors of the matrices for the recipe delayed, flat, which earlier steps determine."""
         assert self.scale is not None, f"the scales of {self.form} depend on the weight"
-        self._amax.copy_(amax)
         return self.scale(self.amax).flatten()
 
     def operand(self) -> QuantizedTensor:

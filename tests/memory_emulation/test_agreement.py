@@ -22,6 +22,7 @@ from megatron_moe.config.attention import ContextExchange
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import with_experts
+from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import Launch
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
@@ -184,17 +185,21 @@ def test_low_precision_copies_agree(recipe: str) -> None:
         assert found.closed.kept < compare(without).closed.kept, "neither expert rows nor activations are saved"
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["", "state in host memory"])
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8", "nvfp4"])
-def test_weights_stored_in_low_precision_agree(recipe: str) -> None:
+def test_weights_stored_in_low_precision_agree(recipe: str, fraction: float) -> None:
     """Bytes and scales replace bf16 weights and their copies; master weights are whole."""
     plan = plan_of("q6")
     config = low_precision_config(recipe, layers_at_start=2, layers_at_end=1)
     low = replace(plan.precision, low_precision=config, low_precision_params=True)
     sharded = replace(plan.data_parallel, use_distributed_optimizer=True)
+    memory = replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=fraction))
+    state = OptimizerOffloadConfig(fraction=fraction, cpu_step=True)
+    plan = replace(plan, memory=memory, optimizer=replace(plan.optimizer, offload=state))
     found = compare(replace(plan, precision=low, data_parallel=sharded))
     assert abs(found.ratio - 1) < 0.002
     for category, size in (("weights", found.closed.state.weights), ("master weights", found.closed.state.master)):
-        assert abs(found.emulated[category] / size - 1) < 0.002, category
+        assert found.emulated[category] == pytest.approx(size, rel=0.002), category
 
 
 @pytest.mark.parametrize("weight_grad", [False, True])

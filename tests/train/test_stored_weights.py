@@ -32,6 +32,7 @@ from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.pipelines import make_trainer, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
+from tests.optim.test_state_formats import AWAY
 from tests.parity.cells import plan_of as cell_plan
 from tests.parity.cells import record, record_one_rank
 from tests.parity.dimensions import cell_of
@@ -58,6 +59,10 @@ def plan_of(
     plan = tiny.plan(model=tiny.model(moe_config=tiny.moe(dispatcher="alltoall")), **changes)
     low = replace(precision or plan.precision, low_precision=config, low_precision_params=stored)
     return replace(plan, precision=low, optimizer=replace(plan.optimizer, clip_grad=0.0))
+
+
+def in_host_memory(plan: RunPlan, away: str) -> RunPlan:
+    return replace(plan, optimizer=replace(plan.optimizer, offload=AWAY[away]))
 
 
 def start(plan: RunPlan, context: ParallelContext | None = None) -> Trainer:
@@ -190,6 +195,41 @@ def test_overlapped_gathers_and_steps_change_no_bit(config: LowPrecisionConfig, 
         assert len(kept) < len(expected[rank]), "gradients are left out"
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "gather in forward"])
+@pytest.mark.parametrize(
+    ("name", "precision", "away"),
+    [
+        *(("delayed", precision, away) for precision in (None, BF16) for away in AWAY),
+        ("blockwise", BF16, "half on the host"),
+        ("mxfp8", replace(BF16, main_params_dtype="fp16", store_param_remainders=False), "streamed"),
+        ("nvfp4", None, "half streamed, in chunks"),
+    ],
+    ids=str,
+)
+def test_state_in_host_memory_changes_no_bit(
+    name: str, precision: PrecisionConfig | None, away: str, overlap: bool
+) -> None:
+    """Owners copy their master weights to the device, where they are quantised. The part in host memory ends inside a
+    weight."""
+    sharded = replace(SHARDED, ddp_bucket_size=300, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    options = {"precision": precision, "parallel": ParallelConfig(world_size=2), "data_parallel": sharded}
+    plain, plan = plan_of(CONFIGS[name], stored=False, **options), plan_of(CONFIGS[name], **options)
+
+    def main(context: ParallelContext, plan: RunPlan) -> tuple[dict[str, Tensor], set[str]]:
+        trainer = start(plan, context)
+        found = run_steps(plan, trainer, TrainState(), 2)
+        homes = {state.home for state in trainer.optimizer.states if state.buffer.codes}
+        kept = [key for key in found if " norm " not in key and not key.startswith("grad ")]  # sums of other buckets
+        return {key: found[key] for key in kept}, homes
+
+    dtype = DTYPES[plan.precision.params]
+    expected = on_threads(plan.parallel, lambda context: main(context, plain), dtype=dtype)
+    plan = in_host_memory(plan, away)
+    for rank, (found, homes) in enumerate(on_threads(plan.parallel, lambda context: main(context, plan), dtype=dtype)):
+        EXACT.check_all(found, expected[rank][0], f"rank {rank}")
+        assert homes == ({"device"} if "half" in away else set()) | {"streamed" if "streamed" in away else "host"}
+
+
 def test_recomputed_layers_read_the_same_bytes() -> None:
     whole = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     EXACT.check_all(trained(plan_of(DELAYED, memory=MemoryConfig(recompute=whole))), trained(plan_of(DELAYED)))
@@ -250,6 +290,7 @@ def test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout(
     sharded = {"parallel": ParallelConfig(world_size=2, ep=2), "data_parallel": replace(SHARDED, ddp_bucket_size=300)}
     writers = {
         "stored": plan_of(config, precision=precision, **sharded),
+        "on-the-host": in_host_memory(plan_of(config, precision=precision, **sharded), "half on the host"),
         "plain": plan_of(config, precision=precision, stored=False, **sharded),
     }
     for folder, plan in writers.items():
@@ -261,10 +302,12 @@ def test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout(
 
         on_ranks(plan, write)
     written = {folder: stored_tensors(tmp_path / folder / "iter_0000002") for folder in writers}
-    EXACT.check_all(written["stored"], written["plain"], "checkpoints")
+    for folder in writers:
+        EXACT.check_all(written[folder], written["plain"], folder)
     readers = {
         "one rank": plan_of(config, precision=precision),
         "plain": plan_of(config, precision=precision, stored=False),
+        "one rank, host": in_host_memory(plan_of(config, precision=precision), "half on the host"),
         "tp": plan_of(
             config,
             precision=precision,
@@ -289,9 +332,14 @@ def test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout(
         EXACT.check_all(copied, written["plain"], f"loaded with {reader} and saved again")
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "nvfp4"])
-def test_resume_is_bitwise_identical(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "away"),
+    [("blockwise", None), ("delayed", None), ("delayed", "half on the host"), ("delayed", "streamed"), ("nvfp4", None)],
+    ids=str,
+)
+def test_resume_is_bitwise_identical(recipe: str, away: str | None, tmp_path: Path) -> None:
     plan, context = plan_of(CONFIGS[recipe]), ParallelContext.single()
+    plan = in_host_memory(plan, away) if away else plan
     whole = start(plan)
     run_steps(plan, whole, TrainState(), 2)
     save(whole, tmp_path, context)
@@ -314,8 +362,9 @@ def test_weights_alone_become_master_weights(tmp_path: Path) -> None:
     EXACT.check_all(found, expected)
 
 
-def test_a_rejected_step_keeps_bytes_and_values() -> None:
-    plan = plan_of(DELAYED)
+@pytest.mark.parametrize("away", [None, *AWAY], ids=str)
+def test_a_rejected_step_keeps_bytes_and_values(away: str | None) -> None:
+    plan = in_host_memory(plan_of(DELAYED), away) if away else plan_of(DELAYED)
     trainer = start(plan)
     run_steps(plan, trainer, TrainState(), 1)
     before = weights_and_copies(trainer)
