@@ -178,6 +178,7 @@ def _low_precision(flags: Flags) -> LowPrecisionConfig | None:
         weight_grad=flags.fp8_wgrad,
         expert_weight_grad=derive.fp8_expert_wgrad(flags),
         activation_modules=_activation_modules(flags),
+        activation_inputs=flags.activation_func_fp8_input_store,
         output_layer=flags.fp8_output_proj,
         layers_at_start=flags.num_layers_at_start_in_bf16 if skips else 0,
         layers_at_end=flags.num_layers_at_end_in_bf16 if skips else 0,

@@ -42,6 +42,20 @@ def low_precision_activations_need_weight_gradients(flags: RuleFlags) -> Violati
         yield f"{option} with --no-fp8-wgrad, which reads the original inputs", "leave one of them out"
 
 
+def saved_activation_inputs_need_scales_per_row(flags: RuleFlags) -> Violations:
+    """Activations quantise their results, and save their inputs, in blocks of a row."""
+    option = "--activation-func-fp8-input-store"
+    if not flags.activation_func_fp8_input_store:
+        return
+    if not flags.fp8_format or flags.fp8_recipe not in ("blockwise", "mxfp8"):
+        given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "GEMMs in the dtype of the parameters"
+        yield f"{option} with {given}", "use --fp8-format and --fp8-recipe blockwise or mxfp8, or leave it out"
+    elif flags.moe_paged_stash:
+        yield f"{option} with --moe-paged-stash, whose pages hold rows in bf16", "leave one of them out"
+    elif flags.add_bias_linear:
+        yield f"{option} with --add-bias-linear, whose activations save bf16", "leave one of them out"
+
+
 def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
     """The output layer supports only the FP8 recipe with the smallest blocks, and no loss in chunks."""
     if not flags.fp8_output_proj:

@@ -51,6 +51,9 @@ class PrecisionFlags:
     """Modules whose linear layers save their inputs in FP8 or FP4 for the weight gradient; others save the original.
     qkv_linear: all projections to queries, keys, values and their latents; mtp: projection of multi-token prediction.
     Not set: all. Has no effect on results."""
+    activation_func_fp8_input_store: bool = ours(False, "a field of its configuration, which stores FP8 without scales")
+    """Save the inputs of the activation functions of MLPs and experts in FP8, with the scales of GEMM inputs. Backward
+    computes the activation and its gradient from them, so gradients change; recipes blockwise and mxfp8."""
     fp8_margin: int = flag(0, least=0)
     """Divide the scales of recipe delayed by 2 to this power."""
     fp8_amax_history_len: int = close(1, "the history has one entry per iteration, not per microbatch", least=1)

@@ -67,6 +67,9 @@ class LowPrecisionConfig:
     activation_modules: tuple[ActivationModule, ...] = ACTIVATION_MODULES
     """Modules whose linear layers save their inputs in low precision for the weight gradient, where this takes less
     memory than the original (`--low-precision-activation-modules`). The others save the original."""
+    activation_inputs: bool = False
+    """Saves the inputs of the activations of MLPs and experts in low precision, from which backward computes the
+    activation and its gradient (`--activation-func-fp8-input-store`). Requires `fused_block`."""
     output_layer: bool = False
     """Also computes the output layer in low precision."""
     layers_at_start: int = 0

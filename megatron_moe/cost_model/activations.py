@@ -61,6 +61,8 @@ class SavedActivation:
     """True if two layers save the tensor, which have a common copy in formats with `LowPrecisionConfig.fused_block`."""
     read_unless: str = ""
     """Value of `--recompute-modules` without which another op than a GEMM also reads the tensor in backward."""
+    is_activation_input: bool = False
+    """Whether `LowPrecisionConfig.activation_inputs` applies to the tensor."""
     fused_bytes: int | None = None
     """Bytes if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None: as without
     fusion."""
@@ -288,7 +290,8 @@ def _mlp(module: str, config: MLPConfig, sizes: ActivationSizes, recomputed_by: 
     tokens, ffn = sizes.inner, config.ffn_hidden_size
     fan, mark = config.activation.fan, {"recomputed_by": (recomputed_by,)}
     fused: dict[str, object] = {} if config.bias else {"fused_bytes": 0}
-    yield _tensor(module, "first product", "U 2F" if fan == 2 else "U F", tokens * fan * ffn, sizes.activation, **mark)
+    shape, marks = "U 2F" if fan == 2 else "U F", {**mark, "is_activation_input": not config.bias}
+    yield _tensor(module, "first product", shape, tokens * fan * ffn, sizes.activation, **marks)
     yield _tensor(module, "activation", "U F", tokens * ffn, sizes.activation, low=recomputed_by, **mark, **fused)
 
 
@@ -330,7 +333,7 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     yield _tensor(
         "experts", "rows", "R H", rows * experts.hidden_size, size, low="experts", rows_of_experts=padded, **marks
     )
-    marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn}
+    marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn, "is_activation_input": may_fuse(experts)}
     yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, **marks)
     marks = {"recomputed_by": ("moe_act",), "even_bytes": even * ffn}
     if may_fuse(experts):

@@ -279,7 +279,7 @@ class RankMemory:
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
                 tensors = [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
             if not is_low(self.plan, layer):
-                tensors = [replace(each, low="") for each in tensors]
+                tensors = [replace(each, low="", is_activation_input=False) for each in tensors]
             saved += tensors
         saved += stage_tensors(plan.model, stage, plan.parallel, self.sizes)
         modules: dict[str, float] = defaultdict(float)
@@ -305,6 +305,8 @@ class RankMemory:
             config = config.of_experts
         if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
             size = float(tensor.fused_bytes)
+        elif config is not None and tensor.is_activation_input and config.activation_inputs:
+            size = tensor.elements * low_bytes(config)
         elif config is not None and _is_saved_in(config, tensor, freed_by) and not in_pages:
             size = tensor.elements * low_bytes(config)
             if tensor.rows_of_experts is not None:

@@ -156,7 +156,7 @@ def _in_mlp(
     """Peak bytes in the backward of an MLP, where these tensors exist one after the other: (gathered output gradient,
     its copies, gradient of fc2's input), (gradients of fc2's input and of fc1's output), (gathered input, its copy,
     gradient of fc1's output and its copies). With fused casts, the first two exist at the same time, with the
-    activation and its columnwise copy."""
+    activation and its columnwise copy, and the activation input if it was saved in FP8."""
     tokens, gathered, copies = sizes.inner, _gathered(parallel, sizes), _Copies.of(low)
     hidden, ffn, fan = config.hidden_size, config.ffn_hidden_size, config.activation.fan
     products: float = tokens * (1 + fan) * ffn * sizes.activation
@@ -164,6 +164,8 @@ def _in_mlp(
     inner = (gathered + (tokens * copies.column if gathered else 0)) * hidden
     if low is not None and low.fused_block is not None and not config.bias:
         products += outer + tokens * ffn * (copies.column + fan * copies.row)
+        if low.activation_inputs:
+            products += tokens * fan * ffn * sizes.activation
     return max(products, outer, inner + tokens * fan * ffn * (sizes.activation + copies.grad))
 
 
@@ -172,7 +174,8 @@ def _in_experts(
 ) -> Workspace:
     """Peak workspace of experts: gradient of fc1's output plus the larger of the gradients of fc2's and fc1's input.
     With fused casts: the activation, gradients of the outputs of fc2, the activation and fc1, and their FP8 copies.
-    With FP8 weight gradients, most of them exist in FP8 only, on one rank also the gradient of fc2's output."""
+    With FP8 weight gradients, most of them exist in FP8 only, on one rank also the gradient of fc2's output. Fused
+    casts also restore an activation input that was saved in FP8."""
     experts, size = config.experts, sizes.activation
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
     ffn, fan, hidden = experts.ffn_hidden_size, experts.activation.fan, experts.hidden_size
@@ -181,6 +184,8 @@ def _in_experts(
     copied, wide = hidden + fan * ffn, hidden + (2 + fan) * ffn
     if low.weight_grad:
         copied, wide = 2 * copied + ffn, ffn + (0 if parallel.ep * parallel.etp == 1 else hidden)
+    if low.activation_inputs:
+        wide += fan * ffn
     return Workspace(other=rows * (size * wide + low_bytes(low) * copied))
 
 

@@ -11,7 +11,7 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 from megatron_moe.precision.linear_precision import LinearPrecision
-from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, dequantize_rows
 
 
 class ShardedInput(NamedTuple):
@@ -101,6 +101,7 @@ def activation_linear(
     `Kernels.activation`, but the activation's result is quantised at once and not saved.
 
     Backward computes the activation again, and its gradient together with the rowwise copy for the layer before it.
+    With `precision.stores_activation_input`, it computes both from the rowwise copy of x, which is saved instead of x.
     Requires `precision.fuses(activation, weight)`.
     """
     offsets_e, probs_R = (None, None) if rows is None else (rows.offsets_e, rows.probs_R)
@@ -318,7 +319,11 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         before = None if rows is None else rows.before
         ctx.sums = None if rows is None else rows.sums
         ctx.in_columns = before is not None and before.weight_grad and before.formats == precision.formats
-        ctx.save_for_backward(offsets_e, x, probs_R)
+        ctx.x_form, saved = None, [x]
+        if precision.stores_activation_input and ctx.needs_input_grad[1]:
+            x_q = precision.input(x.flatten(0, -2))
+            ctx.x_form, saved = (x_q.block, x.shape), [*x_q.row_copy[:2]]
+        ctx.save_for_backward(offsets_e, probs_R, *saved)
         rows_q = kernels.quantize_activation(x.flatten(0, -2), probs_R, activation, precision.formats[0])
         ctx.weight_q = precision.weight(weight)
         if offsets_e is None:
@@ -329,7 +334,7 @@ class _QuantizedActivationLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kernels, precision = ctx.kernels, ctx.precision
-        offsets_e, x, probs_R = ctx.saved_tensors
+        offsets_e, probs_R, *saved = ctx.saved_tensors
         grad, wants_weight = grads[0].flatten(0, -2), ctx.needs_input_grad[3]
         low_weight_grad = wants_weight and precision.weight_grad
         if ctx.sums is None:
@@ -344,7 +349,11 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         else:
             grad_RF = kernels.grouped_input_grad(grad_q, weight_q, offsets_e)
         del weight_q
-        (inputs, form), x_RF = precision.formats, x.flatten(0, -2)
+        (inputs, form), x = precision.formats, saved[0]
+        if ctx.x_form is not None:
+            block, shape = ctx.x_form
+            x = dequantize_rows(QuantizedCopy(*saved), block, grad.dtype).view(shape)
+        x_RF = x.flatten(0, -2)
         columns = inputs if ctx.in_columns and low_weight_grad else None
         found = kernels.quantize_activation_grad(
             grad_RF, x_RF, probs_R, ctx.activation, form, columns=columns, offsets_e=offsets_e

@@ -130,5 +130,7 @@ def _blocks(size: int, length: int) -> int:
 def _copy(x: Tensor, shape: tuple[int, ...], form: OperandFormat, blocks: int, num_matrices: int) -> QuantizedCopy:
     """Empty copy of `shape` with `blocks` blocks along its last dim, over all matrices of a stack."""
     data = x.new_empty((*shape[:-1], -(-shape[-1] * form.bits // 8)), dtype=DTYPES[form.element])
-    num_scales = num_matrices if form.block == WHOLE else blocks * _blocks(shape[-2], form.block[0])
-    return QuantizedCopy(data, x.new_empty(num_scales, dtype=SCALE_DTYPES[form.scale]))
+    scales: tuple[int, ...] = (num_matrices,)
+    if form.block != WHOLE:
+        scales = blocks, _blocks(shape[-2], form.block[0])
+    return QuantizedCopy(data, x.new_empty(scales, dtype=SCALE_DTYPES[form.scale]))

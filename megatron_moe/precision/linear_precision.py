@@ -161,6 +161,8 @@ class LinearPrecision:
         """
         self.weight_grad = config.weight_grad
         """Whether the weight gradient is computed from quantised copies."""
+        self.stores_activation_input = config.activation_inputs and bool(config.fused_block)
+        """Whether the activation before this layer saves its input in low precision."""
         self.save_input = save_input or not config.weight_grad
         self.delayed = delayed
         self._config = config

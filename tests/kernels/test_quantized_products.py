@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.autograd import ShardedInput
+from megatron_moe.kernels.autograd import ExpertRows, ShardedInput
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
@@ -231,3 +232,40 @@ def test_layers_with_the_same_input_share_its_copy(weight_grad: bool) -> None:
     e5m2 = replace(config, inputs=replace(config.inputs, element="e5m2"))
     autograd.linear(kernels, other, weight, precision=LinearPrecision(e5m2, kernels, last_copies=last))
     assert len(calls) == 3, "another format"
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("of_experts", [True, False])
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_stored_activation_inputs_are_those_that_backward_reads(name: str, of_experts: bool, gated: bool) -> None:
+    """The output is that of the original input, the gradients are those of an input that is rounded to FP8."""
+    config = replace(CONFIGS[name], activation_inputs=True)
+    ffn = 64 if name == "mxfp8" else 12
+    x = draw(13, (2 if gated else 1) * ffn)
+    weight, probs, grad = draw(4, 7, ffn, seed=1), draw(13, seed=2).abs(), draw(13, 7, seed=3)
+    options: ExpertRows | None = ExpertRows(ends([2, 2, 11, 13]), probs.requires_grad_(), None, 13, None)
+    if not of_experts:
+        weight, options = weight[0], None
+    rounded_x, saved = rounded(x, config, "x"), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append((tensor.dtype, tensor.numel()))
+        return tensor
+
+    def run(rows: Tensor, config: LowPrecisionConfig) -> tuple[Tensor, list[Tensor]]:
+        leaves = [each.detach().clone().requires_grad_() for each in (rows, weight)]
+        precision = LinearPrecision(config, KERNELS)
+        activation = ActivationConfig(kind="silu", gated=gated)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = autograd.activation_linear(KERNELS, *leaves, activation, precision, options)
+        probs.grad = None
+        out.backward(grad)
+        return out.detach(), [each.grad for each in leaves] + ([] if probs.grad is None else [probs.grad])
+
+    out, grads = run(x, config)
+    assert (torch.float8_e4m3fn, x.numel()) in saved
+    assert (torch.float64, x.numel()) not in saved
+    EXACT.check(out, run(x, CONFIGS[name])[0], "output")
+    for found, expected in zip(grads, run(rounded_x, CONFIGS[name])[1], strict=True):
+        EXACT.check(found, expected, "gradient")
+    assert not torch.equal(rounded_x, x)

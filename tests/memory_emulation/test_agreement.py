@@ -210,6 +210,20 @@ def test_workspace_of_fused_casts_agrees(weight_grad: bool) -> None:
     assert abs(found.ratio - 1) < 0.003
 
 
+def test_activation_inputs_in_fp8_agree() -> None:
+    plan = plan_of("m8")
+    plain, low = (
+        compare(replace(plan, precision=replace(plan.precision, low_precision=config)))
+        for config in (low_precision_config("blockwise"), low_precision_config("blockwise", activation_inputs=True))
+    )
+    assert abs(low.ratio - 1) < 0.002
+    saved = plain.emulated["activations"] - low.emulated["activations"]
+    assert plain.closed.kept - low.closed.kept == pytest.approx(saved, rel=0.001)
+    # seven MoE layers: the experts' rows and shared experts; one dense MLP
+    elements = 2 * 8192 * (7 * (6 * 1408 + 2816) + 11264)
+    assert saved == pytest.approx(elements * (1 - 4 / 128), rel=0.001)
+
+
 @pytest.mark.parametrize("module", ["qkv_linear", "attn_proj"])
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 def test_modules_that_save_activations_in_low_precision_agree(recipe: str, module: str) -> None:
