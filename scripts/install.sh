@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs the project into the active virtual environment with the tested set of versions.
 #   bash scripts/install.sh          what a run needs
-#   bash scripts/install.sh test     what the tests need as well
+#   bash scripts/install.sh test     what the tests need as well; further words are options of `pip install`
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${1:+[$1]}
 # wheels only: building a package from source takes minutes, and its build tools print warnings
 export PIP_ONLY_BINARY=":all:" PIP_DISABLE_PIP_VERSION_CHECK=1
 # torch first: whatever else asks for it then finds the pinned one.
-python -m pip install --quiet --constraint constraints.txt torch
-python -m pip install --quiet --constraint constraints.txt --editable ".$extras"
+python -m pip install --quiet --constraint constraints.txt "${@:2}" torch
+python -m pip install --quiet --constraint constraints.txt "${@:2}" --editable ".$extras"

@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 3
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-unset PYTHONDONTWRITEBYTECODE # tests start more than a hundred programs
+unset PYTHONDONTWRITEBYTECODE # tests start many programs with the same modules
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then
     [ -d .venv ] || "${PYTHON:-python3}" -m venv .venv || exit 3
@@ -54,7 +54,7 @@ long=(
 )
 all_long=${long[*]}
 
-[ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test
+[ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test --no-compile
 ! ok || stage "lint" python -m ruff check .
 background "types" python -m mypy
 # shellcheck disable=SC2086
