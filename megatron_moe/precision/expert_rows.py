@@ -17,7 +17,7 @@ def largest_magnitude(x: Tensor, offsets_e: Tensor | None = None) -> Tensor:
     """Largest magnitude of a matrix [R, C] in fp32: a scalar, or [e] for the rows of each expert; 0 if empty."""
     if x.shape[1] == 0:
         x = F.pad(x, (0, 1))
-    magnitude_R = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1).float()
+    magnitude_R = torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1).float()
     if offsets_e is None:
         return F.pad(magnitude_R, (0, 1)).amax()
     expert_R = torch.searchsorted(offsets_e.long(), torch.arange(len(x), device=x.device), right=True)

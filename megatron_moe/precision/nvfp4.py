@@ -123,7 +123,7 @@ def _quantize(
         scale = of_blocks = _matrix_scale(largest_magnitude(x))
     assert of_blocks is not None
     codes, scales = _codes(_whole_blocks(x, form.block[1]), form, seed, of_blocks)
-    return QuantizedCopy(pack_e2m1(codes), scales, 1 / scale)
+    return QuantizedCopy(pack_e2m1(codes), scales, scale.reciprocal())
 
 
 def _matrix_scale(amax: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _block_scales(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(fp32 factors by which elements are multiplied, E4M3 scales) of blocks with the largest magnitudes `amax`."""
     per_code = scale * torch.full((), 1 / _LARGEST, device=amax.device)
     scales = (amax * per_code).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
-    return (1 / (scales.float() * (1 / scale))).clamp(max=torch.finfo(torch.float32).max), scales
+    return scales.float().mul_(scale.reciprocal()).reciprocal_().clamp_(max=torch.finfo(torch.float32).max), scales
 
 
 def _round(scaled: Tensor, noise: Tensor | None) -> Tensor:
