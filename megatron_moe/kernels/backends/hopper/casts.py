@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language import PropagateNan
 
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton import activation, quantize
@@ -18,12 +19,12 @@ from megatron_moe.kernels.backends.triton.launch import cdiv
 from megatron_moe.precision.quantized_tensor import QuantizedCopy
 
 LENGTH = gl.constexpr(quantize.BLOCK)
-BAND = gl.constexpr(8)
+BAND = 8
 """Blocks along the columns that consecutive programs process for the same rows, before they continue with the next
 rows. If tokens are gathered, the band of all tokens stays in the L2 cache, since each token is read once per choice."""
 WARPS = 8
+_ALL = gl.constexpr(PropagateNan.ALL)
 _MANTISSA = gl.constexpr(0x7FFFFF)
-_MAGNITUDE = gl.constexpr(0x7FFFFFFF)
 
 
 def columnwise_copy(
@@ -44,9 +45,9 @@ def columnwise_copy(
     data, scales, _ = quantize.empty_columns(num_rows, width, x_TK.device, form, blocks)
     if num_rows and width:
         out = row or QuantizedCopy(data, scales)  # a placeholder without a rowwise copy
-        _quantize_blocks[(cdiv(width, quantize.BLOCK) * len(scales),)](
-            x_TK, token_R, out.data, out.scales, data, scales, blocks, len(scales), num_rows, width, x_TK.stride(0),
-            data.stride(0), ROWWISE=row is not None, **quantize.constants(form, x_TK.dtype), num_warps=WARPS,
+        _quantize_blocks[(BAND, len(scales), cdiv(width, BAND * quantize.BLOCK))](
+            x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
+            ROWWISE=row is not None, **quantize.constants(form, x_TK.dtype), num_warps=WARPS,
         )  # fmt: skip
     return QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
 
@@ -59,61 +60,66 @@ quantize_activation_grad = partial(activation.quantize_activation_grad, make_col
 
 @gluon.jit
 def _quantize_blocks(
-    x_ptr, token_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_blocks, num_rows, width,
-    stride, across_stride,
-    ROWWISE: gl.constexpr, LARGEST: gl.constexpr, BOUND: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    x_ptr, token_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
+    across_stride, ROWWISE: gl.constexpr, LARGEST: gl.constexpr, BOUND: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    # Along rows, a thread reads 16 bytes at a time; along columns 16 rows of two columns, so that eight threads store
-    # 128 bytes. Rows 16 apart differ in the swizzle, so the latter have no bank conflicts.
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    # Along rows, eight threads read 16 bytes each, twice; along columns, a thread reads 16 rows of two columns, so that
+    # eight threads store 128 bytes. Rows 16 apart differ in the swizzle, so the latter have no bank conflicts.
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     COLUMN: gl.constexpr = gl.BlockedLayout([16, 2], [8, 4], [1, gl.num_warps()], [0, 1])
     TILE: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=16, max_phase=8, order=[1, 0])
-    band = gl.program_id(0) // (BAND * num_blocks) * BAND
-    number, size = gl.program_id(0) - band * num_blocks, gl.minimum(gl.cdiv(width, LENGTH) - band, BAND)
-    first_column, block = (band + number % size) * LENGTH, (number // size).to(gl.int64)
+    element: gl.constexpr = across_ptr.dtype.element_ty
+    block = gl.program_id(1).to(gl.int64)
+    first_column = (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) * LENGTH
+    left = width - first_column
     if blocks_ptr is None:
         first = block * LENGTH
         count = gl.minimum(num_rows - first, LENGTH).to(gl.int32)
     else:
         first = gl.load(blocks_ptr + 2 * block).to(gl.int64)
         count = gl.load(blocks_ptr + 2 * block + 1)
+    # offsets in a tile fit into 32 bits, which saves instructions: they, not the memory, limit this kernel
+    rows, columns = gl.arange(0, LENGTH, gl.SliceLayout(1, ROW)), gl.arange(0, LENGTH, gl.SliceLayout(0, ROW))
+    inside = (columns < left)[None, :]
+    held = (rows < count)[:, None] & inside
     tile = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [LENGTH, LENGTH], TILE)
-    rows = gl.arange(0, LENGTH, gl.SliceLayout(1, ROW))
-    columns = first_column + gl.arange(0, LENGTH, gl.SliceLayout(0, ROW))
-    held = rows < count
-    source = first + rows
-    if token_ptr is not None:
-        source = gl.load(token_ptr + source, mask=held, other=-1).to(gl.int64)
-        held = held & (source >= 0)
-    inside = (columns < width)[None, :]
-    async_copy.async_copy_global_to_shared(
-        tile, x_ptr + source[:, None] * stride + columns[None, :], mask=held[:, None] & inside
-    )
+    if token_ptr is None:
+        source = x_ptr + first * stride + first_column + (rows[:, None] * stride + columns[None, :])
+        async_copy.async_copy_global_to_shared(tile, source, mask=held)
+    else:
+        tokens = gl.load(token_ptr + first + rows, mask=rows < count, other=-1)
+        source = x_ptr + first_column + (tokens.to(gl.int64)[:, None] * stride + columns[None, :])
+        async_copy.async_copy_global_to_shared(tile, source, mask=(tokens >= 0)[:, None] & inside)
     async_copy.commit_group()
     async_copy.wait_group(0)
     gl.thread_barrier()
-    element: gl.constexpr = across_ptr.dtype.element_ty
     if ROWWISE:
         x = tile.load(ROW).to(gl.float32)
-        scale, inverse = _scales_of(gl.max(_magnitude_bits(x), axis=1), LARGEST, BOUND, POWER_OF_TWO)
-        stored = rows < count
-        place = out_ptr + (first + rows)[:, None] * width + columns[None, :]
-        gl.store(place, (x * scale[:, None]).to(element), mask=stored[:, None] & inside)
-        gl.store(scales_ptr + (first_column // LENGTH).to(gl.int64) * num_rows + first + rows, inverse, mask=stored)
+        scale, inverse = _scales_of(_amax_bits(x, 1), LARGEST, BOUND, POWER_OF_TWO)
+        place = out_ptr + first * width + first_column + (rows[:, None] * width + columns[None, :])
+        gl.store(place, (x * scale[:, None]).to(element), mask=held)
+        place = scales_ptr + gl.program_id(2).to(gl.int64) * gl.num_programs(0) * num_rows
+        place += gl.program_id(0).to(gl.int64) * num_rows + first
+        gl.store(place + rows, inverse, mask=(rows < count) & (left > 0))
     x = tile.load(COLUMN).to(gl.float32)
-    scale, inverse = _scales_of(gl.max(_magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
-    columns = first_column + gl.arange(0, LENGTH, gl.SliceLayout(0, COLUMN))
-    stored = (columns < width) & (count > 0)
-    rows = gl.arange(0, LENGTH, gl.SliceLayout(1, COLUMN))
-    place = across_ptr + block * LENGTH + columns.to(gl.int64)[None, :] * across_stride + rows[:, None]
-    gl.store(place, (x * scale[None, :]).to(element), mask=stored[None, :])
-    gl.store(across_scales_ptr + block * width + columns, inverse, mask=stored)
+    scale, inverse = _scales_of(_amax_bits(x, 0), LARGEST, BOUND, POWER_OF_TWO)
+    rows, columns = gl.arange(0, LENGTH, gl.SliceLayout(1, COLUMN)), gl.arange(0, LENGTH, gl.SliceLayout(0, COLUMN))
+    held = (columns < left) & (count > 0)
+    place = across_ptr + first_column.to(gl.int64) * across_stride + block * LENGTH
+    place += columns[None, :] * across_stride + rows[:, None]
+    gl.store(place, (x * scale[None, :]).to(element), mask=held[None, :])
+    gl.store(across_scales_ptr + block * width + first_column + columns, inverse, mask=held)
 
 
 @gluon.jit
-def _magnitude_bits(x):
-    """See `quantize.magnitude_bits`."""
-    return x.to(gl.int32, bitcast=True) & _MAGNITUDE
+def _amax_bits(x, axis: gl.constexpr):
+    """Bits of the largest magnitude along an axis, or of NaN."""
+    return gl.reduce(gl.abs(x), axis, _larger).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=_ALL)
 
 
 @gluon.jit
