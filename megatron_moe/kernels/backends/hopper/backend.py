@@ -1,4 +1,4 @@
-"""Grouped GEMMs, bf16 and FP8, for GPUs of compute capability 9 (H100, H200), in Gluon, with TMA and warpgroup MMA.
+"""Grouped GEMMs, bf16 and FP8, and FP8 casts for GPUs of compute capability 9 (H100, H200), in Gluon.
 
 Unlike in Triton, the kernel code determines which warps load data, which warps compute, and when results are stored.
 Each op is one launch. Row offsets stay on the device. Results are bitwise reproducible, because every sum has a fixed
@@ -61,6 +61,8 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     if not triton.__version__.startswith(f"{GLUON}."):
         return Support(Priority.NO, f"it requires the Gluon of Triton {GLUON}; installed is {triton.__version__}")
     reason = "TMA and warpgroup MMA; offsets stay on the device"
+    if op.startswith("quantize_"):
+        reason = "makes rowwise and columnwise copies from one tile in shared memory"
     if op.startswith("quantized_linear"):
         reason = "cuBLAS for sizes that it supports, otherwise TMA and warpgroup MMA"
     if op.endswith("grouped_weight_grad"):
