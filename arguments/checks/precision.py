@@ -194,3 +194,14 @@ def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
             yield f"{option} without {form}", f"add {form}, or leave it out"
         elif is_on and not flags.use_distributed_optimizer:
             yield f"{option} without --use-distributed-optimizer", "add it"
+
+
+def reused_gradients_need_stored_mxfp8_weights(flags: RuleFlags) -> Violations:
+    """In Megatron-LM, only the two copies of mxfp8 weights are not gathered in place."""
+    option = "--reuse-grad-buf-for-mxfp8-param-ag"
+    if not flags.reuse_grad_buf_for_mxfp8_param_ag:
+        return
+    if not flags.fp8_param_gather:
+        yield f"{option} without --fp8-param-gather", "add --fp8-param-gather, or leave it out"
+    elif flags.fp8_recipe != "mxfp8":
+        yield f"{option} with --fp8-recipe {flags.fp8_recipe}", "leave it out, or use --fp8-recipe mxfp8"

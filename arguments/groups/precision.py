@@ -62,6 +62,10 @@ class PrecisionFlags:
     """Entry of the history from which recipe delayed computes its scales."""
     fp8_param_gather: bool = flag(False)
     """Store and all-gather the weights of FP8 GEMMs in FP8, instead of FP8 copies of weights in bf16."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool = close(
+        False, "no effect: ranks gather the bytes of both copies in place and need no other buffer"
+    )
+    """With `--fp8-param-gather` and recipe mxfp8, gather weights in bf16 in the memory of the gradients."""
     fp8_output_proj: bool = flag(False)
     """Compute the output layer in FP8; recipe mxfp8 only."""
     first_last_layers_bf16: bool = flag(False)

@@ -383,6 +383,22 @@ def test_format_flags_choose_parameters_gradients_and_master_weights(more, confi
     assert plan_of(more).precision == config
 
 
+MXFP8 = "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("more", "stored"),
+    [
+        (MXFP8, False),
+        (f"{MXFP8} --fp8-param-gather", True),
+        (f"{MXFP8} --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag", True),
+        ("--bf16 --fp4-format e2m1 --use-distributed-optimizer --fp4-param-gather", True),
+    ],
+)
+def test_weights_of_low_precision_gemms_are_stored_in_it(more, stored):
+    assert plan_of(more).precision.low_precision_params == stored
+
+
 def test_default_checkpoint_folder_is_in_the_run_folder():
     assert plan_of().checkpoint.save == Path("runs/a/checkpoints")
     checkpoint = plan_of("--save x --load hf:y --no-load-optim --ckpt-step 3 --fresh --finetune").checkpoint
