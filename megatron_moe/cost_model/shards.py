@@ -10,6 +10,7 @@ from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.activations import num_bytes
 from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_layer, count_norm
 from megatron_moe.pipeline.layout import PipelineLayout, StageLayout
@@ -109,7 +110,7 @@ class StoredBytes(NamedTuple):
     gathered: float
     scales: float
     amax: float
-    """Largest magnitudes in fp32, which ranks reduce."""
+    """Largest magnitudes, which ranks reduce in bf16 if the weights are bf16, else in fp32."""
 
     transposed: float = 1.0
     """Bytes of the transposed copy that an input gradient reads."""
@@ -122,13 +123,14 @@ class StoredBytes(NamedTuple):
 
 def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
     """Storage of weights for the run's recipe; one scale per matrix counts as nothing."""
+    amax = min(4, num_bytes(precision.params))
     match precision.recipe:
         case "blockwise":
-            return StoredBytes(1.0, 4 / 128**2, 4 / 128**2)
+            return StoredBytes(1.0, 4 / 128**2, amax / 128**2)
         case "mxfp8":  # a copy for each direction
-            return StoredBytes(2.0, 2 / 32, 8 / 32)
+            return StoredBytes(2.0, 2 / 32, 2 * amax / 32)
         case "nvfp4":
-            return StoredBytes(0.5, 1 / 16**2, 4 / 16**2, 0.5)
+            return StoredBytes(0.5, 1 / 16**2, amax / 16**2, 0.5)
         case _:
             return StoredBytes(1.0, 0.0, 0.0)
 

@@ -353,8 +353,8 @@ def test_gradients_and_weights_are_exchanged_once_per_step():
     reduced = {each.what: each for each in predicted(plain) if each.group == "edp"}
     assert list(reduced) == ["gradients: experts"]
     EXACT.check(reduced["gradients: experts"].bytes, 2 * experts * 4 * 3 / 4)
-    # bytes of stored weights, and the all-reduced magnitudes of their blocks in fp32
-    for recipe, per_weight in (("tensorwise", 1), ("mxfp8", 2 + 2 * 8 / 32), ("nvfp4", 1 / 2 + 2 * 4 / 16**2)):
+    # bytes of stored weights, and the all-reduced magnitudes of their blocks in bf16
+    for recipe, per_weight in (("tensorwise", 1), ("mxfp8", 2 + 2 * 4 / 32), ("nvfp4", 1 / 2 + 2 * 2 / 16**2)):
         stored = replace(precision, low_precision=low_precision_config(recipe), low_precision_params=True)
         found = {each.what: each.bytes for each in predicted(replace(changed, precision=stored)) if each.group == "edp"}
         EXACT.check(found["weights: experts"], experts * per_weight * 3 / 4, recipe)
