@@ -13,7 +13,7 @@ from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
 from megatron_moe.config.moe import ActivationConfig, CapacityConfig, ExpertsConfig, RouterConfig
 from megatron_moe.config.parallel import DataParallelConfig
-from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.parameters import count_parameters
 from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS, OVERLAP
@@ -374,6 +374,10 @@ def test_layers_to_recompute_mean_nothing_without_a_granularity():
         ("", PrecisionConfig()),
         ("--bf16", PrecisionConfig(params="bf16")),
         (
+            "--bf16 --fp4-format e2m1 --use-distributed-optimizer --fp4-param-gather",
+            PrecisionConfig(params="bf16", low_precision=low_precision_config("nvfp4"), low_precision_params=True),
+        ),
+        (
             "--fp64 --deterministic-mode",
             PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64", deterministic_mode=True),
         ),
@@ -381,22 +385,6 @@ def test_layers_to_recompute_mean_nothing_without_a_granularity():
 )
 def test_format_flags_choose_parameters_gradients_and_master_weights(more, config):
     assert plan_of(more).precision == config
-
-
-MXFP8 = "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer"
-
-
-@pytest.mark.parametrize(
-    ("more", "stored"),
-    [
-        (MXFP8, False),
-        (f"{MXFP8} --fp8-param-gather", True),
-        (f"{MXFP8} --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag", True),
-        ("--bf16 --fp4-format e2m1 --use-distributed-optimizer --fp4-param-gather", True),
-    ],
-)
-def test_weights_of_low_precision_gemms_are_stored_in_it(more, stored):
-    assert plan_of(more).precision.low_precision_params == stored
 
 
 def test_default_checkpoint_folder_is_in_the_run_folder():
