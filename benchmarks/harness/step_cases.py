@@ -34,6 +34,9 @@ OVERLAPS = {
 FP8_WGRAD = "--fp8-format e4m3 --fp8-recipe blockwise"
 FP8 = f"{FP8_WGRAD} --no-fp8-wgrad"
 STORED = "--use-distributed-optimizer --fp8-param-gather"
+FP16_MASTERS = "--main-params-dtype fp16"
+LEAST_FP8 = f"{FP8_WGRAD} {STORED} --fp8-expert-wgrad always --activation-func-fp8-input-store {FP16_MASTERS}"
+"""Settings of FP8 with the least memory; compare with `FP16_MASTERS`."""
 BOUND = "--moe-expert-rank-capacity-factor 1.1"
 WIRE = "--moe-dispatch-fwd-dtype fp8 --moe-combine-bwd-dtype fp8"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
@@ -153,6 +156,11 @@ CASES = (
         f"{FP8} {STORED} {WHOLE}",
         _NONE,
         traced=2,
+    ),
+    *_both("-fp16-masters", "masters in fp16", FP16_MASTERS, _NONE),
+    *_both("-fp8-least", "FP8 blockwise with the least memory, masters in fp16", LEAST_FP8, _NONE, traced=2),
+    *_both(
+        "-fp8-least-bf16-moments", "FP8 with the least memory, moments in bf16", f"{LEAST_FP8} {BF16_MOMENTS}", _NONE
     ),
     *_both(
         "-fp8-graphs",
