@@ -82,12 +82,13 @@ def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
         case "remainder":
             assert weights is not None, "format 'remainder' needs the weights"
             return ((weights.view(torch.int16).to(torch.int32) << 16) + packed.data.to(torch.int32)).view(torch.float32)
-        case "fp16":
-            wide = packed.data.to(torch.float32)
-        case "fp8":
-            wide = _from_e4m3(packed.data)
     assert packed.exponents is not None, "a scaled format needs exponents"
-    wide = wide * _per_element(_power_of_two(packed.exponents.to(torch.int32)), packed.size)
+    values = packed.data if packed.format == "fp16" else _from_e4m3(packed.data)
+    scales, whole = _power_of_two(packed.exponents.to(torch.int32)), packed.size // BLOCK * BLOCK
+    wide = torch.empty(packed.size, dtype=torch.float32, device=values.device)
+    # one kernel converts and multiplies
+    torch.mul(values[:whole].view(-1, BLOCK), scales[: whole // BLOCK, None], out=wide[:whole].view(-1, BLOCK))
+    torch.mul(values[whole:], scales[whole // BLOCK :], out=wide[whole:])
     return wide.square() if packed.root else wide
 
 

@@ -21,6 +21,8 @@ Home = Literal["device", "host", "streamed"]
 and updated on the CPU. streamed: it is stored in host memory and updated on the device."""
 _CHUNK = 1 << 22
 """Number of elements converted at a time when state is read or written outside of steps."""
+_CHUNK_IN_STEP = 1 << 26
+"""Number of elements converted at a time in steps, in which launches of kernels take longer than small kernels."""
 
 
 class MomentSpec(NamedTuple):
@@ -200,8 +202,10 @@ class OptimizerState:
         (fp64 in fp64 runs) and on the device; the current stream waits for copies from host memory."""
         master = self.kept.master
         assert master is not None, "the parameters are the master weights"
-        whole = self.size if master.format == "plain" and self.home == "device" else _CHUNK
-        for start, end in self.chunks(size or whole):
+        most = _CHUNK
+        if self.home == "device":
+            most = self.size if master.format == "plain" else _CHUNK_IN_STEP
+        for start, end in self.chunks(size or most):
             part = master.part(start, end)
             if self.home != "device":
                 on_host, part = part, part.like(self.grads.device)
