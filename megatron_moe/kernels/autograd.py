@@ -11,7 +11,7 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 from megatron_moe.precision.linear_precision import LinearPrecision
-from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, dequantize_rows
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 
 class ShardedInput(NamedTuple):
@@ -322,7 +322,7 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         ctx.x_form, saved = None, [x]
         if precision.stores_activation_input and ctx.needs_input_grad[1]:
             x_q = precision.input(x.flatten(0, -2))
-            ctx.x_form, saved = (x_q.block, x.shape), [*x_q.row_copy[:2]]
+            ctx.x_form, saved = (x_q.block, x.shape, x.dtype), [*x_q.row_copy[:2]]
         ctx.save_for_backward(offsets_e, probs_R, *saved)
         rows_q = kernels.quantize_activation(x.flatten(0, -2), probs_R, activation, precision.formats[0])
         ctx.weight_q = precision.weight(weight)
@@ -351,8 +351,8 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         del weight_q
         (inputs, form), x = precision.formats, saved[0]
         if ctx.x_form is not None:
-            block, shape = ctx.x_form
-            x = dequantize_rows(QuantizedCopy(*saved), block, grad.dtype).view(shape)
+            block, shape, dtype = ctx.x_form
+            x = kernels.dequantize_rows(QuantizedTensor.of(QuantizedCopy(*saved), None, block, dtype)).view(shape)
         x_RF = x.flatten(0, -2)
         columns = inputs if ctx.in_columns and low_weight_grad else None
         found = kernels.quantize_activation_grad(

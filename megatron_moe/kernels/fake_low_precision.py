@@ -73,6 +73,10 @@ def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor,
     return rows_RH, QuantizedTensor.of(copy, None, tokens.block, tokens.dtype)
 
 
+def dequantize_rows(rows: QuantizedTensor) -> Tensor:
+    return torch.empty_like(rows.row_copy.data, dtype=rows.dtype)
+
+
 def quantize_activation(
     x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
 ) -> QuantizedTensor:

@@ -31,6 +31,7 @@ LOW_PRECISION_OPS = (
     "transpose_weight",
     "quantize_permuted",
     "permute_quantized",
+    "dequantize_rows",
     "quantize_activation",
     "quantize_activation_grad",
     *QUANTIZED_PRODUCTS,

@@ -278,6 +278,11 @@ class Kernels(Quantizers, Protocol):
         are powers of two."""
         ...
 
+    def dequantize_rows(self, rows: QuantizedTensor) -> Tensor:
+        """Values [R, C] of a rowwise FP8 copy with one scale per block of a row, in `rows.dtype`. Exact in bf16 if
+        scales are powers of two."""
+        ...
+
     def quantize_activation(
         self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
     ) -> QuantizedTensor:

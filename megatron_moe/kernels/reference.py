@@ -31,6 +31,7 @@ from megatron_moe.kernels.ops import (
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
+from megatron_moe.kernels.reference_low_precision import dequantize_rows as dequantize_rows
 from megatron_moe.kernels.reference_low_precision import quantize_weight_part as quantize_weight_part
 from megatron_moe.kernels.reference_low_precision import quantized_grouped_forward as quantized_grouped_forward
 from megatron_moe.kernels.reference_low_precision import quantized_grouped_input_grad as quantized_grouped_input_grad

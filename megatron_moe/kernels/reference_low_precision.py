@@ -132,6 +132,11 @@ def transpose_weight(data: Tensor) -> Tensor:
     return nvfp4.transpose(data) if data.dtype == torch.uint8 else data.mT.contiguous()
 
 
+def dequantize_rows(rows: QuantizedTensor) -> Tensor:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return dequantize(rows.row_copy, rows.block, wide).to(rows.dtype)
+
+
 def _rows_of(part: WeightPart) -> tuple[int, int]:
     """(First row of a part, row after the last one), over all matrices of a stack."""
     inputs = part.shape[-1]

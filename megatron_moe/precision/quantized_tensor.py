@@ -106,16 +106,6 @@ def dequantize(copy: QuantizedCopy, block: tuple[int, int], dtype: torch.dtype) 
     return apply_scales(copy.data, scales, block)
 
 
-def dequantize_rows(copy: QuantizedCopy, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Values of an FP8 copy [R, C] with blocks of a row, in `dtype`. In bf16, they are exact if scales are powers of
-    two."""
-    scales, (num_rows, width) = decode_scales(copy.scales), copy.data.shape
-    if width % block[1]:
-        return dequantize(copy, block, torch.promote_types(dtype, torch.float32)).to(dtype)
-    values = copy.data.to(dtype).view(num_rows, -1, block[1])
-    return values.mul_(scales.mT[..., None].to(dtype)).view(num_rows, width)
-
-
 def apply_scales(data: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """Values of the elements of a quantised copy [..., R, C] in the dtype of the decoded `scales`."""
     values = unpack_e2m1(data, scales.dtype) if data.dtype == torch.uint8 else data.to(scales.dtype)

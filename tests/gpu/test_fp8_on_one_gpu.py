@@ -110,8 +110,9 @@ def test_permuted_casts(tokens: int, width: int, align: int, casts: ModuleType) 
     same_elements(alone.columnwise[:, :num], expected.columnwise, "columnwise without rowwise")
 
 
-def test_dequantised_columns_are_exact() -> None:
+def test_dequantised_copies_are_exact() -> None:
     x = quantize.quantize_rows(draw(300, 200, seed=5) * torch.exp(4 * draw(300, 1, seed=6)), columnwise=True)
+    EXACT.check(quantize.dequantize_rows(x), reference.dequantize_rows(x), "values of rows")
     EXACT.check(quantize.dequantize_columns(x)[:300].double(), values_of_columns(x, [300], 0).T, "values")
 
 

@@ -29,7 +29,7 @@ from megatron_moe.kernels.ops import GroupedPart, RowIndex
 launch._sum_shares = Compiled(launch._sum_shares)
 fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
 fp8_weight_grad._fp8_expert_grads = Compiled(fp8_weight_grad._fp8_expert_grads)
-for name in ("_list_row_blocks", "_dequantize_columns", "_copy_quantized"):
+for name in ("_list_row_blocks", "_dequantize_columns", "_dequantize_rows", "_copy_quantized"):
     setattr(quantize, name, Compiled(getattr(quantize, name)))
 for name in ("rows", "blocks", "weight", "tokens"):
     setattr(quantize, f"_quantize_{name}", Compiled(getattr(quantize, f"_quantize_{name}")))
@@ -50,6 +50,7 @@ for parts, accumulate in ((1, False), (2, True)):
 part = GroupedPart(quantize.quantize_rows(x, hybrid, columnwise=True, offsets_e=ends), rows, ends)
 fp8_weight_grad.quantized_grouped_weight_grad([part], torch.zeros(8, 512, 512), False)
 quantize.dequantize_columns(grad)
+quantize.dequantize_rows(grad)
 places = torch.zeros(1024, 4, dtype=torch.int64)
 index = RowIndex(token_R=places.flatten(), choice_R=places.flatten(), offsets_E=ends, rows_TK=places)
 quantize.permute_quantized(grad, index)
@@ -98,7 +99,7 @@ def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 31
+    assert len(kernels) == 32
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
@@ -208,6 +209,16 @@ def test_dequantised_columns_are_exact() -> None:
     assert x.columnwise is not None and x.columnwise_scales is not None
     expected = x.columnwise.double() * x.columnwise_scales.T.double().repeat_interleave(128, 1)[:, :130]
     EXACT.check(quantize.dequantize_columns(x)[:130].double(), expected.T, "values")
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_dequantised_rows_are_exact(is_transposed: bool) -> None:
+    """Scales of received tokens are contiguous by token."""
+    x = quantized_rows(torch.randn(130, 300) * torch.exp(4 * torch.randn(130, 1)))
+    assert x.rowwise_scales is not None
+    scales = x.rowwise_scales.T.contiguous().T if is_transposed else x.rowwise_scales.contiguous()
+    x = replace(x, dtype=torch.bfloat16, rowwise_scales=scales)
+    EXACT.check(quantize.dequantize_rows(x), reference.dequantize_rows(x), "values")
 
 
 def test_tensors_without_elements() -> None:

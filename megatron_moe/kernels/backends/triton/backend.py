@@ -33,6 +33,7 @@ from megatron_moe.kernels.backends.triton.push import push_sums as push_sums
 from megatron_moe.kernels.backends.triton.push import push_tokens as push_tokens
 from megatron_moe.kernels.backends.triton.push import sum_partials as sum_partials
 from megatron_moe.kernels.backends.triton.push import wait_for_peers as wait_for_peers
+from megatron_moe.kernels.backends.triton.quantize import dequantize_rows as dequantize_rows
 from megatron_moe.kernels.backends.triton.quantize import permute_quantized as permute_quantized
 from megatron_moe.kernels.backends.triton.quantize import quantize_permuted as quantize_permuted
 from megatron_moe.kernels.backends.triton.quantize import quantize_rows as quantize_rows
@@ -90,6 +91,7 @@ PROVIDES = (
     "transpose_weight",
     "quantize_permuted",
     "permute_quantized",
+    "dequantize_rows",
     "quantize_activation",
     "quantize_activation_grad",
 )

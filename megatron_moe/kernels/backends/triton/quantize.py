@@ -178,6 +178,19 @@ def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor,
     return rows_RH, QuantizedTensor.of(row, None, tokens.block, tokens.dtype)
 
 
+def dequantize_rows(rows: QuantizedTensor) -> Tensor:
+    """See `Kernels.dequantize_rows`, for blocks of 1x128."""
+    assert rows.block == (1, BLOCK), f"{rows.block}"
+    data, scales, _ = rows.row_copy
+    num_rows, width = data.shape
+    out = torch.empty(data.shape, device=data.device, dtype=rows.dtype)
+    if out.numel():
+        _dequantize_rows[(cdiv(num_rows, BLOCK // 2), cdiv(width, BLOCK))](
+            data, scales, out, num_rows, width, *scales.stride(), ROWS=BLOCK // 2, num_warps=4
+        )
+    return out
+
+
 def dequantize_columns(rows: QuantizedTensor) -> Tensor:
     """Values [128 B, C] of a columnwise copy [C, R] in B blocks of 1x128, transposed back, with gaps between experts if
     the copy has them; exact in bf16 if the scales are powers of two. Rows from R on are undefined."""
@@ -477,6 +490,18 @@ def _copy_quantized(
                 tl.store(values_ptr + row * width + columns, nothing.to(values_ptr.dtype.element_ty), mask=inside)
                 ones = tl.full((1, COLUMNS // LENGTH), 1.0, tl.float32)
                 tl.store(scales_ptr + blocks.to(tl.int64) * num_rows + row, ones, mask=has_block)
+
+
+@triton.jit
+def _dequantize_rows(x_ptr, scales_ptr, out_ptr, num_rows, width, block_stride, row_stride, ROWS: tl.constexpr):
+    block = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = block * LENGTH + tl.arange(0, LENGTH)
+    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    elements = rows[:, None] * width + columns[None, :]
+    x = tl.load(x_ptr + elements, mask=held, other=0.0).to(tl.float32)
+    scales = tl.load(scales_ptr + block * block_stride + rows * row_stride, mask=rows < num_rows, other=0.0)
+    tl.store(out_ptr + elements, (x * scales[:, None]).to(out_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit
