@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from arguments.flags import Registry
+from arguments.plan_search import as_given, settings_of
 from arguments.recipe_table import row_of
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.hardware import GIB
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
+from megatron_moe.cost_model.hardware import GIB, GPUS
+from megatron_moe.cost_model.memory import LATE, RankBytes, RankMemory, heaviest
 from tests.cost_model.test_memory import BF16, DEEPSEEK, with_standard_permutation
 from tests.house_rules.source import ROOT
 
@@ -83,7 +84,53 @@ def _most(plan: RunPlan) -> float:
     return heaviest(RankMemory(plan).all_ranks()).total / GIB
 
 
-def test_the_table_of_the_document_is_current():
+FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer"
+FP16 = "--main-params-dtype fp16"
+WGRAD, INPUTS = "--fp8-expert-wgrad always", "--activation-func-fp8-input-store"
+MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
+
+def m8(*flags: str) -> RankBytes:
+    """Memory of recipe m8 with more flags."""
+    settings = settings_of(["--recipe", "m8", *" ".join(flags).split()], Registry.declared())
+    return of_rank(as_given(settings, GPUS["h200"], 1), 0)
+
+
+def fp8_totals() -> Iterator[tuple[str, ...]]:
+    """(settings, GiB, of bf16, GiB and of bf16 with moments in bf16) of M8."""
+    plain = [m8(*each).total for each in ((FP16,), (FP16, MOMENTS))]
+    for name, flags in {
+        "bf16": (FP16,),
+        "FP8, masters in fp32": (FP8,),
+        "FP8": (FP8, FP16),
+        "FP8, weight gradients of experts too": (FP8, FP16, WGRAD),
+        "FP8, activation inputs too": (FP8, FP16, INPUTS),
+        "FP8, both": (FP8, FP16, WGRAD, INPUTS),
+    }.items():
+        totals = m8(*flags).total, m8(*flags, MOMENTS).total
+        cells = [(f"{size / GIB:.1f}", f"{size / of:.3f}") for size, of in zip(totals, plain, strict=True)]
+        yield name, *cells[0], *cells[1]
+
+
+def fp8_classes() -> Iterator[tuple[str, ...]]:
+    """(class of tensors, GiB of bf16, FP8 with masters in fp32, FP8 with the least memory) of M8."""
+    runs = m8(FP16), m8(FP8), m8(FP8, FP16, WGRAD, INPUTS)
+    for name, of in {
+        "weights": lambda run: run.state.weights,
+        "master weights": lambda run: run.state.master,
+        "gradients, fp32": lambda run: run.state.gradients,
+        "moments, fp32": lambda run: run.state.moments,
+        "operands of delayed weight gradients": lambda run: dict(run.activations)[LATE],
+        "logits": lambda run: dict(run.activations)["head"],
+        "rows and activation inputs of experts": lambda run: dict(run.activations)["experts"],
+        "dense MLP and shared experts": lambda run: sum(dict(run.activations)[each] for each in ("mlp", "shared")),
+        "attention": lambda run: dict(run.activations)["attention"],
+        "residual stream and norms": lambda run: sum(size for name, size in run.activations if "norm" in name),
+    }.items():
+        yield name, *(f"{of(run) / GIB:.2f}" for run in runs)
+
+
+def test_the_tables_of_the_document_are_current() -> None:
     text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-    for figure, published, ours in rows():
-        assert f"| {figure} | {published} | {ours} |" in text, f"| {figure} | {published} | {ours} |"
+    for cells in (*rows(), *fp8_totals(), *fp8_classes()):
+        assert f"| {' | '.join(cells)} |" in text, f"| {' | '.join(cells)} |"
