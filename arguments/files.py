@@ -95,11 +95,11 @@ def read_file(
     file = FlagFile(path)
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)
-    except OSError as trouble:
-        problem = Problem(what=f"{path} cannot be read: {trouble.strerror}", remedy=f"correct {named_in}")
+    except OSError as error:
+        problem = Problem(what=f"{path} cannot be read: {error.strerror}", remedy=f"correct {named_in}")
         return FlagFile(path, readable=False, problems=[problem])
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as trouble:
-        problem = Problem(what=f"{shown(path)}{_not_yaml(trouble)}", remedy="correct the file")
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        problem = Problem(what=f"{shown(path)}{_not_yaml(error)}", remedy="correct the file")
         return FlagFile(path, readable=False, problems=[problem])
     _Reader(file, registry, environ, needless).read(root)
     return file
@@ -111,12 +111,12 @@ def shown(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _not_yaml(trouble: Exception) -> str:
+def _not_yaml(error: Exception) -> str:
     """Line and reason of a parse error, to be appended to the file name."""
-    if isinstance(trouble, yaml.MarkedYAMLError) and trouble.problem_mark:
-        context = f" {trouble.context}" if trouble.context else ""
-        return f":{trouble.problem_mark.line + 1} is not YAML: {trouble.problem}{context}"
-    return f" is not YAML: {getattr(trouble, 'reason', trouble)}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        context = f" {error.context}" if error.context else ""
+        return f":{error.problem_mark.line + 1} is not YAML: {error.problem}{context}"
+    return f" is not YAML: {getattr(error, 'reason', error)}"
 
 
 @dataclass
@@ -163,8 +163,8 @@ class _Reader:
                 value = self._scalar(node_of_value)
                 if check:
                     check(name, value, node_of_value)
-            except _Unusable as trouble:
-                self._report(trouble)
+            except _Unusable as error:
+                self._report(error)
                 continue
             texts[name] = value
 
@@ -182,8 +182,8 @@ class _Reader:
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             try:
                 self.file.bases.append(Path(normpath(self.file.path.parent / self._scalar(item))))
-            except _Unusable as trouble:
-                self._report(trouble)
+            except _Unusable as error:
+                self._report(error)
 
     def _read_flags(
         self,
@@ -210,12 +210,12 @@ class _Reader:
         known = len(self.file.problems)
         try:
             given = self._given(option, node, origin)
-        except _Unusable as trouble:
+        except _Unusable as error:
             if found and found[0].name in self.needless:
                 del self.file.problems[known:]
                 return
             if not find_recognised(normal(option)):  # recognised flags need no value
-                self._report(trouble)
+                self._report(error)
             self.file.flags.append(Given(option, (), origin, state="unusable"))
             return
         empty_variable = given.words == ("",) and isinstance(node, yaml.ScalarNode) and node.value != ""
@@ -232,11 +232,11 @@ class _Reader:
             return Given(option, None, origin)
         return Given(option, (self._scalar(node),), origin, state="one text")
 
-    def _report(self, trouble: _Unusable) -> None:
-        """Records the unset variables if `trouble` is `_Unset`. Other problems have already been recorded."""
-        if isinstance(trouble, _Unset):
-            for variable in trouble.variables:
-                self.unset.setdefault(variable, []).append(trouble.line)
+    def _report(self, error: _Unusable) -> None:
+        """Records the unset variables if `error` is `_Unset`. Other problems have already been recorded."""
+        if isinstance(error, _Unset):
+            for variable in error.variables:
+                self.unset.setdefault(variable, []).append(error.line)
 
     def _pairs(self, node: yaml.Node) -> list[tuple[str, yaml.Node]]:
         """Returns the merged entries (`<<`) of a mapping, except overridden ones, followed by its own entries."""

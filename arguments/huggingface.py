@@ -271,17 +271,17 @@ def _config_path(folder: str) -> Path:
 def _published(path: Path) -> ModelConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as trouble:
-        what = f"{path} cannot be read: {trouble.strerror}"
+    except OSError as error:
+        what = f"{path} cannot be read: {error.strerror}"
         raise FlagErrors.of(what, "give the folder that contains config.json") from None
-    except (ValueError, RecursionError) as trouble:
-        raise FlagErrors.of(f"{path} is not JSON: {trouble}", "download the file again") from None
+    except (ValueError, RecursionError) as error:
+        raise FlagErrors.of(f"{path} is not JSON: {error}", "download the file again") from None
     if not isinstance(values, dict):
         raise FlagErrors.of(f"{path} is not a JSON object", "download the file again")
     try:
         return model_config_from_hf(values, mtp=True)
-    except CheckpointProblem as trouble:
-        raise FlagErrors.of(f"{path}: {trouble}") from None
+    except CheckpointProblem as error:
+        raise FlagErrors.of(f"{path}: {error}") from None
 
 
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:

@@ -151,9 +151,9 @@ class Soak:
 
     def _check_visible(self, after: str) -> None:
         for found in list_checkpoints(self.run / "checkpoints"):
-            trouble = verify(found.path)
-            if trouble and found.iteration not in self.damaged:
-                self.problems.append(f"after {after}: {found.path.name} is visible but incomplete: {trouble[0]}")
+            problem = verify(found.path)
+            if problem and found.iteration not in self.damaged:
+                self.problems.append(f"after {after}: {found.path.name} is visible but incomplete: {problem[0]}")
 
 
 def differences(run: Path, undisturbed: Path, end: int) -> list[str]:

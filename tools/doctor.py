@@ -51,8 +51,8 @@ def probes(device: torch.device) -> list[Probe]:
 def _tried(name: str, trial: Callable[[torch.device], str], device: torch.device) -> Probe:
     try:
         return Probe(name, True, trial(device))
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError, OSError) as trouble:
-        return Probe(name, False, f"{type(trouble).__name__}: {str(trouble).splitlines()[0] if str(trouble) else ''}")
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError, OSError) as error:
+        return Probe(name, False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
 def _device(device: torch.device) -> str:
@@ -122,7 +122,7 @@ def package_lines(found: Sequence[InstalledPackage], backends: Sequence[Backend]
         tested = f"tested with {each.tested}" if each.verdict == "other version" else each.verdict
         lines.append(f"  {package.name:<22}{version:<22}{tested:<26}{package.purpose}".rstrip())
         if each.verdict == "wrong":
-            lines.append(f"      {each.trouble}")
+            lines.append(f"      {each.problem}")
         flags = flags_of(package, backends, registry)
         if each.verdict in ("missing", "wrong"):
             lines.append(f"      without it: {', '.join(flags) or 'no flag of this program is missing'}")

@@ -73,13 +73,13 @@ def or_known_size(
     def size(config: TokenizerConfig) -> int:
         try:
             return read_size(config)
-        except RunError as trouble:
+        except RunError as error:
             known = given or (_GPT2_VOCABULARY if config.tokenizer_type == "GPT2BPETokenizer" else None)
             if known is None:
                 remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
-                raise FlagErrors.of(str(trouble), remedy) from None
+                raise FlagErrors.of(str(error), remedy) from None
             unavailable.append(
-                str(trouble) if given else f"{trouble}; the figures assume GPT-2's vocabulary of {known:,} tokens"
+                str(error) if given else f"{error}; the figures assume GPT-2's vocabulary of {known:,} tokens"
             )
             return known
 

@@ -59,7 +59,7 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
     layer = MoELayer(config, 0, context, build.build_kernels(plan, context))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)  # type: ignore[attr-defined]
-        parameter.sink = FP32Accumulator(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]
+        parameter.grad_accumulator = FP32Accumulator(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]
     return layer, config
 
 

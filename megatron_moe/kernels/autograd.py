@@ -49,7 +49,7 @@ def linear(
 ) -> Tensor:
     """Linear layer: x [..., I], weight [O, I], bias [O] -> [..., O].
 
-    The weight gradient is added to the accumulator `weight.sink` if it is set, and otherwise returned to autograd. With
+    The weight gradient is added to `weight.grad_accumulator` if it is set, and otherwise returned to autograd. With
     `sharded`, x must be the gathered tensor; x itself is not saved for backward. With `precision`, the GEMMs multiply
     quantised operands.
     """
@@ -423,11 +423,11 @@ def _dense_weight_grad(kernels: Kernels, weight: Tensor, grad: MatrixOperand, x:
 
 
 def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
-    """Accumulates or returns a weight gradient. The accumulator `weight.sink` calls `compute`(buffer, whether to add)
-    with its gradient buffer. If the weight has no accumulator, computes and returns the gradient."""
-    sink: GradAccumulator | None = getattr(weight, "sink", None)
-    if sink is not None:
-        sink.add(compute)
+    """Accumulates or returns a weight gradient. `weight.grad_accumulator` calls `compute`(buffer, whether to add) with
+    its gradient buffer. If the weight has no accumulator, computes and returns the gradient."""
+    accumulator: GradAccumulator | None = getattr(weight, "grad_accumulator", None)
+    if accumulator is not None:
+        accumulator.add(compute)
         return None
     grad = torch.empty_like(weight)
     compute(grad, False)

@@ -45,8 +45,8 @@ def emulate(plan: RunPlan) -> str:
                 f"rank {run.rank}, pipeline rank {run.pipeline_rank}": run.timeline.curves(_POINTS)[1] for run in runs
             }
             draw_memory(curves, config.emulate_plot)
-    except OSError as trouble:
-        raise EnvironmentProblem(f"the emulation's results could not be written: {trouble}") from trouble
+    except OSError as error:
+        raise EnvironmentProblem(f"the emulation's results could not be written: {error}") from error
     return report(facts)
 
 

@@ -1,9 +1,10 @@
 """Flat buffers of parameters and gradients.
 
 Every parameter is a view of a flat tensor, and so is its gradient, which is accumulated over microbatches in the
-accumulation dtype. GEMMs write or add their weight gradient directly to the buffer through `parameter.sink`; gradients
-that autograd leaves in `.grad` are moved by `collect` after every backward. The first gradient of a step overwrites the
-buffer, and later gradients are added. A parameter that gets no gradient in a step has gradient zero.
+accumulation dtype. GEMMs write or add their weight gradient directly to the buffer through
+`parameter.grad_accumulator`; gradients that autograd leaves in `.grad` are moved by `collect` after every backward. The
+first gradient of a step overwrites the buffer, and later gradients are added. A parameter that gets no gradient in a
+step has gradient zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +33,7 @@ from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, Weight
 
 
 class MainGrad:
-    """Accumulates the gradient of one parameter in the flat buffer; it is the parameter's `sink`.
+    """Accumulates the gradient of one parameter in the flat buffer; it is the parameter's `grad_accumulator`.
 
     A `BatchedWeightGrad` is not computed at once. When `interval` of them have been added, or when the step ends, they
     are computed together, so that the buffer is read and written once for all of them.
@@ -210,7 +211,7 @@ class FlatBuffer:
             slot.parameter.data = weight
 
     def adopt(self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int) -> None:
-        """Copies the parameters into this buffer, makes them views of it, and sets a `MainGrad` as `sink` of each."""
+        """Copies the parameters into this buffer, makes them views of it, and gives each a `MainGrad`."""
         slots = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
             parameter = parameters[name]
@@ -218,7 +219,7 @@ class FlatBuffer:
             parameter.data = weight
             parameter.grad = None
             slots.append(MainGrad(name, parameter, main_grad, queue, interval))
-            parameter.sink = slots[-1]
+            parameter.grad_accumulator = slots[-1]
         self.slots = tuple(slots)
 
 
@@ -369,8 +370,10 @@ def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> N
 
 def _accept(parameter: Tensor) -> None:
     """Gradient hook of a parameter. Capturing the `MainGrad` would create a reference cycle that is never freed."""
-    assert isinstance(parameter, Parameter) and isinstance(parameter.sink, MainGrad), "a parameter without a slot"
-    parameter.sink.accept()
+    assert isinstance(parameter, Parameter) and isinstance(parameter.grad_accumulator, MainGrad), (
+        "a parameter without a slot"
+    )
+    parameter.grad_accumulator.accept()
 
 
 def _param_shape(name: str, parameter: Parameter, context: ParallelContext, alignment: OwnerAlignment) -> ParamShape:

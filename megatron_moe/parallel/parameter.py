@@ -16,8 +16,9 @@ from megatron_moe.precision.stored_weight import StoredWeight
 class GradAccumulator(Protocol):
     """Accumulates the gradient of one parameter and decides when its weight-gradient GEMMs run.
 
-    The optimizer's buffers set one as the `sink` of every parameter, so that GEMMs write weight gradients directly into
-    the flat buffer. A parameter without a sink gets its gradient from autograd, so modules work without an optimizer.
+    The optimizer's buffers set one as the `grad_accumulator` of every parameter, so that GEMMs write weight gradients
+    directly into the flat buffer. A parameter without one gets its gradient from autograd, so modules work without an
+    optimizer.
     """
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
@@ -78,7 +79,7 @@ class Parameter(nn.Parameter):
     global_shape: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
     """Boxes of the global tensor that form the shard when concatenated along the sharded dim."""
-    sink: GradAccumulator | None
+    grad_accumulator: GradAccumulator | None
     uses: int = 1
     """Number of gradients per microbatch on this rank: one per GEMM or embedding lookup that uses the parameter,
     counting each run of a layer that runs several times."""
@@ -110,7 +111,7 @@ def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext)
     parameter.meta = meta
     parameter.global_shape = shape
     parameter.boxes = boxes
-    parameter.sink = None
+    parameter.grad_accumulator = None
     return parameter
 
 

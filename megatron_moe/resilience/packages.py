@@ -120,14 +120,14 @@ class InstalledPackage:
     """Installed version, or "unknown" if the module has no package metadata; None if the package is not installed."""
     tested: str | None
     """Version in constraints.txt; None if the package is not listed there."""
-    trouble: str = ""
+    problem: str = ""
     """Reason why the installed package is unrelated or obsolete; empty if it is neither."""
 
     @property
     def verdict(self) -> Verdict:
         if self.version is None:
             return "missing"
-        if self.trouble:
+        if self.problem:
             return "wrong"
         if self.tested is None:
             return "untested"
@@ -143,8 +143,8 @@ def find_all(constraints: Path = CONSTRAINTS) -> tuple[InstalledPackage, ...]:
 def find(package: Package, pins: Mapping[str, str]) -> InstalledPackage:
     """Finds the installed version and the tested version of one package. `pins`: package name -> tested version."""
     version = _version(package)
-    trouble = "" if version is None else _trouble(package, version)
-    return InstalledPackage(package=package, version=version, tested=pins.get(package.name), trouble=trouble)
+    problem = "" if version is None else _problem(package, version)
+    return InstalledPackage(package=package, version=version, tested=pins.get(package.name), problem=problem)
 
 
 def pinned_versions(constraints: Path) -> dict[str, str]:
@@ -159,7 +159,7 @@ def summary(found: Iterable[InstalledPackage]) -> list[str]:
     wrong = [each for each in every if each.verdict == "wrong"]
     shown = [each for each in every if each.package.name == "torch" or each.package.is_kernels]
     present = [f"{each.package.name} {each.version}" for each in shown if each.version and each not in wrong]
-    lines = [f"packages: {', '.join(present)}", *(f"warning: {each.trouble}" for each in wrong)]
+    lines = [f"packages: {', '.join(present)}", *(f"warning: {each.problem}" for each in wrong)]
     others = [each for each in every if each.verdict == "other version"]
     if others:
         versions = ", ".join(f"{each.package.name} {each.version} ({each.tested})" for each in others)
@@ -176,7 +176,7 @@ def _version(package: Package) -> str | None:
         return "unknown"
 
 
-def _trouble(package: Package, version: str) -> str:
+def _problem(package: Package, version: str) -> str:
     """Reason why the installed package is unrelated or obsolete; "" if it is neither."""
     spec = find_spec(package.module)
     places = list((spec and spec.submodule_search_locations) or ["."])

@@ -158,15 +158,15 @@ class Checkpointing:
 
     def leave_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:
         """Saves a last checkpoint, then raises Preempted, whose exit code depends on whether the save succeeded."""
-        trouble = ""
+        suffix = ""
         try:
             self.save(state, loader)
         except SaveProblem as problem:
-            trouble = f"; {problem}"
+            suffix = f"; {problem}"
         if self._last_saved == state.iteration:
             raise Preempted(f"{reason}; nothing is lost, the same command continues from here", saved=True)
         where = "no --save folder" if self.saver is None else self._newest()
-        raise Preempted(f"{reason}, without a checkpoint of this iteration: {where}{trouble}", saved=False)
+        raise Preempted(f"{reason}, without a checkpoint of this iteration: {where}{suffix}", saved=False)
 
     def close(self) -> None:
         """Closes the saver of a run that ends for any reason; a commit in progress is completed."""

@@ -441,7 +441,7 @@ def test_bf16_moe_layer_matches_fp64_without_host_sync(capacity: CapacityConfig 
     here, there = hidden.cuda().requires_grad_(), hidden.double().requires_grad_()
     positions = torch.arange(64).expand(2, 64)
     for parameter in layer.parameters():
-        parameter.sink = Buffer(parameter)
+        parameter.grad_accumulator = Buffer(parameter)
     push = draw(64, 2, 64, seed=51)
     push_here = push.to(BF16).cuda()
     mb_there = MicrobatchContext(tokens=TokenMeta(positions_BS=positions))
@@ -451,7 +451,7 @@ def test_bf16_moe_layer_matches_fp64_without_host_sync(capacity: CapacityConfig 
     layer(here, mb, given).backward(push_here)  # warm up: libraries may allocate and read once
     here.grad = None
     for parameter in layer.parameters():
-        parameter.grad, parameter.sink.used = None, False
+        parameter.grad, parameter.grad_accumulator.used = None, False
     with no_host_sync():
         out = layer(here, mb, given)
         out.backward(push_here)
@@ -462,7 +462,7 @@ def test_bf16_moe_layer_matches_fp64_without_host_sync(capacity: CapacityConfig 
     bar.check(here.grad, there.grad, "gradient of the input")
     theirs = dict(exact.named_parameters())
     for name, parameter in layer.named_parameters():
-        grad = parameter.sink.grad if parameter.sink.used else parameter.grad
+        grad = parameter.grad_accumulator.grad if parameter.grad_accumulator.used else parameter.grad
         bar.check(grad, theirs[name].grad, name)
 
 

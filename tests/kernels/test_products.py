@@ -137,13 +137,13 @@ def test_sinks_receive_weight_gradients_and_may_defer_them() -> None:
     run()
     plain = {"linear": weight.grad, "grouped": stack.grad, "x": x.grad}
     weight.grad = stack.grad = x.grad = None
-    weight.sink, stack.sink = Sink(weight), Sink(stack)
+    weight.grad_accumulator, stack.grad_accumulator = Sink(weight), Sink(stack)
     run()
     FP64_REF.check(x.grad, plain["x"], "input gradient")
     run()  # a second microbatch
     assert weight.grad is None and stack.grad is None, "the gradient must go to the sink alone"
-    assert not weight.sink.buffer.any(), "nothing is computed before the sink says so"
-    weight.sink.run()
-    stack.sink.run()
-    FP64_REF.check(weight.sink.buffer, 2 * plain["linear"], "linear")
-    FP64_REF.check(stack.sink.buffer, 2 * plain["grouped"], "grouped")
+    assert not weight.grad_accumulator.buffer.any(), "nothing is computed before the accumulator says so"
+    weight.grad_accumulator.run()
+    stack.grad_accumulator.run()
+    FP64_REF.check(weight.grad_accumulator.buffer, 2 * plain["linear"], "linear")
+    FP64_REF.check(stack.grad_accumulator.buffer, 2 * plain["grouped"], "grouped")

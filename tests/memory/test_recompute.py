@@ -146,7 +146,7 @@ def test_weight_gradients_are_computed_once(monkeypatch):
     def num_products(recompute: RecomputeConfig) -> dict[str, int]:
         net, calls = build(models()["GQA"], saved_tensors=SavedTensorPolicy(recompute)), dict.fromkeys((), 0)
         for name, parameter in net.named_parameters():
-            parameter.sink = _Counting(name, parameter, calls)
+            parameter.grad_accumulator = _Counting(name, parameter, calls)
         losses_of(net, batch()).loss_BS.sum().backward()
         return calls
 

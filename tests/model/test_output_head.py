@@ -74,12 +74,12 @@ def test_chunked_loss_accumulates_its_weight_gradient_in_the_deferred_accumulato
     for chunk in (None, 3):
         head = Head(model_config(loss_chunk=chunk), ParallelContext.single(), reference.bundle())
         init_parameters(head, 5, UNIT_GAIN)
-        head.weight.sink = Later(torch.ones_like(head.weight.data))
+        head.weight.grad_accumulator = Later(torch.ones_like(head.weight.data))
         hidden_SBH = randn(4, 2, HIDDEN).requires_grad_()
         head(hidden_SBH, labels_BS=microbatch(2, 4).labels_BS).sum().backward()
-        (compute,) = head.weight.sink.waiting
-        compute(head.weight.sink.grad, True)
-        gradients.append((hidden_SBH.grad, head.weight.sink.grad))
+        (compute,) = head.weight.grad_accumulator.waiting
+        compute(head.weight.grad_accumulator.grad, True)
+        gradients.append((hidden_SBH.grad, head.weight.grad_accumulator.grad))
     for name, plain, chunked in zip(("hidden", "matrix"), *gradients, strict=True):
         FP64_REF.check(chunked, plain, name)
 

@@ -239,7 +239,7 @@ def test_frozen_parameters_stay_out_of_the_buffers() -> None:
     parameters = make_parameters()
     parameters[HEAD].requires_grad_(False)
     assert HEAD not in {slot.name for slot in make_buffers(parameters).slots}
-    assert parameters[HEAD].sink is None
+    assert parameters[HEAD].grad_accumulator is None
 
 
 def test_unreferenced_buffers_are_freed() -> None:

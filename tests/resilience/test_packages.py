@@ -39,7 +39,7 @@ def package(name: str) -> Package:
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "version", "inside", "trouble"),
+    ("name", "module", "version", "inside", "problem"),
     [
         ("apex", "apex", "0.9.10.dev0", ("lib", "ext"), "an unrelated package of that name"),
         ("apex", "apex", "0.1", ("multi_tensor_apply", "optimizers"), ""),
@@ -47,12 +47,12 @@ def package(name: str) -> Package:
         ("deep-ep", "deep_ep", "1.2.1+9af0e0d", (), ""),
     ],
 )
-def test_unrelated_and_obsolete_packages_of_the_index_are_detected(site, name, module, version, inside, trouble):
+def test_unrelated_and_obsolete_packages_of_the_index_are_detected(site, name, module, version, inside, problem):
     install(site, name, module, version, *inside)
     found = find(package(name), {})
-    assert (found.verdict, found.version) == ("wrong" if trouble else "untested", version)
-    assert trouble in found.trouble
-    assert any(line.startswith(f"warning: the installed {name}") for line in summary([found])) == bool(trouble)
+    assert (found.verdict, found.version) == ("wrong" if problem else "untested", version)
+    assert problem in found.problem
+    assert any(line.startswith(f"warning: the installed {name}") for line in summary([found])) == bool(problem)
 
 
 def test_versions_are_compared_without_local_part(site):

@@ -51,7 +51,7 @@ def test_unavailable_flags_are_marked():
     assert doctor.flags_of(package("tiktoken"), [], REGISTRY) == ["--tokenizer-type TikTokenizer"]
 
 
-@pytest.mark.parametrize("wrong", [{"version": None}, {"trouble": "another program"}])
+@pytest.mark.parametrize("wrong", [{"version": None}, {"problem": "another program"}])
 def test_missing_or_wrong_requirement_is_an_environment_problem(wrong, capsys, monkeypatch):
     found = [replace(each, **wrong) if each.package.name == "numpy" else each for each in find_all()]
     monkeypatch.setattr(doctor, "find_all", lambda constraints: found)
@@ -66,10 +66,10 @@ def test_failing_probe_is_an_environment_problem(capsys, monkeypatch):
 
 
 def test_wrong_package_is_reported_with_build_steps():
-    wrong = InstalledPackage(package=package("apex"), version="0.9", tested=None, trouble="another program")
+    wrong = InstalledPackage(package=package("apex"), version="0.9", tested=None, problem="another program")
     lines = doctor.build_lines([wrong])
     assert any("APEX_CUDA_EXT=1" in line for line in lines) and any("pip uninstall apex" in line for line in lines)
-    assert doctor.build_lines([replace(wrong, trouble="")]) == []
+    assert doctor.build_lines([replace(wrong, problem="")]) == []
 
 
 def test_missing_constraints_file_is_rejected(capsys):

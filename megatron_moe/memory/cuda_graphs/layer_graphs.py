@@ -298,9 +298,9 @@ class _CapturedBackward:
         indices = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
         parameters = self._module.parameters
         tasks: list[_WeightGrad] = []
-        accumulators = [cast(StaticGradAccumulator, parameter.sink) for parameter in parameters]
+        accumulators = [cast(StaticGradAccumulator, parameter.grad_accumulator) for parameter in parameters]
         for parameter, accumulator in zip(parameters, accumulators, strict=True):
-            parameter.sink = _Collector(accumulator, tasks)
+            parameter.grad_accumulator = _Collector(accumulator, tasks)
         try:
             grads = torch.autograd.grad(
                 [output for output, _ in pairs],
@@ -310,7 +310,7 @@ class _CapturedBackward:
             )
         finally:
             for parameter, accumulator in zip(parameters, accumulators, strict=True):
-                parameter.sink = accumulator
+                parameter.grad_accumulator = accumulator
         tasks += [
             _WeightGrad(accumulator, partial(_store, grad))
             for accumulator, grad in zip(accumulators, grads[len(indices) :], strict=True)
