@@ -35,6 +35,7 @@ from tests.optim.test_gather_in_forward import gather_when_waited_for
 RECIPES = {
     "blockwise": low_precision_config("blockwise", blocks=8),
     "blockwise, bf16 weight gradients": low_precision_config("blockwise", blocks=8, weight_grad=False),
+    "blockwise, activation inputs": low_precision_config("blockwise", blocks=8, activation_inputs=True),
     "delayed": low_precision_config("delayed", hybrid=True, amax_history_len=2),
     "tensorwise": low_precision_config("tensorwise"),
     "mxfp8": low_precision_config("mxfp8"),

@@ -16,6 +16,7 @@ from megatron_moe.config.model import with_experts
 from megatron_moe.config.precision import WHOLE, LowPrecisionConfig, OperandFormat, low_precision_config
 from megatron_moe.layout_check.table import compare_runs
 from megatron_moe.precision import nvfp4, quantizers
+from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import FP64_LAYOUT
 from tests.parity.cells import compare_plan, plan_of, record_one_rank
 from tests.parity.dimensions import cell_of
@@ -65,6 +66,11 @@ def check(name: str, config: LowPrecisionConfig) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_with_plain_weight_gradients_equal_one_rank(name: str) -> None:
     check(name, PLAIN_WEIGHT_GRAD)
+
+
+@pytest.mark.parametrize("name", thinned(SHARDED_LAYOUTS, 3))
+def test_layouts_with_activation_inputs_in_fp8_equal_one_rank(name: str) -> None:
+    check(name, replace(PLAIN_WEIGHT_GRAD, activation_inputs=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
