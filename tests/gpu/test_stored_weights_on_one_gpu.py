@@ -59,17 +59,27 @@ def trained(precision: str, *more: str) -> dict[str, Tensor]:
     return weights
 
 
+STREAMED = "--chunked-optimizer-state-offload --optimizer-state-offload-fraction 0.6"
+
+
 @pytest.mark.parametrize(
-    ("precision", "stored"),
-    [(FP8, "--fp8-param-gather"), ("--fp4-format e2m1 --emulate-low-precision", "--fp4-param-gather")],
-    ids=["blockwise", "nvfp4"],
+    ("precision", "stored", "more"),
+    [
+        (FP8, "--fp8-param-gather", ""),
+        ("--fp4-format e2m1 --emulate-low-precision", "--fp4-param-gather", ""),
+        (FP8, "--fp8-param-gather", STREAMED),
+        ("--fp8-format hybrid", "--fp8-param-gather", "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"),
+    ],
+    ids=["blockwise", "nvfp4", "blockwise, streamed state", "delayed, CPU step"],
 )
-def test_steps_give_the_weights_of_steps_with_plain_weights(precision: str, stored: str) -> None:
-    EXACT.check_all(trained(precision, stored), trained(precision), "weights after 4 steps")
+def test_steps_give_the_weights_of_steps_with_plain_weights(precision: str, stored: str, more: str) -> None:
+    plain, options = trained(precision, *more.split()), (stored, *more.split())
+    EXACT.check_all(trained(precision, *options), plain, "weights after 4 steps")
 
 
-def test_steps_run_without_host_sync() -> None:
-    run = start("m8", "--no-fp8-wgrad", "--use-distributed-optimizer", "--fp8-param-gather")
+@pytest.mark.parametrize("more", ["", STREAMED], ids=["", "streamed state"])
+def test_steps_run_without_host_sync(more: str) -> None:
+    run = start("m8", "--no-fp8-wgrad", "--use-distributed-optimizer", "--fp8-param-gather", *more.split())
     for _ in range(2):
         run.step()
     batches = run.loader.next_step()
