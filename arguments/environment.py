@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from arguments import derive
+from arguments.errors import Problem
 from arguments.flags import Flags
 
 FROM_A_FILE = "set by a file"
@@ -17,6 +18,17 @@ _EXPANDABLE = "expandable_segments:True"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _EXECUTED = frozenset({"BASH_ENV", "ENV", "PROMPT_COMMAND", "PS4"})
 """Environment variables that make a shell run code; files must not set them."""
+
+
+_TRANSFORMER_ENGINE = (
+    "NVTE_BACKWARD_OVERRIDE",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
+    "NVTE_NVFP4_DISABLE_RHT",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+)
+"""Variables that change the FP8 and FP4 recipes of Transformer Engine."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,14 @@ def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[
                 f"environment: {variable.name}={here} is kept; this run would have set {variable.value} "
                 f"({variable.reason})"
             )
+
+
+def changed_recipes(environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Yields a problem for each variable that selects another variant of an FP8 or FP4 recipe."""
+    for name in _TRANSFORMER_ENGINE:
+        if environ.get(name, "0") not in ("", "0"):
+            what = f"the environment variable {name}={environ[name]}, which changes recipes of Transformer Engine"
+            yield Problem(what=f"{what}, is not supported", remedy=f"unset {name}")
 
 
 def _needed(flags: Flags) -> Iterator[Variable]:

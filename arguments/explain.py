@@ -213,7 +213,7 @@ def _default(flag: Flag) -> str:
 
 
 def _status(flag: Flag) -> str:
-    meaning = _STATUS[flag.declaration.status]
+    meaning = ", ".join([_STATUS[flag.declaration.status], *map(flag.text, flag.declaration.works)])
     return f"{meaning}: {flag.declaration.note}" if flag.declaration.note else meaning
 
 

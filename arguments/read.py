@@ -217,6 +217,8 @@ def _checked(
     if settings.setting("inject").value and environ.get(ALLOWED) != "1":
         what = "--inject injects faults, which is allowed in tests only"
         problems.append(Problem(what=what, remedy=f"leave it out, or set {ALLOWED}=1"))
+    if settings.setting("fp8_format").value or settings.setting("fp4_format").value:
+        problems += environment.changed_recipes({**parsed.environment, **environ})
     problems += missing_flags(settings)
     problems += broken_rules(settings, launch, rules)
     problems += unavailable_flags(settings, ignore)

@@ -1,7 +1,7 @@
 """Rules about FP8 and FP4 GEMMs."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled
+from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 from arguments.precision_file import read_module_precision
 from megatron_moe.config.exit_codes import counted
 
@@ -162,6 +162,15 @@ def _fp8_exchanges(flags: RuleFlags) -> dict[str, str]:
         "--moe-combine-bwd-dtype": flags.moe_combine_bwd_dtype,
     }
     return {option: dtype for option, dtype in dtypes.items() if dtype != "bf16"}
+
+
+@missing_feature
+def logits_have_the_dtype_of_the_parameters(flags: RuleFlags) -> Violations:
+    """The output layer is computed like all other layers outside of FP8 and FP4."""
+    params = "fp64" if flags.fp64 else "bf16" if flags.bf16 else "fp32"
+    if flags.output_logit_dtype not in (None, params):
+        given = f"--output-logit-dtype {flags.output_logit_dtype}"
+        yield f"{given} with parameters in {params}", "leave it out; the loss is computed in fp32 or wider"
 
 
 def precision_file_is_valid(flags: RuleFlags) -> Violations:

@@ -103,7 +103,7 @@ class PrecisionFlags:
     te_precision_config_file: str | None = close(None, "training and evaluation recipes must be equal")
     """YAML file with FP8 and FP4 recipes of single modules, selected by patterns of their names; see
     docs/low-precision.md."""
-    output_logit_dtype: Literal["bf16", "fp32"] | None = not_yet(
-        None, "logits have the dtype of the parameters; the loss is computed in fp32"
+    output_logit_dtype: Literal["bf16", "fp32"] | None = close(
+        None, "only the dtype of the parameters; the loss is computed in fp32"
     )
     """Dtype of the logits."""

@@ -1,6 +1,9 @@
 """Variables that flags need: their values, their reasons, and who wins."""
 
+import pytest
+
 from arguments.environment import FROM_A_FILE
+from arguments.errors import FlagErrors
 from tests.helpers.command_lines import plan_of
 
 EP2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -54,6 +57,16 @@ def test_variables_that_are_set_are_kept_and_differences_noted():
     notes = [note for note in plan.notes if "is kept" in note]
     assert len(notes) == 1 and notes[0].startswith("environment: CUBLAS_WORKSPACE_CONFIG=:16:8 is kept")
     assert "would have set :4096:8 (--deterministic-mode" in notes[0]
+
+
+def test_variables_that_change_recipes_of_transformer_engine_are_rejected():
+    """They would select numbers that this program does not compute; 0 is their default."""
+    fp8 = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"
+    changed = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+    with pytest.raises(FlagErrors, match="NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, which changes recipes"):
+        plan_of(fp8, environ=changed)
+    plan_of(fp8, environ={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"})
+    plan_of("--bf16", environ=changed)
 
 
 def test_a_file_wins_over_what_a_flag_needs(tmp_path):
