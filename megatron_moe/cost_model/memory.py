@@ -24,6 +24,7 @@ from megatron_moe.cost_model.activations import (
     head_tensors,
     layer_tensors,
     low_bytes,
+    may_fuse,
     num_bytes,
     stage_tensors,
 )
@@ -341,12 +342,17 @@ class RankMemory:
         experts = feed_forward.experts
         rows = expert_rows(feed_forward, self.plan.parallel, self.sizes.residual, self.sizes.imbalance)
         # inputs and output gradients of fc1 and fc2
-        width = 2 * experts.hidden_size + (1 + experts.activation.fan) * experts.ffn_hidden_size
-        config = self.plan.precision.low_precision
+        hidden, ffn = 2 * experts.hidden_size, (1 + experts.activation.fan) * experts.ffn_hidden_size
+        config, tokens = self.plan.precision.low_precision, 0.0
+        ranks = self.plan.parallel.ep * self.plan.parallel.etp
+        if low and config is not None and config.fused_block and may_fuse(experts) and ranks == 1:
+            # fc1's input and the gradient of fc2's output are kept as tokens
+            tokens, hidden = float(self.sizes.residual * hidden * self.sizes.activation), 0
+        width = hidden + ffn
         if low and config is not None and config.of_experts.weight_grad:
             experts_here = feed_forward.router.num_experts // self.plan.parallel.ep
-            return rows * width * low_bytes(config) * _padding(config, int(rows), experts_here)
-        return rows * width * self.sizes.activation
+            return tokens + rows * width * low_bytes(config) * _padding(config, int(rows), experts_here)
+        return tokens + rows * width * self.sizes.activation
 
     def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
         """Peak temporary memory of a layer's backward. `longest`: number of layers of the largest model chunk."""

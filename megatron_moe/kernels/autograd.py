@@ -1,6 +1,7 @@
 """Autograd functions of linear layers, grouped linear layers and embeddings, with weight gradient accumulation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 from megatron_moe.precision.linear_precision import LinearPrecision
@@ -293,10 +295,12 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
             if index is not None:
                 grad_rows = kernels.unpermute(grad_rows, index, ctx.num_tokens)
         if wants_weight:
+            operand: MatrixOperand | _Tokens = rows
             if isinstance(rows, Tensor):
-                rows = _operand_of_rows(kernels, rows.detach(), index, precision, offsets_e)
-            part = GroupedPart(grad_q.only_columnwise() if low_weight_grad else grad, rows, offsets_e)
-            grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
+                make = partial(_operand_of_rows, kernels, index=index, precision=precision, offsets_e=offsets_e)
+                operand = _rows_or_tokens(ctx.weight, rows.detach(), index, make)
+            part = grad_q.only_columnwise() if low_weight_grad else grad, operand, offsets_e
+            grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(partial(_grouped_product, kernels), (part,)))
         return None, grad_rows, grad_weight, *(None,) * 5
 
 
@@ -337,12 +341,14 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         offsets_e, probs_R, *saved = ctx.saved_tensors
         grad, wants_weight = grads[0].flatten(0, -2), ctx.needs_input_grad[3]
         low_weight_grad = wants_weight and precision.weight_grad
+        columns_later = _merges(ctx.weight, len(grad), ctx.sums)
         if ctx.sums is None:
             grad_q = precision.take_grad(grads[0])
             if grad_q is None or low_weight_grad:
                 grad_q = precision.grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
         else:  # gathers the rows from tokens once per format
-            grad_q = kernels.quantize_permuted(grad, ctx.sums, precision.formats[1], columnwise=low_weight_grad)
+            columnwise = low_weight_grad and not columns_later
+            grad_q = kernels.quantize_permuted(grad, ctx.sums, precision.formats[1], columnwise=columnwise)
         weight_q = precision.transposed(ctx.weight, ctx.weight_q)
         if offsets_e is None:
             grad_RF = kernels.linear_input_grad(grad_q, weight_q)
@@ -366,20 +372,61 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         grad_weight = None
         if wants_weight:
             rows = found.out_RF
-            if ctx.sums is not None and not low_weight_grad:
-                grad = kernels.permute(grad, ctx.sums)
+            operand: Any = grad
+            if ctx.sums is not None and (columns_later or not low_weight_grad):
+                make = partial(_operand_of_grads, kernels, index=ctx.sums, form=form if low_weight_grad else None)
+                operand = _rows_or_tokens(ctx.weight, grad, ctx.sums, make)
+            elif low_weight_grad:
+                operand = grad_q.only_columnwise()
             if low_weight_grad:
-                grad = grad_q.only_columnwise()
                 if isinstance(rows, Tensor):
                     rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
 
             def compute(out: Tensor, accumulate: bool) -> None:
-                kernels.linear_weight_grad(grad, rows, out, accumulate)
+                kernels.linear_weight_grad(operand, rows, out, accumulate)
 
-            part = GroupedPart[MatrixOperand](grad, rows, offsets_e)
-            delayed = BatchedWeightGrad(kernels.grouped_weight_grad, (part,))
+            delayed = BatchedWeightGrad(partial(_grouped_product, kernels), ((operand, rows, offsets_e),))
             grad_weight = accumulate_grad(ctx.weight, compute if offsets_e is None else delayed)
         return None, grad_x, found.grad_probs_R, grad_weight, None, None, None, None
+
+
+class _Tokens(NamedTuple):
+    """Operand of a delayed weight gradient: tokens, whose rows are gathered when the gradient is computed."""
+
+    tokens: Tensor
+    make: Callable[[Tensor], MatrixOperand]
+    """Gathers the rows and, for weight gradients in FP8, quantises them."""
+
+
+def _merges(weight: Tensor, num_tokens: int, index: RowIndex | None) -> bool:
+    """Whether an operand of expert weight gradients is kept for a later backward as tokens, fewer than its rows."""
+    accumulator: GradAccumulator | None = getattr(weight, "grad_accumulator", None)
+    if accumulator is None or index is None:
+        return False
+    return accumulator.merges and num_tokens < len(index.token_R)
+
+
+def _rows_or_tokens(
+    weight: Tensor, tokens: Tensor, index: RowIndex | None, make: Callable[[Tensor], MatrixOperand]
+) -> MatrixOperand | _Tokens:
+    """Operand of a weight gradient. Tokens are copied, because a later microbatch overwrites those of CUDA graphs."""
+    return _Tokens(tokens.clone(), make) if _merges(weight, len(tokens), index) else make(tokens)
+
+
+def _grouped_product(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumulate: bool) -> None:
+    """Weight gradient of `parts`, tuples like `GroupedPart` whose operands may be `_Tokens`."""
+
+    def operand(given: Any) -> Any:
+        return given.make(given.tokens) if isinstance(given, _Tokens) else given
+
+    kernels.grouped_weight_grad([GroupedPart(*map(operand, part)) for part in parts], out, accumulate)
+
+
+def _operand_of_grads(kernels: Kernels, grad: Tensor, index: RowIndex, form: OperandFormat | None) -> MatrixOperand:
+    """Operand of a grouped weight gradient from output gradients of tokens. `form`: format; None: not quantised."""
+    if form is None:
+        return kernels.permute(grad, index)
+    return kernels.quantize_permuted(grad, index, form, rowwise=False, columnwise=True)
 
 
 def _operand_of_rows(

@@ -68,6 +68,10 @@ class MainGrad:
         self._num_arrived = 0
         self._num_expected = None if num_microbatches is None else num_microbatches * self.parameter.uses
 
+    @property
+    def merges(self) -> bool:
+        return self._interval > 1
+
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Submits the computation of a gradient to the queue, as specified by `GradAccumulator.add`."""
         self._queue.submit(partial(self._take, compute))

@@ -21,6 +21,11 @@ class GradAccumulator(Protocol):
     optimizer.
     """
 
+    @property
+    def merges(self) -> bool:
+        """Whether a `BatchedWeightGrad` may be kept until a later backward."""
+        ...
+
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Calls `compute(out, accumulate)`, now or later, to write the gradient to `out` or add it (if `accumulate`).
         `out` has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be merged with others."""

@@ -14,6 +14,7 @@ from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
@@ -62,6 +63,11 @@ def selective(*modules: str) -> MemoryConfig:
     return MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=modules))
 
 
+def in_fp8(**options: Any) -> RunPlan:
+    low_precision = low_precision_config("blockwise", blocks=4, **options)
+    return plan(5, precision=replace(tiny.plan().precision, low_precision=low_precision))
+
+
 LATENT = tiny.moe(
     latent_size=16,
     experts=experts(hidden_size=16),
@@ -76,6 +82,12 @@ EARLY = DataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=T
 MOVED = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"), min_offloaded_tensor_size=1)
 CASES = {
     **{f"{number} microbatches": plan(number) for number in (1, 3, 5)},
+    "experts in FP8": in_fp8(),
+    "experts in FP8, weight gradients not": in_fp8(weight_grad=False),
+    "experts in FP8, recorded attention": replace(
+        in_fp8(),
+        cuda_graphs=CudaGraphConfig(cuda_graph_modules=("attn", "moe_router"), cuda_graph_warmup_steps=1),
+    ),
     "experts by all-to-all": over_ranks(moe=ALL_TO_ALL),
     "experts by all-gather": over_ranks(moe=ALL_GATHER),
     "one expert on every rank": over_ranks(moe=tiny.moe(tiny.router(num_experts=2), dispatcher="alltoall")),

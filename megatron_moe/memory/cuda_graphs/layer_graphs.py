@@ -35,6 +35,9 @@ class StaticGradAccumulator(Protocol):
     filled: bool
     """True once the first gradient of this step has been written; later gradients are added to it."""
 
+    @property
+    def merges(self) -> bool: ...
+
     def add(self, compute: Callable[[Tensor, bool], None]) -> None: ...
 
 
@@ -343,6 +346,7 @@ class _Collector:
 
     accumulator: StaticGradAccumulator
     tasks: list[_WeightGrad]
+    merges = False
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Stores the computation, which is captured in a separate graph, in `tasks`."""
