@@ -311,3 +311,26 @@ def replica_differences_are_not_reported(original: Any) -> Any:
         return []
 
     return none
+
+
+STORED = "tests/train/test_stored_weights.py::test_ranks_whose_shards_cut_blocks_store_the_bytes_of_whole_weights"
+
+
+@mutant("optim.stored_weights:all_reduce_", STORED)
+def owners_quantise_stored_weights_with_scales_of_their_shards(original: Any) -> Any:
+    """Gathered bytes of a block belong to different scales."""
+    return lambda tensor, *args: tensor
+
+
+@mutant("optim.stored_weights:weight_scales", STORED)
+def matrices_stored_in_fp4_have_the_factor_of_their_first_block(original: Any) -> Any:
+    """Scales of other blocks saturate."""
+    return lambda amax: (*original(amax)[:2], original(amax[..., :1, :1])[2])
+
+
+@mutant(
+    "optim.state:OptimizerState.masters", "tests/train/test_stored_weights.py::test_state_in_host_memory_changes_no_bit"
+)
+def stored_weights_lack_the_part_in_host_memory(original: Any) -> Any:
+    """Weights whose master weights are in host memory stay zero."""
+    return lambda self, *args: original(self, *args) if self.home == "device" else iter(())
