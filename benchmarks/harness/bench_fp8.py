@@ -24,7 +24,7 @@ from megatron_moe.config.precision import LowPrecisionConfig, low_precision_conf
 from megatron_moe.kernels.backends.hopper import backend as hopper
 from megatron_moe.kernels.backends.hopper import fp8_linear, fp8_product, fp8_weight_grad, product, weight_grad
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference_routing import sort_rows
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
@@ -200,6 +200,20 @@ def activations() -> None:
         row(f"SwiGLU gradient {rows} x {width} and casts with columnwise copies", milliseconds(both), 23.15 * size)
 
 
+def norms() -> None:
+    for rows, width in ((16384, 512), (16384, 2048), (8192, 7168)):
+        x, residual, weight = draw(rows, width), draw(rows, width), draw(width)
+        size, given = rows * width / 1e9, (weight, 1e-6, False)
+        row(f"RMSNorm {rows} x {width}", milliseconds(partial(norm.rms_norm, x, *given)), 4 * size)
+        time = milliseconds(partial(norm.rms_norm_quantized, x, None, *given))
+        row(f"RMSNorm {rows} x {width} and cast", time, 5.03 * size)
+        time = milliseconds(partial(norm.add_rms_norm, residual, x, *given))
+        row(f"sum and RMSNorm {rows} x {width}", time, 8 * size)
+        time = milliseconds(partial(norm.rms_norm_quantized, x, residual, *given))
+        row(f"sum and RMSNorm {rows} x {width} and cast", time, 9.03 * size)
+        row(f"cast rowwise {rows} x {width}", milliseconds(partial(quantize.quantize_rows, x)), 3.03 * size)
+
+
 def transformer_engine() -> None:
     """Casts and products of Transformer Engine. Rows are divided evenly, so that no expert's rows are padded; grouped
     products exclude the time in which the host waits for the number of rows per expert."""
@@ -261,7 +275,7 @@ def grouped_products(
 def main(argv: list[str]) -> None:
     optional = {"transformer_engine": transformer_engine}
     parts = {"ceilings": ceilings, "casts": casts, "products": products, "weight_grads": weight_grads}
-    parts |= {"dense_weight_grads": dense_weight_grads, "activations": activations}
+    parts |= {"dense_weight_grads": dense_weight_grads, "activations": activations, "norms": norms}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*parts, *optional], default=list(parts))
     torch.manual_seed(0)

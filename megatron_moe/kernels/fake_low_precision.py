@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import WHOLE, OperandFormat
+from megatron_moe.kernels.fakes import fake_backend
 from megatron_moe.kernels.ops import QuantizedActivationGrads, RowIndex, WeightPart
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES
@@ -99,6 +100,14 @@ def quantize_activation_grad(
         return QuantizedActivationGrads(grad_x_q, torch.empty_like(x_RF), grad_probs_R, torch.empty_like(grad_RF))
     out_q = quantize_rows(grad_RF, columns, rowwise=False, columnwise=True, offsets_e=offsets_e)
     return QuantizedActivationGrads(grad_x_q, None, grad_probs_R, out_q)
+
+
+def rms_norm_quantized(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat
+) -> tuple[Tensor, Tensor, QuantizedTensor]:
+    norms, options = fake_backend("triton"), (weight, eps, zero_centered)
+    total, normed = (x, norms.rms_norm(x, *options)) if residual is None else norms.add_rms_norm(residual, x, *options)
+    return total, normed, quantize_rows(normed.detach().flatten(0, -2), form, rowwise=True, columnwise=False)
 
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:

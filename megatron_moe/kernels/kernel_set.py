@@ -34,6 +34,7 @@ LOW_PRECISION_OPS = (
     "dequantize_rows",
     "quantize_activation",
     "quantize_activation_grad",
+    "rms_norm_quantized",
     *QUANTIZED_PRODUCTS,
 )
 """Ops that only runs with FP8 or FP4 GEMMs use."""
@@ -94,6 +95,8 @@ class KernelSet(Kernels):
                 function = ends_reservation(_product(function, functions[f"quantized_{op}"]))
             setattr(kernels, op, function)
         kernels.choices = choices
+        of_norms = {each.backend for each in choices if each.op in ("rms_norm", "add_rms_norm", "rms_norm_quantized")}
+        kernels.fuses_norms = len(of_norms) == 1
         return kernels
 
     def summary(self) -> str:

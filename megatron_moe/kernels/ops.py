@@ -226,6 +226,9 @@ class QuantizedActivationGrads(NamedTuple):
 class Kernels(Quantizers, Protocol):
     """Interface of the kernel set that modules receive: one method per op, including those of `Quantizers`."""
 
+    fuses_norms: bool
+    """Whether `rms_norm_quantized` has the backend of `rms_norm` and `add_rms_norm`, whose numbers it then returns."""
+
     # matrix multiplications: forward, input gradient and weight gradient are three ops, so that quantised operands and
     # delayed weight gradients need no other interface
     def linear_forward(self, x: MatrixOperand, weight: MatrixOperand, bias: Tensor | None) -> Tensor:
@@ -306,6 +309,13 @@ class Kernels(Quantizers, Protocol):
         With `columns`, the format of GEMM inputs, also makes the operands of the weight gradients next to the
         activation: columnwise copies of the gradient of x and of the activation's result, in blocks of each expert with
         `offsets_e`. Gradients of rows beyond `offsets_e[-1]` are then undefined."""
+        ...
+
+    def rms_norm_quantized(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat
+    ) -> tuple[Tensor, Tensor, QuantizedTensor]:
+        """Returns the results of `add_rms_norm`, or x and `rms_norm` of x without `residual`, both differentiable, and
+        the rowwise copy [R, H] of the norm."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -322,6 +322,14 @@ def quantize_activation_grad(
     return QuantizedActivationGrads(grad_x_q, None, grad_probs, out_q)
 
 
+def rms_norm_quantized(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat
+) -> tuple[Tensor, Tensor, QuantizedTensor]:
+    total = x if residual is None else residual + x
+    normed = rms_norm(total, weight, eps, zero_centered)
+    return total, normed, quantize_rows(normed.detach().flatten(0, -2), form, rowwise=True, columnwise=False)
+
+
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     logits_TV = logits_TV.to(internal_dtype(logits_TV.dtype))
     chosen_T = logits_TV.gather(-1, labels_T[:, None]).squeeze(-1)

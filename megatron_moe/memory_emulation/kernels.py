@@ -48,7 +48,8 @@ def triton_kernels(
 
 def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
     if op in LOW_PRECISION_OPS:
-        return "as fused kernels", getattr(fake_low_precision, op)
+        name = "triton" if op in fake_backend("triton").PROVIDES else "hopper"
+        return f"as {name}", getattr(fake_low_precision, op)
     if request not in ("auto", "hopper", *_FAKED, reference.NAME):
         raise EnvironmentProblem(
             f"memory emulation on a CPU does not support kernel backend '{request}' for '{op}'; use auto, "

@@ -10,6 +10,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.precision.linear_precision import LinearPrecision
 
 
 class Norm(nn.Module):
@@ -23,6 +24,8 @@ class Norm(nn.Module):
         partial = ctx.group("tp").size > 1 if over_heads else ctx.config.sequence_parallel
         self.config = config
         self.kernels = kernels
+        self.reader: LinearPrecision | None = None
+        """Linear layer for which an RMSNorm also quantises its result; None: none. Set after the model is built."""
         init: Literal["zeros", "ones"] = "zeros" if config.zero_centered else "ones"
         meta = ParamMeta(role="norm", init=init, decay=False, partial_over_tp=partial)
         self.weight = new_parameter((width,), meta, ctx)
@@ -33,6 +36,15 @@ class Norm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Returns norm(x) [..., width]. With `residual`, returns (total, norm(total)), where total = residual + x.
         Computes in promote(fp32, dtype)."""
+        if self.reader is None:
+            return self.unquantized(x, residual)
+        options = (self.config.eps, self.config.zero_centered, self.reader.formats[0])
+        total, normed, normed_q = self.kernels.rms_norm_quantized(x, residual, self.weight, *options)
+        self.reader.put_input(normed, normed_q)
+        return normed if residual is None else (total, normed)
+
+    def unquantized(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """`forward` without the quantised copy."""
         eps, zero_centered = self.config.eps, self.config.zero_centered
         if self.bias is None and residual is not None:
             return self.kernels.add_rms_norm(residual, x, self.weight, eps, zero_centered)

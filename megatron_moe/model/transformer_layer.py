@@ -88,12 +88,14 @@ class TransformerLayer(nn.Module):
         hidden_SBH = state.hidden_SBH
         with self.saved_tensors.offload_scope("attn_norm"):
             normed_SBH = self.input_layernorm(hidden_SBH)
-            discard = self.saved_tensors.discard_output("layernorm", self.input_layernorm, (hidden_SBH,), normed_SBH)
+            recompute = self.input_layernorm.unquantized
+            discard = self.saved_tensors.discard_output("layernorm", recompute, (hidden_SBH,), normed_SBH)
         with discard:
             out_SBH = self._dropped(self.self_attention(normed_SBH, mb), "attention", mb)
         with self.saved_tensors.offload_scope("mlp_norm"):
             hidden_SBH, normed_SBH = self.pre_mlp_layernorm(out_SBH, self._residual_of(hidden_SBH, normed_SBH))
-            discard = self.saved_tensors.discard_output("layernorm", self.pre_mlp_layernorm, (hidden_SBH,), normed_SBH)
+            recompute = self.pre_mlp_layernorm.unquantized
+            discard = self.saved_tensors.discard_output("layernorm", recompute, (hidden_SBH,), normed_SBH)
         hidden_SBH = self._residual_of(hidden_SBH, normed_SBH)
         return state.evolve(hidden_SBH=hidden_SBH, normed_SBH=normed_SBH, discard=discard)
 

@@ -1,5 +1,6 @@
 """Applies an FP8 or FP4 recipe to the linear layers of a model."""
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -10,7 +11,9 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.mla import MLA
+from megatron_moe.model.norm import Norm
 from megatron_moe.model.output_head import Head
+from megatron_moe.model.transformer_layer import MLP, TransformerLayer
 from megatron_moe.moe.experts import ExpertStack
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, FlexDispatcher
@@ -61,6 +64,9 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
                 module.dispatcher.token_major = True
         if isinstance(module, MoELayer) and isinstance(module.dispatcher, FlexDispatcher):
             module.dispatcher.formats = exchange_formats(module)
+        for norm, readers in _readers_of_norms(module) if kernels.fuses_norms else ():
+            if isinstance(norm, Norm) and norm.bias is None:
+                norm.reader = _reader_of_rows(readers)
 
 
 def exchange_formats(layer: MoELayer) -> ExchangeFormats:
@@ -74,6 +80,36 @@ def exchange_formats(layer: MoELayer) -> ExchangeFormats:
     )
     assert grads is None or not experts.config.probs_on_output, "experts scale gradients before they quantise them"
     return ExchangeFormats(tokens, grads, fc2)
+
+
+def _readers_of_norms(module: nn.Module) -> Iterator[tuple[nn.Module, list[Linear]]]:
+    """Norms of a module, each with the linear layers that read its result soon afterwards."""
+    if isinstance(module, MLA):
+        if module.config.q_lora_rank is not None:
+            yield module.q_layernorm, [module.linear_q_up_proj]
+        yield module.kv_layernorm, [module.linear_kv_up_proj]
+    if not isinstance(module, TransformerLayer):
+        return
+    mixer, mlp = module.self_attention, module.mlp
+    if isinstance(mixer, MLA):
+        of_q = mixer.linear_q_proj if mixer.config.q_lora_rank is None else mixer.linear_q_down_proj
+        yield module.input_layernorm, [of_q, mixer.linear_kv_down_proj]
+    elif isinstance(mixer, Attention):
+        yield module.input_layernorm, [mixer.linear_qkv]
+    if isinstance(mlp, MLP):
+        yield module.pre_mlp_layernorm, [mlp.linear_fc1]
+    elif not mlp.expert_comm.overlaps_microbatches:  # other microbatches replace the copy, and may use another stream
+        of_shared = None if mlp.shared_experts is None else mlp.shared_experts.linear_fc1
+        yield module.pre_mlp_layernorm, [each for each in (mlp.fc1_latent_proj, of_shared) if each is not None]
+
+
+def _reader_of_rows(readers: list[Linear]) -> LinearPrecision | None:
+    """Precision of the first layer that reads a rowwise copy of its input; None if there is none, or if a layer saves a
+    columnwise copy: one cast that makes both copies has the memory traffic of a norm that makes one and a cast."""
+    # with tensor parallelism, shards read a gathered or copied tensor
+    whole = [linear for linear in readers if linear.tp_dim is None or linear.ctx.group("tp").size == 1]
+    low = [linear.precision for linear in whole if linear.precision is not None and linear.precision.fused_block]
+    return low[0] if low and all(precision.save_input for precision in low) else None
 
 
 def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPrecision:

@@ -216,6 +216,10 @@ class LinearPrecision:
             self._last_copies.put(x, self._config.inputs, x_q)
         return x_q
 
+    def put_input(self, x: Tensor, x_q: QuantizedTensor) -> None:
+        """Passes the rowwise copy of an input [..., I] to the layers with that input, for `shared_input`."""
+        self._last_copies.put(x, self._config.inputs, x_q)
+
     def put_grad(self, grad: Tensor, grad_q: QuantizedTensor) -> None:
         """Passes the rowwise copy of a gradient, which the caller returns to autograd, to the layer that gets it."""
         self._last_copies.put_grad(grad, self._config.grads, grad_q)

@@ -54,6 +54,21 @@ def test_replayed_steps_equal_eager_steps(recipe: str, more: str, captured: tupl
         EXACT.check_all(train(flags, modules), expected, "+".join(modules))
 
 
+def test_casts_fused_into_norms_change_no_bit() -> None:
+    flags = flags_of("m8", BLOCKWISE, "--no-fp8-wgrad", "--kernel-per-op")
+    separate = train([*flags, "rms_norm_quantized=reference"])  # selects separate norms and casts
+    EXACT.check_all(train([*flags, "rms_norm_quantized=triton"]), separate, "fused")
+    recompute = [
+        "--recompute-granularity",
+        "selective",
+        "--recompute-modules",
+        "layernorm",
+        "mla_up_proj",
+        "--no-fp8-wgrad",
+    ]
+    EXACT.check_all(train([*flags, "rms_norm_quantized=triton", *recompute], WHOLE), separate, "recomputed in a graph")
+
+
 @pytest.mark.parametrize("precision", EMULATED, ids=["delayed", "tensorwise", "mxfp8", "nvfp4"])
 def test_steps_with_emulated_recipes_equal_eager_steps(precision: str) -> None:
     flags = flags_of("m8", precision, "--emulate-low-precision", "--moe-expert-wgrad-interval", "1")

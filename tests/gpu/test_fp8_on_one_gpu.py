@@ -14,7 +14,7 @@ from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
-from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.backends.triton.backend import permute
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
@@ -202,6 +202,39 @@ def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
     EXACT.check(found.out_RF, plain.detach(), "result")
     if probs is not None:
         FP32_REF.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["norm", "sum and norm"])
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        *(
+            (shape, "e4m3")
+            for shape in ((1, 16), (300, 200), (33, 128), (257, 512), (77, 1536), (130, 2048), (77, 7168))
+        ),
+        ((300, 208), "e4m3, fp32 scales"),
+        ((300, 208), "e5m2"),
+    ],
+)
+def test_norms_with_fp8_copies(shape: tuple[int, int], form: str, added: bool) -> None:
+    """Sum, norm and gradients are bit for bit those without a copy."""
+    x, residual, grad = (draw(*shape, seed=seed) * torch.exp(4 * draw(shape[0], 1, seed=seed + 9)) for seed in range(3))
+    weight, results = draw(shape[1], seed=4), []
+    for quantised in (False, True):
+        leaves = [each.clone().requires_grad_() for each in (x, weight, residual)]
+        options = (leaves[1], 1e-6, False)
+        if quantised:
+            *outs, copy = norm.rms_norm_quantized(leaves[0], leaves[2] if added else None, *options, FORMS[form])
+        elif added:
+            outs = [*norm.add_rms_norm(leaves[2], leaves[0], *options)]
+        else:
+            outs = [leaves[0], norm.rms_norm(leaves[0], *options)]
+        grads = torch.autograd.grad(outs[1], leaves[: 2 + added], grad)
+        results.append([*(out.detach() for out in outs), *grads])
+    for found, expected in zip(*reversed(results), strict=True):
+        EXACT.check(found, expected, "sum, norm or gradient")
+    oracle = {"dtype": DTYPES[FORMS[form].element], "power_of_two": FORMS[form].scale == "power of 2"}
+    same(copy, quantized_rows(results[0][1], **oracle), columnwise=False)
 
 
 @BOTH_CASTS

@@ -3,7 +3,7 @@
 from tests.house_rules.source import PROGRAM, ROOT, Source, functions, report, source, sources
 
 FILE_LINES, FUNCTION_LINES, ENTRY_POINT_LINES, TOOL_LINES = 600, 100, 160, 250
-PRODUCT_LINES, TEST_LINES = 56_400, 54_500
+PRODUCT_LINES, TEST_LINES = 56_500, 54_500
 """Lines of Python of arguments, megatron_moe and tools; lines of text of tests with goldens and data."""
 ARCHIVES = (".xz", ".safetensors", ".pyc")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.hopper import fp8_linear
-from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements
 from tests.helpers.tolerances import EXACT, FP32_REF
@@ -23,7 +23,7 @@ LAUNCHES = """
 from dataclasses import replace
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.hopper import casts, fp8_product, fp8_weight_grad
-from megatron_moe.kernels.backends.triton import activation, launch, quantize
+from megatron_moe.kernels.backends.triton import activation, launch, norm, quantize
 from megatron_moe.kernels.ops import GroupedPart, RowIndex
 
 launch._sum_shares = Compiled(launch._sum_shares)
@@ -61,6 +61,11 @@ both = dict(columns=quantize.E4M3, offsets_e=ends)
 activation.quantize_activation_grad(x[:, :256], x, torch.zeros(1024), swiglu, hybrid, **both)
 index = RowIndex(token_R=torch.zeros(1024, dtype=torch.int64), choice_R=ends, offsets_E=ends, rows_TK=None)
 quantize.quantize_permuted(x, index, rowwise=False, columnwise=True)
+norm._rms_norm_forward = Compiled(norm._rms_norm_forward)
+for width in (512, 7168):
+    wide, scale = torch.zeros(64, width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
+    norm.add_rms_norm(wide, wide, scale, 1e-6, False)
+    norm.rms_norm_quantized(wide, wide, scale, 1e-6, False)
 casts._quantize_blocks = Compiled(casts._quantize_blocks)
 casts.quantize_rows(x, columnwise=True)
 casts.quantize_rows(x, hybrid, rowwise=False, columnwise=True, offsets_e=ends)
@@ -99,16 +104,27 @@ def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 32
+    assert len(kernels) == 36
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
     products = instructions(kernels, r"wgmma\.mma_async\.sync\.aligned\.(\w+\.f32\.\w+\.\w+)")
     assert products == {"m64n128k32.f32.e4m3.e4m3": 4, "m64n128k32.f32.e5m2.e4m3": 2}
-    assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 10, "e5m2x2": 5}
+    assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 12, "e5m2x2": 5}
     assert sum("cp.async.cg" in code["ptx"] for code in kernels) == 3, "16 bytes at a time"
     adding = [code for code in kernels if "cp.reduce.async.bulk.tensor" in code["ptx"]]
     assert len(adding) == 1, "sums are added by TMA, and only where accumulation is requested"
+    orders = [order_of_sum(code["ttgir"]) for code in kernels if "math.sqrt" in code["ttgir"]]
+    assert len(orders) == 4 and orders[::2] == orders[1::2], "a norm has the same bits with and without an FP8 copy"
+
+
+def order_of_sum(ttgir: str) -> str:
+    """Distribution over threads of the elements that the first reduction of a kernel adds."""
+    operand = re.search(r'"tt\.reduce".*?: \(tensor<\w+, (#\w+)>\)', ttgir, re.DOTALL)
+    assert operand is not None
+    layout = re.search(rf"^{operand[1]} = .*", ttgir, re.MULTILINE)
+    assert layout is not None
+    return layout[0].partition(" = ")[2]
 
 
 def instructions(kernels: list[dict[str, Any]], pattern: str) -> Counter[str]:
@@ -249,6 +265,29 @@ def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) 
     EXACT.check(found.out_RF, plain.detach(), "result")
     if probs is not None:
         EXACT.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("shape", [(0, 256), (2, 3, 48), (37, 128), (9, 300), (5, 640)])
+def test_norms_with_fp8_copies(shape: tuple[int, ...], added: bool) -> None:
+    """Sum, norm, copy and gradients are those of separate ops. Inputs are columns of wider matrices."""
+    generator, results = torch.Generator().manual_seed(0), []
+    wide = torch.randn(3, *shape[:-1], shape[-1] + 8, generator=generator).bfloat16()
+    weight, grad = (torch.randn(size, generator=generator).bfloat16() for size in (shape[-1:], shape))
+    for quantised in (False, True):
+        leaves = [each.clone().requires_grad_() for each in (wide[0], weight, wide[1])]
+        x, residual = leaves[0][..., 8:], leaves[2][..., 8:] if added else None
+        if quantised:
+            total, normed, copy = norm.rms_norm_quantized(x, residual, leaves[1], 1e-6, True)
+        elif residual is None:
+            total, normed = x, norm.rms_norm(x, leaves[1], 1e-6, True)
+        else:
+            total, normed = norm.add_rms_norm(residual, x, leaves[1], 1e-6, True)
+        grads = torch.autograd.grad(normed, leaves[: 2 + added], grad)
+        results.append((total.detach(), normed.detach(), *grads))
+    for found, expected in zip(*reversed(results), strict=True):
+        EXACT.check(found, expected, "sum, norm or gradient")
+    check(copy, quantize.quantize_rows(results[0][1]))
 
 
 def test_cublas_gets_aligned_scales_of_stored_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,9 +184,7 @@ def test_fakes_do_not_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_op_is_emulated_by_the_backend_that_auto_selects() -> None:
     backends = {choice.op: choice.backend for choice in KERNELS.choices}
-    assert {op for op, name in backends.items() if name == "as triton"} == set(triton_kernels.PROVIDES) - set(
-        LOW_PRECISION_OPS
-    )
+    assert {op for op, name in backends.items() if name == "as triton"} == set(triton_kernels.PROVIDES)
     rest = set(OPS) - set(triton_kernels.PROVIDES) - set(torch_native.PROVIDES) - set(LOW_PRECISION_OPS)
     assert all(backends[op] == reference.NAME for op in rest), "plain torch on a GPU, and so here"
 

@@ -1,27 +1,33 @@
 """FP8 and FP4 training by emulation: layers that use it, recompute and offload, delayed scales, resume."""
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.build import build_model
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.moe import SharedExpertsConfig
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
+from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear_precision import DelayedScaling, ModelPrecision
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
-from tests.helpers.pipelines import make_trainer, run_steps
+from tests.helpers.pipelines import KERNELS, make_trainer, run_steps
+from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
 CONFIGS = {
@@ -117,6 +123,62 @@ def test_runs_are_reproducible_and_differ_from_runs_without_low_precision(config
     plain = replace(plain, precision=replace(plain.precision, low_precision=None))
     expected = trained(plain)["loss 2"]
     assert 0 < abs(float(found["loss 2"] / expected - 1)) < 0.02
+
+
+LATENT = tiny.model(
+    layers=(
+        tiny_models.layer_config(tiny_models.mla_config(num_heads=2), feed_forward=tiny_models.mlp_config()),
+        tiny_models.layer_config(feed_forward=tiny.moe(shared=SHARED)),
+        tiny_models.layer_config(
+            tiny_models.mla_config(num_heads=2, q_lora_rank=None), feed_forward=tiny.moe(shared=SHARED)
+        ),
+    )
+)
+PLAIN = CONFIGS["blockwise, bf16 weight gradients"]
+IN_ATTENTION = ("0.self_attention.q_layernorm", "0.self_attention.kv_layernorm", "2.self_attention.kv_layernorm")
+BEFORE_LINEAR = {*IN_ATTENTION, *(f"{layer}.{norm}_layernorm" for layer in range(3) for norm in ("input", "pre_mlp"))}
+
+
+def norms_with_casts(config: LowPrecisionConfig, context: ParallelContext) -> set[str]:
+    model = build_model(replace(plan_of(config), model=LATENT), context, KERNELS)
+    layers = model.decoder.layers if hasattr(model.decoder, "layers") else model.decoder
+    return {name for name, module in layers.named_modules() if getattr(module, "reader", None) is not None}
+
+
+def test_norms_before_layers_that_save_their_input_write_its_copy() -> None:
+    single = ParallelContext.single()
+    assert norms_with_casts(PLAIN, single) == BEFORE_LINEAR
+    assert norms_with_casts(CONFIGS["blockwise"], single) == {"1.pre_mlp_layernorm", "2.pre_mlp_layernorm"}, (
+        "the router saves its input"
+    )
+    assert norms_with_casts(replace(PLAIN, layers_at_start=1), single) == {n for n in BEFORE_LINEAR if n[0] != "0"}
+    assert not norms_with_casts(CONFIGS["delayed"], single)
+    sharded = ParallelConfig(world_size=2, tp=2, sequence_parallel=True)
+    for found in on_threads(sharded, lambda context: norms_with_casts(PLAIN, context)):
+        assert found == {"0.input_layernorm", "2.input_layernorm"}, "of linear layers without shards"
+
+
+@pytest.mark.parametrize("policy", [None, "full recompute", "small modules"])
+@pytest.mark.parametrize("config", [PLAIN, CONFIGS["blockwise"]], ids=["bf16 weight gradients", "weight gradients"])
+def test_casts_fused_into_norms_change_no_bit(
+    config: LowPrecisionConfig, policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def count(op: str, *given: object, **named: object) -> object:
+        calls[op] += 1
+        return getattr(reference, op)(*given, **named)
+
+    for op in ("quantize_rows", "rms_norm_quantized"):
+        monkeypatch.setattr(KERNELS, op, partial(count, op))
+    memory = {} if policy is None else {"memory": POLICIES[policy]}
+    plan = replace(plan_of(config, **memory), model=LATENT)
+    fused, num_fused = trained(plan), calls.copy()
+    monkeypatch.setattr(KERNELS, "fuses_norms", False)
+    calls.clear()
+    EXACT.check_all(trained(plan), fused, "separate casts")
+    assert calls["rms_norm_quantized"] == 0 < num_fused["rms_norm_quantized"]
+    assert num_fused.total() == calls.total(), "every copy is used"
 
 
 def test_stochastic_rounding_differs_between_runs_iterations_and_layers() -> None:

@@ -22,6 +22,7 @@ from megatron_moe.kernels.backends.triton.latent import latent_key_value as late
 from megatron_moe.kernels.backends.triton.layer_norm import layer_norm as layer_norm
 from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
+from megatron_moe.kernels.backends.triton.norm import rms_norm_quantized as rms_norm_quantized
 from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
 from megatron_moe.kernels.backends.triton.optimizer import adamw_packed_ as adamw_packed_
 from megatron_moe.kernels.backends.triton.pages import free_pages as free_pages
@@ -94,6 +95,7 @@ PROVIDES = (
     "dequantize_rows",
     "quantize_activation",
     "quantize_activation_grad",
+    "rms_norm_quantized",
 )
 RECIPES = ("blockwise e4m3", "blockwise hybrid")
 

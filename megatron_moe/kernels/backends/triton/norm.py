@@ -1,4 +1,5 @@
-"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), optionally fused with a residual add; each pass reads inputs once."""
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), optionally fused with a residual add and with a cast of the result to
+FP8; each pass reads inputs once."""
 
 from typing import Any
 
@@ -7,7 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, rows_of, sum_of_shares
+from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, quantize_rows, store_tile
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 TILE = 8192
 """Maximum elements of a tile."""
@@ -17,21 +21,42 @@ BACKWARD_PROGRAMS = 2
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """See `Kernels.rms_norm`."""
-    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered, None)  # type: ignore[no-untyped-call]
     return out
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`."""
-    total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, None)  # type: ignore[no-untyped-call]
     return total, normed
+
+
+def rms_norm_quantized(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat = E4M3
+) -> tuple[Tensor, Tensor, QuantizedTensor]:
+    """See `Kernels.rms_norm_quantized`, for blocks of 1x128."""
+    width, cast = x.shape[-1], None
+    if power_of_two(width) >= BLOCK:  # tiles of narrower rows have no whole block
+        cast = empty_rows(x.numel() // width, width, x.device, form), form
+    options = (weight, eps, zero_centered, cast)
+    if residual is None:
+        total, normed = x, _RMSNorm.apply(x, *options)  # type: ignore[no-untyped-call]
+    else:
+        total, normed = _AddRMSNorm.apply(residual, x, *options)  # type: ignore[no-untyped-call]
+    if cast is None:
+        return total, normed, quantize_rows(normed.detach(), form)
+    return total, normed, QuantizedTensor.of(cast[0], None, form.block, x.dtype)
+
+
+_Cast = tuple[QuantizedCopy, OperandFormat]
+"""Rowwise copy of a norm's result that the kernel also writes, and its format."""
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: _Cast | None) -> Tensor:
         x_RH = rows_of(x)
-        out_RH, scale_R = _norm(x_RH, None, x_RH, weight, eps, zero_centered)
+        _, out_RH, scale_R = _norm(x_RH, None, weight, eps, zero_centered, cast)
         ctx.save_for_backward(x_RH, weight, scale_R)
         ctx.zero_centered = zero_centered
         return out_RH.view(x.shape)
@@ -40,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_RH, weight, scale_R = ctx.saved_tensors
         grad_x_RH, grad_weight = _norm_backward(grads[0], None, x_RH, weight, scale_R, ctx.zero_centered)
-        return grad_x_RH.view(grads[0].shape), grad_weight, None, None
+        return grad_x_RH.view(grads[0].shape), grad_weight, None, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -48,11 +73,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+        ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: _Cast | None
     ) -> tuple[Tensor, Tensor]:
-        x_RH, residual_RH = rows_of(x), rows_of(residual)
-        total_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        out_RH, scale_R = _norm(x_RH, residual_RH, total_RH, weight, eps, zero_centered)
+        total_RH, out_RH, scale_R = _norm(rows_of(x), rows_of(residual), weight, eps, zero_centered, cast)
         ctx.save_for_backward(total_RH, weight, scale_R)
         ctx.zero_centered = zero_centered
         ctx.set_materialize_grads(False)
@@ -62,28 +85,31 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_total, grad_out = grads
         if grad_out is None:  # the normed output is unused
-            return grad_total, grad_total, None, None, None
+            return grad_total, grad_total, None, None, None, None
         total_RH, weight, scale_R = ctx.saved_tensors
         grad_RH, grad_weight = _norm_backward(grad_out, grad_total, total_RH, weight, scale_R, ctx.zero_centered)
         grad = grad_RH.view(grad_out.shape)
-        return grad, grad, grad_weight, None, None
+        return grad, grad, grad_weight, None, None, None
 
 
 def _norm(
-    x_RH: Tensor, residual_RH: Tensor | None, total_RH: Tensor, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns (RMSNorm of x, or of x + residual; 1 / RMS of each row, fp32 [R]). Writes x + residual to `total_RH`."""
+    x_RH: Tensor, residual_RH: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, cast: _Cast | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (x, or x + residual; RMSNorm of this; 1 / RMS of each row, fp32 [R]). `cast`: receives a copy."""
     num_rows, width = x_RH.shape
+    total_RH = x_RH if residual_RH is None else torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     scale_R = torch.empty(num_rows, device=x_RH.device, dtype=torch.float32)
     if num_rows:
         added = x_RH if residual_RH is None else residual_RH
         grid, tile = forward_tiles(num_rows, width)
+        copy, form = cast or (None, E4M3)
         _rms_norm_forward[grid](
             x_RH, added, total_RH, weight, out_RH, scale_R, num_rows, width, x_RH.stride(0), added.stride(0), eps,
-            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **tile,
+            copy and copy.data, copy and copy.scales,
+            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **constants(form, x_RH.dtype), **tile,
         )  # fmt: skip
-    return out_RH, scale_R
+    return total_RH, out_RH, scale_R
 
 
 def _norm_backward(
@@ -124,7 +150,8 @@ def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tup
 @triton.jit
 def _rms_norm_forward(
     x_ptr, added_ptr, total_ptr, weight_ptr, out_ptr, scale_ptr, num_rows, width, x_stride, added_stride, eps,
-    ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    copy_ptr, copy_scales_ptr, ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
@@ -139,8 +166,14 @@ def _rms_norm_forward(
     if ZERO_CENTERED:
         weight += 1.0
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / width + eps)
-    out = x * scale[:, None] * weight[None, :]
-    tl.store(out_ptr + rows[:, None] * width + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
+    out = (x * scale[:, None] * weight[None, :]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], out, mask=held)
+    if copy_ptr is not None:
+        # with more elements per thread than of `out`, the sum of squares would have another order than without a copy
+        store_tile(
+            out, rows, 0, copy_ptr, copy_scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO,
+            VECTOR=128 // out_ptr.dtype.element_ty.primitive_bitwidth,
+        )  # fmt: skip
     tl.store(scale_ptr + rows, scale, mask=rows < num_rows)
 
 

@@ -282,12 +282,15 @@ def quantize_tile(x, element: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.con
 @triton.jit
 def store_tile(
     x, rows, first_column, out_ptr, scales_ptr, num_rows, width, end_row, end_column,
-    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr, VECTOR: tl.constexpr = 16,
 ):  # fmt: skip
     """Quantises a tile of a matrix [num_rows, width] in blocks of 1x128 and stores its elements and inverse scales, but
-    not beyond `end_row` and `end_column`."""
+    not beyond `end_row` and `end_column`. `VECTOR`: elements that a thread stores at a time, up to 16."""
     tile_columns: tl.constexpr = x.shape[1]
-    columns = first_column + tl.arange(0, tile_columns)
+    columns = tl.arange(0, tile_columns)
+    if VECTOR < 16:  # the compiler cannot see that these numbers are consecutive
+        columns = columns // VECTOR * VECTOR + columns % VECTOR
+    columns += first_column
     q, inverse = quantize_tile(x, out_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
     held = (rows < end_row)[:, None]
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], q, mask=held & (columns < end_column)[None, :])
