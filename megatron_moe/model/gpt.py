@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.mtp import MTP, targets
-from megatron_moe.model.norm import Norm
 from megatron_moe.model.output_head import Head
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.moe_layer import ModelResources, MoELayer
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import Mixer, new_sinks, rotate
-from megatron_moe.model.norm import Norm
-from megatron_moe.moe.moe_layer import ModelResources
-from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
+from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.embedding import Embedding
-from megatron_moe.model.norm import Norm
 from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,
@@ -37,7 +38,6 @@ from megatron_moe.moe.node_chain import (
     recompute_nodes,
     run_nodes,
 )
-from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.tensor_parallel import columns_to_residual
 

@@ -10,9 +10,9 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.kernels.reference import store
+from megatron_moe.layers.linear import column_product
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-from megatron_moe.parallel.linear import column_product
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel

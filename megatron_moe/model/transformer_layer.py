@@ -6,33 +6,17 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MLPConfig, MoEConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels
+from megatron_moe.layers.mlp import MLP
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
-from megatron_moe.model.norm import Norm
-from megatron_moe.moe.moe_layer import ModelResources, MoELayer
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.tensor_parallel import sequence_part
-
-
-class MLP(nn.Module):
-    """Dense MLP fc2(act(fc1(x))); a gated fc1 (arXiv 2002.05202) has the gate rows first, then the up rows."""
-
-    def __init__(self, config: MLPConfig, ctx: ParallelContext, kernels: Kernels) -> None:
-        super().__init__()
-        self.config = config
-        hidden, ffn, fan = config.hidden_size, config.ffn_hidden_size, config.activation.fan
-        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, bias=config.bias, tp_dim=0, splits=(ffn,) * fan)
-        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, bias=config.bias, tp_dim=1, init="output")
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., H]"""
-        return self.linear_fc2.of_activation(self.linear_fc1(hidden), self.config.activation)
 
 
 class TransformerLayer(nn.Module):

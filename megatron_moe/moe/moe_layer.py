@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_moe.config.moe import HybridEPConfig, MoEConfig, has_deepep
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.layers.linear import Linear
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.node_chain import LayerState, Node, parameters_of, run_nodes
@@ -23,7 +24,6 @@ from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.symmetric_memory import has_peer_access, is_emulated
 
 DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
@@ -36,16 +36,6 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
         "hierarchical": HierarchicalDispatcher,
     }
 )
-
-
-class ModelResources(NamedTuple):
-    """Resources that all modules of a model share."""
-
-    ctx: ParallelContext
-    kernels: Kernels
-    saved_tensors: SavedTensorPolicy
-    expert_comm: ExpertComm | None = None
-    """Communication state that the token dispatchers of all layers share. If None, every layer creates its own."""
 
 
 class MoELayer(nn.Module):

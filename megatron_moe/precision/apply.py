@@ -8,18 +8,19 @@ from torch import nn
 
 from megatron_moe.config.precision import ActivationModule, LowPrecisionConfig, PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.mlp import MLP
+from megatron_moe.layers.norm import Norm
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.mla import MLA
-from megatron_moe.model.norm import Norm
 from megatron_moe.model.output_head import Head
-from megatron_moe.model.transformer_layer import MLP, TransformerLayer
+from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.moe.experts import ExpertStack
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, FlexDispatcher
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import held_experts
 from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision, ModelPrecision
 from megatron_moe.precision.stored_weight import StoredWeight

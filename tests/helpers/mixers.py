@@ -6,12 +6,12 @@ from torch import Tensor
 from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.rope import Rotations
-from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import naive_layers
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, randn

@@ -12,8 +12,8 @@ from megatron_moe.config.moe import ActivationConfig, ExpertsConfig, MLPConfig, 
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.layers.mlp import MLP
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.transformer_layer import MLP
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens

@@ -16,7 +16,7 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.kernels import reference
-from megatron_moe.model.transformer_layer import MLP
+from megatron_moe.layers.mlp import MLP
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.upcycling import upcycle
 from megatron_moe.parallel.context import ParallelContext

@@ -5,8 +5,8 @@ import torch
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
+from megatron_moe.layers.mlp import MLP
 from megatron_moe.model.init import init_parameters
-from megatron_moe.model.transformer_layer import MLP
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, mlp_config, randn
 from tests.helpers.tolerances import FP64_REF

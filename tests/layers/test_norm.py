@@ -8,8 +8,8 @@ import torch
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import InitConfig
 from megatron_moe.kernels import reference
+from megatron_moe.layers.norm import Norm
 from megatron_moe.model.init import init_parameters
-from megatron_moe.model.norm import Norm
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import naive_layers
 from tests.helpers.tiny_models import UNIT_GAIN, randn

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_moe.layers.linear import Linear
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.tensor_parallel import sequence_part
 from tests.helpers.ranks import on_threads
 from tests.helpers.sharded import KERNELS, LAYOUTS, SEQUENCE_LAYOUTS, run_module, whole

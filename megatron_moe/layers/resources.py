@@ -1,0 +1,18 @@
+"""Resources that all modules of a model share."""
+
+from typing import Any, NamedTuple
+
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.parallel.context import ParallelContext
+
+
+class ModelResources(NamedTuple):
+    """Resources that all modules of a model share."""
+
+    ctx: ParallelContext
+    kernels: Kernels
+    saved_tensors: SavedTensorPolicy
+    expert_comm: Any = None
+    """`ExpertComm` with the communication state that the token dispatchers of all layers share; opaque to all modules
+    but MoE layers. If None, every MoE layer creates its own."""
