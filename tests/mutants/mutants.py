@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.parallel.collectives import all_reduce_
+
 Replacement = Callable[[Any], Any]
 
 PARITY = "tests/parity/test_parity.py::test_one_feature_equals_one_rank"
@@ -334,3 +337,67 @@ def matrices_stored_in_fp4_have_the_factor_of_their_first_block(original: Any) -
 def stored_weights_lack_the_part_in_host_memory(original: Any) -> Any:
     """Weights whose master weights are in host memory stay zero."""
     return lambda self, *args: original(self, *args) if self.home == "device" else iter(())
+
+
+@mutant(
+    "optim.distributed_optimizer:Optimizer.step",
+    "tests/train/test_low_precision.py::test_an_evaluation_quantises_the_weights_of_the_last_step",
+)
+def an_evaluation_uses_earlier_quantised_weights(original: Any) -> Any:
+    """Validation losses belong to the weights before the last step."""
+
+    def step(self: Any, **arguments: Any) -> None:
+        on_new_weights, self.on_new_weights = self.on_new_weights, nothing
+        original(self, **arguments)
+        self.on_new_weights = on_new_weights
+
+    return step
+
+
+@mutant(
+    "moe.token_dispatcher.base:ExpertComm.largest_overflow",
+    "tests/moe/parallel/test_token_major.py::test_overflow_on_one_pipeline_stage_is_visible_on_all_stages",
+)
+def an_overflow_is_unknown_to_other_pipeline_stages(original: Any) -> Any:
+    """One stage repeats the step, and the others wait forever for its tensors."""
+    return lambda self: all_reduce_(self.overflow.clone(), self.ctx.group("dp_cp"), "max")
+
+
+@mutant("train.trainer:Trainer.steps_to_repeat", "tests/train/test_overflow.py::test_metrics_of_void_steps_are_dropped")
+def metrics_of_void_steps_are_kept(original: Any) -> Any:
+    """Balancing metrics count the tokens of a repeated step twice."""
+
+    def steps_to_repeat(self: Any, *args: Any) -> Any:
+        metrics, self.metrics = self.metrics, MetricAccumulator()
+        steps = original(self, *args)
+        self.metrics = metrics
+        return steps
+
+    return steps_to_repeat
+
+
+@mutant(
+    "moe.node_chain:_all_parameters",
+    "tests/optim/test_gather_in_forward.py::test_every_reader_of_a_weight_waits_for_its_gather[recomputed-moe]",
+)
+def merged_nodes_do_not_acquire_their_parameters(original: Any) -> Any:
+    """Recomputed experts read weights that are still being gathered."""
+    return lambda nodes: ()
+
+
+@mutant(
+    "train.train_state:TrainState.last_iteration",
+    "tests/train/test_exit_conditions.py::test_skipped_iterations_count_towards_train_samples",
+)
+def train_samples_exclude_skipped_samples(original: Any) -> Any:
+    """A run that skips a batch reads past --train-samples."""
+    return lambda self, config: original(replace(self, consumed_samples=self.trained_samples), config)
+
+
+@mutant(
+    "precision.linear_precision:LastCopies.get",
+    "tests/train/test_low_precision.py::test_layers_share_the_copy_of_an_input_until_it_is_modified",
+)
+def a_modified_input_keeps_its_quantised_copy(original: Any) -> Any:
+    """A layer computes with the values before an in-place operation."""
+    return lambda self, x, form: self._found[2] if self._found and self._found[0]() is x else None

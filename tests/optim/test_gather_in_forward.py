@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.kernels import reference
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim import param_store
@@ -34,8 +37,11 @@ MODELS = {
         layer_config(mla_config()), layer_config(mla_config(), replace(moe_config(), dispatcher="alltoall"))
     ),
     "gated-shared": model_config(DENSE, layer_config(feed_forward=replace(moe_config(), shared=GATED))),
+    "recomputed-moe": model_config(DENSE, layer_config(feed_forward=replace(moe_config(), dispatcher="alltoall"))),
     "mtp": model_config(DENSE, MOE, mtp=MTPConfig(num_layers=2), tied_embeddings=True),
 }
+RECOMPUTE = {"recomputed-moe": RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",))}
+"""Name of a model -> its recompute; other models save all activations."""
 ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=200)
 OVERLAPPED = replace(ZERO, overlap_param_gather=True)
 
@@ -58,9 +64,10 @@ def make_optimizer(
     data_parallel: DataParallelConfig,
     *,
     in_forward: bool = False,
-    chunks: Sequence[StageLayout] | None = None,
+    chunks: Sequence[StageLayout] = (),
+    recompute: RecomputeConfig | None = None,
 ) -> tuple[GPT, Optimizer]:
-    model = GPT(config, context, reference.bundle(), **({} if chunks is None else {"chunks": chunks}))
+    model = GPT(config, context, reference.bundle(), chunks=chunks, saved_tensors=SavedTensorPolicy(recompute))
     init_parameters(model, 7, config.init)
     buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=data_parallel)
     optimizer = Optimizer(buffers, FP64)
@@ -78,9 +85,9 @@ def null_step(optimizer: Optimizer) -> None:
 
 
 def train(
-    config: ModelConfig, context: ParallelContext, data_parallel: DataParallelConfig, *, in_forward: bool = False
+    config: ModelConfig, context: ParallelContext, data_parallel: DataParallelConfig, **options: Any
 ) -> dict[str, Tensor]:
-    model, optimizer = make_optimizer(config, context, data_parallel, in_forward=in_forward)
+    model, optimizer = make_optimizer(config, context, data_parallel, **options)
     buffers, losses = optimizer.buffers, []
     for step in range(3):
         buffers.begin_step(2)
@@ -100,8 +107,9 @@ def train(
 def test_every_reader_of_a_weight_waits_for_its_gather(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ParallelConfig(world_size=2, ep=2 if "moe" in name else 1)
     expected = on_threads(ranks, lambda context: train(MODELS[name], context, ZERO))
+    recompute = RECOMPUTE.get(name)
     monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
-    found = on_threads(ranks, lambda context: train(MODELS[name], context, OVERLAPPED))
+    found = on_threads(ranks, lambda context: train(MODELS[name], context, OVERLAPPED, recompute=recompute))
     for rank in range(2):
         EXACT.check_all(found[rank], expected[rank], f"rank {rank}")
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_moe.build import build_train_state_config
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.signals import Signals
 from megatron_moe.train.exit_conditions import ExitConditions
+from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads
 
@@ -25,6 +27,14 @@ def test_run_ends_after_the_last_iteration():
     assert not exit_conditions().now(19)
     conditions = exit_conditions()
     assert conditions.now(20) and conditions.reason == "finished after 20 iterations"
+
+
+def test_skipped_iterations_count_towards_train_samples():
+    plan = tiny.plan()
+    size = plan.batch.global_batch_size
+    plan = replace(plan, loop=replace(plan.loop, train_samples=5 * size))
+    state = TrainState(iteration=2, consumed_samples=2 * size, skipped_samples=size)
+    assert state.last_iteration(build_train_state_config(plan)) == 5
 
 
 def test_exit_interval():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.build import build_model
+from megatron_moe.build import build_data, build_model, build_train_loader
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -21,8 +21,9 @@ from megatron_moe.config.precision import LowPrecisionConfig, low_precision_conf
 from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.linear_precision import DelayedScaling, ModelPrecision
+from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision, ModelPrecision
 from megatron_moe.train.checkpointing import saved_tensors
+from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
@@ -179,6 +180,28 @@ def test_casts_fused_into_norms_change_no_bit(
     EXACT.check_all(trained(plan), fused, "separate casts")
     assert calls["rms_norm_quantized"] == 0 < num_fused["rms_norm_quantized"]
     assert num_fused.total() == calls.total(), "every copy is used"
+
+
+def test_an_evaluation_quantises_the_weights_of_the_last_step() -> None:
+    plan, context = plan_of(CONFIGS["blockwise"]), ParallelContext.single()
+    trainer, loader = make_trainer(plan, context), build_train_loader(plan, context, build_data(plan, context))
+    batches = loader.next_step()
+    trainer.step(batches, TrainState())
+    found = evaluate(trainer.pipeline, batches, len(batches))
+    trainer.low_precision.invalidate_weights()
+    assert found == evaluate(trainer.pipeline, batches, len(batches)), "the evaluation used earlier weights"
+
+
+def test_layers_share_the_copy_of_an_input_until_it_is_modified() -> None:
+    config = low_precision_config("blockwise")
+    copies = LastCopies()
+    first, second = (LinearPrecision(config, KERNELS, name=name, last_copies=copies) for name in "qk")
+    x = torch.randn(4, config.inputs.block[1])
+    x_q = first.shared_input(x, columnwise=False)
+    assert second.shared_input(x, columnwise=False) is x_q
+    x.mul_(2)
+    expected = first.input(x, rowwise=True).rowwise_scales
+    EXACT.check(second.shared_input(x, columnwise=False).rowwise_scales, expected, "scales of the modified input")
 
 
 def test_stochastic_rounding_differs_between_runs_iterations_and_layers() -> None:

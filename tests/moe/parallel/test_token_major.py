@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
@@ -53,6 +54,15 @@ def test_the_first_matrix_saves_each_token_once() -> None:
         out = Experts(config, ctx, KERNELS, SavedTensorPolicy())(rows)
     assert out.index is None and len(out.data) == 12
     assert (6, HIDDEN) in saved and (12, HIDDEN) not in saved
+
+
+def test_overflow_on_one_pipeline_stage_is_visible_on_all_stages() -> None:
+    def rank(ctx: ParallelContext) -> float:
+        comm = ExpertComm(ctx, KERNELS, TokenMajorDispatcher, row_capacity_factor=1.0)
+        comm.overflow.fill_(0.25 * ctx.rank)
+        return float(comm.largest_overflow())
+
+    assert on_threads(ParallelConfig(world_size=2, pp=2), rank) == [0.25, 0.25]
 
 
 @pytest.mark.parametrize("max_rows", [24, 23])
