@@ -34,7 +34,7 @@ from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.data.tokenizer import local_copy, vocab_size_of
-from megatron_moe.kernels.reference import bundle
+from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.train.train_state import TrainState

@@ -26,7 +26,7 @@ from megatron_moe.kernels.backends.hopper import fp8_linear, fp8_product, fp8_we
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
-from megatron_moe.kernels.reference_routing import sort_rows
+from megatron_moe.kernels.reference.routing import sort_rows
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 SHAPES = {

@@ -10,9 +10,9 @@ from torch import Tensor
 from benchmarks.harness.kernel_case import Draw, KernelCase
 from megatron_moe.config.memory import PagedStashConfig
 from megatron_moe.config.moe import RouterConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import GroupedPart, Kernels
 from megatron_moe.kernels.pages import Pages, make_pages
+from megatron_moe.kernels.reference import backend as reference
 
 FP32, INT32, INT64 = 4, 4, 8
 """Bytes: of logits, scores and probabilities; of pages; of ids and places."""

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 from benchmarks.harness.kernel_case import KernelCase, Results
 from benchmarks.harness.kernel_cases import cases
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import BACKENDS, discover, select_kernels, support_of
 from megatron_moe.parallel.context import torch_dtype
 

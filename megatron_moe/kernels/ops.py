@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig, RouterConfig
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.pages import Pages
-from megatron_moe.kernels.push_channel import PushChannel
 from megatron_moe.parallel.param_meta import Part
+from megatron_moe.parallel.push_channel import PushChannel
 from megatron_moe.precision.linear_precision import Quantizers
+from megatron_moe.precision.optimizer_state import PackedState
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 MatrixOperand = Tensor | QuantizedTensor
@@ -149,7 +149,7 @@ class QueryKeyTransform(NamedTuple):
 
 
 class AdamWState(NamedTuple):
-    """Flat optimizer state of AdamW in the formats of `kernels/low_precision_state.py`."""
+    """Flat optimizer state of AdamW in the formats of `precision/optimizer_state.py`."""
 
     master: PackedState
     exp_avg: PackedState
@@ -513,7 +513,7 @@ class Kernels(Quantizers, Protocol):
         weights: Tensor | None = None,
     ) -> None:
         """Applies one AdamW step in place to flat tensors. If given, `weights` is set to the updated master weights,
-        rounded to its dtype by `low_precision_state.round_weights`. Afterwards, the content of `grad` is undefined."""
+        rounded to its dtype by `optimizer_state.round_weights`. Afterwards, the content of `grad` is undefined."""
         ...
 
     def adamw_packed_(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import reference_routing as reference
 from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.reference import routing as reference
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import LowPrecisionConfig, Recipe
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority, Selection, Support
+from megatron_moe.kernels.reference import backend as reference
 
 BACKENDS = Path(__file__).parent / "backends"
 AUTO = "auto"

@@ -1,7 +1,7 @@
 """Selects kernel fakes for memory emulation on a machine without the target GPU.
 
 A fake allocates the same tensors as its kernel and saves the same tensors for backward, but computes nothing
-(`kernels/fakes.py`). Ops without a fake use plain torch, as they do on the GPU.
+(`kernels/fakes/`). Ops without a fake use plain torch, as they do on the GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +13,11 @@ import torch
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import fake_low_precision, reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.fakes import fake_backend
+from megatron_moe.kernels.fakes import low_precision as fake_low_precision
+from megatron_moe.kernels.fakes.backend import fake_backend
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Selection
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import BACKENDS, discover, select_kernels
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, internal_dtype
-from megatron_moe.kernels.reference import store
+from megatron_moe.kernels.reference.backend import store
 from megatron_moe.layers.linear import column_product
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup

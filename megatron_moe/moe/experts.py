@@ -11,7 +11,7 @@ from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ExpertRows
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
-from megatron_moe.kernels.sequential_grouped_gemm import sequential
+from megatron_moe.kernels.reference.sequential import sequential
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
 from megatron_moe.parallel.context import ParallelContext

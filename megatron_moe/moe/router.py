@@ -14,7 +14,7 @@ from megatron_moe.config.moe import Balancing, CapacityConfig, RouterConfig
 from megatron_moe.cost_model.expert_load import skewed_log_popularity
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
-from megatron_moe.kernels.reference_routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
+from megatron_moe.kernels.reference.routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe import routing_methods
 from megatron_moe.moe.balancing import LOSS_NAMES, AttachLosses, BalancingLosses, BatchTokens

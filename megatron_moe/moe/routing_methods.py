@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.kernels.reference_routing import balance_scores, top_ids
+from megatron_moe.kernels.reference.routing import balance_scores, top_ids
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllGather, run
 

@@ -2,10 +2,10 @@
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
-from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels
 from megatron_moe.optim.param_layout import OwnerAlignment
 from megatron_moe.optim.state import MomentSpec, StepScalars, UpdateOperands
+from megatron_moe.precision.optimizer_state import PackedState
 
 
 class AdamW:

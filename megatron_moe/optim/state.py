@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.precision import PrecisionConfig, StateName
-from megatron_moe.kernels.low_precision_state import BLOCK, Format, PackedState, pack, round_weights, unpack
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_buffers import FlatBuffer
 from megatron_moe.optim.param_layout import BufferKey, OwnerAlignment, Range
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
+from megatron_moe.precision.optimizer_state import BLOCK, Format, PackedState, pack, round_weights, unpack
 
 Home = Literal["device", "host", "streamed"]
 """Location of optimizer state. device: the state is stored and updated on the device. host: it is stored in host memory

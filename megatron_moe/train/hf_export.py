@@ -18,7 +18,7 @@ from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
 from megatron_moe.checkpoint.tensor_shards import TensorShard, intersection, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.kernels.reference import bundle
+from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.collectives import broadcast_, gather_objects

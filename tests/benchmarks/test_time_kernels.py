@@ -6,8 +6,8 @@ import torch
 from benchmarks.harness import time_kernels
 from benchmarks.harness.kernel_case import KernelCase
 from benchmarks.harness.kernel_cases import EXCHANGE_OPS, NOT_TIMED, cases
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import BACKENDS, discover
 
 OURS = ("triton", "hopper")

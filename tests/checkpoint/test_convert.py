@@ -21,7 +21,7 @@ from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.kernels.reference import bundle
+from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.checkpointing import model_tensors

@@ -14,7 +14,7 @@ from megatron_moe.checkpoint.huggingface.folder import fp8_block, read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.kernels.reference import bundle
+from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from tests.checkpoint.hf_models import configs, hf_model, saved

@@ -18,7 +18,7 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
-from megatron_moe.kernels.reference import bundle
+from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from tests.checkpoint.hf_models import configs, fill, hf_model, saved, tokens

@@ -16,7 +16,7 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GIB
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest, state_bytes
 from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_elements
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers

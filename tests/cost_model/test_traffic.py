@@ -23,7 +23,7 @@ from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSp
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.base import Routing

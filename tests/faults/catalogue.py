@@ -173,7 +173,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         # FP8 is a storage format of files and optimizer states
         45: (
-            "tests/kernels/test_low_precision_state.py::test_rounding_error_is_at_most_half_a_unit",
+            "tests/precision/test_optimizer_state.py::test_rounding_error_is_at_most_half_a_unit",
             "tests/checkpoint/test_hf_fp8.py::test_missing_or_misshapen_scales_are_rejected_by_name",
         ),
         # data and configuration

@@ -19,7 +19,7 @@ from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.train.train_state import TrainState

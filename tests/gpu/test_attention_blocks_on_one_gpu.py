@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.parallel.context_parallel import split_places
 from tests.gpu.host_sync import no_host_sync

@@ -11,14 +11,14 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import OperandFormat, low_precision_config
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.backends.triton.backend import permute
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
-from megatron_moe.kernels.reference_routing import sort_rows
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.reference.routing import sort_rows
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.quantized_tensor import QuantizedTensor

@@ -11,9 +11,9 @@ from torch import Tensor
 from arguments.read import read_plan
 from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.hopper import fp8_linear
 from megatron_moe.kernels.backends.triton import quantize
+from megatron_moe.kernels.reference import backend as reference
 from tests.gpu.host_sync import no_host_sync
 from tests.gpu.test_hopper_on_one_gpu import draw
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL

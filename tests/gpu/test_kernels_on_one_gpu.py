@@ -23,7 +23,7 @@ from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels, QueryKeyTransform
-from megatron_moe.kernels.reference_routing import count_tokens
+from megatron_moe.kernels.reference.routing import count_tokens
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import _bias_of_rows
 from megatron_moe.moe.moe_layer import MoELayer

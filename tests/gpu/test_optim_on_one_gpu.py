@@ -12,12 +12,12 @@ from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWState
 from megatron_moe.optim.clip_grads import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import finish_grads
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.optimizer_state import PackedState
 from tests.helpers.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag
 from tests.helpers.optim_parameters import BF16, FP64, make_buffers, make_gradients, make_parameters
 from tests.helpers.tolerances import EXACT, FP64_REF

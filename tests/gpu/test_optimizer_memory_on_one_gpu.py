@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.low_precision_state import PackedState, unpack
 from megatron_moe.kernels.ops import AdamWState
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.precision.optimizer_state import PackedState, unpack
 from tests.gpu.host_sync import no_host_sync
 from tests.helpers.kernel_comparison import adamw_step
 from tests.helpers.optim_parameters import BF16, FP32, make_gradients, set_grads

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.pages import Pages, make_pages
+from megatron_moe.kernels.reference import backend as reference
 from tests.gpu.host_sync import no_host_sync
 from tests.helpers.tolerances import EXACT
 

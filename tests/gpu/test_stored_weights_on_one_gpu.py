@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import stored_weight
 from megatron_moe.kernels.ops import WeightPart
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.precision.quantizers import scale_of
 from tests.gpu.host_sync import no_host_sync
 from tests.gpu.test_fp8_on_one_gpu import wild

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.precision import PrecisionConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads

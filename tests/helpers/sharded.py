@@ -10,7 +10,7 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicroBatch, to_device
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.distributed_optimizer import Optimizer

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_places, take_places

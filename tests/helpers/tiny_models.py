@@ -10,7 +10,7 @@ from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, 
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext

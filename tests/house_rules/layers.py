@@ -15,7 +15,8 @@ NO_TORCH = (
 LEVELS = (
     NO_TORCH,
     ("precision",),
-    ("parallel", "kernels"),
+    ("parallel",),
+    ("kernels",),
     ("logs", "data"),
     ("memory",),
     ("layers",),
@@ -26,8 +27,6 @@ LEVELS = (
 """Levels from low to high. A module imports from lower levels only; the longest matching prefix decides its level."""
 
 SAME_LEVEL_ALLOWED = (
-    ("kernels.autograd", "parallel.parameter"),  # weight gradients go to the accumulator that the parameter carries
-    ("kernels", "parallel.rng"),  # dropout inside attention draws by key
     ("data", "logs"),  # a batch carries the metrics, and preprocessing reports its progress
     ("build", "precision.apply"),
     ("build", "train"),  # the assembler builds the trainer

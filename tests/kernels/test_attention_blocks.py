@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention.tiles import serves
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSpan
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context_parallel import Chunks, split_places, take_places
 from tests.helpers.kernel_comparison import draw
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF

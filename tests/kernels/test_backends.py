@@ -22,9 +22,10 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import autograd, reference_low_precision, registry
+from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
+from megatron_moe.kernels.reference import low_precision as reference_low_precision
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
 from tests.helpers.low_precision_operands import Operands, same_copies

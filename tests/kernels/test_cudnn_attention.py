@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention import blocks
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context_parallel import split_places
 from tests.helpers.kernel_comparison import compare, draw, with_gradients
 from tests.helpers.ring_on_one_rank import blocks_of_a_ring

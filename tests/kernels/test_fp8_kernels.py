@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.hopper import fp8_linear
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements
 from tests.helpers.tolerances import EXACT, FP32_REF

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.ops import PositionSpan
-from megatron_moe.kernels.reference_blocks import visible_between
+from megatron_moe.kernels.reference.attention_blocks import visible_between
 from megatron_moe.parallel.context_parallel import split_places
 
 SEQ = 24

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_moe.kernels import multiprocessors, reference
+from megatron_moe.kernels import multiprocessors
 from megatron_moe.kernels.backends.triton.launch import HOPPER_MULTIPROCESSORS, free_multiprocessors
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
+from megatron_moe.kernels.reference import backend as reference
 
 GPU, META = torch.device("cuda"), torch.device("meta")
 

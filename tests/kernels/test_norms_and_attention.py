@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import AttentionInputs
+from megatron_moe.kernels.reference import backend as reference
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton
+from megatron_moe.kernels.reference import backend as reference
 from tests.helpers.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag
 from tests.helpers.tolerances import EXACT, FP32_REF, FP64_REF
 

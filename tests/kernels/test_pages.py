@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.pages import NO_ROOM, NONE, Pages, make_pages
+from megatron_moe.kernels.reference import backend as reference
 from tests.helpers.kernel_comparison import draw
 from tests.helpers.tolerances import EXACT
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat, low_precision_config
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton
 from megatron_moe.kernels.backends.triton import push
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.parallel.push_channel import ChannelShape, PushChannel, new_channel
 from tests.helpers.tolerances import EXACT
 
 EXPERTS = 8

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
-from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ExpertRows, ShardedInput
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.kernels.sequential_grouped_gemm import sequential
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.reference.sequential import sequential
 from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
 from tests.helpers.tolerances import EXACT, FP64_REF
 

@@ -13,9 +13,9 @@ import torch
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels import registry as choosing
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import discover, select_kernels
 
 INPUTS = low_precision_config("blockwise").inputs

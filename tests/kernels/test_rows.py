@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.reference import backend as reference
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import stored_weight
 from megatron_moe.kernels.ops import WeightPart
+from megatron_moe.kernels.reference import backend as reference
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 from tests.kernels.test_fp8_kernels import exact_values
 

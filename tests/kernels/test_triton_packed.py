@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.low_precision_state import PackedState, pack, unpack
 from megatron_moe.kernels.ops import AdamWState
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.precision.optimizer_state import PackedState, pack, unpack
 from tests.helpers.kernel_comparison import adamw_step, draw
 from tests.helpers.tolerances import FP32_REF
 

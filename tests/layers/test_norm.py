@@ -7,7 +7,7 @@ import torch
 
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import InitConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.norm import Norm
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext

@@ -17,7 +17,7 @@ from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.cuda_graphs.capture import CaptureReport, check_capturable, garbage_collection_disabled
 from megatron_moe.memory.output_discard import DiscardedOutput
 from megatron_moe.memory.pytree import flatten, unflatten

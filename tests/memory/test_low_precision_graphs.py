@@ -17,8 +17,8 @@ from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import GroupedPart
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, Work, check_capturable
 from megatron_moe.optim import param_store

@@ -14,7 +14,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.memory import RankMemory, pages_of_rank
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory_emulation.rank import emulate_rank, make_batches
 from megatron_moe.parallel.context import ParallelContext

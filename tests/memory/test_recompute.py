@@ -16,7 +16,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicroBatch
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.recompute import checkpoint

@@ -12,12 +12,13 @@ from torch import Tensor
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig, RouterConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import fakes, reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
+from megatron_moe.kernels.fakes import backend as fakes
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan, QueryKeyTransform
 from megatron_moe.kernels.pages import make_pages
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory_emulation import kernels as emulated
 from megatron_moe.memory_emulation.tracker import Timeline, Tracker
 from tests.helpers import tiny

@@ -13,9 +13,9 @@ from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory_emulation import kernels as emulated
 from megatron_moe.memory_emulation.rank import (
     EmulatedRun,

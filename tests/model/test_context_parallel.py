@@ -13,7 +13,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, PositionSpan
-from megatron_moe.kernels.reference_blocks import visible_between
+from megatron_moe.kernels.reference.attention_blocks import visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_places

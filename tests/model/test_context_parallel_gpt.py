@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicroBatch, split_sequence, to_device
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.collectives import all_reduce_

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_moe.config.model import InitConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext

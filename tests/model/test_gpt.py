@@ -11,7 +11,7 @@ from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.data.batch import MicroBatch
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers

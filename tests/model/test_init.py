@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters, standard_deviation
 from megatron_moe.parallel import rng

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.output_head import Head
 from megatron_moe.parallel.context import ParallelContext

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.init import init_parameters

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny_models

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.config.moe import CapacityConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.moe.routing_methods import expert_capacity, within_capacity
 from tests.helpers.tolerances import EXACT
 from tests.moe.routers import logits_as_hidden, make_mb, sees_logits

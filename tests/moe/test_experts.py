@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig, ExpertsConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens

@@ -17,7 +17,7 @@ from megatron_moe.config.moe import (
 )
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps

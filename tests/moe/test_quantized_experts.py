@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.moe import ActivationConfig, ExpertsConfig, MLPConfig, SharedExpertsConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.mlp import MLP
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts

@@ -15,7 +15,7 @@ from megatron_moe.config.moe import (
     RouterConfig,
     SharedExpertsConfig,
 )
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.mlp import MLP
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.upcycling import upcycle

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.parallel import DataParallelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.autograd import grouped_linear, linear
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter

@@ -10,8 +10,8 @@ from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.data.batch import MicroBatch
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.autograd import linear
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters

@@ -20,8 +20,8 @@ from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.layout_check.oracle import record_oracle
 from megatron_moe.layout_check.record import STEADY_EPS, RankRecord, record_run

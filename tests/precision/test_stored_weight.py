@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat, low_precision_config
-from megatron_moe.kernels import reference
-from megatron_moe.kernels.low_precision_state import round_weights
 from megatron_moe.kernels.ops import WeightPart
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.precision.nvfp4 import weight_scales
+from megatron_moe.precision.optimizer_state import round_weights
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES, block_scales, quantize_weight
 from megatron_moe.precision.stored_weight import StoredWeight

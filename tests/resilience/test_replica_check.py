@@ -8,7 +8,7 @@ import torch
 from megatron_moe.build import build_model
 from megatron_moe.config.exit_codes import DriftProblem, ExitCode
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.replica_check import check_replicas
 from tests.helpers import tiny

@@ -28,7 +28,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.memory import checkpoint_bytes
 from megatron_moe.data.loader import TrainLoader
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.train import checkpointing as checkpoints_module

@@ -12,7 +12,7 @@ from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import LoopConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.pipeline_stage import Pipeline

@@ -9,7 +9,7 @@ import torch
 
 from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.train.evaluation import Evaluation, evaluate

@@ -16,7 +16,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.kernels.reference import bundle
+from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.pipeline.layout import place_layers

@@ -17,8 +17,8 @@ from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState

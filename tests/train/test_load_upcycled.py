@@ -11,7 +11,7 @@ from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part, named_parameters
 from megatron_moe.train.evaluation import evaluate

@@ -19,7 +19,7 @@ from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision, ModelPrecision
 from megatron_moe.train.checkpointing import saved_tensors

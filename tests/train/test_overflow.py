@@ -12,7 +12,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate

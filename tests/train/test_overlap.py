@@ -16,8 +16,8 @@ from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricTransport

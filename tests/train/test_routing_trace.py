@@ -19,7 +19,7 @@ from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.routing_trace import RoutingTrace, _cells, _encode

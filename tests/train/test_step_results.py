@@ -7,7 +7,7 @@ import torch
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_train_state_config, build_trainer
 from megatron_moe.config.logging import LoggingConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs import timers
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext

@@ -10,7 +10,7 @@ from megatron_moe.build import build_data, build_model, build_train_loader, buil
 from megatron_moe.config.exit_codes import MemoryProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.moe.moe_layer import MoELayer

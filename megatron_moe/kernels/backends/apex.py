@@ -8,8 +8,8 @@ import torch
 from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import Priority, Support
+from megatron_moe.kernels.reference import backend as reference
 
 NAME = "apex"
 NEEDS = ("apex", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda")

@@ -9,9 +9,9 @@ import torch
 from grouped_gemm import backend
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import GroupedPart
+from megatron_moe.kernels.reference import backend as reference
 
 NAME = "grouped_gemm"
 NEEDS = ("grouped_gemm",)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.kernels.reference import backend as reference
 
 Work = Callable[[], Sequence[Tensor]]
 """Function to capture: reads and writes tensors at fixed addresses and returns output tensors."""

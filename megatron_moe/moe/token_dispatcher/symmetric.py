@@ -11,10 +11,10 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens, quantized
 from megatron_moe.parallel.grid import expert_grid
+from megatron_moe.parallel.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.parallel.streams import make_streams
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric, is_emulated
 

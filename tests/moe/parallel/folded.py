@@ -19,8 +19,8 @@ from megatron_moe.config.moe import (
 )
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer

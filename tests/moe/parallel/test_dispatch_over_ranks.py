@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher import symmetric

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat, low_precision_config
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm

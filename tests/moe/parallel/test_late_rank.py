@@ -1,7 +1,7 @@
 """A rank that does not take part in an exchange of the flex dispatcher is named after the timeout."""
 
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.kernels import reference
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext

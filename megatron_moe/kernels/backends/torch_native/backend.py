@@ -16,11 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.moe import ActivationConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.kernel_set import Priority, Support
-from megatron_moe.kernels.low_precision_state import PackedState, round_weights
 from megatron_moe.kernels.ops import (
     AdamWState,
     AdamWStep,
@@ -34,7 +32,9 @@ from megatron_moe.kernels.ops import (
     mark_nonfinite,
 )
 from megatron_moe.kernels.permute import RowCopies
-from megatron_moe.kernels.reference_blocks import merge_
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.reference.attention_blocks import merge_
+from megatron_moe.precision.optimizer_state import PackedState, round_weights
 
 NAME = "torch_native"
 NEEDS = ("torch",)

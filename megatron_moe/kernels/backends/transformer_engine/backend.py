@@ -16,7 +16,6 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grou
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
 from megatron_moe.config.moe import ActivationConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.transformer_engine.low_precision import quantize_rows as quantize_rows
 from megatron_moe.kernels.backends.transformer_engine.low_precision import quantize_weight as quantize_weight
 from megatron_moe.kernels.backends.transformer_engine.low_precision import (
@@ -39,6 +38,7 @@ from megatron_moe.kernels.backends.transformer_engine.low_precision import (
 )
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart
+from megatron_moe.kernels.reference import backend as reference
 
 NAME = "transformer_engine"
 NEEDS = ("transformer_engine",)

@@ -17,9 +17,9 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 
 from megatron_moe.config.precision import WHOLE, OperandFormat
-from megatron_moe.kernels import reference_low_precision
 from megatron_moe.kernels.backends.triton import quantize as triton_quantize
 from megatron_moe.kernels.ops import GroupedPart
+from megatron_moe.kernels.reference import low_precision as reference_low_precision
 from megatron_moe.precision import nvfp4, quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, expert_copies
 

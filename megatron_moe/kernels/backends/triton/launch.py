@@ -10,7 +10,7 @@ from megatron_moe.kernels.multiprocessors import num_reserved
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if Triton's interpreter runs the kernels on the CPU. Its bf16 matmul is wrong, so operands become fp32."""
 HOPPER_MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200; memory emulation (`kernels/fakes.py`) assumes this number for `meta` tensors."""
+"""Multiprocessors of an H100 or H200; memory emulation (`kernels/fakes/`) assumes this number for `meta` tensors."""
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, for all state formats.
 
-The formats are those of `kernels/low_precision_state.py`. Every program processes whole blocks of 128 elements, which
+The formats are those of `precision/optimizer_state.py`. Every program processes whole blocks of 128 elements, which
 share a scale. Rounding to 16 and 8 bits uses integer arithmetic or conversions that agree with torch. The interpreter
 therefore produces the same bits, except for bf16 moments, which it truncates.
 """
@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels import low_precision_state
 from megatron_moe.kernels.backends.triton.launch import cdiv
-from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWState, AdamWStep
+from megatron_moe.precision import optimizer_state
+from megatron_moe.precision.optimizer_state import PackedState
 
 BLOCK = 1024
 """Elements per program."""
 PLAIN, FP16, FP8, REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-SCALED = tl.constexpr(low_precision_state.BLOCK)
-LEAST_EXPONENT = tl.constexpr(low_precision_state.LEAST_EXPONENT)
+SCALED = tl.constexpr(optimizer_state.BLOCK)
+LEAST_EXPONENT = tl.constexpr(optimizer_state.LEAST_EXPONENT)
 
 
 def adamw_(
@@ -137,7 +137,7 @@ def _correction(log_high, log_low, step):
 
 @triton.jit
 def _unpacked(ptr, exponents_ptr, each, held, blocks, here, FORMAT: tl.constexpr, ROOT: tl.constexpr):
-    """Loads state and unpacks it to fp32, as `low_precision_state.unpack` does."""
+    """Loads state and unpacks it to fp32, as `optimizer_state.unpack` does."""
     if FORMAT == PLAIN:
         wide = tl.load(ptr + each, mask=held, other=0.0).to(tl.float32)
     else:
@@ -157,7 +157,7 @@ def _pack(
     wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
-    """Packs the fp32 values `wide`, as `low_precision_state.pack` does, and stores them. If `wide` are master weights,
+    """Packs the fp32 values `wide`, as `optimizer_state.pack` does, and stores them. If `wide` are master weights,
     the caller rounds the returned values to parameters: `wide` for PLAIN, the stored values for FP16."""
     if FORMAT == PLAIN:
         tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
@@ -187,7 +187,7 @@ def _pack(
 
 @triton.jit
 def _bf16_bits(wide):
-    """Rounds fp32 to bf16, with ties away from zero, as `low_precision_state.round_weights` does. Returns the bf16 bits
+    """Rounds fp32 to bf16, with ties away from zero, as `optimizer_state.round_weights` does. Returns the bf16 bits
     in the low half of an int32."""
     away = (wide.to(tl.int32, bitcast=True) + 0x8000) >> 16
     return tl.where(wide != wide, 0x7FC0, away)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels import reference_push
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, num_multiprocessors, power_of_two, rows_of
 from megatron_moe.kernels.ops import MatrixOperand, RowIndex
-from megatron_moe.kernels.push_channel import FLAG_STRIDE, PushChannel
+from megatron_moe.kernels.reference import push as reference_push
+from megatron_moe.parallel.push_channel import FLAG_STRIDE, PushChannel
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 ROWS, ROWS_OF_FEW = 4, 16

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.permute import RowCopies
+from megatron_moe.kernels.reference import backend as reference
 
 COPY_TILE = 2048
 """Maximum number of elements of one row that a Triton program copies or sums."""

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
 from megatron_moe.kernels.ops import RowIndex, most_rows
+from megatron_moe.kernels.reference import backend as reference
 
 BLOCK = 128
 """Number of routing choices per block."""

@@ -79,7 +79,7 @@ def _load_block(values_ptr, start, count, outputs, inputs, first, ROUND: tl.cons
     inside = (block_o * LENGTH + each < outputs)[:, None] & (column + each < inputs)[None, :]
     held = inside & (places >= low) & (places < high)
     x = tl.load(values_ptr + base + places, mask=held, other=0.0)
-    if ROUND:  # `low_precision_state.round_weights`: to nearest, ties away from zero
+    if ROUND:  # `optimizer_state.round_weights`: to nearest, ties away from zero
         away = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, away, x)
     return x, base, places, held, matrix, block_o

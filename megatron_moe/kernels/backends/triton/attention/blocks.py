@@ -3,7 +3,6 @@ otherwise by Triton kernels, which continue the online softmax of earlier rectan
 
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton.attention.backward import gradients
@@ -11,6 +10,7 @@ from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.merge import merge
 from megatron_moe.kernels.backends.triton.attention.tiles import Segments, Shape, serves, strided
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult
+from megatron_moe.kernels.reference import backend as reference
 
 
 def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:

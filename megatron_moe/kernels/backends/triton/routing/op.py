@@ -7,12 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two
 from megatron_moe.kernels.backends.triton.routing.backward import route_backward
 from megatron_moe.kernels.backends.triton.routing.forward import route_forward
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
-from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.reference.routing import EPSILON, selects_on_logits
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 """Number of elements (tokens times columns) of an fp32 tile. An fp64 tile has half as many elements."""

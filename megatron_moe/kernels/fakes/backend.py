@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 
-_BACKENDS = f"{__package__}.backends"
+_BACKENDS = "megatron_moe.kernels.backends"
 _CUDNN_WIDEST_HEAD = 256
 
 

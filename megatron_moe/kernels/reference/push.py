@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import MatrixOperand, RowIndex, internal_dtype
-from megatron_moe.kernels.push_channel import PushChannel
+from megatron_moe.parallel.push_channel import PushChannel
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 _POLL_S = 20e-6

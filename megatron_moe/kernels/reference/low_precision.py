@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE
-from megatron_moe.kernels.low_precision_state import round_weights
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, WeightPart, internal_dtype
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.expert_rows import RowBlocks, block_offsets, dequantize_expert_rows
+from megatron_moe.precision.optimizer_state import round_weights
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from megatron_moe.precision.quantizers import DTYPES, cast
 

@@ -1,7 +1,7 @@
 """Reference implementation of every op in plain torch. Backends are tested against it; fp64 verification runs on it.
 
-Written for readability, not speed. Runs on CPU and GPU; the three grouped GEMMs copy the offsets to the host. Routing
-and row ops are in `reference_routing.py`, attention between parts of a sequence in `reference_blocks.py`.
+Written for readability, not speed. Runs on CPU and GPU; the three grouped GEMMs copy the offsets to the host. The other
+modules of this package implement the ops that are imported here.
 """
 
 import math
@@ -15,7 +15,6 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig, ActivationKind
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
-from megatron_moe.kernels.low_precision_state import FIRST_SALT, SECOND_SALT, pack, round_weights, unpack
 from megatron_moe.kernels.ops import (
     AdamWState,
     AdamWStep,
@@ -28,38 +27,39 @@ from megatron_moe.kernels.ops import (
     internal_dtype,
     mark_nonfinite,
 )
-from megatron_moe.kernels.reference_blocks import attention_block as attention_block
-from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
-from megatron_moe.kernels.reference_blocks import visible_between
-from megatron_moe.kernels.reference_low_precision import dequantize_rows as dequantize_rows
-from megatron_moe.kernels.reference_low_precision import quantize_weight_part as quantize_weight_part
-from megatron_moe.kernels.reference_low_precision import quantized_grouped_forward as quantized_grouped_forward
-from megatron_moe.kernels.reference_low_precision import quantized_grouped_input_grad as quantized_grouped_input_grad
-from megatron_moe.kernels.reference_low_precision import quantized_grouped_weight_grad as quantized_grouped_weight_grad
-from megatron_moe.kernels.reference_low_precision import quantized_linear_forward as quantized_linear_forward
-from megatron_moe.kernels.reference_low_precision import quantized_linear_input_grad as quantized_linear_input_grad
-from megatron_moe.kernels.reference_low_precision import quantized_linear_weight_grad as quantized_linear_weight_grad
-from megatron_moe.kernels.reference_low_precision import transpose_weight as transpose_weight
-from megatron_moe.kernels.reference_low_precision import weight_amax_ as weight_amax_
-from megatron_moe.kernels.reference_pages import free_pages as free_pages
-from megatron_moe.kernels.reference_pages import pack_rows as pack_rows
-from megatron_moe.kernels.reference_pages import unpack_rows as unpack_rows
-from megatron_moe.kernels.reference_push import acknowledge as acknowledge
-from megatron_moe.kernels.reference_push import mark_ranks as mark_ranks
-from megatron_moe.kernels.reference_push import push_sums as push_sums
-from megatron_moe.kernels.reference_push import push_tokens as push_tokens
-from megatron_moe.kernels.reference_push import sum_partials as sum_partials
-from megatron_moe.kernels.reference_push import wait_for_peers as wait_for_peers
-from megatron_moe.kernels.reference_routing import count_tokens as count_tokens
-from megatron_moe.kernels.reference_routing import gate_product as gate_product
-from megatron_moe.kernels.reference_routing import gather_probs as gather_probs
-from megatron_moe.kernels.reference_routing import permute as permute
-from megatron_moe.kernels.reference_routing import route as route
-from megatron_moe.kernels.reference_routing import sort_rows as sort_rows
-from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_dense
-from megatron_moe.kernels.reference_routing import unpermute as unpermute
+from megatron_moe.kernels.reference.attention_blocks import attention_block as attention_block
+from megatron_moe.kernels.reference.attention_blocks import attention_block_grad as attention_block_grad
+from megatron_moe.kernels.reference.attention_blocks import visible_between
+from megatron_moe.kernels.reference.low_precision import dequantize_rows as dequantize_rows
+from megatron_moe.kernels.reference.low_precision import quantize_weight_part as quantize_weight_part
+from megatron_moe.kernels.reference.low_precision import quantized_grouped_forward as quantized_grouped_forward
+from megatron_moe.kernels.reference.low_precision import quantized_grouped_input_grad as quantized_grouped_input_grad
+from megatron_moe.kernels.reference.low_precision import quantized_grouped_weight_grad as quantized_grouped_weight_grad
+from megatron_moe.kernels.reference.low_precision import quantized_linear_forward as quantized_linear_forward
+from megatron_moe.kernels.reference.low_precision import quantized_linear_input_grad as quantized_linear_input_grad
+from megatron_moe.kernels.reference.low_precision import quantized_linear_weight_grad as quantized_linear_weight_grad
+from megatron_moe.kernels.reference.low_precision import transpose_weight as transpose_weight
+from megatron_moe.kernels.reference.low_precision import weight_amax_ as weight_amax_
+from megatron_moe.kernels.reference.pages import free_pages as free_pages
+from megatron_moe.kernels.reference.pages import pack_rows as pack_rows
+from megatron_moe.kernels.reference.pages import unpack_rows as unpack_rows
+from megatron_moe.kernels.reference.push import acknowledge as acknowledge
+from megatron_moe.kernels.reference.push import mark_ranks as mark_ranks
+from megatron_moe.kernels.reference.push import push_sums as push_sums
+from megatron_moe.kernels.reference.push import push_tokens as push_tokens
+from megatron_moe.kernels.reference.push import sum_partials as sum_partials
+from megatron_moe.kernels.reference.push import wait_for_peers as wait_for_peers
+from megatron_moe.kernels.reference.routing import count_tokens as count_tokens
+from megatron_moe.kernels.reference.routing import gate_product as gate_product
+from megatron_moe.kernels.reference.routing import gather_probs as gather_probs
+from megatron_moe.kernels.reference.routing import permute as permute
+from megatron_moe.kernels.reference.routing import route as route
+from megatron_moe.kernels.reference.routing import sort_rows as sort_rows
+from megatron_moe.kernels.reference.routing import sort_rows_dense as sort_rows_dense
+from megatron_moe.kernels.reference.routing import unpermute as unpermute
 from megatron_moe.parallel import rng
 from megatron_moe.precision.dither import dither
+from megatron_moe.precision.optimizer_state import FIRST_SALT, SECOND_SALT, pack, round_weights, unpack
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, dequantize
 from megatron_moe.precision.quantizers import quantize_rows as quantize_rows
 from megatron_moe.precision.quantizers import quantize_weight as quantize_weight

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import WHOLE, OperandFormat
-from megatron_moe.kernels.fakes import fake_backend
+from megatron_moe.kernels.fakes.backend import fake_backend
 from megatron_moe.kernels.ops import QuantizedActivationGrads, RowIndex, WeightPart
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton
-from megatron_moe.kernels.low_precision_state import PackedState, pack, round_weights, unpack
 from megatron_moe.kernels.ops import AdamWState
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.precision.dither import dither
+from megatron_moe.precision.optimizer_state import PackedState, pack, round_weights, unpack
 from tests.helpers.kernel_comparison import adamw_step
 from tests.helpers.tolerances import EXACT
 

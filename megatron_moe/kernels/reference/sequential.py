@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 from megatron_moe.kernels.ops import GroupedPart, Kernels
-from megatron_moe.kernels.reference import one_by_one, slices
+from megatron_moe.kernels.reference.backend import one_by_one, slices
 
 REASON = "loop over experts"
 
