@@ -1,0 +1,90 @@
+"""Registries of components: tables from a name, as flags use it, to the component of that name.
+
+A product component and one from a file of `--import` register in the same way, when their module is imported:
+
+    SCORE_FUNCTIONS.register("tanh", ScoreFunction(function=my_scores))
+
+Entries are configs and functions without torch, or texts "package.module:name" that `resolve` imports when the model is
+built. Tables are append-only and complete before the command line is parsed (docs/decisions/0002).
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from megatron_moe.config.exit_codes import ExitCode, RunError
+
+T = TypeVar("T")
+
+
+class RegistrationProblem(RunError):
+    """A name is registered twice, or is not registered."""
+
+    code = ExitCode.CONFIG
+
+
+class ComponentRegistry(Generic[T]):
+    """Components of one kind by name, in order of registration."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind`: what the entries are, as messages name it: "score function"."""
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str, entry: T) -> T:
+        """Adds an entry and returns it. Raises RegistrationProblem if the name is taken."""
+        if name in self._entries:
+            raise RegistrationProblem(f"the {self.kind} '{name}' is registered twice; choose another name")
+        self._entries[name] = entry
+        return entry
+
+    def get(self, name: str) -> T:
+        """Returns the entry of a name. Raises RegistrationProblem, which lists the known names, if there is none."""
+        if name not in self._entries:
+            known = ", ".join(self._entries) or "none"
+            raise RegistrationProblem(
+                f"'{name}' is not a registered {self.kind} (registered: {known}); --import the file that registers it"
+            )
+        return self._entries[name]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Removes, at the end of the `with` block, what was registered in it; for tests and notebooks."""
+        before = dict(self._entries)
+        try:
+            yield
+        finally:
+            self._entries = before
+
+
+MIXERS: ComponentRegistry[Any] = ComponentRegistry("mixer")
+FEED_FORWARDS: ComponentRegistry[Any] = ComponentRegistry("feed-forward block")
+UPDATE_RULES: ComponentRegistry[Any] = ComponentRegistry("update rule")
+TRANSPORTS: ComponentRegistry[Any] = ComponentRegistry("transport")
+QUANTIZATION_RECIPES: ComponentRegistry[Any] = ComponentRegistry("quantisation recipe")
+SCORE_FUNCTIONS: ComponentRegistry[Any] = ComponentRegistry("score function")
+BALANCING: ComponentRegistry[Any] = ComponentRegistry("load-balancing method")
+ACTIVATIONS: ComponentRegistry[Any] = ComponentRegistry("activation")
+METRICS: ComponentRegistry[Any] = ComponentRegistry("metric")
+FLAGS: ComponentRegistry[type] = ComponentRegistry("flag group")
+"""Dataclasses of flags (`arguments/flag.py`) that imported files add."""
+
+REGISTRIES: tuple[ComponentRegistry[Any], ...] = (
+    *(MIXERS, FEED_FORWARDS, UPDATE_RULES, TRANSPORTS, QUANTIZATION_RECIPES),
+    *(SCORE_FUNCTIONS, BALANCING, ACTIVATIONS, METRICS, FLAGS),
+)
+
+
+def resolve(target: Any) -> Any:
+    """Object that a registered text "package.module:name" names; anything else is returned unchanged."""
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
