@@ -1,10 +1,7 @@
-"""README, docs/ and CHANGELOG.md: links, paths and flags exist, decision records are complete, standard vocabulary."""
+"""README, docs/ and CHANGELOG.md: links, paths and flags exist, decision records are complete."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from arguments.deprecated import old_names
 from arguments.flags import Registry, normal
@@ -15,15 +12,8 @@ REGISTRY = Registry.declared()
 
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *DECISIONS]
-GENERATED = ("flags.md", "recipes.md")
-MAX_DECISIONS = 60
 MAX_README_LINES = 220
 PARTS = ("**Status.** ", "## Context\n", "## Decision\n", "## Consequences\n")
-PRIVATE_VOCABULARY = re.compile(
-    r"\b(told|stands?|behind|beside|wish(es)?|nobody|whoever|somebody|so many|mend(s|ed)?|forgotten|travels?|goes on)\b"
-)
-"""Words that a reader of PyTorch documentation would not expect: `reported`, `after`, `request`, ... are used
-instead."""
 ROOTS = (ROOT, ROOT / "megatron_moe", ROOT / "docs", *(path for path in (ROOT / "tests").iterdir() if path.is_dir()))
 """Folders that paths in documents are relative to."""
 FOREIGN = ("pretrain_gpt.py", "--flag", "--value", "--x", "--no-x", "--kill-on-bad-exit", "--segment", "--wait")
@@ -31,23 +21,9 @@ FOREIGN = ("pretrain_gpt.py", "--flag", "--value", "--x", "--no-x", "--kill-on-b
 RUN_FOLDERS = ("runs/", "tensorboard/", "checkpoints/", "crash/")
 
 
-def prose(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines without code blocks and code spans."""
-    in_code = False
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.startswith("```"):
-            in_code = not in_code
-        elif not in_code:
-            yield number, re.sub(r"`[^`]*`", "", line)
-
-
 def broken_links(path: Path, text: str) -> list[str]:
     links = re.findall(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)", text)
     return [f"{path.name}: {link}" for link in links if not (path.parent / link).exists()]
-
-
-def vocabulary_findings(name: str, text: str) -> list[str]:
-    return [f"{name}:{number} {word[0]}" for number, line in prose(text) for word in PRIVATE_VOCABULARY.finditer(line)]
 
 
 def stale_paths(name: str, text: str) -> list[str]:
@@ -90,18 +66,12 @@ def test_relative_links_of_documents_resolve() -> None:
     report([link for path in PAGES for link in broken_links(path, path.read_text(encoding="utf-8"))], "broken links")
 
 
-def test_documents_use_the_terms_of_the_field() -> None:
-    written = [path for path in PAGES if path.name not in GENERATED]
-    findings = [found for path in written for found in vocabulary_findings(path.name, path.read_text(encoding="utf-8"))]
-    report(findings, "use the field's terms in documents")
-
-
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 
 
-def test_decision_records_are_few_and_complete() -> None:
-    assert 0 < len(DECISIONS) <= MAX_DECISIONS
+def test_decision_records_are_complete() -> None:
+    assert DECISIONS
     findings = []
     for path in DECISIONS:
         text = path.read_text(encoding="utf-8")
@@ -122,13 +92,7 @@ def test_references_to_decision_records_in_code_and_pages_exist() -> None:
     report(findings, "references to decision records that do not exist")
 
 
-@pytest.mark.parametrize("text", ["Old names are told.", "It waits behind the step.", "| so many failures |"])
-def test_private_vocabulary_is_found(text: str) -> None:
-    assert vocabulary_findings("a.md", text)
-
-
-def test_code_is_not_prose_and_a_broken_link_is_found() -> None:
-    assert vocabulary_findings("a.md", "```\ntold\n```\nsee `beside.py`") == []
+def test_a_broken_link_is_found() -> None:
     assert broken_links(ROOT / "README.md", "[a](docs/none.md) [b](docs/tour.md) [c](https://example.org)") == [
         "README.md: docs/none.md"
     ]
