@@ -44,9 +44,9 @@ _RECOGNISED_HEADS = MappingProxyType(
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
         "same": "as in Megatron-LM",
-        "close": "close to Megatron-LM",
-        "ours": "not in Megatron-LM",
-        "not yet": "not available yet, except the default",
+        "differs": "close to Megatron-LM",
+        "new": "not in Megatron-LM",
+        "unsupported": "not available yet, except the default",
         "refused": "not available, except the default",
     }
 )

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from arguments.values import words_of
 
-Status = Literal["same", "close", "ours", "not yet", "refused"]
-"""Comparison of a flag with Megatron-LM's flag. "same": it has the same meaning; "close": its meaning differs; "ours":
-Megatron-LM has no such flag. "not yet": some values are not available yet; "refused": some are never available."""
+Status = Literal["same", "differs", "new", "unsupported", "refused"]
+"""Comparison of a flag with Megatron-LM's flag. "same": it has the same meaning; "differs": its meaning differs;
+"new": Megatron-LM has no such flag. "unsupported": some values are not available yet; "refused": some never will be."""
 
 
 class _Required:
@@ -30,7 +30,7 @@ class _Required:
 REQUIRED: Final = _Required()
 
 
-class Declaration(NamedTuple):
+class FlagDeclaration(NamedTuple):
     """Metadata that `flag()` adds to a dataclass field."""
 
     names: tuple[str, ...]
@@ -68,29 +68,29 @@ def flag(
         status: comparison with Megatron's flag of the same name.
         least: inclusive lower bound of numbers.
         below: exclusive upper bound of numbers.
-        works: values other than the default that are available in spite of status "not yet" or "refused".
-        note: difference from Megatron (status "close"), or alternative to the flag ("not yet" and "refused").
+        works: values other than the default that are available in spite of status "unsupported" or "refused".
+        note: difference from Megatron (status "differs"), or alternative to the flag ("unsupported" and "refused").
         harmless: whether the flag never affects results, so that `--allow-ignored-flags` ignores it if unavailable.
         essential: whether `--help` without arguments lists the flag.
         bare: value if the flag is given without a value, e.g. `yaml` for `--print-config`.
     """
-    declaration = Declaration(names, off, status, least, below, works, note, harmless, essential, bare)
+    declaration = FlagDeclaration(names, off, status, least, below, works, note, harmless, essential, bare)
     return field(default=default, metadata={"flag": declaration})
 
 
-def close(default: object, note: str, **options: Any) -> Any:
+def differs(default: object, note: str, **options: Any) -> Any:
     """Declares a flag whose meaning differs from Megatron's flag of the same name; `note` states the difference."""
-    return flag(default, status="close", note=note, **options)
+    return flag(default, status="differs", note=note, **options)
 
 
-def ours(default: object, note: str = "", **options: Any) -> Any:
+def new_flag(default: object, note: str = "", **options: Any) -> Any:
     """Declares a flag that Megatron does not have."""
-    return flag(default, status="ours", note=note, **options)
+    return flag(default, status="new", note=note, **options)
 
 
-def not_yet(default: object, note: str, **options: Any) -> Any:
+def unsupported(default: object, note: str, **options: Any) -> Any:
     """Declares a flag of a feature that is not available yet; `note` states the alternative."""
-    return flag(default, status="not yet", note=note, **options)
+    return flag(default, status="unsupported", note=note, **options)
 
 
 def refused(default: object, note: str, **options: Any) -> Any:
@@ -105,7 +105,7 @@ class Flag:
     """Name with underscores: `hidden_size`."""
     type: Any
     default: object
-    declaration: Declaration
+    declaration: FlagDeclaration
 
     @property
     def option(self) -> str:
@@ -138,7 +138,7 @@ class Flag:
 
     def available(self, value: object) -> bool:
         """Whether this program supports `value` for the flag."""
-        unavailable = self.declaration.status in ("not yet", "refused")
+        unavailable = self.declaration.status in ("unsupported", "refused")
         return not unavailable or value == self.default or value in self.declaration.works
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from arguments.flag import Flag, close, flags_of, ours
+from arguments.flag import Flag, differs, flags_of, new_flag
 from arguments.groups.attention import AttentionFlags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.data import DataFlags
@@ -30,50 +30,50 @@ T = TypeVar("T")
 class StartFlags:
     """Input files, reports and cluster size. These flags are allowed on the command line only."""
 
-    config: tuple[str, ...] = ours((), essential=True)
+    config: tuple[str, ...] = new_flag((), essential=True)
     """YAML files with flags; later files override earlier ones, and the command line overrides all."""
-    recipe: str | None = ours(None, essential=True)
+    recipe: str | None = new_flag(None, essential=True)
     """Recipe to use, a file in scripts/recipes that is read before `--config`; docs/recipes.md lists all recipes."""
-    print_config: Literal["yaml", "flags", "json"] | None = ours(None, essential=True, bare="yaml")
+    print_config: Literal["yaml", "flags", "json"] | None = new_flag(None, essential=True, bare="yaml")
     """Print all values (json, or yaml with origins), or the given flags as a command line (flags), and exit."""
-    from_hf_config: str | None = ours(None)
+    from_hf_config: str | None = new_flag(None)
     """Folder with a Hugging Face config.json from which model flags are derived. Flags in files and on the command line
     override the derived ones."""
-    check_against_hf: str | None = ours(None)
+    check_against_hf: str | None = new_flag(None)
     """Folder with a Hugging Face config.json. Compare this config with the model that the flags define, print the
     differences, and exit with code 0 if there are none and 2 otherwise."""
-    dry_run: Literal["text", "json"] | None = ours(None, essential=True, bare="text")
+    dry_run: Literal["text", "json"] | None = new_flag(None, essential=True, bare="text")
     """Report the parallel groups, pipeline stages, memory, schedule, communication and step time of the run, and exit.
     Exit code 0: the run would start; 15: an input or a feature is missing; 2: the flags are wrong."""
-    world_size: int | None = ours(None, least=1, names=("--gpus",))
+    world_size: int | None = new_flag(None, least=1, names=("--gpus",))
     """Number of ranks of a dry run or an emulation. Not set: determined by `--nodes`, the launcher, or entry `gpus` of
     section `about` in the recipe or file. A run started with a different number of ranks is rejected."""
-    nodes: int | None = ours(None, least=1)
+    nodes: int | None = new_flag(None, least=1)
     """Number of nodes of a dry run or an emulation; see `--world-size`."""
-    gpus_per_node: int | None = ours(None, least=1)
+    gpus_per_node: int | None = new_flag(None, least=1)
     """Ranks per node. Not set: the number of GPUs per node for the `--gpu` type, but at most the number of ranks."""
-    gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = ours(None)
+    gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = new_flag(None)
     """GPU type of a dry run or an emulation. Not set: `gpu` of section `about` in the recipe or file, else h100."""
-    fake_process_group: bool = close(
+    fake_process_group: bool = differs(
         False,
         "runs two steps without a dataset, reports memory by category, and exits",
         names=("--fake-init-process-group",),
     )
     """Emulate one rank of a cluster without starting the other ranks. On a GPU, the rank runs real training steps;
     without a GPU, it runs them on meta tensors."""
-    emulate_rank: str = ours("own")
+    emulate_rank: str = new_flag("own")
     """With `--fake-init-process-group`: number of the rank to emulate, `own` for the rank set by the launcher (or 0),
     or `all` for the first rank of every pipeline stage."""
-    emulate_imbalance: float = ours(1.0, least=0)
+    emulate_imbalance: float = new_flag(1.0, least=0)
     """With `--fake-init-process-group`: load of the rank's experts as a multiple of their load with even routing."""
-    emulate_json: str | None = ours(None)
+    emulate_json: str | None = new_flag(None)
     """With `--fake-init-process-group`: JSON file to which the results are written."""
-    emulate_plot: str | None = ours(None)
+    emulate_plot: str | None = new_flag(None)
     """With `--fake-init-process-group`: PNG file to which a plot of memory use during the step is written."""
-    proxy: bool = ours(False, essential=True)
+    proxy: bool = new_flag(False, essential=True)
     """Shrink the run to fit this machine: fewer layers, experts and ranks, smaller widths, random tokens, 5 iterations,
     but the same code paths. Flags given after `--proxy` are not changed. The run prints every change."""
-    allow_ignored_flags: bool = ours(False)
+    allow_ignored_flags: bool = new_flag(False)
     """Ignore unavailable flags that do not affect results, with a warning, instead of rejecting them."""
 
 

@@ -53,7 +53,7 @@ _VOCAB_SIZE = 4096
 """Vocabulary size of the tokenizer of scripts/quickstart.sh."""
 _CODE = re.compile(r"`(--[^`]+)`")
 _STATUS_COLUMN = "here"
-_LOWEST_FIRST = ("refused", "not yet", "no effect", "yes")
+_LOWEST_FIRST = ("refused", "unsupported", "no effect", "yes")
 
 Facts = dict[str, Any]
 Texts = Iterable[tuple[Path, str]]
@@ -162,7 +162,7 @@ def _status(words: Sequence[str], registry: Registry) -> str:
     flag, is_on = found
     value: object = is_on if flag.is_switch else (parse(flag.type, words[1:]) if words[1:] else object())
     status = flag.declaration.status
-    if status in ("not yet", "refused") and not flag.available(value):
+    if status in ("unsupported", "refused") and not flag.available(value):
         return status
     return "yes"
 

@@ -225,11 +225,11 @@ def _unavailable(settings: Settings) -> Iterator[Flag]:
 def _not_available(settings: Settings, flag: Flag) -> Problem:
     text = option_and_value(settings, flag)
     origin = settings.setting(flag.name).origin
-    status = "not available yet" if flag.declaration.status == "not yet" else "not available"
+    status = "not available yet" if flag.declaration.status == "unsupported" else "not available"
     hints = [flag.declaration.note] if flag.declaration.note else []
     if flag.declaration.harmless:
         hints.append(_LEAVE_OUT)
-    waits: Waits = "for a feature" if flag.declaration.status == "not yet" else ""
+    waits: Waits = "for a feature" if flag.declaration.status == "unsupported" else ""
     return Problem(what=f"{text} is {status} ({origin})", remedy="; ".join(hints), waits=waits)
 
 

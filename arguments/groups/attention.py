@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from arguments.flag import REQUIRED, flag, not_yet, ours
+from arguments.flag import REQUIRED, flag, new_flag, unsupported
 from arguments.values import LayerPattern
 
-_qk_clip = partial(not_yet, note="attention logits are not clipped")
-_linear_attention = partial(not_yet, note="only softmax attention is implemented")
-_sparse_attention = partial(not_yet, note="only dense softmax attention is implemented")
+_qk_clip = partial(unsupported, note="attention logits are not clipped")
+_linear_attention = partial(unsupported, note="only softmax attention is implemented")
+_sparse_attention = partial(unsupported, note="only dense softmax attention is implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class AttentionFlags:
     """Head dimension. Not set: hidden size divided by the number of query heads."""
     qk_layernorm: bool = flag(False)
     """Normalize queries and keys; in multi-latent attention, normalize the compressed queries, keys and values."""
-    qk_layernorm_over: Literal["head", "all-heads"] = ours("head")
+    qk_layernorm_over: Literal["head", "all-heads"] = new_flag("head")
     """Apply `--qk-layernorm` to each head separately (Qwen3) or over all heads together (OLMoE, MiniMax-M2)."""
     qk_l2_norm: bool = flag(False)
     """L2-normalize queries and keys per head without a weight (Llama 4); overrides `--qk-layernorm`."""
@@ -105,7 +105,7 @@ class AttentionFlags:
     """Rotary base for compressed keys."""
     csa_window_size: int = _sparse_attention(128)
     """Size in tokens of the sliding window that queries attend to in addition to the compressed keys."""
-    o_groups: int = not_yet(8, "only a full-rank output projection is implemented")
+    o_groups: int = unsupported(8, "only a full-rank output projection is implemented")
     """Number of groups of the low-rank output projection."""
-    o_lora_rank: int = not_yet(1024, "only a full-rank output projection is implemented")
+    o_lora_rank: int = unsupported(1024, "only a full-rank output projection is implemented")
     """Rank of the low-rank output projection."""

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from arguments.flag import close, flag, not_yet, ours, refused
+from arguments.flag import differs, flag, new_flag, refused, unsupported
 
 _non_persistent = partial(
-    not_yet, note="only persistent checkpoints every --save-interval iterations are implemented", harmless=True
+    unsupported, note="only persistent checkpoints every --save-interval iterations are implemented", harmless=True
 )
 
 
@@ -22,22 +22,22 @@ class CheckpointFlags:
     """Iterations between checkpoints. Not set: save only when the run ends."""
     save_retain_interval: int | None = flag(None, least=1)
     """Delete all checkpoints except the newest ones and those whose iteration is a multiple of this number."""
-    keep_best_checkpoint: bool = ours(False)
+    keep_best_checkpoint: bool = new_flag(False)
     """Never delete the checkpoint with the lowest validation loss. Ignores checkpoints without a validation loss."""
-    on_save_failure: Literal["continue", "stop"] = ours("continue")
+    on_save_failure: Literal["continue", "stop"] = new_flag("continue")
     """Action if a checkpoint cannot be written: end the run now (stop) or after three failures in a row (continue)."""
-    save_hf_interval: int | None = ours(None, least=1)
+    save_hf_interval: int | None = new_flag(None, least=1)
     """Iterations between exports to Hugging Face format, which are written to hf/ in the checkpoint folder. The run
     also exports when it ends. Not set: no exports."""
-    save_hf_config: str | None = ours(None)
+    save_hf_config: str | None = new_flag(None)
     """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder given by `--load`
     or `--pretrained-checkpoint`."""
-    keep_last_checkpoints: int | None = ours(None, least=1)
+    keep_last_checkpoints: int | None = new_flag(None, least=1)
     """Number of newest checkpoints to keep. Not set: 1 with `--save-retain-interval`, otherwise all."""
     load: str | None = flag(None, essential=True)
     """Checkpoint folder to resume from, or hf:FOLDER for Hugging Face weights. Used only if the checkpoint folder of
     this run (`--save`) has no checkpoint."""
-    fresh: bool = ours(False)
+    fresh: bool = new_flag(False)
     """Start at iteration 0 even if the run's checkpoint folder contains checkpoints."""
     finetune: bool = flag(False)
     """Load weights only and start at iteration 0."""
@@ -51,13 +51,15 @@ class CheckpointFlags:
     """Load optimizer state."""
     save_optim: bool = flag(True)
     """Save optimizer state."""
-    load_main_params_from_ckpt: bool = not_yet(
+    load_main_params_from_ckpt: bool = unsupported(
         False, "without optimizer state, master weights are always copied from the model weights"
     )
     """Initialize the optimizer's master weights from the model weights of the checkpoint."""
-    use_checkpoint_args: bool = not_yet(False, "use --config with the run.yaml of the run that wrote the checkpoint")
+    use_checkpoint_args: bool = unsupported(
+        False, "use --config with the run.yaml of the run that wrote the checkpoint"
+    )
     """Use the model flags that are stored in the checkpoint."""
-    override_ckpt_iteration: int | None = close(
+    override_ckpt_iteration: int | None = differs(
         None, "ignored for the run's own checkpoints, so that a restarted run resumes at the right iteration", least=0
     )
     """Iteration number to assign to the checkpoint loaded from `--load`."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import close, flag, not_yet, refused
+from arguments.flag import differs, flag, refused, unsupported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class DataFlags:
     train, valid and test."""
     split: str | None = flag(None, essential=True)
     """Ratio of training, validation and test data, such as 99,1,0. Not set: 969,30,1."""
-    mock_data: bool = close(False, "--split applies; Megatron-LM always splits mock data into thirds", essential=True)
+    mock_data: bool = differs(False, "--split applies; Megatron-LM always splits mock data into thirds", essential=True)
     """Use random documents instead of files."""
     data_cache_path: str | None = flag(None)
     """Folder for index caches. Not set: PREFIX/cache/GPTDataset_indices for each prefix of `--data-path`."""
     mmap_bin_files: bool = flag(True)
     """Memory-map the token files."""
-    num_workers: int = close(2, "every value above 0 starts one prefetch thread per rank", least=0)
+    num_workers: int = differs(2, "every value above 0 starts one prefetch thread per rank", least=0)
     """Number of workers that prefetch the microbatches of the next step; 0: no prefetching."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = refused(
         None, "data is read from .bin/.idx files; use single or cyclic", works=("single", "cyclic")
@@ -67,7 +67,7 @@ class DataFlags:
             "SFTTokenizer",
         ]
         | None
-    ) = not_yet(
+    ) = unsupported(
         None,
         "use SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, GPT2BPETokenizer or NullTokenizer",
         works=(
@@ -105,5 +105,7 @@ class DataFlags:
     """Execute Python code that is part of a Hugging Face tokenizer."""
     null_tokenizer_pad_id: int = flag(-1, least=-1)
     """Token id of padding for NullTokenizer; -1: none."""
-    dataloader_inter_document_masking: bool = close(False, "equivalent to --reset-attention-mask --reset-position-ids")
+    dataloader_inter_document_masking: bool = differs(
+        False, "equivalent to --reset-attention-mask --reset-position-ids"
+    )
     """Treat sequences as packed documents: attention and positions restart at each document."""

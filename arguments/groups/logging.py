@@ -3,24 +3,24 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import close, flag, not_yet, ours
+from arguments.flag import differs, flag, new_flag, unsupported
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingFlags:
     """Run folder, log line, TensorBoard, W&B, timers, profiler."""
 
-    run_dir: str | None = ours(None, essential=True)
+    run_dir: str | None = new_flag(None, essential=True)
     """Folder of the run: configuration, logs, metrics, plots and checkpoints."""
     log_interval: int = flag(100, least=1, essential=True)
     """Iterations between log lines."""
-    log_style: Literal["megatron", "short"] = ours("megatron")
+    log_style: Literal["megatron", "short"] = new_flag("megatron")
     """Log line format: Megatron's long line or a short one."""
-    progress_bar: bool = ours(True)
+    progress_bar: bool = new_flag(True)
     """On a terminal, update one progress line in place instead of printing log lines; log.txt contains all lines."""
-    plots: bool = ours(True)
+    plots: bool = new_flag(True)
     """Write plots to the run folder when the run ends."""
-    log_throughput: bool = close(False, "keys outside a sliding window are not counted (docs/model.md)")
+    log_throughput: bool = differs(False, "keys outside a sliding window are not counted (docs/model.md)")
     """Log TFLOP/s per GPU."""
     log_params_norm: bool = flag(False)
     """Log the global L2 norm of the parameters."""
@@ -40,13 +40,13 @@ class LoggingFlags:
     """Write the world size to TensorBoard."""
     log_progress: bool = flag(False)
     """Append a line to progress.txt in the checkpoint folder at every start and every checkpoint."""
-    log_energy: bool = not_yet(False, "energy counters are not read", harmless=True)
+    log_energy: bool = unsupported(False, "energy counters are not read", harmless=True)
     """Log the energy used per GPU."""
-    log_max_attention_logit: bool = not_yet(False, "attention logits are not recorded", harmless=True)
+    log_max_attention_logit: bool = unsupported(False, "attention logits are not recorded", harmless=True)
     """Log the maximum attention logit."""
-    log_straggler: bool = close(False, "times one attention layer and the data loading of every rank")
+    log_straggler: bool = differs(False, "times one attention layer and the data loading of every rank")
     """Report slow ranks in every log line."""
-    straggler_minmax_count: int = close(1, "lists only the slowest ranks, not the fastest", least=1)
+    straggler_minmax_count: int = differs(1, "lists only the slowest ranks, not the fastest", least=1)
     """Number of slow ranks that `--log-straggler` lists."""
     timing_log_level: Literal[0, 1, 2] = flag(0)
     """Level of detail of the timers; higher levels time more parts of a step."""
@@ -73,19 +73,19 @@ class LoggingFlags:
     """Last profiled iteration."""
     profile_ranks: tuple[int, ...] = flag(())
     """Ranks to profile. Not set: all."""
-    use_pytorch_profiler: bool = close(False, "traces go to profile/ in the run folder")
+    use_pytorch_profiler: bool = differs(False, "traces go to profile/ in the run folder")
     """With `--profile`: profile with torch.profiler and write a trace."""
-    record_memory_history: bool = close(False, "snapshots go to profile/ in the run folder")
+    record_memory_history: bool = differs(False, "snapshots go to profile/ in the run folder")
     """Record allocator history. Write snapshots at every log interval and when the run ends, even after an error."""
     memory_snapshot_path: str = flag("snapshot.pickle")
     """File name of memory snapshots; the rank is added to it."""
-    nvtx_ranges: bool = close(False, "covers forward passes of modules")
+    nvtx_ranges: bool = differs(False, "covers forward passes of modules")
     """Add NVTX ranges to the forward passes of the main modules, such as self-attention, router and experts."""
     pytorch_profiler_collect_shapes: bool = flag(False)
     """Record tensor shapes in the trace of `--use-pytorch-profiler`."""
     pytorch_profiler_collect_callstack: bool = flag(False)
     """Record call stacks in the trace of `--use-pytorch-profiler`."""
-    save_tokens_per_expert_interval: int | None = not_yet(
+    save_tokens_per_expert_interval: int | None = unsupported(
         None, "expert loads are written to metrics.jsonl and plots/expert_load.png", harmless=True
     )
     """Iterations between files that contain the number of tokens routed to each expert."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import close, flag, not_yet
+from arguments.flag import differs, flag, unsupported
 
 _ACTIVATIONS_STAY = "use --fine-grained-activation-offloading"
 _ON_DEVICE = "all pages are in device memory; see --moe-paged-stash-buffer-size-factor-cuda"
@@ -24,7 +24,7 @@ class RecomputeFlags:
     recompute_modules: (
         tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
         | None
-    ) = close(None, "layernorm covers both norms of every layer; gated delta attention has no recomputable modules")
+    ) = differs(None, "layernorm covers both norms of every layer; gated delta attention has no recomputable modules")
     """Modules recomputed by `--recompute-granularity selective`. Not set: core_attn."""
     distribute_saved_activations: bool = flag(False)
     """Shard the saved inputs of recomputed layers over tensor-parallel ranks."""
@@ -38,21 +38,21 @@ class OffloadFlags:
     """Keep the saved tensors of the modules in `--offload-modules` in host memory between forward and backward."""
     offload_modules: tuple[
         Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
-    ] = close((), "a tensor saved by several modules is copied once")
+    ] = differs((), "a tensor saved by several modules is copied once")
     """Modules whose saved tensors `--fine-grained-activation-offloading` offloads."""
     min_offloaded_tensor_size: int = flag(1048576, least=0)
     """Number of elements below which `--fine-grained-activation-offloading` does not offload a tensor."""
-    delay_offload_until_cuda_graph: bool = not_yet(False, "copies are not delayed; leave it out", harmless=True)
+    delay_offload_until_cuda_graph: bool = unsupported(False, "copies are not delayed; leave it out", harmless=True)
     """Start offload copies only after the CUDA graph of the module has been replayed."""
     fine_grained_offloading_max_inflight_offloads: int | None = flag(None, least=0)
     """Maximum number of concurrent offload copies per module."""
-    cpu_offloading: bool = not_yet(False, _ACTIVATIONS_STAY, harmless=True)
+    cpu_offloading: bool = unsupported(False, _ACTIVATIONS_STAY, harmless=True)
     """Offload the activations of whole layers."""
-    cpu_offloading_num_layers: int = not_yet(0, _ACTIVATIONS_STAY, harmless=True)
+    cpu_offloading_num_layers: int = unsupported(0, _ACTIVATIONS_STAY, harmless=True)
     """Number of layers whose activations `--cpu-offloading` offloads."""
     optimizer_cpu_offload: bool = flag(False)
     """Keep optimizer state in host memory and run the optimizer step on the CPU."""
-    optimizer_offload_fraction: float = close(
+    optimizer_offload_fraction: float = differs(
         1.0, "offloads the first elements of every flat buffer, in blocks of 128", least=0
     )
     """Fraction of the optimizer state offloaded by `--optimizer-cpu-offload`."""
@@ -62,20 +62,20 @@ class OffloadFlags:
     """Run the CPU step of `--optimizer-cpu-offload` with torch's fused kernel."""
     chunked_optimizer_state_offload: bool = flag(False)
     """Keep optimizer state in host memory between steps and copy it to the device in chunks for the step."""
-    optimizer_state_offload_chunk_size_mb: int = close(0, "0: one flat buffer per chunk", least=0)
+    optimizer_state_offload_chunk_size_mb: int = differs(0, "0: one flat buffer per chunk", least=0)
     """Chunk size in MiB for `--chunked-optimizer-state-offload`."""
     optimizer_state_offload_fraction: float = flag(1.0, least=0)
     """Fraction of the optimizer state offloaded by `--chunked-optimizer-state-offload`."""
-    moe_paged_stash: bool = close(False, "a step that overflows the buffer is rejected instead of repeated")
+    moe_paged_stash: bool = differs(False, "a step that overflows the buffer is rejected instead of repeated")
     """Save expert activations for backward in pages of a shared buffer. Only rows in use take space, so the buffer is
     smaller than the worst case."""
     moe_paged_stash_page_size: int = flag(64, least=1)
     """Page size of `--moe-paged-stash`, in tokens."""
-    moe_paged_stash_buffer_size_factor_cuda: float = close(
+    moe_paged_stash_buffer_size_factor_cuda: float = differs(
         1.1, "relative to the peak of in-flight rows, computed from the schedule", least=0
     )
     """Size of the `--moe-paged-stash` device buffer, as a multiple of the size needed with evenly balanced experts."""
-    moe_paged_stash_buffer_size_factor_cpu: float = not_yet(0.0, _ON_DEVICE, harmless=True)
+    moe_paged_stash_buffer_size_factor_cpu: float = unsupported(0.0, _ON_DEVICE, harmless=True)
     """Size of the `--moe-paged-stash` host buffer, as a multiple of the size needed with evenly balanced experts."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
     """Bytes by which each pipeline rank offloads less than the previous rank, per microbatch and model chunk."""

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from arguments.flag import REQUIRED, close, flag, not_yet, ours, refused
+from arguments.flag import REQUIRED, differs, flag, new_flag, refused, unsupported
 from arguments.values import LayerPattern
 
 _GATED = "applies to all gated MLPs, dense ones included"
 
-_hybrid = partial(not_yet, note="only attention layers are implemented")
-_hyper_connections = partial(not_yet, note="only one residual stream is implemented")
+_hybrid = partial(unsupported, note="only attention layers are implemented")
+_hyper_connections = partial(unsupported, note="only one residual stream is implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ModelFlags:
     max_position_embeddings: int = flag(REQUIRED, least=1)
     """Maximum sequence length that the model supports; at least `--seq-length`."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = not_yet(
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = unsupported(
         "learned_absolute", "use rope, yarn or none", works=("rope", "yarn", "none")
     )
     """Position embedding: learned vectors added to token embeddings, rotary embeddings of queries and keys, or none."""
@@ -66,22 +66,22 @@ class ModelFlags:
     """Store w - 1 for the weight w of each norm, so that weight decay pulls w towards 1 instead of 0."""
     apply_residual_connection_post_layernorm: bool = flag(False)
     """Take the residual from the output of the norm instead of its input."""
-    fp32_residual_connection: bool = not_yet(False, "the residual stream has the dtype of the parameters")
+    fp32_residual_connection: bool = unsupported(False, "the residual stream has the dtype of the parameters")
     """Keep the residual stream in fp32."""
 
     swiglu: bool = flag(False, essential=True)
     """Use gated MLPs with SiLU (SwiGLU)."""
     quick_geglu: bool = flag(False)
     """Use gated MLPs with x * sigmoid(1.702 x) (GPT-OSS)."""
-    geglu: bool = ours(False)
+    geglu: bool = new_flag(False)
     """Use gated MLPs with GELU."""
     squared_relu: bool = flag(False)
     """Use MLPs with squared ReLU and without a gate."""
     openai_gelu: bool = flag(False)
     """Use the tanh approximation of GELU."""
-    glu_linear_offset: float = close(0.0, _GATED)
+    glu_linear_offset: float = differs(0.0, _GATED)
     """Offset added to the linear half of a gated MLP, e.g. 1 for GPT-OSS."""
-    activation_func_clamp_value: float | None = close(None, _GATED, least=0)
+    activation_func_clamp_value: float | None = differs(None, _GATED, least=0)
     """Clamp the inputs of a gated activation: the gate to at most this value, the linear half to [-value, value]."""
     add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
     """Add biases to linear layers, experts and router."""
@@ -102,7 +102,7 @@ class ModelFlags:
     layers)."""
     embedding_init_method_std: float | None = flag(None, least=0)
     """Standard deviation of initial embedding weights. Setting it also excludes the embedding from weight decay."""
-    init_method: Literal["normal", "unit_gain"] = ours("normal")
+    init_method: Literal["normal", "unit_gain"] = new_flag("normal")
     """Initialization of weights. unit_gain uses a standard deviation of 1/sqrt(fan-in) and random norm weights and
     biases, so that comparisons of parallel layouts detect an error in any parameter."""
     init_method_xavier_uniform: bool = flag(False)
@@ -115,7 +115,7 @@ class ModelFlags:
     """Weight of the multi-token prediction loss in the total loss. The losses of the prediction layers are averaged."""
     mtp_use_repeated_layer: bool = flag(False)
     """Share the weights of one layer among all multi-token prediction layers."""
-    mtp_detach_heads: bool = close(False, "gradient clipping still uses one norm over all parameters")
+    mtp_detach_heads: bool = differs(False, "gradient clipping still uses one norm over all parameters")
     """Stop gradients of the multi-token prediction loss before the main layers, the embedding and the output layer."""
     calculate_per_token_loss: bool = flag(False)
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import close, flag, not_yet, ours
+from arguments.flag import differs, flag, new_flag, unsupported
 from arguments.values import LayerPattern
 
 _WIRE = "needs the flex dispatcher, over symmetric memory or deepep; Megatron-LM has only mxfp8, with ncclep"
@@ -33,20 +33,20 @@ class MoEFlags:
     """Scaling factor of the final routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
     """Dtype of the router GEMM. Not set: the dtype of the activations."""
-    moe_input_jitter_eps: float | None = close(None, "during training only", least=0, below=1)
+    moe_input_jitter_eps: float | None = differs(None, "during training only", least=0, below=1)
     """Multiply the router input by uniform noise in [1 - eps, 1 + eps]."""
     moe_router_force_load_balancing: bool = flag(False)
     """Replace router logits by random values, to measure speed with balanced experts."""
-    moe_router_force_biased: float | None = close(
+    moe_router_force_biased: float | None = differs(
         None, "a positive value draws the bias once per step, not in every forward pass"
     )
     """Replace router logits by random values plus a random bias per expert, to measure speed with unbalanced experts.
     The absolute value is the standard deviation of the bias; a negative value draws the bias once per layer."""
-    moe_router_force_skew: float | None = ours(None, least=1)
+    moe_router_force_skew: float | None = new_flag(None, least=1)
     """Replace router logits by random values under which the busiest expert receives this many times the mean load, to
     measure speed with unbalanced experts. Expert popularity is log-normal. Its order is drawn for every step and layer
     from the seed, and is the same for all layouts."""
-    moe_enable_routing_replay: bool = not_yet(False, "routing is computed in every forward pass", harmless=True)
+    moe_enable_routing_replay: bool = unsupported(False, "routing is computed in every forward pass", harmless=True)
     """Record and replay routing decisions."""
 
     moe_router_load_balancing_type: tuple[
@@ -54,7 +54,7 @@ class MoEFlags:
             "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "expert_choice", "none"
         ],
         ...,
-    ] = close(
+    ] = differs(
         ("aux_loss",),
         "Megatron-LM has no expert_choice; global_aux_loss is independent of the number of data-parallel ranks, while "
         "Megatron-LM divides it by that number (docs/moe.md)",
@@ -65,7 +65,7 @@ class MoEFlags:
     """Coefficient of each balancing loss, in the order of `--moe-router-load-balancing-type`."""
     moe_z_loss_coeff: float | None = flag(None, least=0)
     """Coefficient of the router z-loss, which keeps logits small."""
-    moe_router_enable_expert_bias: bool = close(False, "not updated in a skipped step")
+    moe_router_enable_expert_bias: bool = differs(False, "not updated in a skipped step")
     """Add a bias per expert to the selection scores, updated once per global batch to balance the load."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
     """Amount by which the expert bias changes per step. The bias increases for experts with fewer tokens than the
@@ -79,7 +79,7 @@ class MoEFlags:
     """Tokens to drop if an expert exceeds its capacity: the least probable (probs) or the last (position) tokens."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
-    moe_expert_rank_capacity_factor: float | None = close(
+    moe_expert_rank_capacity_factor: float | None = differs(
         None,
         "used by the exchange through symmetric memory and by hybridep; a step that needs more rows is repeated with a "
         "larger bound, no token is dropped",
@@ -88,47 +88,47 @@ class MoEFlags:
     """Bound on the tokens that the experts of a rank receive, as a multiple of the mean over ranks; it sizes the
     buffers. Not set: 1.25."""
 
-    moe_router_padding_for_quantization: bool = close(
+    moe_router_padding_for_quantization: bool = differs(
         False, "rows are padded on the experts' rank, after the exchange; results do not change"
     )
     """Pad the rows of every expert to a multiple of the block length of FP8 and FP4 GEMMs: 16, 32 for mxfp8, 128 for
     blockwise and nvfp4."""
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""
-    moe_expert_wgrad_interval: int = ours(1, least=1)
+    moe_expert_wgrad_interval: int = new_flag(1, least=1)
     """Number of microbatches whose expert weight gradients are computed in one GEMM: the gradient buffer is read and
     written once, but the GEMM inputs of all these microbatches stay in memory."""
     moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
     """Total hidden size of the shared experts. Not set or 0: no shared experts."""
     moe_shared_expert_gate: bool = flag(False)
     """Gate the shared experts with a sigmoid per token."""
-    moe_shared_expert_overlap: bool = close(False, "available with every dispatcher")
+    moe_shared_expert_overlap: bool = differs(False, "available with every dispatcher")
     """Overlap shared experts with expert-parallel communication."""
     moe_latent_size: int | None = flag(None, least=1)
     """Input and output size of routed experts. Tokens are projected to this size before the experts, and back after."""
     moe_apply_probs_on_input: bool = flag(False)
     """Multiply tokens by their routing probability before the expert; requires top-1 routing."""
-    moe_memory_efficient_permutation: bool = ours(True, "always on in Megatron-LM")
+    moe_memory_efficient_permutation: bool = new_flag(True, "always on in Megatron-LM")
     """Apply routing probabilities before the second expert GEMM, so that expert outputs are not saved for backward.
     Off: apply the probabilities in the unpermutation, for comparison."""
-    moe_use_upcycling: bool = close(False, "scales only the second matrix of each expert (docs/moe.md)")
+    moe_use_upcycling: bool = differs(False, "scales only the second matrix of each expert (docs/moe.md)")
     """Convert the dense checkpoint of `--load` into experts and continue training."""
     moe_upcycling_granularity: int = flag(1, least=1)
     """Number of slices into which upcycling divides each dense MLP; every expert is initialized with one slice."""
     moe_per_layer_logging: bool = flag(False)
     """Log balancing losses per layer."""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = close(
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = differs(
         "allgather",
         "if one rank holds all experts, every type is the same local permutation; between hosts, flex and alltoall "
         "send a token once per host",
     )
     """Token exchange between expert-parallel ranks: all ranks receive all tokens (allgather), each token is sent once
     per selected expert (alltoall), or once per rank that holds selected experts (flex)."""
-    moe_alltoall_backend: Literal["auto", "nccl"] = ours("auto")
+    moe_alltoall_backend: Literal["auto", "nccl"] = new_flag("auto")
     """Transport of `--moe-token-dispatcher-type alltoall`. auto: symmetric memory, as in flex, if the expert ranks are
     GPUs of one host and no expert selects its tokens; otherwise NCCL. nccl: always one row per choice over NCCL."""
-    moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = close(
+    moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = differs(
         "symmetric",
         "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; within one host it "
         "replaces ncclep, and deepep and hybridep if the library is not installed",
@@ -136,10 +136,10 @@ class MoEFlags:
     """Communication library of the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
     """Number of streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
-    moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = close("bf16", _WIRE)
+    moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)
     """Format in which dispatch sends tokens: bf16 (the format of the activations), or that of the FP8 recipe, with the
     scales of its blocks: fp8 (blockwise) or mxfp8. Each token is quantised once, to the bytes that fc1 multiplies."""
-    moe_combine_bwd_dtype: Literal["bf16", "mxfp8", "fp8"] = close("bf16", _WIRE)
+    moe_combine_bwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)
     """Format in which the backward of combine sends gradients; see `--moe-dispatch-fwd-dtype`. Expert outputs and the
     gradients of dispatched tokens are always sent in bf16."""
     moe_permute_fusion_into_hybridep: bool = flag(False)
@@ -150,9 +150,9 @@ class MoEFlags:
     """Thread blocks with which hybridep sums rows before it returns them. Not set: the library's default."""
     moe_hybridep_num_sms_preprocessing: int = flag(108, least=1)
     """Streaming multiprocessors with which hybridep computes the layout of an exchange."""
-    moe_n_hash_layers: int = not_yet(0, "every MoE layer has a learned router")
+    moe_n_hash_layers: int = unsupported(0, "every MoE layer has a learned router")
     """Number of layers, counted from the first, that route tokens by a hash of the token id."""
-    moe_routing_trace_path: str | None = close(
+    moe_routing_trace_path: str | None = differs(
         None, "also traces replays of CUDA graphs; records have the index of the microbatch in the global batch"
     )
     """Folder to which every rank writes the selected experts of each router call as JSON lines, in
@@ -160,7 +160,7 @@ class MoEFlags:
     moe_routing_trace_max_training_iters: int | None = flag(None, least=1)
     """Number of iterations after which tracing of routing decisions ends. Not set: all. A record takes about four bytes
     per token and selected expert."""
-    moe_routing_replay_path: str | None = ours(None)
+    moe_routing_replay_path: str | None = new_flag(None)
     """Folder with the routing decisions of an earlier run (see `--moe-routing-trace-path`), which replace those of the
     routers in training. Probabilities follow from the logits. Expert- and tensor-parallel sizes may differ from those
     of the earlier run. Its iterations and microbatches are repeated if this run has more."""

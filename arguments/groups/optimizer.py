@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import REQUIRED, flag, not_yet, ours
+from arguments.flag import REQUIRED, flag, new_flag, unsupported
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
     """AdamW, learning rate and weight decay."""
 
-    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = not_yet(
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = unsupported(
         "adam", "use adam"
     )
     """Optimizer; adam uses decoupled weight decay (AdamW)."""
@@ -32,7 +32,7 @@ class OptimizerFlags:
     """Weight decay: constant (`--weight-decay`), or growth from `--start-weight-decay` to `--end-weight-decay`."""
     apply_wd_to_qk_layernorm: bool = flag(False)
     """Also apply weight decay to query and key norms."""
-    overlap_optimizer_step: bool = ours(False)
+    overlap_optimizer_step: bool = new_flag(False)
     """Overlap the optimizer step of each layer with the next forward pass; results are bitwise identical."""
 
     lr: float = flag(REQUIRED, least=0, essential=True)

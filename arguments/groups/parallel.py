@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import close, flag, not_yet
+from arguments.flag import differs, flag, unsupported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,15 @@ class ParallelFlags:
     distributed_timeout_minutes: int = flag(10, least=1)
     """Collective timeout in minutes."""
 
-    overlap_moe_expert_parallel_comm: bool = close(
+    overlap_moe_expert_parallel_comm: bool = differs(
         False, "any precision; results do not change; no effect on one expert-parallel rank"
     )
     """Overlap expert-parallel communication with computation of another microbatch."""
-    delay_wgrad_compute: bool = close(
+    delay_wgrad_compute: bool = differs(
         False, "needs no other flag: a stage sends the gradient of its input before it computes weight gradients"
     )
     """Compute weight gradients separately after the input gradients, instead of together with them."""
-    overlap_dispatch_backward_with_experts_wgrad: bool = close(
+    overlap_dispatch_backward_with_experts_wgrad: bool = differs(
         False,
         "the gradient of combine is overlapped too, with the other weight gradients; no effect on one expert-parallel "
         "rank",
@@ -54,11 +54,11 @@ class ParallelFlags:
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = flag(False)
     """Overlap the parameter all-gather with the forward pass."""
-    ddp_num_buckets: int | None = close(
+    ddp_num_buckets: int | None = differs(
         None, "approximate: parameters with different settings never share a bucket", least=1
     )
     """Number of gradient buckets per rank."""
-    ddp_bucket_size: int | None = close(
+    ddp_bucket_size: int | None = differs(
         None, "applies to all pipeline stages, with and without --overlap-grad-reduce", least=1
     )
     """Number of elements per gradient bucket. Not set: 1 million per data-parallel rank, but at least 40 million."""
@@ -69,11 +69,11 @@ class ParallelFlags:
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False)
     """Communicate bf16 gradients but accumulate them in fp32."""
 
-    use_megatron_fsdp: bool = not_yet(False, "use --use-distributed-optimizer")
+    use_megatron_fsdp: bool = unsupported(False, "use --use-distributed-optimizer")
     """Shard parameters over data-parallel ranks (Megatron FSDP)."""
-    use_torch_fsdp2: bool = not_yet(False, "use --use-distributed-optimizer")
+    use_torch_fsdp2: bool = unsupported(False, "use --use-distributed-optimizer")
     """Shard parameters over data-parallel ranks (torch FSDP2)."""
-    hybrid_context_parallel: bool = close(
+    hybrid_context_parallel: bool = differs(
         False,
         "one group size per microbatch; several groups divide the sequences of the microbatch",
         names=("--dynamic-context-parallel",),
@@ -91,7 +91,7 @@ class PipelineFlags:
 
     pipeline_model_parallel_size: int = flag(1, least=1)
     """Pipeline-parallel size: number of ranks among which the layers are divided."""
-    pipeline_model_parallel_layout: str | None = close(
+    pipeline_model_parallel_layout: str | None = differs(
         None, "`auto` (not in Megatron-LM) computes a layout that balances FLOPs"
     )
     """Contents of each stage, such as Et*3|(tt|)*29m|L, or `auto`. E: embedding, t: layer, m: MTP layer, L: loss, |:

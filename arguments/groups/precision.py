@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import close, flag, not_yet, ours, refused
+from arguments.flag import differs, flag, new_flag, refused, unsupported
 
 _CUSTOM = "use one of the recipes of Megatron"
 _BLOCKS = "fp16 and fp8 state has one scale per 128 elements"
@@ -15,13 +15,13 @@ class PrecisionFlags:
 
     bf16: bool = flag(False, essential=True)
     """Parameters and activations in bf16, master weights and gradients in fp32. Default: everything in fp32."""
-    fp64: bool = ours(False)
+    fp64: bool = new_flag(False)
     """Parameters, activations, gradients and optimizer state in fp64, to compare results without rounding effects."""
     fp16: bool = refused(False, "loss scaling is not implemented; use --bf16")
     """Parameters and activations in fp16."""
     deterministic_mode: bool = flag(False)
     """Make runs of the same command bitwise reproducible."""
-    accumulate_allreduce_grads_in_fp32: bool = close(
+    accumulate_allreduce_grads_in_fp32: bool = differs(
         False, "always on, unless --grad-reduce-in-bf16 or --main-grads-dtype bf16 is given"
     )
     """Accumulate and reduce gradients in fp32."""
@@ -33,36 +33,38 @@ class PrecisionFlags:
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
     """Compute the GEMMs of linear layers in FP8: e4m3, or hybrid with output gradients in e5m2. Embedding, router,
     attention, norms and output layer keep the dtype of the parameters."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = not_yet(
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = unsupported(
         "delayed", _CUSTOM, works=("tensorwise", "mxfp8", "blockwise")
     )
     """FP8 scaling recipe: one scale per tensor from its history (delayed) or its values (tensorwise), or one scale per
     block of 128 (blockwise) or 32 (mxfp8) elements."""
-    fp8_wgrad: bool = close(
+    fp8_wgrad: bool = differs(
         True, "Megatron ignores --no-fp8-wgrad with Transformer Engine 2.0 and later", off=("--disable-fp8-wgrad",)
     )
     """Compute weight gradients in FP8 or FP4. Off: in the dtype of the parameters, from the original inputs."""
-    fp8_expert_wgrad: Literal["auto", "always", "never"] = ours("auto")
+    fp8_expert_wgrad: Literal["auto", "always", "never"] = new_flag("auto")
     """Compute weight gradients of routed experts in FP8 or FP4 too. auto: with the recipe blockwise only where it is
     faster, by the experts' rows and widths (docs/low-precision.md)."""
     low_precision_activation_modules: (
         tuple[Literal["qkv_linear", "attn_proj", "mlp", "experts", "shared_experts", "mtp"], ...] | None
-    ) = ours(None, "inputs that are saved in the dtype of the parameters anyway are not saved twice")
+    ) = new_flag(None, "inputs that are saved in the dtype of the parameters anyway are not saved twice")
     """Modules whose linear layers save their inputs in FP8 or FP4 for the weight gradient; others save the original.
     qkv_linear: all projections to queries, keys, values and their latents; mtp: projection of multi-token prediction.
     Not set: all. Has no effect on results."""
-    activation_func_fp8_input_store: bool = ours(False, "a field of its configuration, which stores FP8 without scales")
+    activation_func_fp8_input_store: bool = new_flag(
+        False, "a field of its configuration, which stores FP8 without scales"
+    )
     """Save the inputs of the activation functions of MLPs and experts in FP8, with the scales of GEMM inputs. Backward
     computes the activation and its gradient from them, so gradients change; recipes blockwise and mxfp8."""
     fp8_margin: int = flag(0, least=0)
     """Divide the scales of recipe delayed by 2 to this power."""
-    fp8_amax_history_len: int = close(1, "the history has one entry per iteration, not per microbatch", least=1)
+    fp8_amax_history_len: int = differs(1, "the history has one entry per iteration, not per microbatch", least=1)
     """Number of largest magnitudes from which recipe delayed computes its scales."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent")
     """Entry of the history from which recipe delayed computes its scales."""
     fp8_param_gather: bool = flag(False)
     """Store and all-gather the weights of FP8 GEMMs in FP8, instead of FP8 copies of weights in bf16."""
-    reuse_grad_buf_for_mxfp8_param_ag: bool = close(
+    reuse_grad_buf_for_mxfp8_param_ag: bool = differs(
         False, "no effect: ranks gather the bytes of both copies in place and need no other buffer"
     )
     """With `--fp8-param-gather` and recipe mxfp8, gather weights in bf16 in the memory of the gradients."""
@@ -76,34 +78,34 @@ class PrecisionFlags:
     """Number of last layers for `--first-last-layers-bf16`."""
     fp4_format: Literal["e2m1"] | None = flag(None)
     """Compute the GEMMs of linear layers in FP4."""
-    fp4_recipe: Literal["nvfp4", "custom"] = not_yet("nvfp4", _CUSTOM)
+    fp4_recipe: Literal["nvfp4", "custom"] = unsupported("nvfp4", _CUSTOM)
     """FP4 scaling recipe."""
     fp4_param_gather: bool = flag(False)
     """Store and all-gather the weights of FP4 GEMMs in FP4, instead of FP4 copies of weights in bf16."""
-    emulate_low_precision: bool = ours(False)
+    emulate_low_precision: bool = new_flag(False)
     """Compute FP8 and FP4 GEMMs from dequantised operands. Slow; for numerics on devices without these formats."""
 
-    use_precision_aware_optimizer: bool = close(
+    use_precision_aware_optimizer: bool = differs(
         False, "with or without --use-distributed-optimizer; see docs/optimizer-memory.md"
     )
     """Store optimizer state in configurable dtypes, and master weights of bf16 parameters as 16-bit remainders."""
     main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32")
     """Dtype of the gradients that the optimizer reads."""
-    main_params_dtype: Literal["fp32", "fp16"] = close("fp32", _BLOCKS)
+    main_params_dtype: Literal["fp32", "fp16"] = differs("fp32", _BLOCKS)
     """Dtype of master weights."""
-    store_param_remainders: bool = ours(True)
+    store_param_remainders: bool = new_flag(True)
     """Store only those 16 bits of each fp32 master weight that are missing in the bf16 parameter. Results do not
     change. Has no effect without `--use-precision-aware-optimizer`."""
-    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = close("fp32", f"{_BLOCKS}; fp8 uses stochastic rounding")
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = differs("fp32", f"{_BLOCKS}; fp8 uses stochastic rounding")
     """Dtype of Adam's first moment."""
-    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = close(
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = differs(
         "fp32", f"{_BLOCKS} and holds the square root; fp8 uses stochastic rounding"
     )
     """Dtype of Adam's second moment."""
-    te_precision_config_file: str | None = close(None, "training and evaluation recipes must be equal")
+    te_precision_config_file: str | None = differs(None, "training and evaluation recipes must be equal")
     """YAML file with FP8 and FP4 recipes of single modules, selected by patterns of their names; see
     docs/low-precision.md."""
-    output_logit_dtype: Literal["bf16", "fp32"] | None = close(
+    output_logit_dtype: Literal["bf16", "fp32"] | None = differs(
         None, "only the dtype of the parameters; the loss is computed in fp32"
     )
     """Dtype of the logits."""

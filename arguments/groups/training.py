@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from arguments.flag import REQUIRED, close, flag, not_yet, refused
+from arguments.flag import REQUIRED, differs, flag, refused, unsupported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +15,9 @@ class TrainingFlags:
     """Number of sequences per step over all ranks. Not set: one microbatch per data-parallel rank."""
     rampup_batch_size: tuple[int, int, int] | None = flag(None, least=1)
     """START INCREMENT SAMPLES: ramp up the global batch size from START in steps of INCREMENT over SAMPLES samples."""
-    step_batch_size_schedule: str | None = not_yet(None, "use --rampup-batch-size")
+    step_batch_size_schedule: str | None = unsupported(None, "use --rampup-batch-size")
     """Global batch size as a step function of the number of consumed samples."""
-    decrease_batch_size_if_needed: bool = not_yet(False, "choose a divisible batch size")
+    decrease_batch_size_if_needed: bool = unsupported(False, "choose a divisible batch size")
     """Round the global batch size down to a multiple of microbatch size x data-parallel size."""
     train_iters: int | None = flag(None, least=1, essential=True)
     """Number of training iterations."""
@@ -25,7 +25,7 @@ class TrainingFlags:
     """Number of training samples; replaces `--train-iters`."""
     eval_interval: int | None = flag(None, least=1, essential=True)
     """Iterations between evaluations. Not set: no evaluation during training."""
-    eval_iters: int | None = close(None, "in Megatron-LM the default is 100, also on mock data", least=0)
+    eval_iters: int | None = differs(None, "in Megatron-LM the default is 100, also on mock data", least=0)
     """Number of global batches per evaluation. Not set: 100, but on mock data not more than the training iterations."""
     skip_train: bool = flag(False)
     """Evaluate without training."""
@@ -33,7 +33,7 @@ class TrainingFlags:
     """Save and exit when the iteration is a multiple of this number."""
     exit_duration_in_mins: int | None = flag(None, least=1)
     """Save and exit after this many minutes."""
-    seed: int = close(1234, "same data order, but other initial weights and dropout masks", least=0, below=2**32)
+    seed: int = differs(1234, "same data order, but other initial weights and dropout masks", least=0, below=2**32)
     """Random seed."""
     use_cpu_initialization: bool = flag(False)
     """Draw the initial weights on the CPU, which is slower but independent of the GPU. Off: on the device."""
@@ -45,7 +45,7 @@ class TrainingFlags:
     """Number of iterations between manual garbage collections; 0: none during training."""
     manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",))
     """With `--manual-gc`, also collect garbage before and after evaluations."""
-    iterations_to_skip: tuple[int, ...] = close(
+    iterations_to_skip: tuple[int, ...] = differs(
         (), "iterations are numbered as in the log; Megatron-LM's numbers are smaller by one", least=1
     )
     """Iterations, counted from 1, whose samples are skipped without a training step."""
