@@ -12,7 +12,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.train_state import TrainStateConfig
+from megatron_moe.config.train_state import TrainStateConfig, training_settings
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_expert_elements, count_parameters
@@ -126,28 +126,13 @@ def build_saver(
 
 
 def build_train_state_config(plan: RunPlan) -> TrainStateConfig:
-    optimizer, data, precision = plan.optimizer, plan.data, plan.precision
     return TrainStateConfig(
         model=plan.model,
         batch=plan.batch,
         loop=plan.loop,
-        seq_length=data.seq_length,
-        data_seed=data.seed,
-        training={
-            "--global-batch-size": plan.batch.global_batch_size,
-            "--adam-beta1": optimizer.adam_beta1,
-            "--adam-beta2": optimizer.adam_beta2,
-            "--adam-eps": optimizer.adam_eps,
-            "--clip-grad": optimizer.clip_grad,
-            "--apply-wd-to-qk-layernorm": optimizer.apply_wd_to_qk_layernorm,
-            "--calculate-per-token-loss": plan.loop.calculate_per_token_loss,
-            "--seed": plan.loop.seed,
-            "--eod-mask-loss": data.eod_mask_loss,
-            "--reset-position-ids": data.reset_position_ids,
-            "--reset-attention-mask": data.reset_attention_mask,
-            "type of gradients": precision.grads,
-            "matrix products in low precision": precision.recipe,
-        },
+        seq_length=plan.data.seq_length,
+        data_seed=plan.data.seed,
+        training=training_settings(plan.optimizer, plan.batch, plan.loop, plan.data, plan.precision),
         run_yaml=plan.resolved_yaml,
     )
 

@@ -26,12 +26,14 @@ from megatron_moe.checkpoint.manifest import (
     parse_json,
 )
 from megatron_moe.checkpoint.tensor_shards import (
+    FP8_AMAX_HISTORY,
     CheckpointReader,
     TensorShard,
     digest,
     dtype_name,
     fill,
     in_parts,
+    is_scaling_state,
     is_weight,
     overlaps,
     split_digests,
@@ -72,6 +74,8 @@ class LoadedCheckpoint:
     path: Path
     iteration: int
     train_state: dict[str, Any]
+    notes: frozenset[str] = frozenset()
+    """Differences in the state of delayed FP8 scaling."""
 
 
 def find(
@@ -116,14 +120,17 @@ def load(
     reasons = []
     for candidate in source.candidates:
         outcome = _attempt(candidate, wanted, known, check_state, casting=not source.optimizer)
+        shared = outcome.notes if isinstance(outcome, LoadedCheckpoint) else outcome
         # world: some hundred bytes
-        outcomes = gather_objects(outcome if isinstance(outcome, str | _Mismatch) else None, context.group("world"))
+        outcomes = gather_objects(shared, context.group("world"))
         mismatches = [mismatch.message for mismatch in outcomes if isinstance(mismatch, _Mismatch)]
         if mismatches:
             raise CheckpointProblem(mismatches[0])
-        damages = [f"rank {rank}: {reason}" for rank, reason in enumerate(outcomes) if reason is not None]
+        damages = [f"rank {rank}: {reason}" for rank, reason in enumerate(outcomes) if isinstance(reason, str)]
         if not damages:
             assert isinstance(outcome, LoadedCheckpoint), f"rank {context.rank}: {outcome}"
+            for note in sorted(frozenset().union(*outcomes)) if context.is_first else ():
+                say(note)
             return outcome
         reasons.append(f"{candidate.path}: {damages[0]}")
         if context.is_first and len(source.candidates) > 1:
@@ -273,6 +280,8 @@ def _attempt(
                 f"it was saved with, --moe-use-upcycling to upcycle a dense model, or --no-load-optim if only the "
                 f"optimizer state differs:\n  {listed(problems)}"
             )
+        notes = scaling_differences(wanted, known, manifest)
+        wanted = {key: target for key, target in wanted.items() if key in manifest.tensors}
         extents = extents_by_file(manifest)
         for name in _used_files(wanted, manifest):
             head = reader.head(name)
@@ -286,7 +295,7 @@ def _attempt(
         return _Mismatch(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
     except CorruptCheckpoint as problem:
         return str(problem)
-    return LoadedCheckpoint(candidate.path, candidate.iteration, state)
+    return LoadedCheckpoint(candidate.path, candidate.iteration, state, notes)
 
 
 def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, TensorShard]) -> None:
@@ -306,17 +315,45 @@ def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[s
 
 
 def mismatches(wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
-    """Lists differences in keys, shapes and dtypes between run and checkpoint. `known`: digests of all ranks' keys."""
+    """Lists differences in keys, shapes and dtypes between run and checkpoint, without those of
+    `scaling_differences`. `known`: digests of all ranks' keys."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
-    problems = [f"missing in the checkpoint: {key}" for key in wanted if key not in saved]
-    problems += [f"unknown to this run: {key}" for key in saved if key not in wanted and digest(key) not in known]
+    missing, unknown = _other_keys(wanted, known, saved)
+    problems = [f"missing in the checkpoint: {key}" for key in missing if not is_scaling_state(key)]
+    problems += [f"unknown to this run: {key}" for key in unknown if not is_scaling_state(key)]
     for key in wanted.keys() & saved.keys():
         target, entry = wanted[key], saved[key]
-        if target.shape != entry.shape:
+        skipped = 1 if key.endswith(FP8_AMAX_HISTORY) else 0
+        if target.shape[skipped:] != entry.shape[skipped:]:
             problems.append(f"shape of {key}: {list(entry.shape)} in the checkpoint, {list(target.shape)} in this run")
         elif not casting and dtype_name(target.dtype) != entry.dtype:
             problems.append(f"type of {key}: {entry.dtype} in the checkpoint, {dtype_name(target.dtype)} in this run")
     return sorted(problems)
+
+
+def scaling_differences(wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest) -> frozenset[str]:
+    """Messages about state of delayed FP8 scaling that the checkpoint lacks, that this run does not use, or whose amax
+    history has another length. `known`: digests of all ranks' keys."""
+    notes, saved = [], {key: entry for key, entry in manifest.tensors.items() if is_scaling_state(key)}
+    missing, unknown = _other_keys({key: None for key in wanted if is_scaling_state(key)}, known, saved)
+    if missing:
+        notes.append(
+            "the checkpoint has no delayed FP8 scales of some layers; they start with scale 1 and no amax history"
+        )
+    if unknown:
+        notes.append("delayed FP8 scales and amax histories of the checkpoint are ignored in layers that use none")
+    for key in wanted.keys() & saved.keys():
+        now, then = wanted[key].shape[0], saved[key].shape[0]
+        if key.endswith(FP8_AMAX_HISTORY) and now != then:
+            change = f"the {now} newest steps are used" if now < then else "the older steps start empty"
+            notes.append(f"amax histories of {then} steps in the checkpoint, --fp8-amax-history-len {now}: {change}")
+    return frozenset(notes)
+
+
+def _other_keys(wanted: Mapping[str, Any], known: Set[bytes], saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(Keys that only this rank has, keys that only the checkpoint has)."""
+    missing = [key for key in wanted if key not in saved]
+    return missing, [key for key in saved if key not in wanted and digest(key) not in known]
 
 
 def _none_verifies(source: CheckpointSource, reasons: list[str]) -> str:

@@ -30,6 +30,8 @@ from megatron_moe.checkpoint.manifest import (
 from megatron_moe.checkpoint.storage import Storage, open_regular
 from megatron_moe.parallel import param_meta
 
+FP8_AMAX_HISTORY = ".fp8_amax_history"
+"""Suffix of the keys of amax histories, whose length `--fp8-amax-history-len` decides."""
 _HEADER_ALIGN = 8
 _READ_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 22
@@ -181,6 +183,11 @@ def tensor_key(kind: str, name: str) -> str:
 
 def is_weight(key: str) -> bool:
     return key.startswith("model.")
+
+
+def is_scaling_state(key: str) -> bool:
+    """True for the state of delayed FP8 scaling, without which a run can start: scales of 1 and an empty history."""
+    return key.endswith((".fp8_scales", FP8_AMAX_HISTORY))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -73,10 +73,10 @@ def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -
         layers_of.setdefault(kinds, []).append(index)
     by_line: dict[ModelDifference, list[int]] = {}
     for (kind, other_kind), layers in layers_of.items():
-        for difference in _compare((), record["kinds"][kind], other["kinds"][other_kind], name):
+        for difference in compare_recorded((), record["kinds"][kind], other["kinds"][other_kind], name):
             by_line.setdefault(difference, []).extend(layers)
     merged = [ModelDifference(f"{_span(sorted(at))} {line}", training) for (line, training), at in by_line.items()]
-    return [*_compare((), top, other_top, name), *merged]
+    return [*compare_recorded((), top, other_top, name), *merged]
 
 
 def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
@@ -86,16 +86,25 @@ def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
     return [difference.line for difference in found if not difference.training]
 
 
-def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[ModelDifference]:
+def compare_recorded(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[ModelDifference]:
+    """Yields the differences of two results of `recorded` at `path`. `name`: name of the other one in the messages."""
     if isinstance(value, Mapping) and isinstance(other, Mapping) and _kind(value) == _kind(other):
         for key in value:
             if key in other and key != "type":
-                yield from _compare((*path, key), value[key], other[key], name)
+                yield from compare_recorded((*path, key), value[key], other[key], name)
+        return
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other) and _has_tables(value):
+        for index, pair in enumerate(zip(value, other, strict=True)):
+            yield from compare_recorded((*path, str(index)), *pair, name)
         return
     close = isinstance(value, float) and isinstance(other, float) and math.isclose(value, other)
     if not close and value != other:
         line = f"{' '.join(path)}: {_short(value)}, {name} {_short(other)}"
         yield ModelDifference(line, training=not _TRAINING.isdisjoint(path))
+
+
+def _has_tables(values: list[Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in values)
 
 
 def _kind(table: Mapping[str, Any]) -> str:
@@ -134,5 +143,7 @@ def _span(layers: list[int]) -> str:
 
 def _short(value: Any) -> str:
     if isinstance(value, Mapping):
-        return str(value["type"])
+        return str(value.get("recipe", value["type"]))
+    if isinstance(value, list) and _has_tables(value):
+        return f"{len(value)} entries"
     return repr(tuple(value) if isinstance(value, list) else value)

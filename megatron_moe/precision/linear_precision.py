@@ -16,6 +16,8 @@ from megatron_moe.precision.quantizers import LARGEST
 from megatron_moe.precision.stored_weight import StoredWeight
 
 _INPUT, _WEIGHT, _GRAD = range(3)
+_OVERFLOWING = 2.0**64
+"""Smallest magnitude whose square overflows in fp32."""
 
 
 class Quantizers(Protocol):
@@ -84,17 +86,21 @@ class DelayedScaling:
         self._first = first
 
     def scale(self, role: int, amax: Tensor, record: bool) -> Tensor:
-        """Scale of an operand, [] or [e]; `amax`: its largest magnitudes, which are recorded if `record`."""
+        """Scale of an operand, [] or [e]; `amax`: its largest magnitudes, which are recorded if `record`.
+
+        Elements that an earlier scale does not fit saturate. The scale is nan, which makes the step fail, if the square
+        of a magnitude is not finite in fp32: the norm of such a gradient overflows in bf16 too."""
         local = slice(self._first, self._first + len(amax)) if amax.dim() else ...
         if record:
             recorded = self.amax[role][local]
             torch.maximum(recorded, amax, out=recorded)
-        return self.scales[role][local]
+        return torch.where(amax < _OVERFLOWING, self.scales[role][local], torch.nan)
 
     def update(self, proceed: Tensor) -> None:
-        """Adds `amax`, reduced over the ranks, to the history and computes new scales. `proceed`: bool scalar on the
-        device; False: nothing changes, because the step was not applied."""
-        history = torch.cat([self.amax[None], self.history[:-1]])
+        """Adds `amax`, reduced over the ranks, to the history and computes new scales. A magnitude of 0, for example of
+        an expert without tokens, leaves history and scale unchanged. `proceed`: bool scalar on the device; False:
+        nothing changes, because the step was not applied."""
+        history = torch.where(self.amax > 0, torch.cat([self.amax[None], self.history[:-1]]), self.history)
         amax = history.amax(dim=0) if self._uses_max else history[0]
         scales = (self._largest / amax).clamp(max=torch.finfo(torch.float32).max)
         scales = torch.where((amax > 0) & amax.isfinite(), scales, self.scales)

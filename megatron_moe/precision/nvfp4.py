@@ -127,9 +127,10 @@ def _quantize(
 
 
 def _matrix_scale(amax: Tensor) -> Tensor:
-    """Factor by which all elements of matrices with the largest magnitudes `amax` (fp32) are multiplied."""
+    """Factor by which all elements of matrices with the largest magnitudes `amax` (fp32) are multiplied: 1 for 0, nan
+    for inf or nan."""
     scale = (torch.full_like(amax, _LARGEST * _LARGEST_SCALE) / amax).clamp(max=torch.finfo(torch.float32).max)
-    return torch.where((amax == 0) | (scale == 0), 1.0, scale)
+    return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
 
 def _codes(x: Tensor, form: OperandFormat, seed: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Quantisers of the FP8 and FP4 recipes in plain torch: scales, elements and layout of `QuantizedTensor`.
 
-They give the bytes and scales of Transformer Engine's kernels. Inputs are converted to fp32 first. Elements are rounded
-to nearest even and saturate; nan stays nan.
+They give the bytes and scales of Transformer Engine's kernels for finite inputs. Inputs are converted to fp32 first.
+Elements are rounded to nearest even and saturate. The stored scale of a block with an inf or nan is nan, so that every
+product with it is nan and the step is not applied; Transformer Engine's scale would be 1, and inf the largest element.
 """
 
 from collections.abc import Mapping
@@ -108,21 +109,20 @@ def block_scales(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> tuple
     """(fp32 factors by which elements are multiplied, scales to store) of FP8 blocks whose largest magnitudes are
     `amax` (fp32). `dtype`: dtype of the tensor."""
     if form.scale == "e8m0":
-        exponents = _e8m0(amax)
+        exponents = _e8m0(amax, form.element)
         return decode_scales(254 - exponents), exponents
     factors = scale_of(amax, form, dtype)
-    return factors, 1 / factors
+    return factors.nan_to_num(1.0), 1 / factors
 
 
-def _e8m0(amax: Tensor) -> Tensor:
-    """E8M0 exponents of amax / 448 rounded up, uint8. inf gives the largest exponent, nan gives 255 (nan)."""
-    ratio = amax * torch.full((), 1 / LARGEST["e4m3"], device=amax.device)
+def _e8m0(amax: Tensor, element: Element) -> Tensor:
+    """E8M0 exponents of amax / `LARGEST[element]` rounded up, uint8. inf and nan give 255 (nan)."""
+    ratio = amax * torch.full((), 1 / LARGEST[element], device=amax.device)
     bits = ratio.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     # 2^-127 is the smallest scale; its bits are those of a subnormal number
     rounds_up = (mantissa > torch.where(exponent == 0, 1 << 22, 0)) & (exponent < 254)
-    exponent = torch.where(ratio.isinf(), 254, exponent + rounds_up.int())
-    return torch.where(ratio.isnan(), 255, exponent).to(torch.uint8)
+    return torch.where(ratio.isfinite(), exponent + rounds_up.int(), 255).to(torch.uint8)
 
 
 def tensor_scale(x: Tensor, form: OperandFormat, offsets_e: Tensor | None = None) -> Tensor:
@@ -133,14 +133,14 @@ def tensor_scale(x: Tensor, form: OperandFormat, offsets_e: Tensor | None = None
 def scale_of(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
     """fp32 factor by which elements with the largest magnitude `amax` (fp32) are multiplied before the cast.
 
-    1 for an amax of 0, inf or nan. `dtype`: dtype of the tensor; its largest number replaces an infinite scale.
+    1 for an amax of 0, nan for inf or nan. `dtype`: dtype of the tensor; its largest number replaces an infinite scale.
     """
     scale = torch.full_like(amax, LARGEST[form.element]) / amax  # number / tensor would multiply by the reciprocal
     bound = torch.finfo(torch.float32 if form.block == WHOLE or dtype == torch.float64 else dtype).max
     scale = torch.where(scale.isinf(), bound, scale)
     if form.scale == "power of 2":
         scale = (scale.view(torch.int32) & ~_MANTISSA).view(torch.float32)
-    return torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+    return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
 
 def cast(scaled: Tensor, element: Element) -> Tensor:

@@ -7,7 +7,7 @@ from types import MappingProxyType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_moe.checkpoint.manifest import TRAIN_STATE, CorruptCheckpoint
-from megatron_moe.config.model_differences import model_differences, recorded_model
+from megatron_moe.config.model_differences import compare_recorded, model_differences, recorded_model
 from megatron_moe.config.optimizer import LRConfig
 from megatron_moe.config.train_state import TrainStateConfig
 from megatron_moe.cost_model.flops import flops_per_step
@@ -147,6 +147,5 @@ def config_differences(saved: Mapping[str, Any], config: TrainStateConfig) -> tu
     training = [difference.line for difference in found if difference.training]
     for name, value in config.training.items():
         before = saved.get("training", {}).get(name, value)
-        if value != before:
-            training.append(f"{name}: {value}, checkpoint {before}")
+        training += [difference.line for difference in compare_recorded((name,), value, before, "checkpoint")]
     return [difference.line for difference in found if not difference.training], training

@@ -24,7 +24,14 @@ from megatron_moe.precision import nvfp4
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES
 from tests.gpu.test_hopper_on_one_gpu import COUNTS, ROWS_BEHIND, draw, offsets, slices
-from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows, values_of_weight
+from tests.helpers.fp8_oracle import (
+    quantized_rows,
+    quantized_weight,
+    same_elements,
+    same_scales,
+    values_of_rows,
+    values_of_weight,
+)
 from tests.helpers.low_precision_operands import Operands, same_copies
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP8_KERNEL, FP8_SUM, FP32_REF
 
@@ -56,13 +63,13 @@ def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = 
     assert actual.block == expected.block
     assert actual.rowwise is not None and expected.rowwise is not None and actual.rowwise_scales is not None
     same_elements(actual.rowwise[:rows], expected.rowwise[:rows], "rowwise")
-    EXACT.check(actual.rowwise_scales[..., :rows], expected.rowwise_scales, "scales")
+    same_scales(actual.rowwise_scales[..., :rows], expected.rowwise_scales, "scales")
     if columnwise:
         assert actual.columnwise is not None and actual.columnwise_scales is not None
         assert expected.columnwise is not None and expected.columnwise_scales is not None
         used, num_blocks = expected.columnwise.shape[-1], expected.columnwise_scales.shape[-2]
         same_elements(actual.columnwise[..., :used], expected.columnwise, "columnwise")
-        EXACT.check(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
+        same_scales(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
 
 
 @BOTH_CASTS
@@ -296,7 +303,7 @@ def test_copies_are_made_separately(casts: ModuleType) -> None:
     assert only.rowwise is None and only.rowwise_scales is None
     assert only.columnwise is not None and both.columnwise is not None
     same_elements(only.columnwise[:, : 3 * 128], both.columnwise[:, : 3 * 128], "columnwise")
-    EXACT.check(only.columnwise_scales, both.columnwise_scales, "scales")
+    same_scales(only.columnwise_scales, both.columnwise_scales, "scales")
 
 
 def test_kernels_are_selected_for_the_recipe_blockwise() -> None:

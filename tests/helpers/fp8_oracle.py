@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from tests.helpers.tolerances import EXACT
 
 BLOCK = 128
 
@@ -24,7 +25,8 @@ def quantized(
         scale = torch.exp2(torch.floor(torch.frexp(scale)[1] - 1.0).double()).float()
     scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
     spread = scale.repeat_interleave(height, -2)[..., :num_rows, :].repeat_interleave(width, -1)[..., :num_columns]
-    return (wide * spread).clamp(-largest, largest).to(dtype), 1 / scale
+    inverse = torch.where(amax.isfinite(), 1 / scale, torch.nan)
+    return (wide * spread).clamp(-largest, largest).to(dtype), inverse
 
 
 def quantized_rows(x_RC: Tensor, ends: list[int] | None = None, **form: object) -> QuantizedTensor:
@@ -72,3 +74,10 @@ def same_elements(actual: Tensor | None, expected: Tensor | None, what: str) -> 
     same |= actual.float().isnan() & expected.float().isnan()
     wrong = same.logical_not().nonzero()
     assert not len(wrong), f"{what}: {len(wrong)} of {same.numel()} elements differ, the first at {wrong[0].tolist()}"
+
+
+def same_scales(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
+    """Asserts equal scales, of which those of blocks with an inf or NaN are NaN."""
+    assert actual is not None and expected is not None
+    assert torch.equal(actual.isnan(), expected.isnan()), f"{what}: NaN in other blocks"
+    EXACT.check(actual.nan_to_num(-1.0), expected.nan_to_num(-1.0), what)

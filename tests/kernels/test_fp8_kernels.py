@@ -15,7 +15,7 @@ from megatron_moe.kernels.backends.hopper import fp8_linear
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
-from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements
+from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, same_scales
 from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
@@ -86,12 +86,12 @@ def exact_values(*shape: int, seed: int) -> Tensor:
 def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = False) -> None:
     assert actual.block == expected.block
     same_elements(actual.rowwise, expected.rowwise, "rowwise")
-    EXACT.check(actual.rowwise_scales, expected.rowwise_scales, "scales")
+    same_scales(actual.rowwise_scales, expected.rowwise_scales, "scales")
     if columnwise:
         assert actual.columnwise_scales is not None and expected.columnwise_scales is not None
         same_elements(actual.columnwise, expected.columnwise, "columnwise")
         num_blocks = expected.columnwise_scales.shape[-2]
-        EXACT.check(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
+        same_scales(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
 
 
 def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor) -> None:
@@ -99,7 +99,7 @@ def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor
     copies = (expert_copies(x.column_copy, x.block, ends.tolist(), columnwise=True) for x in (actual, expected))
     for found, wanted in zip(*copies, strict=True):
         same_elements(found.data, wanted.data, "columnwise")
-        EXACT.check(found.scales, wanted.scales, "columnwise scales")
+        same_scales(found.scales, wanted.scales, "columnwise scales")
 
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
@@ -149,11 +149,11 @@ def test_scales_of_unusual_blocks(edge: float, scale: str) -> None:
     form = replace(quantize.E4M3, scale=scale)
     expected = quantized_rows(x, power_of_two=scale == "power of 2")
     actual = quantize.quantize_rows(x, form, columnwise=True)
-    EXACT.check(actual.rowwise_scales, expected.rowwise_scales, "scales")
-    EXACT.check(actual.columnwise_scales, expected.columnwise_scales, "columnwise scales")
+    same_scales(actual.rowwise_scales, expected.rowwise_scales, "scales")
+    same_scales(actual.columnwise_scales, expected.columnwise_scales, "columnwise scales")
     weight = quantize.quantize_weight(x[:, :128], replace(form, block=(128, 128)))
     expected = quantized_weight(x[:, :128], power_of_two=scale == "power of 2")
-    EXACT.check(weight.rowwise_scales, expected.rowwise_scales, "scales of a weight")
+    same_scales(weight.rowwise_scales, expected.rowwise_scales, "scales of a weight")
 
 
 @pytest.mark.parametrize("counts", [[0, 70, 1, 200, 0, 129], [16, 0, 144, 32], [0, 0, 3]])
@@ -172,7 +172,7 @@ def test_column_blocks_start_again_at_every_expert(counts: list[int]) -> None:
     )  # fmt: skip
     check(held, expected, columnwise=True)
     copies = expert_copies(actual.column_copy, actual.block, ends.tolist(), columnwise=True)
-    EXACT.check(torch.cat([copy.scales for copy in copies]), expected.columnwise_scales, "scales of all experts")
+    same_scales(torch.cat([copy.scales for copy in copies]), expected.columnwise_scales, "scales of all experts")
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (2, 130, 300), (3, 128, 256)])

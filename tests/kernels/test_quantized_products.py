@@ -13,10 +13,10 @@ from megatron_moe.config.precision import LowPrecisionConfig, low_precision_conf
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ExpertRows, ShardedInput
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
-from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.ops import GroupedPart, RowIndex
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.sequential import sequential
-from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
+from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
@@ -165,6 +165,58 @@ def test_saving_the_input_gives_the_same_weight_gradient(config: LowPrecisionCon
         results.append([leaf.grad for leaf in leaves])
     for found, expected in zip(*results, strict=True):
         EXACT.check(found, expected, "token-major rows")
+
+
+EVERY_RECIPE = {
+    "blockwise": low_precision_config("blockwise"),
+    "tensorwise": low_precision_config("tensorwise"),
+    "delayed": low_precision_config("delayed", hybrid=True),
+    "mxfp8": low_precision_config("mxfp8"),
+    "nvfp4": low_precision_config("nvfp4"),
+}
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 1e38], ids=str)
+@pytest.mark.parametrize("where", ["input", "weight", "gradient"])
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+def test_an_operand_that_is_not_finite_makes_results_nan(recipe: str, where: str, value: float) -> None:
+    """No cast turns inf into the largest element. Earlier scales (delayed) do not hide a magnitude like 1e38 either."""
+    config = EVERY_RECIPE[recipe]
+    if value == 1e38 and recipe != "delayed":
+        return  # a finite number with a scale of its own
+    delayed = DelayedScaling(config, torch.device("cpu"), None, 0) if recipe == "delayed" else None
+    precision = LinearPrecision(config, KERNELS, delayed=delayed)
+    x, weight, grad = (draw(32, 32, seed=seed, dtype=torch.float32) for seed in range(3))
+    {"input": x, "weight": weight, "gradient": grad}[where][3, 5] = value
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    out = autograd.linear(KERNELS, *leaves, precision=precision)
+    out.backward(grad)
+    affected = {"input": (out, weight.grad), "weight": (out, x.grad), "gradient": (x.grad, weight.grad)}[where]
+    assert all(result.isnan().any() for result in affected)
+    unaffected = {"input": x.grad, "weight": weight.grad, "gradient": out}[where]
+    assert unaffected.isfinite().all()
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
+def test_emulated_weight_gradients_in_bf16_are_rounded_once(grouped: bool) -> None:
+    """As tensor cores do: products and sums in fp32, also over several microbatches of experts."""
+    config = CONFIGS["tensorwise"]
+    layer = LinearPrecision(config, KERNELS)
+    grad, x = (draw(64, width, seed=width, dtype=torch.bfloat16) for width in (24, 40))
+    offsets = ends([20, 64]) if grouped else None
+    operands = (
+        layer.grad(grad, rowwise=False, columnwise=True, offsets_e=offsets),
+        layer.input(x, rowwise=False, columnwise=True, offsets_e=offsets),
+    )
+    shape = (2, 24, 40) if grouped else (24, 40)
+    found, wide = draw(*shape, dtype=torch.bfloat16), torch.empty(shape)
+    wide.copy_(found)
+    for out in (found, wide):
+        if offsets is None:
+            KERNELS.linear_weight_grad(*operands, out, True)
+        else:
+            KERNELS.grouped_weight_grad([GroupedPart(*operands, offsets)] * 3, out, True)
+    EXACT.check(found, wide.bfloat16(), "fp32 products, rounded to bf16")
 
 
 def test_results_have_the_dtype_of_the_operands() -> None:

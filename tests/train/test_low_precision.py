@@ -229,7 +229,9 @@ def test_delayed_scales_follow_the_history() -> None:
             scaling.scale(role, torch.tensor([amax]), record=True)
             scaling.scale(role, torch.tensor([amax / 2]), record=True)
             scaling.scale(role, torch.tensor([amax * 2]), record=False)
+        history = scaling.history.clone()
         scaling.update(proceed)
+        assert bool(proceed) and amax > 0 or torch.equal(scaling.history, history), "no magnitude, or no step"
         assert scaling.scales[:, 0].tolist() == [1.0] * 3, "the expert of another rank has no rows"
         return scaling.scales[:, 1] / torch.tensor(largest)
 
@@ -237,9 +239,10 @@ def test_delayed_scales_follow_the_history() -> None:
     assert step(2.0).tolist() == [1 / 8] * 3, "the largest of two steps"
     assert step(1.0).tolist() == [1 / 4] * 3
     assert step(8.0, torch.tensor(False)).tolist() == [1 / 4] * 3, "the step was rejected"
-    assert step(0.0).tolist() == [1 / 2] * 3
-    assert step(0.0).tolist() == [1 / 2] * 3, "no magnitude keeps the scale"
-    assert step(float("inf")).tolist() == [1 / 2] * 3
+    assert step(0.0).tolist() == [1 / 4] * 3, "no magnitude keeps the history"
+    assert step(0.5).tolist() == [1 / 2] * 3
+    assert step(0.5).tolist() == [1.0] * 3
+    assert step(float("inf")).tolist() == [1.0] * 3
     recent = DelayedScaling(replace(config, amax_compute_algo="most_recent"), torch.device("cpu"), None, 0)
     for amax, expected in ((4.0, 1 / 8), (2.0, 1 / 4)):
         recent.amax.zero_()
@@ -257,6 +260,45 @@ def test_a_rejected_step_keeps_weights_and_scales() -> None:
     trainer._may_continue.fill_(False)
     run_steps(plan, trainer, TrainState(iteration=1), 1)
     EXACT.check_all(trainer.model.state_dict(), before)
+
+
+BF16_SCALES = "the checkpoint has no delayed FP8 scales of some layers"
+OTHER_STATE: dict[str, tuple[LowPrecisionConfig | None, LowPrecisionConfig | None, str]] = {
+    "to blockwise": (CONFIGS["delayed"], CONFIGS["blockwise"], "of the checkpoint are ignored in layers that use none"),
+    "to bf16": (CONFIGS["delayed"], None, "of the checkpoint are ignored in layers that use none"),
+    "from bf16": (None, CONFIGS["delayed"], BF16_SCALES),
+    "in more layers": (replace(CONFIGS["delayed"], layers_at_end=1), CONFIGS["delayed"], BF16_SCALES),
+    "cut": (CONFIGS["delayed"], replace(CONFIGS["delayed"], amax_history_len=2), "the 2 newest steps are used"),
+    "padded": (CONFIGS["delayed"], replace(CONFIGS["delayed"], amax_history_len=5), "the older steps start empty"),
+}
+
+
+@pytest.mark.parametrize("optimizer", [True, False], ids=["resume", "weights only"])
+@pytest.mark.parametrize("change", OTHER_STATE)
+def test_state_of_delayed_scaling_is_optional(change: str, optimizer: bool, tmp_path: Path) -> None:
+    """Missing state starts at scale 1 with an empty history, another length is cut or padded, unused state ignored."""
+    before, after, message = OTHER_STATE[change]
+    context, notes = ParallelContext.single(), []
+    plan = plan_of(CONFIGS["mxfp8"])
+    trained, resumed = (
+        make_trainer(replace(plan, precision=replace(plan.precision, low_precision=config)), context)
+        for config in (before, after)
+    )
+    run_steps(plan, trained, TrainState(), 3)
+    saver = CheckpointSaver(tmp_path, context, say=lambda line: None)
+    saver.save(3, saved_tensors(trained, optimizer=True), {"iteration": 3})
+    saver.close()
+    fresh = {name: value.clone() for name, value in resumed.model.state_dict().items()}
+    config = CheckpointConfig(load=str(tmp_path), load_optim=optimizer)
+    load(find(config, context), saved_tensors(resumed, optimizer=True), context, say=notes.append)
+    assert len(notes) == 1 and message in notes[0]
+    saved, found = trained.model.state_dict(), resumed.model.state_dict()
+    for name, value in found.items():
+        expected = saved.get(name, fresh[name])
+        if name.endswith("fp8_amax_history") and name in saved:
+            expected, num_kept = fresh[name], min(len(value), len(saved[name]))
+            expected[:num_kept] = saved[name][:num_kept]
+        EXACT.check(value, expected, name)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])

@@ -5,20 +5,23 @@ length, data and learning rate (`test_checkpointing.py`), ranks that do not divi
 (`tests/arguments/test_checks.py`), and versions of the format (`tests/checkpoint/test_load.py`).
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_moe.build import build_train_state_config
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
-from megatron_moe.config.precision import PrecisionConfig, StateName
+from megatron_moe.config.precision import ModulePrecision, PrecisionConfig, StateName, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.train.checkpointing import saved_tensors
+from megatron_moe.train.train_state import TrainState, config_differences
 from tests.helpers import tiny
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.train.test_checkpointing import Run, plan_of, start
@@ -134,6 +137,48 @@ def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> No
         "differs from the checkpoint: layers 1-2 feed_forward router aux_loss_coeffs: (0.5,), checkpoint (0.01,)",
         "differs from the checkpoint: --adam-beta2: 0.5, checkpoint 0.999",
         "differs from the checkpoint: --clip-grad: 2.0, checkpoint 0.5",
+    ]
+
+
+FP8 = low_precision_config("tensorwise")
+PRECISIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "another recipe": (
+        {"low_precision": low_precision_config("blockwise")},
+        ["low_precision recipe: 'blockwise', checkpoint 'tensorwise'"],
+    ),
+    "no FP8": ({"low_precision": None}, ["low_precision: None, checkpoint tensorwise"]),
+    "--fp8-format": (
+        {"low_precision": low_precision_config("tensorwise", hybrid=True)},
+        ["low_precision grads element: 'e5m2', checkpoint 'e4m3'"],
+    ),
+    "--no-fp8-wgrad": (
+        {"low_precision": replace(FP8, weight_grad=False)},
+        ["low_precision weight_grad: False, checkpoint True"],
+    ),
+    "--first-last-layers-bf16": (
+        {"low_precision": replace(FP8, layers_at_start=1)},
+        ["low_precision layers_at_start: 1, checkpoint 0"],
+    ),
+    "--te-precision-config-file": (
+        {"module_precision": (ModulePrecision(pattern="*.linear_fc1", config=None),)},
+        ["module_precision: 1 entries, checkpoint ()"],
+    ),
+    "--main-params-dtype": ({"main_params_dtype": "fp16"}, ["main_params_dtype: 'fp16', checkpoint 'fp32'"]),
+    "without effect": ({"low_precision": replace(FP8, emulate=True), "store_param_remainders": True}, []),
+}
+
+
+@pytest.mark.parametrize("what", PRECISIONS)
+def test_changed_number_formats_are_reported(what: str) -> None:
+    """Every field of the config is compared, unless it is known to have no effect on the numbers."""
+    changes, reported = PRECISIONS[what]
+    plan = tiny.plan(precision=PrecisionConfig(params="bf16", low_precision=FP8))
+    saved = json.loads(json.dumps(TrainState().to_json(build_train_state_config(plan))))
+    assert config_differences(saved, build_train_state_config(plan)) == ([], [])
+    changed = build_train_state_config(replace(plan, precision=replace(plan.precision, **changes)))
+    found = config_differences(saved, changed)[1]
+    assert [line for line in found if not any(name in line for name in (" block:", " scale:"))] == [
+        f"precision {line}" for line in reported
     ]
 
 

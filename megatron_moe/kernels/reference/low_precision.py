@@ -30,7 +30,8 @@ def quantized_linear_input_grad(grad: MatrixOperand, weight: MatrixOperand) -> T
 
 
 def quantized_linear_weight_grad(grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
-    _store(out, _columns(grad).to(out.dtype) @ _columns(x).to(out.dtype).mT, accumulate)
+    wide = torch.promote_types(internal_dtype(grad.dtype), out.dtype)
+    _store(out, _columns(grad).to(wide) @ _columns(x).to(wide).mT, accumulate)
 
 
 def quantized_grouped_forward(rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
@@ -42,15 +43,18 @@ def quantized_grouped_input_grad(grad: MatrixOperand, weight: MatrixOperand, off
 
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
+    total = out.to(torch.promote_types(internal_dtype(parts[0].grad.dtype), out.dtype))  # rounded once, at the end
     for number, (grad, rows, offsets_e) in enumerate(parts):
         grad_RO, ends_e = _expert_columns(grad, offsets_e)
         rows_RI, _ = _expert_columns(rows, offsets_e)
         blocks = _blocks_of(grad_RO, ends_e)
-        grad_bLO, rows_bLI = (_in_blocks(values.to(out.dtype), blocks) for values in (grad_RO, rows_RI))
+        grad_bLO, rows_bLI = (_in_blocks(values.to(total.dtype), blocks) for values in (grad_RO, rows_RI))
         sums_bOI = grad_bLO.mT @ rows_bLI
         # a product with 0 and 1 sums the blocks of an expert in a fixed order, unlike index_add_ on a GPU
-        is_of_eb = (torch.arange(len(offsets_e), device=out.device)[:, None] == blocks.expert_b).to(out.dtype)
-        _store(out, (is_of_eb @ sums_bOI.flatten(1)).view(out.shape), accumulate or number > 0)
+        is_of_eb = (torch.arange(len(offsets_e), device=out.device)[:, None] == blocks.expert_b).to(total.dtype)
+        _store(total, (is_of_eb @ sums_bOI.flatten(1)).view(out.shape), accumulate or number > 0)
+    if total is not out:
+        out.copy_(total)
 
 
 def _by_expert(rows: MatrixOperand, weight_eIO: Tensor, offsets_e: Tensor) -> Tensor:

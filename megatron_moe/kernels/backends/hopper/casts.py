@@ -25,6 +25,7 @@ rows. If tokens are gathered, the band of all tokens stays in the L2 cache, sinc
 WARPS = 8
 _ALL = gl.constexpr(PropagateNan.ALL)
 _MANTISSA = gl.constexpr(0x7FFFFF)
+_INF, _NAN = gl.constexpr(0x7F800000), gl.constexpr(0x7FC00000)
 
 
 def columnwise_copy(
@@ -125,16 +126,17 @@ def _larger(a, b):
 @gluon.jit
 def _scales_of(amax_bits, LARGEST: gl.constexpr, BOUND: gl.constexpr, POWER_OF_TWO: gl.constexpr):
     """See `quantize.scales_of`."""
-    usable = (amax_bits > 0) & (amax_bits < 0x7F800000)
+    usable = (amax_bits > 0) & (amax_bits < _INF)
     if POWER_OF_TWO:
         largest: gl.constexpr = 8 if LARGEST == 448.0 else 15
         above = ((amax_bits & _MANTISSA) > 0x600000).to(gl.int32)
         exponent = gl.minimum(254 + largest - (amax_bits >> 23) - above, 254)
         exponent = gl.where(usable, exponent, 127)
         inverse = gl.where(exponent == 254, 1 << 22, (254 - exponent) << 23)  # 2^-127 is subnormal
+        inverse = gl.where(amax_bits < _INF, inverse, _NAN)
         return (exponent << 23).to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
     else:
         amax = gl.where(usable, amax_bits, 0x3F800000).to(gl.float32, bitcast=True)
         scale = gl.minimum(gl.div_rn(amax * 0 + LARGEST, amax), BOUND)
         scale = gl.where(usable, scale, 1.0)
-        return scale, gl.div_rn(scale * 0 + 1.0, scale)
+        return scale, gl.where(amax_bits < _INF, gl.div_rn(scale * 0 + 1.0, scale), float("nan"))

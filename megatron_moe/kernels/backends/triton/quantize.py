@@ -1,7 +1,7 @@
 """Triton kernels that quantise matrices to FP8 with a scale per block of 1x128 or 128x128 elements.
 
 Each kernel reads its input once. Elements are multiplied by their block's scale in fp32, rounded to nearest even and
-saturated; NaN stays NaN. Inverse scales are stored (value = element * inverse scale).
+saturated. Inverse scales are stored (value = element * inverse scale); that of a block with an inf or NaN is NaN.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,7 @@ WEIGHT_WARPS = 4
 """Warps per 128x128 tile of casts of weights; the fastest on an H200."""
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INF, _NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 
 
 E4M3 = OperandFormat(element="e4m3", block=(1, BLOCK), scale="power of 2")
@@ -251,8 +252,8 @@ def magnitude_bits(x):
 @triton.jit
 def scales_of(amax_bits, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Returns (scale, inverse scale) of blocks with the largest magnitudes `amax_bits` (see `magnitude_bits`). The
-    scale is 1 for blocks that are 0 or have an element that is not finite."""
-    usable = (amax_bits > 0) & (amax_bits < 0x7F800000)
+    scale is 1 for blocks that are 0. Of blocks with an element that is not finite, it is 1 too, and the inverse NaN."""
+    usable = (amax_bits > 0) & (amax_bits < _INF)
     if POWER_OF_TWO:
         # floor(LARGEST / amax) to a power of two, on exponents: both formats' LARGEST has the mantissa 1.75
         tl.static_assert(LARGEST == 448.0 or LARGEST == 57344.0)
@@ -261,12 +262,14 @@ def scales_of(amax_bits, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TW
         exponent = tl.minimum(254 + largest - (amax_bits >> 23) - above, 254)
         exponent = tl.where(usable, exponent, 127)
         inverse = tl.where(exponent == 254, 1 << 22, (254 - exponent) << 23)  # 2^-127 is subnormal
+        inverse = tl.where(amax_bits < _INF, inverse, _NAN)
         return (exponent << 23).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
     else:
         amax = tl.where(usable, amax_bits, 0x3F800000).to(tl.float32, bitcast=True)
         scale = tl.minimum(tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax), BOUND)
         scale = tl.where(usable, scale, 1.0)
-        return scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+        inverse = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+        return scale, tl.where(amax_bits < _INF, inverse, float("nan"))
 
 
 @triton.jit
