@@ -252,8 +252,14 @@ class Communication:
             for each, times in (
                 (self._sharded_linears("embedding", 0, hidden), stage.embedding + stage.num_mtp),
                 (self._sharded_linears("head", hidden, 0), stage.loss * (1 + self.plan.model.num_mtp)),
+                (self._loss(), stage.loss * (1 + self.plan.model.num_mtp)),
             ):
                 yield each.repeated(times * self.plan.num_microbatches)
+
+    def _loss(self) -> Traffic:
+        """Traffic of the vocabulary-parallel loss: an all-gather of three numbers per token in forward."""
+        tp, sizes = self.plan.parallel.tp, self._sizes
+        return ring(tp, float(3 * tp * sizes.inner * sizes.internal), self.placements["tp"], group="tp", what="loss")
 
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
         """Yields the data-parallel traffic: gradient all-reduce; with ZeRO-1, reduce-scatter and weight all-gather."""

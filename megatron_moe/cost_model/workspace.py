@@ -109,15 +109,11 @@ def in_feed_forward(
 
 
 def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of the loss. Without tp, it is the gradient of the hidden state, because that of the logits
-    overwrites them. With tp, it is three tensors of the forward in fp32 or wider: logits, logits minus maximum, and
-    exponentials. A chunked loss also stores the logits of one chunk."""
-    vocab, chunk = model.vocab_size // parallel.tp, model.loss_chunk
-    hidden = sizes.inner * model.hidden_size * sizes.activation if parallel.tp == 1 else 0
-    size = 0 if parallel.tp == 1 else 3 * sizes.internal
-    if chunk is None:
-        return Workspace(other=float(hidden + sizes.inner * vocab * size))
-    return Workspace(other=float(hidden + min(chunk, sizes.inner) * vocab * (size + sizes.activation)))
+    """Peak workspace of the loss: the gradient of the hidden state, because that of the logits overwrites them. A
+    chunked loss also stores the logits of one chunk."""
+    hidden = sizes.inner * model.hidden_size * sizes.activation
+    chunk = 0 if model.loss_chunk is None else min(model.loss_chunk, sizes.inner)
+    return Workspace(other=float(hidden + chunk * (model.vocab_size // parallel.tp) * sizes.activation))
 
 
 def _stream(hidden: int, sizes: ActivationSizes) -> float:

@@ -5,7 +5,7 @@ docs/shapes.md. Ops compute in the internal dtype promote(fp32, input dtype) and
 otherwise. Differentiable ops include their backward; `autograd.py` adds the backward of linear and embedding ops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -223,6 +223,15 @@ class QuantizedActivationGrads(NamedTuple):
     """Result of the activation, computed again; with `columns`, its columnwise copy."""
 
 
+class VocabShard(NamedTuple):
+    """Part of the vocabulary on one tensor-parallel rank, for `Kernels.cross_entropy`."""
+
+    first: int
+    """Id of the first entry."""
+    gather: Callable[[Tensor], Tensor]
+    """All-gathers the statistics of n ranks, [3, T] -> [n, 3, T]; not recorded by autograd."""
+
+
 class Kernels(Quantizers, Protocol):
     """Interface of the kernel set that modules receive: one method per op, including those of `Quantizers`."""
 
@@ -384,10 +393,12 @@ class Kernels(Quantizers, Protocol):
         gradient of x are 0; the gradient of probs is 0 if the incoming gradient is finite."""
         ...
 
-    def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
         """Cross-entropy loss of each token, -log softmax(logits)[label]: [T] in the internal dtype.
 
-        Backward may overwrite the logits with their gradient, so nothing else may read them after it. It runs once."""
+        With `shard`, the logits are this rank's part of the vocabulary, labels are ids of the whole vocabulary, and all
+        ranks get the same loss. Backward needs no communication. It may overwrite the logits with their gradient, so
+        nothing else may read them after it. It runs once."""
         ...
 
     # routing

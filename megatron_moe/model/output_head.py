@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.autograd import accumulate_grad
-from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.kernels.ops import Kernels, VocabShard, internal_dtype
 from megatron_moe.kernels.reference.backend import store
 from megatron_moe.layers.linear import column_product
-from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
@@ -87,34 +87,11 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
     """
     if group.size == 1:
         return kernels.cross_entropy(logits_TV, labels_T)
-    return _VocabParallelCrossEntropy.apply(logits_TV, labels_T, group)  # type: ignore[no-untyped-call,no-any-return]
 
+    def gather(stats_3T: Tensor) -> Tensor:  # tp: all-gather of three numbers per token, no communication in backward
+        return all_gather_flat(stats_3T.new_empty(group.size, *stats_3T.shape), stats_3T, group)
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits that are sharded by vocabulary. The backward needs no communication."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
-        wide_TV = logits_TV.to(internal_dtype(logits_TV.dtype))
-        num_held = wide_TV.shape[1]
-        ids_T = labels_T - group.rank * num_held
-        held_T = (ids_T >= 0) & (ids_T < num_held)
-        ids_T = ids_T.clamp(0, num_held - 1)
-        # tp: three all-reduces of one number per token, none in the backward
-        peak_T = all_reduce_(wide_TV.amax(dim=-1), group, op="max")
-        sum_T = all_reduce_((wide_TV - peak_T[:, None]).exp().sum(dim=-1), group)
-        label_T = wide_TV.gather(-1, ids_T[:, None]).squeeze(-1)
-        label_T = all_reduce_(torch.where(held_T, label_T, 0), group)
-        normalizer_T = peak_T + sum_T.log()
-        ctx.save_for_backward(logits_TV, normalizer_T, ids_T, held_T)
-        return normalizer_T - label_T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits_TV, normalizer_T, ids_T, held_T = ctx.saved_tensors
-        grad_TV = (logits_TV.to(normalizer_T.dtype) - normalizer_T[:, None]).exp()
-        grad_TV.scatter_add_(-1, ids_T[:, None], -held_T.to(grad_TV.dtype)[:, None])
-        return (grad_TV * grads[0][:, None]).to(logits_TV.dtype), None, None
+    return kernels.cross_entropy(logits_TV, labels_T, VocabShard(group.rank * logits_TV.shape[1], gather))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -12,10 +12,10 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
-from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, QueryKeyTransform
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, QueryKeyTransform, VocabShard
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
-from tests.helpers.tolerances import EXACT, FP32_REF
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 from tests.kernels.compiled import NO_SPILLS, compiled
 
 pytestmark = [
@@ -201,6 +201,30 @@ def test_cross_entropy_of_huge_and_infinite_logits_is_finite() -> None:
     FP32_REF.check(loss, torch.tensor([0.0, 0.3132616875182228]), "loss")
     (grad,) = torch.autograd.grad(loss.sum(), logits)
     assert torch.isfinite(grad).all() and grad[1, 0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_ranks", "vocab"), [(2, 50), (4, 20_000)])
+def test_cross_entropy_of_vocabulary_shards_equals_that_of_all_logits(
+    num_ranks: int, vocab: int, dtype: torch.dtype
+) -> None:
+    part = vocab // num_ranks
+    labels = torch.tensor([0, part - 1, part, 2 * part - 1, vocab - 1])
+    logits, probe = (30 * draw(len(labels), vocab)).to(dtype), draw(len(labels), seed=1).float()
+    logits[0, part:] = -torch.inf  # a rank without finite logits
+    whole = logits.clone().requires_grad_()
+    expected = REFERENCE.cross_entropy(whole, labels)
+    (expected * probe).sum().backward()
+
+    parts, stats = [x.clone().requires_grad_() for x in logits.chunk(num_ranks, dim=1)], []
+    for rank, x in enumerate(parts):
+        triton_kernels.cross_entropy(x, labels, VocabShard(rank * part, lambda own: stats.append(own) or own[None]))
+    for rank, x in enumerate(parts):
+        loss = triton_kernels.cross_entropy(1 * x, labels, VocabShard(rank * part, lambda own: torch.stack(stats)))
+        FP32_REF.check(loss, expected, "loss")
+        (loss * probe).sum().backward()
+    tolerance = FP32_REF if dtype is torch.float32 else BF16_KERNEL
+    tolerance.check(torch.cat([x.grad for x in parts], dim=1), whole.grad, "gradient")
 
 
 def choices(tokens: int, topk: int, experts: int, *, some_empty: bool) -> Tensor:

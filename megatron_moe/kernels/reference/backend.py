@@ -6,6 +6,7 @@ modules of this package implement the ops that are imported here.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from megatron_moe.kernels.ops import (
     QuantizedActivationGrads,
     QueryKeyTransform,
     RowIndex,
+    VocabShard,
     internal_dtype,
     mark_nonfinite,
 )
@@ -330,10 +332,37 @@ def rms_norm_quantized(
     return total, normed, quantize_rows(normed.detach().flatten(0, -2), form, rowwise=True, columnwise=False)
 
 
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
+    if shard is not None:
+        return _ShardedCrossEntropy.apply(logits_TV, labels_T, shard)  # type: ignore[no-untyped-call,no-any-return]
     logits_TV = logits_TV.to(internal_dtype(logits_TV.dtype))
     chosen_T = logits_TV.gather(-1, labels_T[:, None]).squeeze(-1)
     return logits_TV.logsumexp(dim=-1) - chosen_T
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard) -> Tensor:
+        wide_TV = logits_TV.to(internal_dtype(logits_TV.dtype))
+        num_held = wide_TV.shape[1]
+        ids_T = labels_T - shard.first
+        held_T = (ids_T >= 0) & (ids_T < num_held)
+        ids_T = ids_T.clamp(0, num_held - 1)
+        peak_T = wide_TV.amax(dim=-1)
+        total_T = (wide_TV - peak_T[:, None]).exp().sum(dim=-1)
+        chosen_T = torch.where(held_T, wide_TV.gather(-1, ids_T[:, None]).squeeze(-1), 0)
+        peak_NT, total_NT, chosen_NT = shard.gather(torch.stack([peak_T, total_T, chosen_T])).unbind(1)
+        peak_T = peak_NT.amax(dim=0)
+        normalizer_T = peak_T + (total_NT * (peak_NT - peak_T).exp()).sum(dim=0).log()
+        ctx.save_for_backward(logits_TV, normalizer_T, ids_T, held_T)
+        return normalizer_T - chosen_NT.sum(dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TV, normalizer_T, ids_T, held_T = ctx.saved_tensors
+        grad_TV = (logits_TV.to(normalizer_T.dtype) - normalizer_T[:, None]).exp()
+        grad_TV.scatter_add_(-1, ids_T[:, None], -held_T.to(grad_TV.dtype)[:, None])
+        return (grad_TV * grads[0][:, None]).to(logits_TV.dtype), None, None
 
 
 # optimizer

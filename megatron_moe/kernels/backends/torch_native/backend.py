@@ -28,6 +28,7 @@ from megatron_moe.kernels.ops import (
     GroupedPart,
     QueryKeyTransform,
     RowIndex,
+    VocabShard,
     internal_dtype,
     mark_nonfinite,
 )
@@ -286,7 +287,9 @@ def _zero_where_empty(x_RF: Tensor, probs_R: Tensor | None) -> Tensor:
     return x_RF if probs_R is None else x_RF.masked_fill_((probs_R == 0)[..., None], 0)
 
 
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
+    if shard is not None:
+        return reference.cross_entropy(logits_TV, labels_T, shard)
     return F.cross_entropy(logits_TV.to(internal_dtype(logits_TV.dtype)), labels_T, reduction="none")
 
 

@@ -37,7 +37,7 @@ from megatron_moe.kernels.backends.transformer_engine.low_precision import (
     quantized_linear_weight_grad as quantized_linear_weight_grad,
 )
 from megatron_moe.kernels.kernel_set import Priority, Support
-from megatron_moe.kernels.ops import AttentionInputs, GroupedPart
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, VocabShard
 from megatron_moe.kernels.reference import backend as reference
 
 NAME = "transformer_engine"
@@ -310,8 +310,8 @@ def _scale_rows(x_RF: Tensor, probs_R: Tensor) -> Tensor:
     return product_RF.masked_fill_((probs_R == 0)[..., None], 0)
 
 
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    if labels_T.numel() == 0:
-        return reference.cross_entropy(logits_TV, labels_T)
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
+    if labels_T.numel() == 0 or shard is not None:  # theirs needs the process group, which kernels do not see
+        return reference.cross_entropy(logits_TV, labels_T, shard)
     loss_1T: Tensor = parallel_cross_entropy(logits_TV[None], labels_T[None])
     return loss_1T.view(-1)
