@@ -54,7 +54,7 @@ def scaled_state_needs_nan_check(flags: RuleFlags) -> Violations:
         )
 
 
-def one_optimizer_offload(flags: RuleFlags) -> Violations:
+def one_way_to_offload_optimizer_state(flags: RuleFlags) -> Violations:
     """Offloaded optimizer state is updated either on the CPU or on the GPU."""
     if flags.optimizer_cpu_offload and flags.chunked_optimizer_state_offload:
         yield (

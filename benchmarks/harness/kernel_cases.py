@@ -177,7 +177,7 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         weight_decay=0.1,
         step=torch.ones((), dtype=torch.int64, device=device),
         grad_scale=torch.ones((), device=device),
-        proceed=torch.ones((), dtype=torch.bool, device=device),
+        apply_update=torch.ones((), dtype=torch.bool, device=device),
         nonfinite=torch.zeros((), dtype=torch.bool, device=device),
     )
     yield KernelCase("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), FP32 * size / 1e9)

@@ -86,7 +86,7 @@ class RankBytes:
     """Symmetric memory of the flex dispatcher, allocated for the whole run."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
-    visiting: float = 0.0
+    staging: float = 0.0
     """Device memory for offloaded optimizer state during its update, at which time no activations are allocated."""
     on_host: float
     """Activations in host memory, which `total` does not include."""
@@ -100,7 +100,7 @@ class RankBytes:
     def total(self) -> float:
         """Peak bytes on the device, reached either in forward and backward or in the optimizer update."""
         training = self.kept + self.dispatch + self.working + self.transfers
-        return self.state.total + self.receive_slots + max(training, self.visiting)
+        return self.state.total + self.receive_slots + max(training, self.staging)
 
 
 def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
@@ -216,7 +216,7 @@ class RankMemory:
             working=workspace.other,
             receive_slots=receive_slots(layer_recipes(plan, rank), plan, self.sizes),
             transfers=self._transfers(),
-            visiting=self._visiting(rank),
+            staging=self._staging(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),
         )
 
@@ -383,7 +383,7 @@ class RankMemory:
         elements = num * layer.mixer.hidden_size * mlp.activation.fan * mlp.ffn_hidden_size
         return elements * stored_bytes(self.plan.precision).transposed
 
-    def _visiting(self, rank: int) -> float:
+    def _staging(self, rank: int) -> float:
         """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks if it is
         copied in chunks. Returns 0 if the update runs on the CPU."""
         offload = self.plan.optimizer.offload

@@ -169,7 +169,7 @@ class AdamWStep:
     """Number of this update, starting at 1, used for the bias corrections: int64 scalar on the device."""
     grad_scale: Tensor
     """Scalar on the device by which the gradient is multiplied (gradient clipping)."""
-    proceed: Tensor
+    apply_update: Tensor
     """bool scalar on the device. False: weights and state remain unchanged, even if the gradient is not finite."""
     nonfinite: Tensor
     """bool scalar on the device. Ops set it to True if they store a non-finite weight or moment, and never to False."""
@@ -555,4 +555,4 @@ def all_finite(tensor: Tensor) -> Tensor:
 def mark_nonfinite(move: AdamWStep, *stored: Tensor) -> None:
     """Sets `move.nonfinite` if the step was applied and one of the updated tensors `stored` is not finite."""
     for tensor in stored:
-        move.nonfinite.logical_or_(move.proceed & ~all_finite(tensor))
+        move.nonfinite.logical_or_(move.apply_update & ~all_finite(tensor))

@@ -24,9 +24,9 @@ class StepResult:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Values that only some runs measure: "num_zeros" (number of gradient elements equal to 0) and "params_norm" (both
     only when the log needs them), and "overflow" (expert rows beyond their bound, relative to it)."""
-    proceed: bool
+    apply_update: bool
     """True if the update was applied."""
-    sound: bool
+    state_is_finite: bool
     """True if no earlier update has stored a non-finite weight or optimizer moment on any rank."""
     learning_rate: float
     """Learning rate after this iteration's scheduler step; the log shows it, as in Megatron."""
@@ -69,7 +69,7 @@ class StepReport:
 
     @property
     def loss(self) -> float:
-        applied = [step.loss for step in self.steps if step.proceed]
+        applied = [step.loss for step in self.steps if step.apply_update]
         return sum(applied) / len(applied) if applied else self.last.loss
 
     @property
@@ -80,7 +80,7 @@ class StepReport:
     @property
     def skipped_iterations(self) -> int:
         """Number of steps whose update was skipped."""
-        return sum(not step.proceed for step in self.steps)
+        return sum(not step.apply_update for step in self.steps)
 
     @property
     def nan_iterations(self) -> int:

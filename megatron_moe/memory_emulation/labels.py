@@ -86,7 +86,7 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
             named.append(("master weights", kept.master))
         for kind, packed in named:
             for tensor in packed.parts:
-                tracker.is_state(tensor, kind if state.home == "device" else "host")
+                tracker.is_state(tensor, kind if state.placement == "device" else "host")
 
 
 def mark_pages(trainer: Trainer, tracker: Tracker) -> None:

@@ -144,15 +144,15 @@ class BalancedRouter(Protocol):
     """Methods of a router that `update_routers` calls."""
 
     def batch_sums(self) -> Tensor: ...
-    def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None: ...
+    def end_batch(self, sums: Tensor, apply_update: Tensor | None) -> None: ...
 
 
 def update_routers(
-    routers: Sequence[BalancedRouter], context: ParallelContext, *, proceed: Tensor | None = None
+    routers: Sequence[BalancedRouter], context: ParallelContext, *, apply_update: Tensor | None = None
 ) -> None:
     """Updates expert biases and quantile thresholds of all routers; called after the last backward of a global batch.
 
-    `proceed`: bool scalar on the device; if False (the step is skipped), only the statistics are reset.
+    `apply_update`: bool scalar on the device; if False (the step is skipped), only the statistics are reset.
     """
     if not routers:
         return
@@ -162,4 +162,4 @@ def update_routers(
         # tp x dp x cp: 8 bytes per expert and MoE layer of this stage
         all_reduce_(flat, context.group("tp_dp_cp"))
     for router, sums in zip(routers, flat.split([len(part) for part in parts]), strict=True):
-        router.end_batch(sums, proceed)
+        router.end_batch(sums, apply_update)

@@ -348,29 +348,29 @@ class Router(nn.Module):
         return torch.cat(parts) if parts else self.weight.new_zeros(0, dtype=torch.float64)
 
     @torch.no_grad()
-    def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
+    def end_batch(self, sums: Tensor, apply_update: Tensor | None) -> None:
         """Updates expert bias and thresholds from `sums` (`batch_sums` summed over ranks), then resets the statistics.
-        `proceed`: bool scalar on the device; if it is False, bias and thresholds stay unchanged."""
+        `apply_update`: bool scalar on the device; if it is False, bias and thresholds stay unchanged."""
         num_experts = self.config.num_experts
         if self.expert_bias is not None:
             tokens_E, sums = sums[:num_experts], sums[num_experts:]
             move_E = self.config.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
-            self._set(self.expert_bias, self.expert_bias + move_E, proceed)
+            self._set(self.expert_bias, self.expert_bias + move_E, apply_update)
             self.tokens_since_update.zero_()
         if self.quantile_thresholds is not None:
             new_E, count = sums[:num_experts] / sums[num_experts:].clamp(min=1), sums[num_experts:]
             ema = self.config.quantile_ema
             moved_E = ema * self.quantile_thresholds + (1 - ema) * new_E
             moved_E = torch.where(count > 0, moved_E, self.quantile_thresholds)
-            self._set(self.quantile_thresholds, moved_E - moved_E.mean(), proceed)
+            self._set(self.quantile_thresholds, moved_E - moved_E.mean(), apply_update)
             self.threshold_sums.zero_()
             self.threshold_count.zero_()
         if "global_aux_loss" in self.config.balancing:
             self.global_counts.zero_()
             self.counts_ahead.clear()
 
-    def _set(self, state: Tensor, value: Tensor, proceed: Tensor | None) -> None:
-        state.copy_(value if proceed is None else torch.where(proceed, value.to(state.dtype), state))
+    def _set(self, state: Tensor, value: Tensor, apply_update: Tensor | None) -> None:
+        state.copy_(value if apply_update is None else torch.where(apply_update, value.to(state.dtype), state))
 
 
 def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:

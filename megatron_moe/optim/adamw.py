@@ -31,7 +31,7 @@ class AdamW:
             weight_decay=scalars.weight_decay if key.decay else 0.0,
             step=scalars.step,
             grad_scale=scalars.grad_scale,
-            proceed=scalars.proceed,
+            apply_update=scalars.apply_update,
             nonfinite=scalars.nonfinite,
         )
         master, rounded = stored.master, weights

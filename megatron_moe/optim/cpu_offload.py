@@ -64,7 +64,7 @@ class CPUStep(_OffloadedStep):
         chunks = [(state, start, end) for state in self.states for start, end in state.chunks(_HOST_CHUNK)]
         begin = self.copies.record()
         on_host = self._copy_scalars(scalars)
-        if not on_host.proceed:
+        if not on_host.apply_update:
             return
         overlap = self.config.overlap_cpu_optimizer_d2h_h2d
         loaded = [self._load(0, chunks)]
@@ -90,15 +90,15 @@ class CPUStep(_OffloadedStep):
 
     def _copy_scalars(self, scalars: StepScalars) -> StepScalars:
         """Copies the step's scalars to the host, blocks until this is done, and returns them with unchanged dtypes."""
-        on_device = (scalars.step, scalars.grad_scale, scalars.proceed, scalars.nonfinite)
+        on_device = (scalars.step, scalars.grad_scale, scalars.apply_update, scalars.nonfinite)
         stacked = torch.stack([each.double() for each in on_device])
         self.copies.synchronize(self.copies.to_host(self._scalars, stacked))
-        step, scale, proceed, nonfinite = self._scalars.unbind()
+        step, scale, apply_update, nonfinite = self._scalars.unbind()
         return replace(
             scalars,
             step=step.to(torch.int64),
             grad_scale=scale.to(scalars.grad_scale.dtype),
-            proceed=proceed.to(torch.bool),
+            apply_update=apply_update.to(torch.bool),
             nonfinite=nonfinite.to(torch.bool),
         )
 

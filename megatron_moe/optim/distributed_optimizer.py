@@ -73,7 +73,7 @@ class Optimizer:
             for buffer in buffers.buffers
             for state in new_states(buffer, self.rule.moments, precision, offload, self._host_copies)
         )
-        in_place = all(state.home == "device" for state in self.states)
+        in_place = all(state.placement == "device" for state in self.states)
         assert buffers.alignment == self.rule.alignment, f"ranges aligned to {buffers.alignment}: {self.rule}"
         assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
         self.on_new_weights: Callable[[], None] = lambda: None
@@ -81,8 +81,8 @@ class Optimizer:
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
         """(state, kind, copy): fp32 copies of state in other formats, made by the last call of `named_state`."""
         shared = (self.rule, offload, buffers.kernels, self._host_copies)
-        self._streamed_step = StreamedStep([state for state in self.states if state.home == "streamed"], *shared)
-        self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *shared)
+        self._streamed_step = StreamedStep([state for state in self.states if state.placement == "streamed"], *shared)
+        self._cpu_step = CPUStep([state for state in self.states if state.placement == "host"], *shared)
         self._stored = StoredWeights(buffers, self.states)
         self.store = ParamStore(buffers)
         self._gather_in_forward = False
@@ -103,7 +103,9 @@ class Optimizer:
 
         Other code must call `finish_gather` before it reads weights or optimizer state, or writes gradients.
         """
-        assert all(state.home == "device" for state in self.states), "state in host memory is not stepped on a stream"
+        assert all(state.placement == "device" for state in self.states), (
+            "state in host memory is not stepped on a stream"
+        )
         for number, index in forward_order(self.buffers.layout):
             buffer = self.buffers.buffers[number]
             start, end = buffer.layout.buckets[index]
@@ -130,28 +132,34 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self, *, lr: float, weight_decay: float, grad_scale: Tensor, proceed: Tensor, decoupled_lr: float | None = None
+        self,
+        *,
+        lr: float,
+        weight_decay: float,
+        grad_scale: Tensor,
+        apply_update: Tensor,
+        decoupled_lr: float | None = None,
     ) -> None:
         """Applies one update with the finished gradients.
 
         Args:
             grad_scale: scalar on the device that multiplies every gradient (the clip factor).
-            proceed: bool scalar on the device. If False, weights, moments and step count stay bitwise unchanged.
+            apply_update: bool scalar on the device. If False, weights, moments and step count stay bitwise unchanged.
             decoupled_lr: learning rate of embedding and head; if None, embedding and head use `lr`.
         """
         assert (decoupled_lr is None) == (self.config.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()
         self.on_new_weights()
-        self.step_count.add_(proceed.to(torch.int64))
+        self.step_count.add_(apply_update.to(torch.int64))
         self._copies = []
         # a rejected first step must not divide by 1 - beta^0
         number = self.step_count.clamp(min=1)
-        scalars = StepScalars(lr, decoupled_lr, weight_decay, number, grad_scale, proceed, self.nonfinite)
+        scalars = StepScalars(lr, decoupled_lr, weight_decay, number, grad_scale, apply_update, self.nonfinite)
         if self._streams is not None:
             self._start_overlapped(scalars, self._streams)
             return
         for state in self.states:
-            if state.home == "device":
+            if state.placement == "device":
                 self.rule.step(scalars, state.operands(), self.buffers.kernels)
         self._streamed_step.run(scalars)
         self._cpu_step.run(scalars)
@@ -251,12 +259,12 @@ class Optimizer:
         self._copies = []
         for state in self.states:
             flats = {kind: self._numbers(state, kind) for kind in state.kinds}
-            for place, slot in zip(state.buffer.layout.places, state.buffer.slots, strict=True):
-                start, end = max(place.start, state.start), min(place.end, state.end)
+            for param, slot in zip(state.buffer.layout.params, state.buffer.slots, strict=True):
+                start, end = max(param.start, state.start), min(param.end, state.end)
                 if start < end:
                     for kind, flat in flats.items():
                         data = flat[start - state.start : end - state.start]
-                        yield StateRange(place.name, kind, slot.parameter, start - place.start, data)
+                        yield StateRange(param.name, kind, slot.parameter, start - param.start, data)
 
     def _numbers(self, state: OptimizerState, kind: str) -> Tensor:
         packed = state.kinds[kind]
@@ -269,7 +277,7 @@ class Optimizer:
     def params_norm(self) -> Tensor:
         """L2 norm of the whole model's master weights, a scalar on the device. Each element is counted once."""
         self.finish_gather()
-        if any(state.home != "device" for state in self.states):
+        if any(state.placement != "device" for state in self.states):
             self._host_copies.synchronize_all()
         kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted(self.buffers)}
         squares = [state.sum_of_squares(kernels) for state in self.states if id(state.buffer) in counting]

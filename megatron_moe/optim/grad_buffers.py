@@ -182,9 +182,9 @@ class FlatBuffer:
     def bucket(self, index: int) -> GradBucket:
         """Creates the `GradBucket` of bucket `index`, which counts and reduces the gradients of its parameters."""
         start, end = self.layout.buckets[index]
-        places = zip(self.layout.places, self.slots, strict=True)
-        slots = [slot for place, slot in places if place.bucket == index]
-        uses = sum(place.parameter.uses for place in self.layout.places if place.bucket == index)
+        pairs = zip(self.layout.params, self.slots, strict=True)
+        slots = [slot for param, slot in pairs if param.bucket == index]
+        uses = sum(param.parameter.uses for param in self.layout.params if param.bucket == index)
         bucket = GradBucket(self.grads[start:end], self.group, uses, [slot.zero_if_empty for slot in slots])
         for slot in slots:
             slot.on_arrival = bucket.arrived
@@ -192,8 +192,8 @@ class FlatBuffer:
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields each parameter's global name and its view of `flat`, a tensor with this buffer's layout."""
-        for place in self.layout.places:
-            yield place.name, flat[place.start : place.end].view(place.shape)
+        for param in self.layout.params:
+            yield param.name, flat[param.start : param.end].view(param.shape)
 
     @property
     def has_weights(self) -> bool:

@@ -114,7 +114,7 @@ class BufferKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ParamSlot:
     """Position of one parameter in a buffer. `start` and `end` are offsets in elements."""
 
     parameter: ParamShape
@@ -142,7 +142,7 @@ class BufferLayout:
 
     key: BufferKey
     size: int
-    places: tuple[Place, ...]
+    params: tuple[ParamSlot, ...]
     buckets: tuple[Range, ...]
     """Consecutive ranges that together cover the buffer."""
 
@@ -152,7 +152,7 @@ class BufferLayout:
 
     def elements(self, start: int, end: int) -> int:
         """Number of elements between `start` and `end` that are not padding."""
-        return sum(max(0, min(place.end, end) - max(place.start, start)) for place in self.places)
+        return sum(max(0, min(param.end, end) - max(param.start, start)) for param in self.params)
 
     def owner_ranges(self, num_owners: int) -> tuple[tuple[Range, ...], ...]:
         """Range of each owner in each bucket, indexed [owner][bucket]. The ranges together cover the buffer.
@@ -164,13 +164,13 @@ class BufferLayout:
         for index, (start, end) in enumerate(self.buckets):
             size, rest = divmod(end - start, num_owners)
             assert rest == 0, f"a bucket of {end - start} elements for {num_owners} ranks"
-            places = [place for place in self.places if place.bucket == index]
-            edges = [self._owner_edge(places, start + owner * size) for owner in range(num_owners)]
+            params = [param for param in self.params if param.bucket == index]
+            edges = [self._owner_edge(params, start + owner * size) for owner in range(num_owners)]
             by_bucket.append(list(pairwise([*edges, end])))
         return tuple(tuple(ranges) for ranges in zip(*by_bucket, strict=True)) if by_bucket else ((),) * num_owners
 
-    def _owner_edge(self, places: Iterable[Place], edge: int) -> int:
-        inside = next((place for place in places if place.start < edge < place.end), None)
+    def _owner_edge(self, params: Iterable[ParamSlot], edge: int) -> int:
+        inside = next((param for param in params if param.start < edge < param.end), None)
         if inside is None or inside.parameter.alignment == "element":
             return edge
         return max(inside.start + each for each in inside.parameter.owner_edges() if inside.start + each <= edge)
@@ -187,8 +187,8 @@ class ParamLayout:
         index = {at: number for number, at in enumerate(forward_order(self))}
         found: dict[str, set[int]] = {}
         for number, buffer in enumerate(self.buffers):
-            for place in buffer.places:
-                found.setdefault(place.parameter.unit, set()).add(index[number, place.bucket])
+            for param in buffer.params:
+                found.setdefault(param.parameter.unit, set()).add(index[number, param.bucket])
         return {unit: tuple(sorted(buckets)) for unit, buckets in found.items()}
 
 
@@ -225,9 +225,9 @@ def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
     the registration index of their first registered parameter, descending. All ranks of a reduction use this order."""
     first: dict[tuple[int, int], int] = {}
     for index, buffer in enumerate(layout.buffers):
-        for place in buffer.places:
-            at = (index, place.bucket)
-            first[at] = min(place.registered, first.get(at, place.registered))
+        for param in buffer.params:
+            at = (index, param.bucket)
+            first[at] = min(param.registered, first.get(at, param.registered))
     return tuple(sorted(first, key=lambda at: -first[at]))
 
 
@@ -266,12 +266,12 @@ def decays(parameter: ParamShape, *, decay_qk_norm: bool) -> bool:
 def _place_buffer(
     key: BufferKey, members: Iterable[tuple[int, ParamShape]], bucket_align: int, bucket_size: int
 ) -> BufferLayout:
-    places: list[Place] = []
+    params: list[ParamSlot] = []
     buckets: list[Range] = []
     bucket_start = end = 0
     for index, parameter in members:
         start = _round_up(end, ELEMENT_ALIGN)
-        places.append(Place(parameter=parameter, start=start, bucket=len(buckets), registered=index))
+        params.append(ParamSlot(parameter=parameter, start=start, bucket=len(buckets), registered=index))
         end = start + parameter.numel
         if end - bucket_start >= bucket_size:
             end = _round_up(end, bucket_align)
@@ -280,7 +280,7 @@ def _place_buffer(
     if end > bucket_start:
         end = _round_up(end, bucket_align)
         buckets.append((bucket_start, end))
-    return BufferLayout(key=key, size=end, places=tuple(places), buckets=tuple(buckets))
+    return BufferLayout(key=key, size=end, params=tuple(params), buckets=tuple(buckets))
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -39,16 +39,16 @@ class ParamStore:
     """Weights and gradients of one rank by unit (`ParamShape.unit`). Buckets are numbered in `forward_order`."""
 
     def __init__(self, buffers: GradBuffers) -> None:
-        places = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
-        self._buckets = [(buffer.stored_parts(*buffer.layout.buckets[i]), buffer.group) for buffer, i in places]
+        buckets = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
+        self._buckets = [(buffer.stored_parts(*buffer.layout.buckets[i]), buffer.group) for buffer, i in buckets]
         self._sharded = buffers.data_parallel.use_distributed_optimizer
         self._units = buffers.layout.buckets_of_units()
         self._slots: dict[str, list[tuple[str, Tensor]]] = {unit: [] for unit in self._units}
         self._unit_of: dict[int, str] = {}
         for buffer in buffers.buffers:
-            for place, slot in zip(buffer.layout.places, buffer.slots, strict=True):
-                self._slots[place.parameter.unit].append((slot.name, slot.main_grad))
-                self._unit_of[id(slot.parameter)] = place.parameter.unit
+            for param, slot in zip(buffer.layout.params, buffer.slots, strict=True):
+                self._slots[param.parameter.unit].append((slot.name, slot.main_grad))
+                self._unit_of[id(slot.parameter)] = param.parameter.unit
         self._pending: dict[int, _PendingBucket] = {}
 
     @property

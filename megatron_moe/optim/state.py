@@ -16,7 +16,7 @@ from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
 from megatron_moe.precision.optimizer_state import BLOCK, Format, PackedState, pack, round_weights, unpack
 
-Home = Literal["device", "host", "streamed"]
+StatePlacement = Literal["device", "host", "streamed"]
 """Location of optimizer state. device: the state is stored and updated on the device. host: it is stored in host memory
 and updated on the CPU. streamed: it is stored in host memory and updated on the device."""
 _CHUNK = 1 << 22
@@ -85,7 +85,7 @@ class StepScalars:
     """int64 number of this update, starting at 1."""
     grad_scale: Tensor
     """Factor by which gradients are multiplied (gradient clipping)."""
-    proceed: Tensor
+    apply_update: Tensor
     """bool; False: weights and state stay unchanged."""
     nonfinite: Tensor
     """bool, set to True by the update if a stored weight or moment is not finite."""
@@ -120,7 +120,7 @@ class OptimizerState:
     grads: Tensor
     """View of the buffer's gradients in the range."""
     kept: StoredState
-    home: Home
+    placement: StatePlacement
     copies: HostCopies
     """Copies between the device and host memory."""
     saves_master: bool
@@ -203,11 +203,11 @@ class OptimizerState:
         master = self.kept.master
         assert master is not None, "the parameters are the master weights"
         most = _CHUNK
-        if self.home == "device":
+        if self.placement == "device":
             most = self.size if master.format == "plain" else _CHUNK_IN_STEP
         for start, end in self.chunks(size or most):
             part = master.part(start, end)
-            if self.home != "device":
+            if self.placement != "device":
                 on_host, part = part, part.like(self.grads.device)
                 allocated = self.copies.record()
                 for into, source in zip(part.parts, on_host.parts, strict=True):
@@ -229,7 +229,7 @@ class OptimizerState:
         master = self.kept.master
         if master is None:
             return kernels.sum_of_squares(self.weights)
-        if master.format == "plain" and self.home == "device":
+        if master.format == "plain" and self.placement == "device":
             return kernels.sum_of_squares(master.data)
         device = self.weights.device
         parts = (self._numbers(master, start, end).to(device) for start, end in self.chunks())
@@ -256,8 +256,8 @@ def new_states(
     for start, end in buffer.owned:
         middle = min(start + -(-on_host // BLOCK) * BLOCK, end) if on_host > 0 else start
         if start < middle:
-            home: Home = "host" if config.cpu_step else "streamed"
-            yield _new_state(buffer, (start, middle), moments, precision, home, copies)
+            placement: StatePlacement = "host" if config.cpu_step else "streamed"
+            yield _new_state(buffer, (start, middle), moments, precision, placement, copies)
         if middle < end:
             yield _new_state(buffer, (middle, end), moments, precision, "device", copies)
         on_host -= middle - start
@@ -268,7 +268,7 @@ def _new_state(
     owned: Range,
     moments: Sequence[MomentSpec],
     precision: PrecisionConfig,
-    home: Home,
+    placement: StatePlacement,
     copies: HostCopies,
 ) -> OptimizerState:
     start, end = owned
@@ -277,11 +277,11 @@ def _new_state(
     saves_master = weights.dtype != torch_dtype(precision.main_params_dtype)
 
     def zeros(name: Format, plain: torch.dtype, *, root: bool = False) -> PackedState:
-        device = weights.device if home == "device" else torch.device("meta")
+        device = weights.device if placement == "device" else torch.device("meta")
         state = PackedState.zeros(end - start, name, torch.float64 if fp64 else plain, device, root=root)
-        if home == "device":
+        if placement == "device":
             return state
-        parts = [copies.host_buffer(part.numel(), part.dtype, pinned=home == "streamed") for part in state.parts]
+        parts = [copies.host_buffer(part.numel(), part.dtype, pinned=placement == "streamed") for part in state.parts]
         return PackedState(name, parts[0], parts[1] if len(parts) > 1 else None, state.root)
 
     def moment(spec: MomentSpec) -> PackedState:
@@ -290,12 +290,12 @@ def _new_state(
         return zeros("plain", torch.bfloat16 if spec.format == "bf16" else torch.float32)
 
     master = None
-    if saves_master or home == "host" or buffer.codes:
-        remainders = precision.store_param_remainders and weights.dtype is torch.bfloat16 and home != "host"
+    if saves_master or placement == "host" or buffer.codes:
+        remainders = precision.store_param_remainders and weights.dtype is torch.bfloat16 and placement != "host"
         remainders = remainders and not buffer.codes
         name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
         master = zeros(name, torch.float32)
     kept = StoredState(master, {spec.kind: moment(spec) for spec in moments})
-    state = OptimizerState(buffer, start, end, buffer.grads[start:end], kept, home, copies, saves_master)
+    state = OptimizerState(buffer, start, end, buffer.grads[start:end], kept, placement, copies, saves_master)
     state.master_from_weights()
     return state

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import WeightPart
 from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers, replica_group
-from megatron_moe.optim.param_layout import Place
+from megatron_moe.optim.param_layout import ParamSlot
 from megatron_moe.optim.state import OptimizerState
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.param_meta import Grid
@@ -73,8 +73,8 @@ class StoredWeights:
         """Weights by grid. The magnitudes of a grid's weights are reduced together."""
         found: dict[tuple[Grid, OperandFormat, bool], list[tuple[StoredWeight, tuple[Tensor, ...]]]] = {}
         for buffer in self.buffers:
-            for place, weight in _weights_of(buffer):
-                codes = buffer.stored_parts(place.start, place.end)
+            for param, weight in _weights_of(buffer):
+                codes = buffer.stored_parts(param.start, param.end)
                 key = buffer.key.grid, weight.form, weight.scale is None
                 found.setdefault(key, []).append((weight, codes))
         for (grid, form, _), members in found.items():
@@ -136,19 +136,19 @@ class StoredWeights:
                 continue
             for first, values in state.masters():
                 begin, end = state.start + first, state.start + first + len(values)
-                for place, weight in _weights_of(state.buffer):
-                    start, stop = max(place.start, begin), min(place.end, end)
+                for param, weight in _weights_of(state.buffer):
+                    start, stop = max(param.start, begin), min(param.end, end)
                     if start < stop:
                         held = values[start - begin : stop - begin]
                         yield (
                             state.buffer,
                             start,
                             weight,
-                            WeightPart(held, start - place.start, place.shape, weight.dtype),
+                            WeightPart(held, start - param.start, param.shape, weight.dtype),
                         )
 
 
-def _weights_of(buffer: FlatBuffer) -> Iterator[tuple[Place, StoredWeight]]:
-    for place, slot in zip(buffer.layout.places, buffer.slots, strict=True):
-        assert slot.parameter.stored is not None, f"{place.name} is stored in its own dtype"
-        yield place, slot.parameter.stored
+def _weights_of(buffer: FlatBuffer) -> Iterator[tuple[ParamSlot, StoredWeight]]:
+    for param, slot in zip(buffer.layout.params, buffer.slots, strict=True):
+        assert slot.parameter.stored is not None, f"{param.name} is stored in its own dtype"
+        yield param, slot.parameter.stored

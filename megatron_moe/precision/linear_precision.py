@@ -96,16 +96,16 @@ class DelayedScaling:
             torch.maximum(recorded, amax, out=recorded)
         return torch.where(amax < _OVERFLOWING, self.scales[role][local], torch.nan)
 
-    def update(self, proceed: Tensor) -> None:
+    def update(self, apply_update: Tensor) -> None:
         """Adds `amax`, reduced over the ranks, to the history and computes new scales. A magnitude of 0, for example of
-        an expert without tokens, leaves history and scale unchanged. `proceed`: bool scalar on the device; False:
+        an expert without tokens, leaves history and scale unchanged. `apply_update`: bool scalar on the device; False:
         nothing changes, because the step was not applied."""
         history = torch.where(self.amax > 0, torch.cat([self.amax[None], self.history[:-1]]), self.history)
         amax = history.amax(dim=0) if self._uses_max else history[0]
         scales = (self._largest / amax).clamp(max=torch.finfo(torch.float32).max)
         scales = torch.where((amax > 0) & amax.isfinite(), scales, self.scales)
-        self.history.copy_(torch.where(proceed, history, self.history))
-        self.scales.copy_(torch.where(proceed, scales, self.scales))
+        self.history.copy_(torch.where(apply_update, history, self.history))
+        self.scales.copy_(torch.where(apply_update, scales, self.scales))
 
 
 class LastCopies:
@@ -314,9 +314,9 @@ class ModelPrecision:
         for layer in self.layers:
             layer.invalidate_weight()
 
-    def end_step(self, proceed: Tensor) -> None:
-        """Computes new scales for the recipe delayed. `proceed`: bool scalar on the device; False: the step was not
-        applied, and the scales do not change. Collective over the pipeline stage: 12 bytes per layer or expert."""
+    def end_step(self, apply_update: Tensor) -> None:
+        """Computes new scales for the recipe delayed. They do not change if `apply_update`, a bool scalar on the
+        device, is False. Collective over the pipeline stage: 12 bytes per layer or expert."""
         delayed = [layer.delayed for layer in self.layers if layer.delayed is not None]
         if not delayed:
             return
@@ -324,4 +324,4 @@ class ModelPrecision:
         self._reduce_max(flat)
         for each, amax in zip(delayed, flat.split([each.amax.numel() for each in delayed]), strict=True):
             each.amax.copy_(amax.view_as(each.amax))
-            each.update(proceed)
+            each.update(apply_update)

@@ -17,8 +17,8 @@ class StepOutcome:
     """Mean loss per token of this step over all ranks."""
     norms: dict[str, Tensor]
     figures: dict[str, Tensor]
-    proceed: Tensor
-    sound: Tensor
+    apply_update: Tensor
+    state_is_finite: Tensor
     num_samples: int
     learning_rate: float
     applied_learning_rate: float
@@ -26,7 +26,7 @@ class StepOutcome:
 
     def scalars(self) -> Tensor:
         """Starts an asynchronous copy of all device values to host memory; returns the host tensor, fp64 [n]."""
-        values = (self.loss, self.proceed, self.sound, *self.norms.values(), *self.figures.values())
+        values = (self.loss, self.apply_update, self.state_is_finite, *self.norms.values(), *self.figures.values())
         scalars = torch.stack([value.double() for value in values])
         if scalars.is_cuda:
             pinned = torch.empty_like(scalars, device="cpu", pin_memory=True)
@@ -35,14 +35,14 @@ class StepOutcome:
 
     def result(self, scalars: Tensor, seconds: float) -> StepResult:
         """Results as Python numbers. `scalars`: host tensor of `scalars()` after its copy has completed."""
-        loss, proceed, sound, *others = scalars.tolist()
+        loss, apply_update, state_is_finite, *others = scalars.tolist()
         return StepResult(
             iteration=self.iteration,
             loss=loss,
             norms=dict(zip(self.norms, others[: len(self.norms)], strict=True)),
             figures=dict(zip(self.figures, others[len(self.norms) :], strict=True)),
-            proceed=bool(proceed),
-            sound=bool(sound),
+            apply_update=bool(apply_update),
+            state_is_finite=bool(state_is_finite),
             learning_rate=self.learning_rate,
             applied_learning_rate=self.applied_learning_rate,
             num_samples=self.num_samples,

@@ -154,7 +154,7 @@ class Trainer:
         with self.timers.span("all-grads-sync", level=1):
             self._finish_grads(num_tokens)
         with self.timers.span("optimizer", level=1):
-            norms, figures, proceed, sound = self._update(loss, lr, state.trained_samples)
+            norms, figures, apply_update, state_is_finite = self._update(loss, lr, state.trained_samples)
         if self.repeatability and trial is not None:
             self.repeatability.add(trial, torch.stack([local[0], norms["all"].double()]))
         num_samples = len(batches) * self.micro_batch_size * self.context.group("dp").size
@@ -162,8 +162,8 @@ class Trainer:
             loss=loss,
             norms=norms,
             figures=figures,
-            proceed=proceed,
-            sound=sound,
+            apply_update=apply_update,
+            state_is_finite=state_is_finite,
             num_samples=num_samples,
             learning_rate=self.schedule.lr(state.trained_samples + num_samples),
             applied_learning_rate=lr,
@@ -262,31 +262,31 @@ class Trainer:
         self, loss: Tensor, lr: float, samples: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
         """Clips gradients, applies the update and updates the routers. Returns values for the fields of `StepOutcome`
-        named `norms`, `figures`, `proceed` (False: the update was not applied) and `sound`."""
+        named `norms`, `figures`, `apply_update` (False: the update was not applied) and `state_is_finite`."""
         figures: dict[str, Tensor] = {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
-        sound = norms.pop("nonfinite") == 0
+        state_is_finite = norms.pop("nonfinite") == 0
         if self.logging.log_num_zeros_in_grad:
             figures["num_zeros"] = count_zeros(self.buffers)
         overflow = None if self.model.expert_comm is None else self.model.expert_comm.largest_overflow()
         if overflow is not None:
             figures["overflow"] = overflow
-        proceed = self._accept(loss, norms["all"], overflow) & sound
+        apply_update = self._accept(loss, norms["all"], overflow) & state_is_finite
         if self.low_precision is not None:
-            self.low_precision.end_step(proceed)  # first: the optimizer may quantise weights with the new scales
+            self.low_precision.end_step(apply_update)  # first: the optimizer may quantise weights with the new scales
         self.optimizer.step(
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
             weight_decay=self.schedule.weight_decay(samples),
             grad_scale=clip_coefficient(norms["all"], self.optimizer.config.clip_grad),
-            proceed=proceed,
+            apply_update=apply_update,
         )
         for router in self.routers:
             router.record_bias(self.metrics)
-        update_routers(self.routers, self.context, proceed=proceed)
+        update_routers(self.routers, self.context, apply_update=apply_update)
         if self.logging.log_params_norm:
             figures["params_norm"] = self.optimizer.params_norm()
-        return norms, figures, proceed, sound
+        return norms, figures, apply_update, state_is_finite
 
     def _accept(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
         """Checks loss and gradient norm for non-finite values and spikes, and the buffers of expert rows for overflow.
@@ -308,7 +308,7 @@ class Trainer:
                 self._may_continue = self._may_continue & passed
         return self._may_continue & accepted
 
-    def is_sound(self) -> bool:
+    def state_is_finite(self) -> bool:
         """True if no update so far stored a non-finite weight or moment on any rank. Collective; synchronises with the
         device."""
         self.optimizer.finish_gather()

@@ -100,7 +100,7 @@ class TrainingLog:
                 self._repeat_from(result)
             else:
                 self._handle(result)
-        if not self._trainer.is_sound():
+        if not self._trainer.state_is_finite():
             self._raise_bad_state()
 
     def restart_clock(self) -> None:
@@ -121,11 +121,11 @@ class TrainingLog:
         self._reporter.observe(result)
         if self._stragglers:
             self._stragglers.step_took(result.seconds)
-        if self._reporter.due(result.iteration) or not result.proceed:
+        if self._reporter.due(result.iteration) or not result.apply_update:
             self._report()
-        if not result.sound:
+        if not result.state_is_finite:
             self._raise_bad_state()
-        if result.proceed:
+        if result.apply_update:
             self._applied, self._skipped = result, 0
             for spikes, value in ((self._loss_spikes, result.loss), (self._norm_spikes, result.norms["all"])):
                 line = spikes.check(value, result.iteration) if spikes else None

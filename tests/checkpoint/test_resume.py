@@ -37,7 +37,7 @@ class Run:
             set_grads(self.buffers, make_gradients(100 * iteration + self.context.rank))
             finish_grads(self.buffers, self.context)
             scale = clip_coefficient(gradient_norms(self.buffers, self.context)["all"], 0.5)
-            self.optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale, proceed=torch.tensor(True))
+            self.optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale, apply_update=torch.tensor(True))
 
     def tensors(self) -> dict[str, Tensor]:
         found = {tensor_key("model", name): parameter.detach() for name, parameter in self.parameters.items()}

@@ -269,10 +269,10 @@ def test_offloaded_state_is_on_the_device_during_the_update():
     offload = MemoryConfig(offload=ActivationOffloadConfig(optimizer_fraction=1.0))
     optimizer = replace(DEEPSEEK.optimizer, offload=OptimizerOffloadConfig(fraction=1.0))
     parked, whole = of_rank(replace(DEEPSEEK, memory=offload, optimizer=optimizer)), of_rank(DEEPSEEK)
-    assert parked.visiting == whole.state.master + whole.state.moments
-    assert parked.total == parked.state.total + max(parked.visiting, whole.total - whole.state.total)
+    assert parked.staging == whole.state.master + whole.state.moments
+    assert parked.total == parked.state.total + max(parked.staging, whole.total - whole.state.total)
     chunked = replace(optimizer, offload=OptimizerOffloadConfig(fraction=1.0, chunk_bytes=1 << 30))
-    assert of_rank(replace(DEEPSEEK, memory=offload, optimizer=chunked)).visiting == 2 * (1 << 30)
+    assert of_rank(replace(DEEPSEEK, memory=offload, optimizer=chunked)).staging == 2 * (1 << 30)
 
 
 def test_optimizer_offload_removes_state_from_the_device():

@@ -387,16 +387,18 @@ def test_adamw_and_sum_of_squares_match_fp64() -> None:
     kernels, _ = bundles(BF16)
     state = [draw(1003, seed=seed).float() for seed in range(4)]
     state[3].abs_()
-    for proceed in (True, False):
+    for apply_update in (True, False):
         here, there = [x.cuda() for x in state], [x.double() for x in state]
-        if not proceed:
+        if not apply_update:
             here[1][5] = torch.nan
         for ops, tensors in ((kernels, here), (REFERENCE, there)):
             master, grad, exp_avg, exp_avg_sq = tensors
-            move = adamw_step(3, scale=torch.tensor(0.3, dtype=master.dtype), proceed=proceed, device=master.device)
+            move = adamw_step(
+                3, scale=torch.tensor(0.3, dtype=master.dtype), apply_update=apply_update, device=master.device
+            )
             ops.adamw_(master, grad, exp_avg, exp_avg_sq, move)
         for number in (0, 2, 3):
-            FP32_REF.check(here[number], there[number], f"tensor {number}, proceed {proceed}")
+            FP32_REF.check(here[number], there[number], f"tensor {number}, apply_update {apply_update}")
     FP32_REF.check(kernels.sum_of_squares(state[0].cuda()), REFERENCE.sum_of_squares(state[0].double()))
 
 

@@ -38,7 +38,7 @@ def _train(
     optimizer = Optimizer(buffers, precision)
     gradients = [{name: g.to(device) for name, g in make_gradients(step).items()} for step in range(2 * num_steps)]
     tokens = torch.full((), 7.0, device=device)
-    proceed = torch.ones((), dtype=torch.bool, device=device)
+    apply_update = torch.ones((), dtype=torch.bool, device=device)
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -52,7 +52,9 @@ def _train(
             finish_grads(buffers, context, token_count=tokens)
             norms = gradient_norms(buffers, context)
             scale = clip_coefficient(norms["all"], 0.5)
-            optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale, proceed=proceed & torch.isfinite(norms["all"]))
+            optimizer.step(
+                lr=0.01, weight_decay=0.1, grad_scale=scale, apply_update=apply_update & torch.isfinite(norms["all"])
+            )
         report = {**norms, "zeros": count_zeros(buffers), "weights": optimizer.params_norm()}
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -30,10 +30,10 @@ def on_gpu(state: State) -> State:
     return {name: moved(each) for name, each in state.items()}
 
 
-def step(ops, state: State, number: int, *, proceed: bool = True) -> None:
+def step(ops, state: State, number: int, *, apply_update: bool = True) -> None:
     device = state["weights"].device
     grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(number)).to(device)
-    move = adamw_step(number, proceed=proceed, device=device, beta2=0.99)
+    move = adamw_step(number, apply_update=apply_update, device=device, beta2=0.99)
     *states, weights = state.values()
     ops.adamw_packed_(AdamWState(*states), grad, move, weights, first=300)
 
@@ -71,7 +71,7 @@ def test_compiled_remainder_and_fp32_masters_stay_bitwise_equal() -> None:
     before = {
         name: [part.clone() for part in each.parts] for name, each in packed.items() if isinstance(each, PackedState)
     }
-    step(triton_kernels, packed, 21, proceed=False)
+    step(triton_kernels, packed, 21, apply_update=False)
     for name, parts in before.items():
         for part, old in zip(packed[name].parts, parts, strict=True):
             EXACT.check(part.cpu(), old.cpu(), name)
@@ -102,7 +102,7 @@ def test_offloaded_state_is_updated_without_host_sync() -> None:
     set_grads(rig.buffers, make_gradients(3))
     one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
     with no_host_sync():
-        rig.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=verdict)
+        rig.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, apply_update=verdict)
 
 
 @pytest.mark.parametrize("away", AWAY)
@@ -110,6 +110,6 @@ def test_skipped_steps_leave_the_state_unchanged(away: str) -> None:
     rig = Rig(NARROW["fp8 moments"], AWAY[away], backend="triton", device="cuda").steps(1, 2)
     torch.cuda.synchronize()
     before = cpu(rig.bits())
-    rig.step(3, proceed=False)
+    rig.step(3, apply_update=False)
     torch.cuda.synchronize()
     EXACT.check_all(cpu(rig.bits()), before, "bits")

@@ -46,13 +46,13 @@ def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: b
     hidden = make_hidden(64, 2).detach().to(device).requires_grad_()
     valid = torch.arange(128, device=device).view(2, 64) % 5 > 0
     scale = torch.full((), 0.5, device=device)
-    proceed = torch.ones((), dtype=torch.bool, device=device)
+    apply_update = torch.ones((), dtype=torch.bool, device=device)
     mb = make_mb(hidden, valid_BS=valid, metrics=MetricAccumulator(), aux_loss_scale=scale)
     with nullcontext() if device == "cpu" else no_host_sync():
         routing = router(hidden, mb)
         weights = routing.probs_TE if routing.probs_TK is None else routing.probs_TK
         weights.square().sum().backward()
-        update_routers([router], ctx, proceed=proceed)
+        update_routers([router], ctx, apply_update=apply_update)
     return routing, mb.metrics, router, hidden.grad
 
 

@@ -59,7 +59,7 @@ def train(context: ParallelContext, mode: DataParallelConfig) -> dict[str, Tenso
             assert buffers.reducer.num_started == len(buffers.reducer.buckets), "nothing began early"
         finish_grads(buffers, context)
         norms = gradient_norms(buffers, context)
-        optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=clip_coefficient(norms["all"], 1.0), proceed=yes)
+        optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=clip_coefficient(norms["all"], 1.0), apply_update=yes)
         torch.cuda.set_sync_debug_mode("default")
     return {**{name: p.detach().cpu() for name, p in parameters.items()}, "norm": norms["all"].cpu()}
 

@@ -24,7 +24,7 @@ def adamw_step(
     number: int,
     *,
     scale: float | Tensor = 0.5,
-    proceed: bool = True,
+    apply_update: bool = True,
     device: torch.device | str = "cpu",
     **numbers: float,
 ) -> AdamWStep:
@@ -34,7 +34,7 @@ def adamw_step(
         **{**usual, **numbers},
         step=torch.tensor(number, device=device),
         grad_scale=torch.as_tensor(scale, device=device),
-        proceed=torch.tensor(proceed, device=device),
+        apply_update=torch.tensor(apply_update, device=device),
         nonfinite=torch.tensor(False, device=device),
     )
 
@@ -62,23 +62,25 @@ def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu"
     size, case = 2500, OVERFLOWS[what]
     rounded = what == "rounded weight alone"
     for place in (0, size - 1):
-        for bad, proceed in ((True, True), (True, False), (False, True)):
+        for bad, apply_update in ((True, True), (True, False), (False, True)):
             master, grad = draw(size).float().to(device), draw(size, seed=1).float().to(device)
             exp_avg, exp_avg_sq = torch.zeros(size, device=device), torch.ones(size, device=device)
             if bad:
                 master[place], exp_avg_sq[place], grad[place] = case.master, case.exp_avg_sq, case.grad
             weights = master.bfloat16() if rounded else None
             numbers = {"eps": case.eps, "lr": 1e-3, "weight_decay": 0.0}
-            move = adamw_step(1, scale=1.0, proceed=proceed, device=device, **numbers)
+            move = adamw_step(1, scale=1.0, apply_update=apply_update, device=device, **numbers)
             ops.adamw_(master, grad, exp_avg, exp_avg_sq, move, weights)
-            assert bool(move.nonfinite) == (bad and proceed), f"{what} at {place}: bad {bad}, proceed {proceed}"
+            assert bool(move.nonfinite) == (bad and apply_update), (
+                f"{what} at {place}: bad {bad}, apply_update {apply_update}"
+            )
             stored = [each for each in (master, exp_avg, exp_avg_sq, weights) if each is not None]
-            if bad and proceed:
+            if bad and apply_update:
                 num_bad = sum(int((~each.isfinite()).sum()) for each in stored)
                 # torch's fused CUDA kernel makes the weight NaN too when it divides by an infinite root
                 assert num_bad == 1 or (num_bad == 2 and master.is_cuda), f"{num_bad} numbers are not finite"
             ops.adamw_(*(torch.ones(3, device=device) for _ in range(4)), move)
-            assert bool(move.nonfinite) == (bad and proceed), "the flag was reset, or set by finite numbers"
+            assert bool(move.nonfinite) == (bad and apply_update), "the flag was reset, or set by finite numbers"
 
 
 def with_gradients(

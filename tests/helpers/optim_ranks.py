@@ -143,7 +143,7 @@ def make_optimizer(
 
 
 def step_with(
-    optimizer: Optimizer, gradients: dict[str, Tensor], *, proceed: bool = True, clip: float = 1.0
+    optimizer: Optimizer, gradients: dict[str, Tensor], *, apply_update: bool = True, clip: float = 1.0
 ) -> dict[str, Tensor]:
     """One clipped step from these gradients of this rank; the norms."""
     buffers = optimizer.buffers
@@ -157,7 +157,7 @@ def step_with(
         lr=3e-2,
         weight_decay=0.1,
         grad_scale=clip_coefficient(norms["all"], clip),
-        proceed=torch.tensor(proceed, device=buffers.device),
+        apply_update=torch.tensor(apply_update, device=buffers.device),
     )
     return norms
 

@@ -108,7 +108,7 @@ def train(
         if not trained.gradients:
             trained.gradients = held(((slot.name, slot.main_grad) for slot in buffers.slots), model)
         one, yes = (torch.ones((), dtype=dtype, device=ctx.device) for dtype in (torch.float64, torch.bool))
-        optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=one, proceed=yes)
+        optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=one, apply_update=yes)
     trained.weights = held(named_parameters(model), model)
     return trained
 

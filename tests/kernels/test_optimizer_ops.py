@@ -25,14 +25,14 @@ def draw(size: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def step(ops, state: list[Tensor], grad: Tensor, number: int, *, scale: float = 1.0, proceed: bool = True) -> None:
+def step(ops, state: list[Tensor], grad: Tensor, number: int, *, scale: float = 1.0, apply_update: bool = True) -> None:
     master, exp_avg, exp_avg_sq = state
     ops.adamw_(
         master,
         grad.clone(),
         exp_avg,
         exp_avg_sq,
-        adamw_step(number, scale=torch.tensor(scale, dtype=master.dtype), proceed=proceed, **NUMBERS),
+        adamw_step(number, scale=torch.tensor(scale, dtype=master.dtype), apply_update=apply_update, **NUMBERS),
     )
 
 
@@ -73,7 +73,7 @@ def test_skipped_steps_ignore_nonfinite_gradients(ops, bad: float) -> None:
     before = [tensor.clone() for tensor in state]
     grad = draw(7, 3, torch.float32)
     grad[2] = bad
-    step(ops, state, grad, 4, scale=math.nan, proceed=False)
+    step(ops, state, grad, 4, scale=math.nan, apply_update=False)
     for tensor, old in zip(state, before, strict=True):
         EXACT.check(tensor, old)
 

@@ -32,12 +32,14 @@ def make(formats: tuple[str, str, str], size: int) -> dict[str, PackedState | Te
     return {"master": states[0], "exp_avg": states[1], "exp_avg_sq": states[2], "weights": weights}
 
 
-def step(ops, state: dict[str, PackedState | Tensor], size: int, number: int = 7, *, proceed: bool = True) -> None:
+def step(ops, state: dict[str, PackedState | Tensor], size: int, number: int = 7, *, apply_update: bool = True) -> None:
     grad = draw(size, seed=4).float()
-    if not proceed:
+    if not apply_update:
         grad[0] = torch.nan
     *states, weights = state.values()
-    ops.adamw_packed_(AdamWState(*states), grad, adamw_step(number, proceed=proceed, beta2=0.99), weights, first=300)
+    ops.adamw_packed_(
+        AdamWState(*states), grad, adamw_step(number, apply_update=apply_update, beta2=0.99), weights, first=300
+    )
 
 
 def numbers(state: dict[str, PackedState | Tensor]) -> dict[str, Tensor]:

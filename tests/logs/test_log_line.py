@@ -31,7 +31,7 @@ def test_megatron_line():
 
 
 def test_megatron_line_with_all_optional_fields():
-    result = step_result(figures={"num_zeros": 7.0, "params_norm": 12.5}, proceed=False)
+    result = step_result(figures={"num_zeros": 7.0, "params_norm": 12.5}, apply_update=False)
     line = megatron_line(step_report(result, peak_flops=1e13), LoggingConfig(log_throughput=True))
     names = [field.split(":")[0].strip() for field in line.split("|")[1:-1]]
     assert names == [
@@ -68,7 +68,7 @@ def test_short_line():
 @pytest.mark.parametrize("iteration", [1, 1_000_000])
 def test_short_line_has_at_most_120_columns(iteration):
     result = step_result(
-        iteration, seconds=12.0, loss=12.5, norms={"all": 123456.789}, num_samples=4 * 10**6, proceed=False
+        iteration, seconds=12.0, loss=12.5, norms={"all": 123456.789}, num_samples=4 * 10**6, apply_update=False
     )
     assert len(short_line(step_report(result, train_iters=1_000_000))) <= 120
 
@@ -103,7 +103,7 @@ def test_loss_and_time_are_averages_and_iteration_is_the_last():
 
 
 def test_rejected_steps_are_counted_and_excluded_from_the_average():
-    rejected = step_result(6, loss=float("inf"), proceed=False)
+    rejected = step_result(6, loss=float("inf"), apply_update=False)
     report = step_report(step_result(5, loss=2.0), rejected)
     assert (report.loss, report.skipped_iterations, report.nan_iterations) == (2.0, 1, 1)
     assert step_report(rejected).loss == float("inf"), "only rejected steps"

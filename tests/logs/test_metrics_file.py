@@ -106,7 +106,7 @@ def test_flags_select_dashboard_tags():
 
 
 def test_step_record_has_all_values():
-    record = step_record(step_report(step_result(proceed=False)))
+    record = step_record(step_report(step_result(apply_update=False)))
     assert record["iteration"] == 20
     assert record["samples"] == 160
     assert record["tokens"] == 40960

@@ -109,7 +109,7 @@ def test_a_step_that_runs_out_of_pages_is_rejected_on_every_rank() -> None:
     reports = [RankReport(rank=rank, stage=0, no_room=lost) for rank, (*_, lost) in enumerate(found)]
     assert "the paged stash had no free pages for expert rows on rank" in sentence(reports)
     for outcome, same, _ in found:
-        assert not outcome.proceed and not outcome.norms["all"].isfinite() and same
+        assert not outcome.apply_update and not outcome.norms["all"].isfinite() and same
 
 
 def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:

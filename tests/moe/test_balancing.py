@@ -146,10 +146,10 @@ def test_bad_step_keeps_the_bias_and_resets_the_counts():
     biased = _biased(balancing=("global_aux_loss",), aux_loss_coeffs=(0.1,))
     quantile = make_router(balancing=("quantile_balancing",))
     hidden = make_hidden()
-    for proceed, moves in ((torch.tensor(False), False), (torch.tensor(True), True)):
+    for apply_update, moves in ((torch.tensor(False), False), (torch.tensor(True), True)):
         for router in (biased, quantile):
             router(hidden, make_mb(hidden))
-        update_routers([biased, quantile], biased.ctx, proceed=proceed)
+        update_routers([biased, quantile], biased.ctx, apply_update=apply_update)
         assert (biased.expert_bias.abs().max() > 0) == moves
         assert (quantile.quantile_thresholds.abs().max() > 0) == moves
         for counter in (biased.tokens_since_update, biased.global_counts, quantile.threshold_sums):

@@ -336,7 +336,7 @@ def matrices_stored_in_fp4_have_the_factor_of_their_first_block(original: Any) -
 )
 def stored_weights_lack_the_part_in_host_memory(original: Any) -> Any:
     """Weights whose master weights are in host memory stay zero."""
-    return lambda self, *args: original(self, *args) if self.home == "device" else iter(())
+    return lambda self, *args: original(self, *args) if self.placement == "device" else iter(())
 
 
 @mutant(

@@ -81,7 +81,7 @@ def make_optimizer(
 def null_step(optimizer: Optimizer) -> None:
     """A step that changes no weight."""
     one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
-    optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
+    optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, apply_update=yes)
 
 
 def train(
@@ -99,7 +99,7 @@ def train(
             losses.append(scalar.detach())
         finish_grads(buffers, context)
         scale = clip_coefficient(gradient_norms(buffers, context)["all"], 1.0)
-        optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=scale, proceed=torch.ones((), dtype=torch.bool))
+        optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=scale, apply_update=torch.ones((), dtype=torch.bool))
     return {**model.state_dict(), "losses": torch.stack(losses)}
 
 

@@ -73,7 +73,7 @@ def test_a_non_finite_element_on_any_rank_makes_the_norm_non_finite_on_all() -> 
         gradients = my_gradients(optimizer, 0)
         if context.rank == bad_rank:
             next(iter(gradients.values())).view(-1)[-1] = torch.nan
-        return step_with(optimizer, gradients, proceed=False)["all"]
+        return step_with(optimizer, gradients, apply_update=False)["all"]
 
     for bad_rank in range(4):
         for found in on_threads(ParallelConfig(world_size=4, pp=2, ep=2), lambda context, b=bad_rank: norm(context, b)):

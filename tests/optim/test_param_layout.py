@@ -43,9 +43,9 @@ def test_places_are_aligned_and_apart_and_buckets_divide_among_the_ranks(
 ) -> None:
     parameters = [parameter(f"p{i}", 1, size) for i, size in enumerate(sizes)]
     (buffer,) = place(parameters, num_ranks, bucket_size).buffers
-    assert [place.name for place in buffer.places] == [p.name for p in reversed(parameters)]
+    assert [place.name for place in buffer.params] == [p.name for p in reversed(parameters)]
     free = 0
-    for spot in buffer.places:
+    for spot in buffer.params:
         assert spot.start % ELEMENT_ALIGN == 0 and spot.start >= free
         free = spot.end
         start, end = buffer.buckets[spot.bucket]
@@ -60,7 +60,7 @@ def test_places_are_aligned_and_apart_and_buckets_divide_among_the_ranks(
 def test_a_bucket_closes_with_the_parameter_that_fills_it() -> None:
     parameters = [parameter(f"p{i}", 64, 2) for i in range(5)]
     (buffer,) = place(parameters, bucket_size=200).buffers
-    assert [spot.bucket for spot in buffer.places] == [0, 0, 1, 1, 2]
+    assert [spot.bucket for spot in buffer.params] == [0, 0, 1, 1, 2]
     assert buffer.buckets == ((0, 256), (256, 512), (512, 640))
 
 
@@ -79,10 +79,10 @@ def test_parameters_that_are_reduced_or_stepped_differently_have_separate_buffer
         parameter("b.linear.weight", 4, 4),
         parameter("output_layer.weight", 8, 4, role="head"),
     ]
-    together = [{spot.name for spot in buffer.places} for buffer in place(parameters).buffers]
+    together = [{spot.name for spot in buffer.params} for buffer in place(parameters).buffers]
     assert {"output_layer.weight", "b.linear.weight", "a.linear.weight", "embedding.word_embeddings.weight"} in together
     assert sorted(map(len, together)) == [1, 1, 1, 1, 4]
-    apart = [{spot.name for spot in buffer.places} for buffer in place(parameters, decoupled_lr=1e-3).buffers]
+    apart = [{spot.name for spot in buffer.params} for buffer in place(parameters, decoupled_lr=1e-3).buffers]
     assert {"output_layer.weight", "embedding.word_embeddings.weight"} in apart
     assert {"b.linear.weight", "a.linear.weight"} in apart
 
@@ -122,7 +122,7 @@ def test_buckets_of_all_buffers_come_in_the_order_of_a_backward_pass() -> None:
     assert len(order) == sum(len(buffer.buckets) for buffer in layout.buffers)
     firsts = []
     for number, bucket in order:
-        names = [spot.name for spot in layout.buffers[number].places if spot.bucket == bucket]
+        names = [spot.name for spot in layout.buffers[number].params if spot.bucket == bucket]
         firsts.append(min(next(i for i, p in enumerate(parameters) if p.name == name) for name in names))
     assert firsts == sorted(firsts, reverse=True) and len(set(firsts)) == len(firsts)
     norms = next(i for i, buffer in enumerate(layout.buffers) if not buffer.key.decay)
@@ -153,7 +153,7 @@ def test_copies_over_ranks_stages_and_parts_of_gradients_are_kept_apart() -> Non
         ParamShape(name="d", shape=(4,), storage="fp32", meta=ParamMeta(**meta)),
         ParamShape(name="e", shape=(4,), storage="fp32", meta=ParamMeta(role="norm")),
     )
-    found = {tuple(spot.name for spot in buffer.places): buffer.key for buffer in place(list(kinds)).buffers}
+    found = {tuple(spot.name for spot in buffer.params): buffer.key for buffer in place(list(kinds)).buffers}
     assert set(found) == {("a",), ("b",), ("c",), ("e", "d")}, "alone on its axis a part of a gradient is all of it"
     assert found["a",].partial and not found["b",].partial
 
@@ -206,7 +206,7 @@ def test_every_element_has_one_owner_and_no_block_or_matrix_has_two(
     for buffer in place(parameters, num_owners, bucket_size).buffers:
         owner = [-1] * buffer.size
         starts = {
-            spot.start + start: spot.start + end for spot in buffer.places for start, end in indivisible(spot.parameter)
+            spot.start + start: spot.start + end for spot in buffer.params for start, end in indivisible(spot.parameter)
         }
         for number, ranges in enumerate(buffer.owner_ranges(num_owners)):
             assert len(ranges) == len(buffer.buckets)
@@ -240,7 +240,7 @@ def test_units_are_the_dense_part_and_the_experts_of_each_layer() -> None:
         held = {
             spot.parameter.unit
             for number, index in (order[bucket] for bucket in buckets)
-            for spot in layout.buffers[number].places
+            for spot in layout.buffers[number].params
             if spot.bucket == index
         }
         assert held == {unit} and list(buckets) == sorted(buckets)

@@ -49,7 +49,7 @@ def stepped(rule: Momentum, precision=FP64, num_steps: int = 3, **settings) -> O
     one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
     for step in range(num_steps):
         set_grads(buffers, make_gradients(step))
-        optimizer.step(lr=0.1, weight_decay=0.0, grad_scale=one, proceed=yes)
+        optimizer.step(lr=0.1, weight_decay=0.0, grad_scale=one, apply_update=yes)
     return optimizer
 
 
@@ -71,7 +71,7 @@ def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: 
     offload = OptimizerOffloadConfig(fraction=1.0, cpu_step=host_steps)
     rule = Momentum("element")
     found = stepped(rule, BF16, optimizer=OptimizerConfig(offload=offload))
-    assert {state.home for state in found.states} == {"host" if host_steps else "streamed"}
+    assert {state.placement for state in found.states} == {"host" if host_steps else "streamed"}
     expected = {(each.kind, each.name): each.whole.clone() for each in stepped(rule, BF16).named_state()}
     assert {kind for kind, _ in expected} == {"master", "velocity"}
     EXACT.check_all({(each.kind, each.name): each.whole for each in found.named_state()}, expected, "state")

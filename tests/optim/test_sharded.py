@@ -101,7 +101,7 @@ def test_every_token_has_equal_weight_if_ranks_have_different_numbers_of_tokens(
         finish_grads(buffers, context, token_count=torch.tensor(sum(num_tokens), dtype=torch.float64))
         norms = gradient_norms(buffers, context)
         one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
-        optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=yes)
+        optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, apply_update=yes)
         return Run(optimizer, [norms])
 
     def mean(name: str) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_a_rejected_step_keeps_every_bit_on_every_rank() -> None:
         step_with(optimizer, gradients)
         if with_bad_step:
             wild = {name: torch.full_like(gradient, torch.nan) for name, gradient in gradients.items()}
-            assert not torch.isfinite(step_with(optimizer, wild, proceed=False)["all"])
+            assert not torch.isfinite(step_with(optimizer, wild, apply_update=False)["all"])
         step_with(optimizer, gradients)
         EXACT.check(optimizer.step_count, torch.tensor(2), "step count")
         return Run(optimizer)

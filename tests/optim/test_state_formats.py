@@ -59,20 +59,22 @@ class Rig:
         self.buffers = GradBuffers(self.parameters.items(), precision, context, kernels, optimizer=config)
         self.optimizer = Optimizer(self.buffers, precision)
 
-    def apply(self, gradients: dict[str, Tensor], *, proceed: bool = True, lr: float = 3e-2, clip: float = 1.0) -> None:
+    def apply(
+        self, gradients: dict[str, Tensor], *, apply_update: bool = True, lr: float = 3e-2, clip: float = 1.0
+    ) -> None:
         """One step from these gradients."""
         set_grads(self.buffers, gradients)
         scale = clip_coefficient(gradient_norms(self.buffers, self.buffers.context)["all"], clip)
-        flag = torch.full((), proceed, device=self.buffers.device)
+        flag = torch.full((), apply_update, device=self.buffers.device)
         decoupled_lr = None if self.buffers.optimizer.decoupled_lr is None else 10 * lr
-        self.optimizer.step(lr=lr, weight_decay=0.1, grad_scale=scale, proceed=flag, decoupled_lr=decoupled_lr)
+        self.optimizer.step(lr=lr, weight_decay=0.1, grad_scale=scale, apply_update=flag, decoupled_lr=decoupled_lr)
 
-    def step(self, number: int, *, proceed: bool = True) -> None:
+    def step(self, number: int, *, apply_update: bool = True) -> None:
         gradients = make_gradients(number)
-        if not proceed:
+        if not apply_update:
             gradients["output_layer.weight"][0, 0] = torch.nan
             gradients["decoder.layers.0.mlp.experts.linear_fc1.weight"].fill_(torch.inf)
-        self.apply(gradients, proceed=proceed)
+        self.apply(gradients, apply_update=apply_update)
 
     def steps(self, first: int, last: int) -> "Rig":
         for number in range(first, last + 1):
@@ -117,7 +119,7 @@ WIDE_OR_NARROW = {"fp32": FP32, "bf16": BF16, **NARROW}
 @pytest.mark.parametrize("away", AWAY)
 def test_state_in_host_memory_gives_the_numbers_of_resident_state(precision, away: str, backend: str) -> None:
     resident, other = Rig(precision, backend=backend), Rig(precision, AWAY[away], backend)
-    assert any(state.home != "device" for state in other.optimizer.states)
+    assert any(state.placement != "device" for state in other.optimizer.states)
     resident.steps(1, 5)
     other.steps(1, 5)
     EXACT.check_all(other.saved(), resident.saved(), "weights and state")
@@ -133,7 +135,7 @@ def test_a_rejected_step_keeps_every_bit_whatever_the_gradients_hold(precision, 
     for num_before in (0, 2):
         rig = Rig(precision, AWAY[away] if away else RESIDENT).steps(1, num_before)
         before = rig.bits()
-        rig.step(3, proceed=False)
+        rig.step(3, apply_update=False)
         EXACT.check_all(rig.bits(), before, f"state after {num_before} steps and a rejected one")
     undisturbed = Rig(precision, AWAY[away] if away else RESIDENT).steps(1, 3)
     EXACT.check_all(rig.steps(3, 3).bits(), undisturbed.bits(), "state one step later")
@@ -169,7 +171,7 @@ def test_the_fraction_sets_the_number_of_elements_in_host_memory() -> None:
     for fraction in (0.25, 0.5, 1.0):
         rig = Rig(BF16, OptimizerOffloadConfig(fraction=fraction, cpu_step=True))
         for buffer in rig.buffers.buffers:
-            away = sum(s.size for s in rig.optimizer.states if s.buffer is buffer and s.home == "host")
+            away = sum(s.size for s in rig.optimizer.states if s.buffer is buffer and s.placement == "host")
             assert away == min(-(-int(fraction * buffer.layout.size) // 128) * 128, buffer.layout.size)
             assert away % 128 == 0 or away == buffer.layout.size
 

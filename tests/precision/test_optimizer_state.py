@@ -131,7 +131,7 @@ class State:
         self.first = PackedState.zeros(self.SIZE, first, dtype, CPU, root=False)
         self.second = PackedState.zeros(self.SIZE, second, dtype, CPU, root=second != "plain")
 
-    def step(self, ops, number: int, *, proceed: bool = True, bad: float | None = None, split: int = 0) -> None:
+    def step(self, ops, number: int, *, apply_update: bool = True, bad: float | None = None, split: int = 0) -> None:
         """`split`: in two parts."""
         grad = draw(self.SIZE, seed=number)
         if bad is not None:
@@ -139,7 +139,7 @@ class State:
         ends = [0, split, self.SIZE] if split else [0, self.SIZE]
         for start, end in zip(ends, ends[1:], strict=False):
             state = AdamWState(*(each.part(start, end) for each in (self.master, self.first, self.second)))
-            move = adamw_step(number, proceed=proceed)
+            move = adamw_step(number, apply_update=apply_update)
             ops.adamw_packed_(state, grad[start:end].clone(), move, self.weights[start:end], 5 + start)
 
     def parts(self) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def test_plain_formats_match_adamw_and_skipped_steps_change_nothing(ops, formats
     state = State(*formats)
     state.step(ops, 1)
     before = state.bits()
-    state.step(ops, 2, proceed=False, bad=torch.nan)
+    state.step(ops, 2, apply_update=False, bad=torch.nan)
     EXACT.check_all(state.bits(), before, "refused")
     if formats[0] == "plain":
         mine = [before["master 0"], before["first 0"], before["second 0"], before["weights"]]

@@ -223,15 +223,15 @@ def test_delayed_scales_follow_the_history() -> None:
     scaling = DelayedScaling(config, torch.device("cpu"), num_experts=2, first=1)
     yes, largest = torch.tensor(True), [448.0, 448.0, 57344.0]
 
-    def step(amax: float, proceed: Tensor = yes) -> Tensor:
+    def step(amax: float, apply_update: Tensor = yes) -> Tensor:
         scaling.amax.zero_()
         for role in range(3):
             scaling.scale(role, torch.tensor([amax]), record=True)
             scaling.scale(role, torch.tensor([amax / 2]), record=True)
             scaling.scale(role, torch.tensor([amax * 2]), record=False)
         history = scaling.history.clone()
-        scaling.update(proceed)
-        assert bool(proceed) and amax > 0 or torch.equal(scaling.history, history), "no magnitude, or no step"
+        scaling.update(apply_update)
+        assert bool(apply_update) and amax > 0 or torch.equal(scaling.history, history), "no magnitude, or no step"
         assert scaling.scales[:, 0].tolist() == [1.0] * 3, "the expert of another rank has no rows"
         return scaling.scales[:, 1] / torch.tensor(largest)
 

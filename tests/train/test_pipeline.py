@@ -116,7 +116,7 @@ def test_nonfinite_value_on_one_stage_skips_the_update_on_all():
             block.input_layernorm.register_forward_hook(lambda module, args, out: out * float("inf"))
         loader = build_train_loader(ranks_plan, context, build_data(ranks_plan, context))
         outcome = trainer.step(loader.next_step(), TrainState())
-        return bool(outcome.proceed), all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
+        return bool(outcome.apply_update), all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
 
     assert on_threads(ranks_plan.parallel, main) == [(False, True), (False, True)]
 

@@ -124,7 +124,7 @@ def test_stored_weights_take_no_memory_for_values(config: LowPrecisionConfig, nu
     for buffer in trainer.buffers.buffers:
         size = sum(flat.untyped_storage().nbytes() for flat in buffer.codes or (buffer.weights,))
         assert size == buffer.layout.size * (num_bytes if buffer.codes else 2)
-        is_stored = {name in stored for name in (place.name for place in buffer.layout.places)}
+        is_stored = {name in stored for name in (place.name for place in buffer.layout.params)}
         assert is_stored == {bool(buffer.codes)}
     remainders = {state.kept.master.format: bool(state.buffer.codes) for state in trainer.optimizer.states}
     assert remainders == {"plain": True, "remainder": False}
@@ -163,7 +163,7 @@ def test_ranks_whose_shards_cut_blocks_store_the_bytes_of_whole_weights(
             expected = bytes_of(quantize_weight(values, config.weights, columnwise=False))
             assert same(copy, expected), name
         owned = [edge for buffer in trainer.buffers.buffers if buffer.codes for edge, _ in buffer.owned]
-        places = [place for buffer in trainer.buffers.buffers if buffer.codes for place in buffer.layout.places]
+        places = [place for buffer in trainer.buffers.buffers if buffer.codes for place in buffer.layout.params]
         num_rows = config.weights.block[1]
         return sum(
             place.start < edge < place.end and (edge - place.start) % (num_rows * place.shape[-1]) != 0
@@ -218,16 +218,18 @@ def test_state_in_host_memory_changes_no_bit(
     def main(context: ParallelContext, plan: RunPlan) -> tuple[dict[str, Tensor], set[str]]:
         trainer = start(plan, context)
         found = run_steps(plan, trainer, TrainState(), 2)
-        homes = {state.home for state in trainer.optimizer.states if state.buffer.codes}
+        placements = {state.placement for state in trainer.optimizer.states if state.buffer.codes}
         kept = [key for key in found if " norm " not in key and not key.startswith("grad ")]  # sums of other buckets
-        return {key: found[key] for key in kept}, homes
+        return {key: found[key] for key in kept}, placements
 
     dtype = DTYPES[plan.precision.params]
     expected = on_threads(plan.parallel, lambda context: main(context, plain), dtype=dtype)
     plan = in_host_memory(plan, away)
-    for rank, (found, homes) in enumerate(on_threads(plan.parallel, lambda context: main(context, plan), dtype=dtype)):
+    for rank, (found, placements) in enumerate(
+        on_threads(plan.parallel, lambda context: main(context, plan), dtype=dtype)
+    ):
         EXACT.check_all(found, expected[rank][0], f"rank {rank}")
-        assert homes == ({"device"} if "half" in away else set()) | {"streamed" if "streamed" in away else "host"}
+        assert placements == ({"device"} if "half" in away else set()) | {"streamed" if "streamed" in away else "host"}
 
 
 def test_recomputed_layers_read_the_same_bytes() -> None:
@@ -383,8 +385,8 @@ def test_replicas_are_compared_by_their_bytes() -> None:
         check_replicas(trainer.model, context, 1)
         buffer = next(buffer for buffer in trainer.buffers.buffers if buffer.codes)
         if context.rank == 1:
-            buffer.codes[0][buffer.layout.places[0].start] ^= 1
-        with pytest.raises(DriftProblem, match=buffer.layout.places[0].name):
+            buffer.codes[0][buffer.layout.params[0].start] ^= 1
+        with pytest.raises(DriftProblem, match=buffer.layout.params[0].name):
             check_replicas(trainer.model, context, 2)
 
     on_ranks(plan, main)
@@ -397,4 +399,4 @@ def test_only_non_finite_master_weights_are_reported() -> None:
     state = next(state for state in trainer.optimizer.states if state.buffer.codes)
     state.kept.master.data[0] = torch.nan
     ((finding,),) = (report.findings for report in diagnose_state(trainer))
-    assert finding.kind == "weight" and finding.name == state.buffer.layout.places[0].name
+    assert finding.kind == "weight" and finding.name == state.buffer.layout.params[0].name

@@ -385,9 +385,9 @@ def adamw_(
     update = first / correction1 / ((second / correction2).sqrt() + move.eps)
     moved = master.to(wide) * (1 - move.lr * move.weight_decay) - move.lr * update
     for state, new in ((master, moved), (exp_avg, first), (exp_avg_sq, second)):
-        state.copy_(torch.where(move.proceed, new.to(state.dtype), state))
+        state.copy_(torch.where(move.apply_update, new.to(state.dtype), state))
     if weights is not None:
-        weights.copy_(torch.where(move.proceed, round_weights(master, weights.dtype), weights))
+        weights.copy_(torch.where(move.apply_update, round_weights(master, weights.dtype), weights))
     mark_nonfinite(move, exp_avg, exp_avg_sq, master if weights is None else weights)
 
 
@@ -411,9 +411,9 @@ def step_unpacked(
         if state is states.master and state.format == "fp16" and weights is not None:
             rounded = round_weights(unpack(new), weights.dtype)
         for old_part, new_part in zip(state.parts, new.parts, strict=True):
-            old_part.copy_(torch.where(move.proceed, new_part, old_part))
+            old_part.copy_(torch.where(move.apply_update, new_part, old_part))
         if state.format == "plain" and state.data.dtype != moved.dtype:
             mark_nonfinite(move, state.data)  # fp32 results may overflow a narrower dtype
     if weights is not None and rounded is not None:
-        weights.copy_(torch.where(move.proceed, rounded, weights))
+        weights.copy_(torch.where(move.apply_update, rounded, weights))
         mark_nonfinite(move, weights)

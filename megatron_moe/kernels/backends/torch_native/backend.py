@@ -397,7 +397,7 @@ def adamw_(
         adamw_packed_(state, grad, move, weights)
         return
     step, divisor = move.step.to(torch.float32), move.grad_scale.to(torch.float32).reciprocal()
-    refused = (~move.proceed).to(torch.float32)
+    refused = (~move.apply_update).to(torch.float32)
     for start in range(0, master.numel(), _ADAMW_CHUNK):
         chunk = slice(start, start + _ADAMW_CHUNK)
         new = master[chunk]

@@ -45,7 +45,7 @@ def adamw_packed_(
     _adamw[(cdiv(master.size, BLOCK),)](
         *(each.data for each in state), grad, rounded,
         *(each.data if each.exponents is None else each.exponents for each in state),
-        move.grad_scale, *(flag.view(torch.uint8) for flag in (move.proceed, move.nonfinite)), move.step,
+        move.grad_scale, *(flag.view(torch.uint8) for flag in (move.apply_update, move.nonfinite)), move.step,
         master.size, first,
         *_log2(move.beta1), *_log2(move.beta2), move.lr, move.beta1, move.beta2, move.eps, move.weight_decay,
         *(_FORMATS.index(each.format) for each in state), state.exp_avg_sq.root,
