@@ -24,14 +24,15 @@ class EmulationConfig:
 class RoutedLoad:
     """Assumed distribution of routed tokens over experts, which is the same for the tokens of every rank.
 
-    Expert-parallel rank `hot` receives `imbalance` times an even share, divided equally over its experts. The experts
-    of all other ranks receive equal numbers of the remaining tokens.
+    One expert-parallel rank receives `imbalance` times an even share, divided equally over its experts. The experts of
+    all other ranks receive equal numbers of the remaining tokens.
     """
 
     num_ranks: int
     """Expert-parallel size."""
-    hot: int
+    busiest_ep_rank: int
     imbalance: float = 1.0
+    """Load of `busiest_ep_rank` over the mean load."""
 
     def __post_init__(self) -> None:
         assert 0.0 <= self.imbalance <= self.num_ranks, f"imbalance {self.imbalance} over {self.num_ranks} ranks"
@@ -39,11 +40,11 @@ class RoutedLoad:
     def counts(self, num_experts: int, num_choices: int) -> tuple[int, ...]:
         """Number of tokens per global expert if the tokens of one rank select `num_choices` experts in total."""
         num_local = num_experts // self.num_ranks
-        first = self.hot * num_local
-        num_hot = num_choices if self.num_ranks == 1 else round(num_choices * self.imbalance / self.num_ranks)
-        hot = _divide_evenly(num_hot, num_local)
-        rest = _divide_evenly(num_choices - num_hot, num_experts - num_local)
-        return (*rest[:first], *hot, *rest[first:])
+        first = self.busiest_ep_rank * num_local
+        num_busiest = num_choices if self.num_ranks == 1 else round(num_choices * self.imbalance / self.num_ranks)
+        busiest = _divide_evenly(num_busiest, num_local)
+        rest = _divide_evenly(num_choices - num_busiest, num_experts - num_local)
+        return (*rest[:first], *busiest, *rest[first:])
 
 
 def _divide_evenly(total: int, parts: int) -> list[int]:

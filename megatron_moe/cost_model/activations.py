@@ -37,7 +37,7 @@ def num_bytes(name: str) -> int:
     return _BYTES[name]
 
 
-def low_bytes(config: LowPrecisionConfig) -> float:
+def bytes_per_fp8_element(config: LowPrecisionConfig) -> float:
     """Bytes per element of an activation or gradient that is quantised by an FP8 or FP4 recipe."""
     return _LOW_BYTES.get(config.recipe, 1.0)
 

@@ -175,9 +175,12 @@ def skewed_log_popularity(num_experts: int, topk: int, max_over_mean: float) -> 
 
 
 def _largest_share(quantiles: Sequence[float], std: float, topk: int) -> float:
-    """Load of the most popular expert over the mean load. Gumbel top-K selects the K experts whose exponential clocks,
-    with the popularity as rate, ring first: expert e with probability 1 - exp(-t rate_e), where t is the time at which
-    K clocks are expected to have rung. The error is below 3 %, because t varies between tokens."""
+    """Expected load of the most popular expert over the mean load under Gumbel top-K routing.
+
+    Gumbel top-K samples K experts without replacement, with probabilities proportional to rate_e = exp(logit_e). Expert
+    e is selected with probability 1 - exp(-t rate_e), approximately, where t solves sum_e(1 - exp(-t rate_e)) = K. The
+    error is below 3 %.
+    """
     rates, time = [exp(std * (quantile - quantiles[-1])) for quantile in quantiles], 0.0
     while True:
         missing = topk - sum(1 - exp(-time * rate) for rate in rates)

@@ -7,14 +7,14 @@ from megatron_moe.config.attention import CoreAttentionConfig, MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig
 from megatron_moe.config.precision import FloatName
-from megatron_moe.cost_model.amounts import Amounts
+from megatron_moe.cost_model.cost_sum import CostSum
 
 _PER_MULTIPLY_ADD = 6
 """Training FLOPs per multiply-add of a GEMM: 2 in forward, 2 for the input gradient, 2 for the weight gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlopCount(Amounts[int]):
+class FlopCount(CostSum[int]):
     """FLOPs of forward and backward by part of the model, excluding recompute."""
 
     attention: int = 0

@@ -20,15 +20,15 @@ from megatron_moe.cost_model.activations import (
     WHOLE_LAYER,
     ActivationSizes,
     SavedActivation,
+    bytes_per_fp8_element,
     expert_rows,
     head_tensors,
     layer_tensors,
-    low_bytes,
     may_fuse,
     num_bytes,
     stage_tensors,
 )
-from megatron_moe.cost_model.amounts import Amounts
+from megatron_moe.cost_model.cost_sum import CostSum
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, layer_recipes, low_by_rank, stored_bytes
 from megatron_moe.cost_model.workspace import (
@@ -55,7 +55,7 @@ In flight: between forward and backward. Delayed: backward has run, except for d
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateBytes(Amounts[float]):
+class StateBytes(CostSum[float]):
     """Bytes of weights, gradients and optimizer state."""
 
     weights: float
@@ -307,9 +307,9 @@ class RankMemory:
         if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
             size = float(tensor.fused_bytes)
         elif config is not None and tensor.is_activation_input and config.activation_inputs:
-            size = tensor.elements * low_bytes(config)
+            size = tensor.elements * bytes_per_fp8_element(config)
         elif config is not None and _is_saved_in(config, tensor, freed_by) and not in_pages:
-            size = tensor.elements * low_bytes(config)
+            size = tensor.elements * bytes_per_fp8_element(config)
             if tensor.rows_of_experts is not None:
                 size *= _padding(config, *tensor.rows_of_experts)
         if memory.paged_stash is not None and tensor.even_bytes:
@@ -351,7 +351,7 @@ class RankMemory:
         width = hidden + ffn
         if low and config is not None and config.of_experts.weight_grad:
             experts_here = feed_forward.router.num_experts // self.plan.parallel.ep
-            return tokens + rows * width * low_bytes(config) * _padding(config, int(rows), experts_here)
+            return tokens + rows * width * bytes_per_fp8_element(config) * _padding(config, int(rows), experts_here)
         return tokens + rows * width * self.sizes.activation
 
     def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:

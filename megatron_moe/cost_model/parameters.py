@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig
-from megatron_moe.cost_model.amounts import Amounts
+from megatron_moe.cost_model.cost_sum import CostSum
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamCount(Amounts[int]):
+class ParamCount(CostSum[int]):
     """Number of parameters by kind. Biases are counted with their weight matrix."""
 
     embedding: int = 0

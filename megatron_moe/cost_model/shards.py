@@ -11,13 +11,13 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import num_bytes
-from megatron_moe.cost_model.amounts import Amounts
+from megatron_moe.cost_model.cost_sum import CostSum
 from megatron_moe.cost_model.parameters import count_layer, count_norm
 from megatron_moe.pipeline.layout import PipelineLayout, StageLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldElements(Amounts[int]):
+class HeldElements(CostSum[int]):
     """Number of parameters on one rank: routed experts (`expert`) and all others (`attention`)."""
 
     attention: int = 0

@@ -16,7 +16,13 @@ from megatron_moe.config.moe import DEEPEP_SMS, MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, low_bytes, may_fuse, saves_pairs
+from megatron_moe.cost_model.activations import (
+    ActivationSizes,
+    bytes_per_fp8_element,
+    expert_rows,
+    may_fuse,
+    saves_pairs,
+)
 from megatron_moe.cost_model.expert_load import token_copies
 
 ATTENTION = ("input_norm", "attention")
@@ -138,7 +144,7 @@ class _Copies(NamedTuple):
     def of(cls, low: LowPrecisionConfig | None) -> "_Copies":
         if low is None:
             return cls(0.0, 0.0)
-        return cls(low_bytes(low), low_bytes(low) if low.weight_grad else 0.0)
+        return cls(bytes_per_fp8_element(low), bytes_per_fp8_element(low) if low.weight_grad else 0.0)
 
     @property
     def grad(self) -> float:
@@ -182,7 +188,7 @@ def _in_experts(
         copied, wide = 2 * copied + ffn, ffn + (0 if parallel.ep * parallel.etp == 1 else hidden)
     if low.activation_inputs:
         wide += fan * ffn
-    return Workspace(other=rows * (size * wide + low_bytes(low) * copied))
+    return Workspace(other=rows * (size * wide + bytes_per_fp8_element(low) * copied))
 
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:

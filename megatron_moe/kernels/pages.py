@@ -33,7 +33,7 @@ class Pages:
         """Rows per page."""
         return self.data_PLW.shape[1]
 
-    def stretches(self, num_rows: int) -> int:
+    def num_pages_for(self, num_rows: int) -> int:
         """Number of pages needed for `num_rows` rows."""
         return -(-num_rows // self.page_size)
 

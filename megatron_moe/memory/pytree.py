@@ -1,7 +1,7 @@
 """Flattening of pytrees (nested tuples, mappings and dataclasses) of tensors.
 
 Differences from `torch.utils._pytree`: a tensor that occurs twice is one leaf, and dataclasses need no registration.
-The structure, called form, is hashable and includes shapes and dtypes, so CUDA graphs can be looked up by form.
+The structure (`TreeSpec`) is hashable and includes shapes and dtypes, so CUDA graphs can be looked up by it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,27 +13,27 @@ from torch import Tensor
 
 T = TypeVar("T")
 _COMPARED_BY_VALUE = (str, int, float, range, type(None), torch.dtype)
-"""Types of non-tensor leaves whose value is part of the `Form`. Other leaves are represented only by their type."""
-Form = tuple[Any, ...]
+"""Types of non-tensor leaves whose value is part of the `TreeSpec`. Other leaves are represented only by their type."""
+TreeSpec = tuple[Any, ...]
 """Hashable pytree structure: containers, non-tensor leaves, and each tensor's position, shape, dtype, requires_grad."""
 
 
-def flatten(tree: Any) -> tuple[list[Tensor], Form]:
-    """Returns the tensors of a pytree and its form. A tensor that occurs several times is returned once."""
+def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec]:
+    """Returns the tensors of a pytree and its structure. A tensor that occurs several times is returned once."""
     tensors: list[Tensor] = []
     indices: dict[int, int] = {}
-    form: list[Any] = []
+    spec: list[Any] = []
 
     def visit(tensor: Tensor) -> Tensor:
         if id(tensor) not in indices:
             indices[id(tensor)] = len(tensors)
             tensors.append(tensor)
-            form.append((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        form.append(indices[id(tensor)])
+            spec.append((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        spec.append(indices[id(tensor)])
         return tensor
 
-    _map(tree, visit, form.append)
-    return tensors, tuple(form)
+    _map(tree, visit, spec.append)
+    return tensors, tuple(spec)
 
 
 def unflatten(tree: Any, tensors: Sequence[Tensor], replacements: Sequence[Tensor]) -> Any:

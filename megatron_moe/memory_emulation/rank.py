@@ -216,7 +216,7 @@ def _assumed_sizes(
     to_host = (round(num_tokens * copies.per_token / copies.num_hosts),) * copies.num_hosts
     to_rank = (round(num_tokens * copies.forwarded / copies.ranks_per_host),) * copies.ranks_per_host
     num_local = router.num_experts // parallel.ep
-    counts_e = load.counts(router.num_experts, route.ids_TK.numel())[load.hot * num_local :][:num_local]
+    counts_e = load.counts(router.num_experts, route.ids_TK.numel())[load.busiest_ep_rank * num_local :][:num_local]
     return ExchangeSizes(to_host, to_host, to_rank, to_rank, parallel.ep * parallel.etp * sum(counts_e))
 
 

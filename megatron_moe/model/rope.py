@@ -68,8 +68,8 @@ def _yarn_weights(config: RopeConfig) -> Tensor:
     low, high = max(low, 0), min(high, config.dim - 1)
     if low == high:
         high += 0.001  # avoids a division by zero: the ramp becomes a step
-    stretch = (torch.arange(config.dim // 2, dtype=torch.float64) - low) / (high - low)
-    return 1 - stretch.clamp(0, 1)
+    ramp = (torch.arange(config.dim // 2, dtype=torch.float64) - low) / (high - low)
+    return 1 - ramp.clamp(0, 1)
 
 
 def _turning_dim(config: RopeConfig, turns: float) -> float:

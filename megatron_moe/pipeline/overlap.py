@@ -41,7 +41,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Slot:
-    """One node in one direction. If the backward is split, direction "weight" computes the node's weight gradients."""
+    """Entry of the launch order: forward, backward or weight gradients of a node. Weight gradients have their own entry
+    only if the backward is split."""
 
     direction: Direction
     node: SlotName

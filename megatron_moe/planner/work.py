@@ -14,7 +14,7 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, layer_tensors, num_bytes
-from megatron_moe.cost_model.amounts import Amounts
+from megatron_moe.cost_model.cost_sum import CostSum
 from megatron_moe.cost_model.flops import FlopCount, count_layer_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.shards import held_by_layer
@@ -80,7 +80,7 @@ _FORWARD = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work(Amounts[float]):
+class Work(CostSum[float]):
     """Compute time in seconds, by kind of work."""
 
     dense: float = 0.0

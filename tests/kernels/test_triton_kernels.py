@@ -255,7 +255,7 @@ def test_sorted_rows_match_the_reference(tokens: int, topk: int, experts: int, s
     assert counts.dtype is torch.int64 and counts.tolist() == REFERENCE.count_tokens(ids, experts).tolist()
 
 
-def test_sorted_rows_of_several_blocks_per_stretch_match_the_reference() -> None:
+def test_sorted_rows_of_several_blocks_per_segment_match_the_reference() -> None:
     ids = choices(4200, 2, 7, some_empty=True)
     actual, expected = triton_kernels.sort_rows(ids, 7, None, 128), REFERENCE.sort_rows(ids, 7, None, 128)
     EXACT.check(actual.choice_R, expected.choice_R, "choices")
@@ -335,8 +335,8 @@ def test_sum_of_shares_adds_all_programs(num_programs: int) -> None:
 
 TABLE_IDS = {
     "a few": torch.cat([torch.tensor([3, 0, 3, 6]), torch.full((45,), 5), torch.tensor([0])]),
-    "one of many stretches": torch.cat([torch.full((700,), 5), torch.arange(50) % 4 + 3]),
-    "ends at the ends of stretches": torch.arange(64) // 16 + 2,
+    "one of many segments": torch.cat([torch.full((700,), 5), torch.arange(50) % 4 + 3]),
+    "ends at the ends of segments": torch.arange(64) // 16 + 2,
     "all others": torch.tensor([6, 0, 2, 4, 3, 5]).repeat_interleave(torch.tensor([1, 14, 2, 15, 32, 17])),
 }
 """Ids of a table of seven rows; id 1 has no tokens."""

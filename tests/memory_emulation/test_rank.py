@@ -167,13 +167,13 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
     assert sum(piece.bytes for piece in moved.pieces if piece.state == HOST) > 0
 
 
-@pytest.mark.parametrize(("num_ranks", "hot", "imbalance"), [(1, 0, 1.0), (4, 2, 1.0), (4, 3, 2.5), (4, 0, 0.0)])
-def test_the_assumed_load_counts_every_choice_once(num_ranks: int, hot: int, imbalance: float) -> None:
-    load = RoutedLoad(num_ranks, hot, imbalance)
+@pytest.mark.parametrize(("num_ranks", "busiest", "imbalance"), [(1, 0, 1.0), (4, 2, 1.0), (4, 3, 2.5), (4, 0, 0.0)])
+def test_the_assumed_load_counts_every_choice_once(num_ranks: int, busiest: int, imbalance: float) -> None:
+    load = RoutedLoad(num_ranks, busiest, imbalance)
     router = tiny.router()
     counts = load.counts(8, 70)
     assert sum(counts) == 70 and len(counts) == 8
-    mine = counts[hot * 8 // num_ranks : (hot + 1) * 8 // num_ranks]
+    mine = counts[busiest * 8 // num_ranks : (busiest + 1) * 8 // num_ranks]
     assert sum(mine) == round(70 * imbalance / num_ranks)
     ids_TK = assumed_ids(load, router, 35, torch.device("cpu"))
     assert ids_TK.flatten().bincount(minlength=8).tolist() == list(counts)

@@ -141,7 +141,8 @@ def _blocks(size: int, length: int) -> int:
 
 
 def _copy(x: Tensor, shape: tuple[int, ...], form: OperandFormat, blocks: int, num_matrices: int) -> QuantizedCopy:
-    """Empty copy of `shape` with `blocks` blocks along its last dim, over all matrices of a stack."""
+    """Allocates a quantised copy of `num_matrices` matrices: data of `shape`, and scales of `blocks` blocks along its
+    last dim."""
     data = x.new_empty((*shape[:-1], -(-shape[-1] * form.bits // 8)), dtype=DTYPES[form.element])
     scales: tuple[int, ...] = (num_matrices,)
     if form.block != WHOLE:

@@ -9,7 +9,7 @@ from megatron_moe.kernels.pages import NO_ROOM, NONE, Pages
 
 def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
     """See `Kernels.pack_rows`."""
-    size, number = pages.page_size, pages.stretches(len(rows_RW))
+    size, number = pages.page_size, pages.num_pages_for(len(rows_RW))
     taken, given = pages.ends.unbind()
     wanted = (valid.long() + size - 1) // size
     fits = wanted <= given - taken

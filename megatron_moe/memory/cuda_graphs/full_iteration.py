@@ -11,7 +11,7 @@ from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
 from megatron_moe.memory.cuda_graphs.layer_graphs import MetricRecorder, StaticGradAccumulator, static_context
-from megatron_moe.memory.pytree import Form, flatten, unflatten
+from megatron_moe.memory.pytree import TreeSpec, flatten, unflatten
 
 Work = Callable[[Sequence[MicroBatch]], Tensor]
 """Runs forward and backward of all microbatches and returns this rank's sum of losses and number of tokens."""
@@ -29,7 +29,7 @@ class FullIterationGraph:
         self._warmup = warmup
         self._accumulators = tuple(accumulators)
         self._num_steps = 0
-        self._captured: dict[Form, _CapturedStep] = {}
+        self._captured: dict[TreeSpec, _CapturedStep] = {}
 
     def run(self, batches: Sequence[MicroBatch], work: Work, metrics: MetricAccumulator) -> Tensor:
         """Returns `work(batches)`, computed eagerly during warm-up and by graph replay afterwards."""
@@ -37,11 +37,11 @@ class FullIterationGraph:
         if self._num_steps <= self._warmup:
             return work(batches)
         inputs = tuple(replace(batch, context=static_context(batch.context)) for batch in batches)
-        tensors, form = flatten(inputs)
-        if form not in self._captured:
+        tensors, spec = flatten(inputs)
+        if spec not in self._captured:
             self._recorder.empty_cache()
-            self._captured[form] = _CapturedStep(inputs, tensors)
-        step = self._captured[form]
+            self._captured[spec] = _CapturedStep(inputs, tensors)
+        step = self._captured[spec]
         for static, tensor in zip(step.static_inputs, tensors, strict=True):
             static.copy_(tensor)
         if step.graph is None:
@@ -73,7 +73,7 @@ class FullIterationGraph:
 
 
 class _CapturedStep:
-    """Graph of a step and its static inputs, for one form of the microbatches (number, shapes, dtypes)."""
+    """Graph of a step and its static inputs, for one structure of the microbatches (number, shapes, dtypes)."""
 
     def __init__(self, inputs: tuple[MicroBatch, ...], tensors: Sequence[Tensor]) -> None:
         self.static_inputs = [torch.empty_like(tensor) for tensor in tensors]

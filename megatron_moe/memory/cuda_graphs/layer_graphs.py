@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.logs.metrics import Fold, MetricAccumulator, Reduction
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
-from megatron_moe.memory.pytree import Form, flatten, unflatten
+from megatron_moe.memory.pytree import TreeSpec, flatten, unflatten
 from megatron_moe.parallel.parameter import Parameter
 
 Function = Callable[[Any, MicrobatchContext], Any]
@@ -70,8 +70,8 @@ class GraphInstance:
         self.static_bytes = 0
         """Size of the static buffers, which are not allocated from the pool."""
         self._recorder = recorder
-        self._captured: dict[tuple[CapturedModule, Form, Form, bool | None], _CapturedForward] = {}
-        self._contexts: dict[Form, _StaticContext] = {}
+        self._captured: dict[tuple[CapturedModule, TreeSpec, TreeSpec, bool | None], _CapturedForward] = {}
+        self._contexts: dict[TreeSpec, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
         self._outputs: dict[int, Tensor] = {}
         """Output tensors of the captured graphs, keyed by address."""
@@ -79,10 +79,10 @@ class GraphInstance:
 
     def run(self, module: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
         """Runs a module on the microbatch of this instance by graph replay, and captures its graph on first use."""
-        tensors, form = flatten(state)
+        tensors, spec = flatten(state)
         static = self._load(mb)
         records = None if mb.metrics is None else mb.metrics.trace_routing is not None
-        key = module, form, static.form, records
+        key = module, spec, static.spec, records
         if key not in self._captured:
             self._captured[key] = _CapturedForward(self, module, state, tensors, static.context, records=records)
         captured = self._captured[key]
@@ -122,11 +122,11 @@ class GraphInstance:
         """Returns `mb` with its tensors copied to static buffers. The copy is made only once per microbatch."""
         if self._loaded is None or self._loaded[0] is not mb:
             context = static_context(mb)
-            tensors, form = flatten(context)
-            if form not in self._contexts:
+            tensors, spec = flatten(context)
+            if spec not in self._contexts:
                 buffers = tuple(map(self.static_buffer, tensors))
-                self._contexts[form] = _StaticContext(unflatten(context, tensors, buffers), buffers, form)
-            static = self._contexts[form]
+                self._contexts[spec] = _StaticContext(unflatten(context, tensors, buffers), buffers, spec)
+            static = self._contexts[spec]
             for buffer, tensor in zip(static.buffers, tensors, strict=True):
                 buffer.copy_(tensor)
             self._loaded = mb, static
@@ -138,7 +138,7 @@ class _StaticContext(NamedTuple):
 
     context: MicrobatchContext
     buffers: tuple[Tensor, ...]
-    form: Form
+    spec: TreeSpec
 
 
 def static_context(mb: MicrobatchContext) -> MicrobatchContext:

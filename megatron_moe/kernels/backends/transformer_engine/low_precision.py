@@ -254,7 +254,8 @@ def _quantized(
 
 
 def _our_copy(made: _Storage, form: OperandFormat, num_rows: int, width: int, *, columnwise: bool) -> QuantizedCopy:
-    """Copy [num_rows, width] of Transformer Engine's tensor; `columnwise`: the transposed one."""
+    """Converts the rowwise storage of Transformer Engine's tensor, or the transposed `columnwise` storage, to a copy
+    [num_rows, width]."""
     if form.block == WHOLE:
         data = made._data
         if columnwise:  # GPUs whose tensor cores read both layouts have no transposed copy

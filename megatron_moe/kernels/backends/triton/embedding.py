@@ -1,7 +1,7 @@
 """Gradient of an embedding table: tokens are sorted by id, and the sum of each id's gradients is added to the buffer.
 
-The sorted tokens are divided into stretches. A program computes, in fp32, the gradient sum of each id in its stretch.
-An id that spans several stretches gets partial sums, which a second launch adds in order.
+The sorted tokens are divided into segments. A program computes, in fp32, the gradient sum of each id in its segment.
+An id that spans several segments gets partial sums, which a second launch adds in order.
 """
 
 import torch
@@ -26,24 +26,24 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
     # int32 halves the passes of the radix sort, and no table has 2^31 rows
     sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
     columns = max(min(power_of_two(width), COLUMNS), 16)
-    num_stretches = cdiv(num_tokens, ROWS)
+    num_segments = cdiv(num_tokens, ROWS)
     if num_tokens:
-        parts_S2H = torch.empty(num_stretches, 2, width, device=out.device, dtype=torch.float32)
-        grid = (num_stretches, cdiv(width, columns))
-        _sum_stretches[grid](
+        parts_S2H = torch.empty(num_segments, 2, width, device=out.device, dtype=torch.float32)
+        grid = (num_segments, cdiv(width, columns))
+        _sum_segments[grid](
             grad_TH, sorted_T, order_T, out, parts_S2H, num_tokens, width, grad_TH.stride(0),
             ROWS=ROWS, COLUMNS=columns, WIDEN=INTERPRETED,
         )  # fmt: skip
-        _join_stretches[grid](sorted_T, out, parts_S2H, num_tokens, width, ROWS=ROWS, COLUMNS=columns)
+        _join_segments[grid](sorted_T, out, parts_S2H, num_tokens, width, ROWS=ROWS, COLUMNS=columns)
 
 
 @triton.jit
-def _sum_stretches(
+def _sum_segments(
     grad_ptr, ids_ptr, order_ptr, out_ptr, parts_ptr, num_tokens, width, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `out` the gradient sum of each id with all tokens in this program's stretch of sorted tokens. Partial
-    sums of other ids go to `parts` [stretches, 2, width]: index 0 if the id started in an earlier stretch, else 1."""
+    """Adds to `out` the gradient sum of each id with all tokens in this program's segment of sorted tokens. Partial
+    sums of other ids go to `parts` [segments, 2, width]: index 0 if the id started in an earlier segment, else 1."""
     first = tl.program_id(0) * ROWS
     places = first + tl.arange(0, ROWS)
     inside = places < num_tokens
@@ -71,20 +71,20 @@ def _sum_stretches(
 
 
 @triton.jit
-def _join_stretches(
+def _join_segments(
     ids_ptr, out_ptr, parts_ptr, num_tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Adds the partial sums of each id that spans several stretches to `out`, in the program of its first stretch."""
-    stretch = tl.program_id(0).to(tl.int64)
-    first, behind = stretch * ROWS, (stretch + 1) * ROWS
+    """Adds the partial sums of each id that spans several segments to `out`, in the program of its first segment."""
+    segment = tl.program_id(0).to(tl.int64)
+    first, behind = segment * ROWS, (segment + 1) * ROWS
     mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)
     goes_on = tl.load(ids_ptr + behind, mask=behind < num_tokens, other=-2) == mine
     from_before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-2) == mine
     if goes_on and not from_before:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         held = columns < width
-        total = tl.load(parts_ptr + (2 * stretch + 1) * width + columns, mask=held, other=0.0)
-        others = stretch + 1 + tl.arange(0, 16)
+        total = tl.load(parts_ptr + (2 * segment + 1) * width + columns, mask=held, other=0.0)
+        others = segment + 1 + tl.arange(0, 16)
         more = True
         while more:
             begins = others * ROWS

@@ -83,18 +83,18 @@ def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[T
     """Returns the gradients of the hidden states and of the weight, each rounded once."""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
-    most_stretches = BACKWARD_PROGRAMS * num_multiprocessors(hidden_TH.device) // cdiv(width, columns)
-    stretches = max(min(most_stretches, cdiv(len(hidden_TH), BACKWARD.tokens)), 1)
+    most_segments = BACKWARD_PROGRAMS * num_multiprocessors(hidden_TH.device) // cdiv(width, columns)
+    segments = max(min(most_segments, cdiv(len(hidden_TH), BACKWARD.tokens)), 1)
     grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
-    shares_PEH = torch.empty(stretches, num_experts, width, device=hidden_TH.device, dtype=torch.float32)
+    shares_PEH = torch.empty(segments, num_experts, width, device=hidden_TH.device, dtype=torch.float32)
     # programs of the same tokens are adjacent in the grid, so that all but the first read the gradient from the cache
-    _gate_backward[(cdiv(width, columns), stretches)](
+    _gate_backward[(cdiv(width, columns), segments)](
         grad_TE, hidden_TH, weight_EH, grad_hidden_TH, shares_PEH, len(hidden_TH), num_experts, width,
         grad_TE.stride(0), hidden_TH.stride(0), weight_EH.stride(0),
         WIDEN=INTERPRETED, PARTS=PARTS, EXPERTS=experts, TOKENS=BACKWARD.tokens, COLUMNS=columns,
         STAGES=BACKWARD.stages, num_warps=BACKWARD.warps,
     )  # fmt: skip
-    grad_weight = sum_of_shares(shares_PEH.view(stretches, -1), weight_EH.dtype)
+    grad_weight = sum_of_shares(shares_PEH.view(segments, -1), weight_EH.dtype)
     return grad_hidden_TH, grad_weight.view(num_experts, width)
 
 

@@ -18,7 +18,7 @@ def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
     """See `Kernels.pack_rows`."""
     rows_RW = rows_of(rows_RW)
     num_rows, width = rows_RW.shape
-    number = pages.stretches(num_rows)
+    number = pages.num_pages_for(num_rows)
     table = torch.empty(number, device=rows_RW.device, dtype=torch.int32)
     # a single warp, so that every thread reads both ends of the free list before one of them is updated
     _take_pages[(1,)](

@@ -1,8 +1,8 @@
 """Stable counting sort of the routing choices by expert, in two launches and without atomics.
 
-The choices are divided into blocks, and consecutive blocks are grouped into stretches. In the first launch, each
-program counts the choices of every expert in one stretch. It stores the counts before each block and at the end of the
-stretch. In the second launch, each program adds these counts to get each expert's first row, and sorts one block.
+The choices are divided into blocks, and consecutive blocks are grouped into segments. In the first launch, each
+program counts the choices of every expert in one segment. It stores the counts before each block and at the end of the
+segment. In the second launch, each program adds these counts to get each expert's first row, and sorts one block.
 """
 
 import torch
@@ -16,8 +16,8 @@ from megatron_moe.kernels.reference import backend as reference
 
 BLOCK = 128
 """Number of routing choices per block."""
-STRETCHES = 32
-"""Maximum number of stretches. It is small because every sorting program reads the counts of all stretches."""
+SEGMENTS = 32
+"""Maximum number of segments. It is small because every sorting program reads the counts of all segments."""
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
@@ -35,7 +35,7 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int
     rows_TK = torch.empty_like(ids)
     _place_rows[(len(before_BE),)](
         ids, before_BE, totals_SE, offsets_E, token_R, choice_R, rows_TK, ids.numel(), num_experts, ids.shape[1],
-        len(totals_SE), blocks_each, BLOCK=BLOCK, STRETCHES=STRETCHES, EXPERTS=_bins(num_experts),
+        len(totals_SE), blocks_each, BLOCK=BLOCK, SEGMENTS=SEGMENTS, EXPERTS=_bins(num_experts),
         ALIGN=align,
     )  # fmt: skip
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
@@ -49,10 +49,10 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
-    """Counts the choices of each expert. Returns (counts between the start of a stretch and the start of each of its
-    blocks, int32 [blocks, E]; counts in each whole stretch, int32 [stretches, E]; number of blocks per stretch)."""
+    """Counts the choices of each expert. Returns (counts between the start of a segment and the start of each of its
+    blocks, int32 [blocks, E]; counts in each whole segment, int32 [segments, E]; number of blocks per segment)."""
     num_blocks = cdiv(ids.numel(), BLOCK)
-    blocks_each = cdiv(num_blocks, STRETCHES)
+    blocks_each = cdiv(num_blocks, SEGMENTS)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
     totals_SE = before_BE.new_empty(cdiv(num_blocks, blocks_each), num_experts)
     _count_experts[(len(totals_SE),)](
@@ -86,18 +86,18 @@ def _count_experts(
 @triton.jit
 def _place_rows(
     ids_ptr, before_ptr, totals_ptr, offsets_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts, topk,
-    num_stretches, blocks_each,
-    BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
+    num_segments, blocks_each,
+    BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Sorts one block: a choice's row is its expert's first row plus the number of the expert's earlier choices."""
     block, experts = tl.program_id(0), tl.arange(0, EXPERTS)
     known = experts < num_experts
-    stretches = tl.arange(0, STRETCHES)
-    held = (stretches < num_stretches)[:, None] & known[None, :]
-    counts = tl.load(totals_ptr + stretches[:, None] * num_experts + experts[None, :], mask=held, other=0)
+    segments = tl.arange(0, SEGMENTS)
+    held = (segments < num_segments)[:, None] & known[None, :]
+    counts = tl.load(totals_ptr + segments[:, None] * num_experts + experts[None, :], mask=held, other=0)
     totals = tl.sum(counts, axis=0)
     before = tl.load(before_ptr + block * num_experts + experts, mask=known, other=0)
-    before += tl.sum(tl.where((stretches < block // blocks_each)[:, None], counts, 0), axis=0)
+    before += tl.sum(tl.where((segments < block // blocks_each)[:, None], counts, 0), axis=0)
     owned = tl.cdiv(totals, ALIGN) * ALIGN
     ends = tl.cumsum(owned, axis=0)
     if block == 0:

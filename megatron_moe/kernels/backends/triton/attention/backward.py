@@ -11,9 +11,9 @@ from megatron_moe.kernels.backends.triton.attention.tiles import (
     Segments,
     Shape,
     load_rows,
-    stretches,
     tile_width,
     visible,
+    visible_ranges,
 )
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, dot
 
@@ -110,7 +110,7 @@ def _key_grads(
     factor = scale * 1.4426950408889634
     grad_k = tl.zeros((KEYS, WIDTH), dtype=tl.float32)
     grad_v = tl.zeros((KEYS, VALUE), dtype=tl.float32)
-    ends = stretches(first, KEYS, right, left, num_rows, ROWS, SEGMENTS)
+    ends = visible_ranges(first, KEYS, right, left, num_rows, ROWS, SEGMENTS)
     for head in range(0, heads_per_group):
         n = group * heads_per_group + head
         of_head = (b * num_heads + n) * num_rows
@@ -165,7 +165,7 @@ def _query_grads(
         of_rows = tl.load(of_queries_ptr + b * of_queries_b + rows, mask=rows < num_rows, other=-1)
     factor = scale * 1.4426950408889634
     grad_q = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    ends = stretches(first, ROWS, left, right, num_keys, KEYS, SEGMENTS)
+    ends = visible_ranges(first, ROWS, left, right, num_keys, KEYS, SEGMENTS)
     for part in tl.static_range(3):
         for at in range(ends[part], tl.minimum(ends[part + 1], ends[3]), KEYS):
             keys = at + tl.arange(0, KEYS)

@@ -13,9 +13,9 @@ from megatron_moe.kernels.backends.triton.attention.tiles import (
     Segments,
     Shape,
     load_rows,
-    stretches,
     tile_width,
     visible,
+    visible_ranges,
 )
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, dot
 
@@ -82,7 +82,7 @@ def _attend(
         peak = tl.maximum(before * 1.4426950408889634, peak)
         place, held = _place(rows, b, n, num_rows, batch, num_heads, value_width, VALUE)
         out = tl.load(out_ptr + place, mask=held, other=0.0)
-    ends = stretches(first, ROWS, left, right, num_keys, KEYS, SEGMENTS)
+    ends = visible_ranges(first, ROWS, left, right, num_keys, KEYS, SEGMENTS)
     for part in tl.static_range(3):
         for at in range(ends[part], tl.minimum(ends[part + 1], ends[3]), KEYS):
             keys = at + tl.arange(0, KEYS)

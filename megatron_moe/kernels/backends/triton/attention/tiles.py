@@ -107,7 +107,7 @@ def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: 
 
 
 @triton.jit
-def stretches(first, TILE: tl.constexpr, left, right, num_keys, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
+def visible_ranges(first, TILE: tl.constexpr, left, right, num_keys, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
     """Returns key ranges (begin, inner_begin, inner_end, end) for a tile of rows. Rows see no key outside [begin, end).
     All rows see all keys in [inner_begin, inner_end). To get row ranges for a tile of keys, swap left and right."""
     begin = tl.maximum(first - left, 0) // STEP * STEP

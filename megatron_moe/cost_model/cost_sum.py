@@ -7,7 +7,7 @@ Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Amounts(Generic[Number]):
+class CostSum(Generic[Number]):
     """Base of dataclasses whose fields are all numbers. Supports field-wise addition and multiplication by a factor."""
 
     def __add__(self, other: Self) -> Self:
