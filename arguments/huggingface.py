@@ -14,11 +14,13 @@ from arguments.parser import Given, Settings
 from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, RopeConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
-from megatron_moe.config.moe import ActivationConfig, MLPConfig, MoEConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import Launch
 
 _MAX_PERIOD = 8

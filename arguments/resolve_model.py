@@ -9,18 +9,17 @@ from megatron_moe.config.attention import (
     AttentionConfig,
     ContextExchange,
     CoreAttentionConfig,
-    MLAConfig,
     NormConfig,
     RopeConfig,
     yarn_mscale,
 )
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import (
-    ActivationConfig,
     CapacityConfig,
     ExpertsConfig,
     HybridEPConfig,
-    MLPConfig,
     MoEConfig,
     RouterConfig,
     SharedExpertsConfig,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from arguments.flags import Flags
-from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.config.attention import AttentionConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 

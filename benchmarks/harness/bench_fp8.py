@@ -19,7 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels.backends.hopper import backend as hopper
 from megatron_moe.kernels.backends.hopper import fp8_linear, fp8_product, fp8_weight_grad, product, weight_grad

@@ -25,8 +25,8 @@ from megatron_moe import build  # noqa: E402
 from megatron_moe.config.moe import MoEConfig  # noqa: E402
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
+from megatron_moe.layers.node_chain import LayerState, run_nodes  # noqa: E402
 from megatron_moe.moe.moe_layer import MoELayer  # noqa: E402
-from megatron_moe.moe.node_chain import LayerState, run_nodes  # noqa: E402
 from megatron_moe.parallel.rng import RNGKey  # noqa: E402
 
 RATES = ("TFLOP/s", "of the peak")

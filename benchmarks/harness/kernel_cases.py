@@ -15,7 +15,7 @@ import torch
 from benchmarks.harness.kernel_case import Draw, KernelCase
 from benchmarks.harness.kernel_cases_attention import attention_cases
 from benchmarks.harness.kernel_cases_moe import moe_cases
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels, QueryKeyTransform
 from megatron_moe.precision.optimizer_state import Format, PackedState

@@ -28,7 +28,7 @@ from megatron_moe.checkpoint.manifest import (
     read_manifest,
 )
 from megatron_moe.checkpoint.storage import Storage, open_regular
-from megatron_moe.parallel import param_meta
+from megatron_moe.config import param_meta
 
 FP8_AMAX_HISTORY = ".fp8_amax_history"
 """Suffix of the keys of amax histories, whose length `--fp8-amax-history-len` decides."""

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig
-from megatron_moe.config.moe import MLPConfig, MoEConfig
+from megatron_moe.config.attention import AttentionConfig, NormConfig
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import MLPConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from types import MappingProxyType
 
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import ExpertsConfig, MLPConfig, MoEConfig, SharedExpertsConfig
+from megatron_moe.config.moe import ExpertsConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan

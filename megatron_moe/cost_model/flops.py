@@ -3,11 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_moe.config.attention import CoreAttentionConfig, MLAConfig
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.costs import CostSum
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import MLPConfig
 from megatron_moe.config.precision import FloatName
-from megatron_moe.cost_model.cost_sum import CostSum
 
 _PER_MULTIPLY_ADD = 6
 """Training FLOPs per multiply-add of a GEMM: 2 in forward, 2 for the input gradient, 2 for the weight gradient."""

@@ -11,9 +11,11 @@ from operator import mul
 from types import MappingProxyType
 from typing import NamedTuple
 
+from megatron_moe.config.costs import CostSum
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
+from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MLPConfig, MoEConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
@@ -28,7 +30,6 @@ from megatron_moe.cost_model.activations import (
     num_bytes,
     stage_tensors,
 )
-from megatron_moe.cost_model.cost_sum import CostSum
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, layer_recipes, low_by_rank, stored_bytes
 from megatron_moe.cost_model.workspace import (

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig
+from megatron_moe.config.attention import AttentionConfig, NormConfig
+from megatron_moe.config.costs import CostSum
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import MLPConfig, MoEConfig
-from megatron_moe.cost_model.cost_sum import CostSum
+from megatron_moe.config.moe import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_moe.config.attention import MLAConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.precision import LowPrecisionConfig

@@ -10,9 +10,11 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.config.attention import AttentionConfig
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import DEEPEP_SMS, MLPConfig, MoEConfig
+from megatron_moe.config.moe import DEEPEP_SMS, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.config.moe import ActivationConfig, RouterConfig
+from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.moe import RouterConfig
+from megatron_moe.config.param_meta import Part
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.pages import Pages
-from megatron_moe.parallel.param_meta import Part
 from megatron_moe.parallel.push_channel import PushChannel
 from megatron_moe.precision.linear_precision import Quantizers
 from megatron_moe.precision.optimizer_state import PackedState

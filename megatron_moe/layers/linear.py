@@ -6,12 +6,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ShardedInput
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_shard, leave_tensor_parallel
 from megatron_moe.precision.linear_precision import LinearPrecision

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import MLPConfig
+from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.linear import Linear
 from megatron_moe.parallel.context import ParallelContext

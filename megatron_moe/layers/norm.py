@@ -6,9 +6,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.precision.linear_precision import LinearPrecision
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe import build
+from megatron_moe.config.param_meta import ParamBox, ParamMeta
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.datasets import Datasets
@@ -19,7 +20,6 @@ from megatron_moe.moe.router import Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.grid import attention_grid, expert_grid
-from megatron_moe.parallel.param_meta import ParamBox, ParamMeta
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer

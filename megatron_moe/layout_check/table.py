@@ -12,9 +12,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from megatron_moe.config.param_meta import ParamBox
 from megatron_moe.layout_check.record import MetricKey, RankRecord, RecordedTensor
 from megatron_moe.logs.metrics import MetricValue
-from megatron_moe.parallel.param_meta import ParamBox
 from megatron_moe.parallel.parameter import write_part
 
 RELATIVE_TOLERANCE = 1e-12

@@ -13,7 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, RopeConfig
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, QueryKeyTransform, internal_dtype
 from megatron_moe.layers.linear import Linear
@@ -21,7 +23,6 @@ from megatron_moe.layers.norm import Norm, UnitNorm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor_parallel import all_gather
 

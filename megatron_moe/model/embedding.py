@@ -5,12 +5,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.parallel.tensor_parallel import leave_tensor_parallel, my_positions, sequence_part
 

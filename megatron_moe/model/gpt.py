@@ -15,16 +15,7 @@ from torch import Tensor, nn
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.layers.norm import Norm
-from megatron_moe.layers.resources import ModelResources
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.embedding import Embedding
-from megatron_moe.model.mtp import MTP, targets
-from megatron_moe.model.output_head import Head
-from megatron_moe.model.rope import Rotations
-from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.node_chain import (
+from megatron_moe.layers.node_chain import (
     BoundNodes,
     LayerState,
     Node,
@@ -38,6 +29,15 @@ from megatron_moe.moe.node_chain import (
     run_chain,
     schedule_steps,
 )
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.model.embedding import Embedding
+from megatron_moe.model.mtp import MTP, targets
+from megatron_moe.model.output_head import Head
+from megatron_moe.model.rope import Rotations
+from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import gather_from, sequence_part

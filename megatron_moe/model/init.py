@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.model import InitConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
 
 Device = torch.device | str

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron_moe.config.attention import MLAConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.norm import Norm

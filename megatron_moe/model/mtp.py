@@ -22,11 +22,7 @@ from torch import Tensor, nn
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.layers.linear import Linear
-from megatron_moe.layers.norm import Norm
-from megatron_moe.layers.resources import ModelResources
-from megatron_moe.model.embedding import Embedding
-from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.node_chain import (
+from megatron_moe.layers.node_chain import (
     BoundNodes,
     LayerState,
     Node,
@@ -38,6 +34,10 @@ from megatron_moe.moe.node_chain import (
     recompute_nodes,
     run_nodes,
 )
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.model.embedding import Embedding
+from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.tensor_parallel import columns_to_residual
 

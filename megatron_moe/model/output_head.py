@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, VocabShard, internal_dtype
 from megatron_moe.kernels.reference.backend import store
 from megatron_moe.layers.linear import column_product
 from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 from megatron_moe.precision.linear_precision import LinearPrecision

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig, RopeConfig, yarn_mscale
+from megatron_moe.config.attention import AttentionConfig, RopeConfig, yarn_mscale
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.parallel.context import ParallelContext

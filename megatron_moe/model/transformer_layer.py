@@ -4,17 +4,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_moe.config.attention import MLAConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.mlp import MLP
+from megatron_moe.layers.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
 from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.tensor_parallel import sequence_part
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.moe import ExpertsConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ExpertRows
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
@@ -15,7 +16,6 @@ from megatron_moe.kernels.reference.sequential import sequential
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.precision.linear_precision import LinearPrecision
 from megatron_moe.precision.quantized_tensor import QuantizedTensor

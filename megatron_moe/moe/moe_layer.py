@@ -10,9 +10,9 @@ from megatron_moe.config.moe import HybridEPConfig, MoEConfig, has_deepep
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.node_chain import LayerState, Node, parameters_of, run_nodes
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
-from megatron_moe.moe.node_chain import LayerState, Node, parameters_of, run_nodes
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher

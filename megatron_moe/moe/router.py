@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.moe import Balancing, CapacityConfig, RouterConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.cost_model.expert_load import skewed_log_popularity
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
@@ -22,7 +23,6 @@ from megatron_moe.moe.router_metrics import record_drops, record_load
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part

@@ -3,11 +3,11 @@
 from torch import Tensor, nn
 
 from megatron_moe.config.moe import SharedExpertsConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.layers.linear import Linear
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 

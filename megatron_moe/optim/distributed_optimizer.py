@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import RunError
+from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.optim.adamw import AdamW
@@ -25,7 +26,6 @@ from megatron_moe.optim.param_store import AcquiringModel, ParamStore
 from megatron_moe.optim.state import OptimizerState, StepScalars, UpdateOperands, UpdateRule, new_states
 from megatron_moe.optim.stored_weights import StoredWeights
 from megatron_moe.parallel.collectives import start_all_gather_
-from megatron_moe.parallel.param_meta import Grid
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.streams import Streams, make_host_copies, make_streams
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
@@ -28,7 +29,6 @@ from megatron_moe.optim.param_layout import (
 )
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, float_name, torch_dtype
-from megatron_moe.parallel.param_meta import Grid
 from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, WeightGradQueue
 
 

@@ -16,8 +16,8 @@ from typing import Literal
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.param_meta import Grid, ParamMeta
 from megatron_moe.config.precision import FloatName
-from megatron_moe.parallel.param_meta import Grid, ParamMeta
 
 ELEMENT_ALIGN = 64
 """Every parameter starts at a multiple of this many elements."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import WeightPart
 from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers, replica_group
 from megatron_moe.optim.param_layout import ParamSlot
 from megatron_moe.optim.state import OptimizerState
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.param_meta import Grid
 from megatron_moe.precision.nvfp4 import weight_scales
 from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES, block_scales
 from megatron_moe.precision.stored_weight import StoredWeight

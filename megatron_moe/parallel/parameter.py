@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.param_meta import ParamBox, ParamMeta, local_boxes, local_shape, sharded_dim
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamBox, ParamMeta, local_boxes, local_shape, sharded_dim
 from megatron_moe.precision.stored_weight import StoredWeight
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_moe.parallel.param_meta import Part
+from megatron_moe.config.param_meta import Part
 
 Key = tuple[int | str, ...]
 

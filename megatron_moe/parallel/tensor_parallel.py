@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.param_meta import Part
 from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_, reduce_scatter_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-from megatron_moe.parallel.param_meta import Part
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:

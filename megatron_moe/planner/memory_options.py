@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, RecomputeConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.run import RunPlan

@@ -9,12 +9,12 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
 
-from megatron_moe.config.attention import MLAConfig
+from megatron_moe.config.costs import CostSum
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, layer_tensors, num_bytes
-from megatron_moe.cost_model.cost_sum import CostSum
 from megatron_moe.cost_model.flops import FlopCount, count_layer_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.shards import held_by_layer

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
 from megatron_moe.precision.expert_rows import largest_magnitude
 from megatron_moe.precision.quantized_tensor import QuantizedTensor

@@ -19,12 +19,12 @@ from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem, listed
+from megatron_moe.config.param_meta import sharded_dim
 from megatron_moe.config.train_state import TrainStateConfig
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.parallel.collectives import gather_objects
-from megatron_moe.parallel.param_meta import sharded_dim
 from megatron_moe.parallel.parameter import Parameter, named_parameters
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.train.hf_export import HuggingFaceExport

@@ -10,10 +10,10 @@ from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.param_meta import sharded_dim
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.upcycling import upcycle
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import sharded_dim
 from megatron_moe.parallel.parameter import Parameter, local_part, named_parameters
 
 

@@ -13,8 +13,8 @@ from arguments.flags import Registry
 from arguments.huggingface import AnotherModel, described, model_flags
 from arguments.read import read_plan
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
-from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.run import RunPlan

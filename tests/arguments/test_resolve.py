@@ -8,10 +8,12 @@ import pytest
 
 from arguments.errors import FlagErrors
 from arguments.read import read_plan
-from megatron_moe.config.attention import MLAConfig, NormConfig, RopeConfig
+from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
-from megatron_moe.config.moe import ActivationConfig, CapacityConfig, ExpertsConfig, RouterConfig
+from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, RouterConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.training import BatchConfig
@@ -20,8 +22,7 @@ from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS, OVERLAP
 from tests.helpers.command_lines import SMALL, plan_of, problems_of, texts_of, words
 from tests.helpers.zoo import command_line, zoo_rows
 
-MLA = "--multi-latent-attention --no-group-query-attention"
-ITERS = "--train-iters --lr-warmup-iters"
+MLA, ITERS = "--multi-latent-attention --no-group-query-attention", "--train-iters --lr-warmup-iters"
 
 
 def layer(more: str = "", index: int = 1, without: str = ""):

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, RopeConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
-from megatron_moe.config.moe import ActivationConfig, MoEConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.cost_model.flops import count_flops, flops_per_step, peak_flops
 from tests.helpers.zoo import ZooRow, model_config, zoo_rows
 

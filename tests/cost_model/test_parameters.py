@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
-from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.cost_model.parameters import count_parameters
 from tests.helpers.tiny_models import (
     attention_config,

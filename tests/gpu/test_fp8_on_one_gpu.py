@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat, low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    CapacityConfig,
-    ExpertsConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
+from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.kernels import autograd

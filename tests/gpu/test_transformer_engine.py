@@ -12,7 +12,7 @@ from arguments.read import read_plan
 from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of

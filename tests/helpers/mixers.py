@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.config.attention import AttentionConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.resources import ModelResources

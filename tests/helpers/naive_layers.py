@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig
+from megatron_moe.config.mla import MLAConfig
 
 Weights = Mapping[str, Tensor]
 

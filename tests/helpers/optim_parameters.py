@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 FP64 = PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64")

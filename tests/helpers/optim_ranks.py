@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, local_part, new_parameter
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.sharded import Held, whole

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.param_meta import ParamBox, ParamMeta
 from megatron_moe.data.batch import MicroBatch, to_device
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT, objective
@@ -17,7 +18,6 @@ from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamBox, ParamMeta
 from megatron_moe.parallel.parameter import Parameter, named_parameters, write_part
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads

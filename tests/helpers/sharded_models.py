@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
-from megatron_moe.config.moe import ActivationConfig, SharedExpertsConfig
+from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tiny_models import (
     attention_config,

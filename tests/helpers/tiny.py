@@ -7,8 +7,9 @@ from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, 
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.data import DataConfig, TokenizerConfig
 from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig
-from megatron_moe.config.moe import ActivationConfig, ExpertsConfig, MLPConfig, MoEConfig, RouterConfig
+from megatron_moe.config.moe import ExpertsConfig, MoEConfig, RouterConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, RopeConfig
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig
-from megatron_moe.config.moe import MLPConfig, MoEConfig, SharedExpertsConfig
+from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT

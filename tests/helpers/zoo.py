@@ -9,23 +9,11 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    CoreAttentionConfig,
-    MLAConfig,
-    NormConfig,
-    RopeConfig,
-    yarn_mscale,
-)
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, RopeConfig, yarn_mscale
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    ExpertsConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 
 _FILE = Path(__file__).parents[1] / "data_files" / "zoo_models.tsv"
 _VALUES = (

@@ -15,7 +15,7 @@ EXCEPTIONS = {
     "ParallelConfig": ("tp", "pp", "cp", "ep", "etp"),  # the field's names of the axes, next to the derived dp and edp
     "OptimizerOffloadConfig": ("fraction",),  # of --optimizer-cpu-offload or of --chunked-optimizer-state-offload
 }
-RECORDED = ("attention", "moe", "model", "optimizer")
+RECORDED = ("attention", "mla", "mlp", "moe", "model", "optimizer")
 """Files of megatron_moe/config whose classes checkpoints record by field name: model and learning-rate schedule. These
 keep their names; one that is not the end of the flag's name names the flag in its docstring."""
 FLAGS = Registry.declared().flags

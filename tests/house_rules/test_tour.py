@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.layers.node_chain import LayerState, run_nodes
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.node_chain import LayerState, run_nodes
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads

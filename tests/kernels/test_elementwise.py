@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.reference import backend as reference
 from tests.helpers.tolerances import EXACT, FP64_REF
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.backends.hopper import fp8_linear
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.reference import backend as reference
@@ -21,7 +21,7 @@ from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
 LAUNCHES = """
 from dataclasses import replace
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.backends.hopper import casts, fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, launch, norm, quantize
 from megatron_moe.kernels.ops import GroupedPart, RowIndex

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import GroupedPart
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.sequential import sequential
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from tests.helpers.tolerances import EXACT, FP64_REF
 

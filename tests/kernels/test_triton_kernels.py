@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, QueryKeyTransform, VocabShard

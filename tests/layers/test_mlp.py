@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.mlp import MLP
 from megatron_moe.model.init import init_parameters

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig

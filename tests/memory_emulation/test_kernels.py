@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.moe import ActivationConfig, RouterConfig
+from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megatron_moe.config.model import MTPConfig
 from megatron_moe.data.batch import MicroBatch
+from megatron_moe.layers.node_chain import run_chain
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.mtp import shift
-from megatron_moe.moe.node_chain import run_chain
 from megatron_moe.parallel.rng import RNGKey
 from tests.helpers import naive_layers
 from tests.helpers.tiny_models import build, gradients, layer_config, microbatch, mla_config, model_config

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig, CapacityConfig, MoEConfig, RouterConfig
+from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig
 
 
 @dataclass

@@ -9,15 +9,8 @@ import itertools
 import pytest
 import torch
 
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    CapacityConfig,
-    ExpertsConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
+from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.moe_layer import MoELayer

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig, ExpertsConfig
+from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels

@@ -6,21 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    CapacityConfig,
-    ExpertsConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
+from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.layers.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.overlap import Step

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.memory import RecomputeConfig
-from megatron_moe.config.moe import ActivationConfig, ExpertsConfig, MLPConfig, SharedExpertsConfig
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
+from megatron_moe.config.moe import ExpertsConfig, SharedExpertsConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.reference import backend as reference

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import CheckpointProblem
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    CapacityConfig,
-    ExpertsConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
+from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.mlp import MLP
 from megatron_moe.moe.moe_layer import MoELayer

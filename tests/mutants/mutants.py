@@ -377,7 +377,7 @@ def metrics_of_void_steps_are_kept(original: Any) -> Any:
 
 
 @mutant(
-    "moe.node_chain:_all_parameters",
+    "layers.node_chain:_all_parameters",
     "tests/optim/test_gather_in_forward.py::test_every_reader_of_a_weight_waits_for_its_gather[recomputed-moe]",
 )
 def merged_nodes_do_not_acquire_their_parameters(original: Any) -> Any:

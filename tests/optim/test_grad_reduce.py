@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.kernels.autograd import linear
 from megatron_moe.kernels.reference import backend as reference
@@ -17,7 +18,6 @@ from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, named_parameters, new_parameter
 from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.segment import SegmentedMicrobatch

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.optim.param_layout import (
     BUCKET_ALIGN,
     ELEMENT_ALIGN,
@@ -19,7 +20,6 @@ from megatron_moe.optim.param_layout import (
     place_parameters,
     reduction_order,
 )
-from megatron_moe.parallel.param_meta import ParamMeta
 
 
 def parameter(name: str, *shape: int, **meta: object) -> ParamShape:

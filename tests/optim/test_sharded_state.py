@@ -11,10 +11,10 @@ from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.param_meta import sharded_dim
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import sharded_dim
 from megatron_moe.parallel.parameter import Parameter
 from tests.helpers.optim_parameters import BF16, FP64
 from tests.helpers.optim_ranks import make_optimizer, run

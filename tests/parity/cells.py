@@ -10,8 +10,9 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig

@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.layers.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
 from megatron_moe.parallel.streams import Streams

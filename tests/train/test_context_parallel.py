@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader
-from megatron_moe.config.attention import AttentionConfig, MLAConfig
+from megatron_moe.config.attention import AttentionConfig
+from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan

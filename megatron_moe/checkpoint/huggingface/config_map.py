@@ -13,10 +13,12 @@ from megatron_moe.checkpoint.huggingface.config_reader import (
     read_norm,
     read_rope,
 )
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig, yarn_mscale
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, yarn_mscale
 from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
-from megatron_moe.config.moe import ActivationConfig, MoEConfig, SharedExpertsConfig
+from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 
 _MAX_LAYERS = 10_000
 """Maximum of num_hidden_layers. A larger value indicates a damaged file; its layer configs could exhaust memory."""

@@ -5,17 +5,12 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any
 
-from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig, RopeConfig, yarn_mscale
+from megatron_moe.config.attention import AttentionConfig, NormConfig, RopeConfig, yarn_mscale
 from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    ExpertsConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 
 
 @dataclass(frozen=True)

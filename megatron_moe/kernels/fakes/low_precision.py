@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import WHOLE, OperandFormat
 from megatron_moe.kernels.fakes.backend import fake_backend
 from megatron_moe.kernels.ops import QuantizedActivationGrads, RowIndex, WeightPart

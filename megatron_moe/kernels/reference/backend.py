@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.config.moe import ActivationConfig, ActivationKind
+from megatron_moe.config.mlp import ActivationConfig, ActivationKind
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 from megatron_moe.kernels.ops import (

@@ -7,16 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    CapacityConfig,
-    ExpertsConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels

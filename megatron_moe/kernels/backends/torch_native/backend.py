@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.kernel_set import Priority, Support

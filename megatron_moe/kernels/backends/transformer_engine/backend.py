@@ -15,7 +15,7 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.backends.transformer_engine.low_precision import quantize_rows as quantize_rows
 from megatron_moe.kernels.backends.transformer_engine.low_precision import quantize_weight as quantize_weight
 from megatron_moe.kernels.backends.transformer_engine.low_precision import (

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
 from megatron_moe.kernels.backends.triton.quantize import (

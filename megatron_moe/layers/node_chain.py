@@ -2,8 +2,7 @@
 
 A node maps one `LayerState` to the next. Plain execution (`run_nodes`), recompute (`recompute_nodes`), CUDA-graph
 capture (`capture_nodes`), waiting for gathered weights (`acquire_nodes`) and a schedule that interleaves two
-microbatches (`schedule_steps`) are functions over the same nodes, so they compose. The file is in `moe`, which is the
-lowest package that may import the types of all `LayerState` fields.
+microbatches (`schedule_steps`) are functions over the same nodes, so they compose.
 """
 
 import itertools
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.memory.cuda_graphs.layer_graphs import CapturedModule
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy, Scope
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.pipeline.overlap import SlotName, Step, stream_of
 from megatron_moe.precision.linear_precision import LinearPrecision
@@ -53,12 +51,14 @@ class LayerState:
     """Scope for operations that read `normed_SBH`: they do not save it if layernorm outputs are recomputed."""
     given_ids_TK: Tensor | None = None
     """Expert ids to use instead of selecting; None: the router selects experts."""
-    routing: Routing = _UNSET
+    routing: Any = None
+    """`Routing` of the tokens."""
     tokens_SBH: Tensor = _UNSET
     """Tokens to dispatch: `normed_SBH` or its latent projection."""
     pending: Any = None
     """Dispatch or combine in progress: the return value of the dispatcher's `start_dispatch` or `start_combine`."""
-    rows: DispatchedTokens = _UNSET
+    rows: Any = None
+    """`DispatchedTokens`: the rows of the experts, and later their outputs."""
     handle: Any = None
     """State that `finish_dispatch` returns for `start_combine`."""
     shared: Any = None

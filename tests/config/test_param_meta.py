@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_moe.parallel.param_meta import ParamBox, ParamMeta, local_boxes, local_shape
+from megatron_moe.config.param_meta import ParamBox, ParamMeta, local_boxes, local_shape
 from megatron_moe.parallel.parameter import local_part, write_part
 from tests.helpers.tolerances import EXACT
 

@@ -19,4 +19,5 @@ class CostSum(Generic[Number]):
     @property
     def total(self) -> Number:
         """Sum of all fields."""
-        return sum(vars(self).values())
+        total: Number = sum(vars(self).values())
+        return total
