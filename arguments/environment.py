@@ -5,7 +5,7 @@ Precedence, highest first: environment of the process, `environment` section of 
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from arguments import derive
@@ -16,8 +16,18 @@ FROM_A_FILE = "set by a file"
 
 _EXPANDABLE = "expandable_segments:True"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_EXECUTED = frozenset({"BASH_ENV", "ENV", "PROMPT_COMMAND", "PS4"})
-"""Environment variables that make a shell run code; files must not set them."""
+_ALLOWED = (
+    *("CUBLASLT_", "CUBLAS_", "CUDA_", "CUDNN_", "DEEPEP_", "DEEP_EP_", "FI_", "GLOO_", "GOMP_", "HF_", "HYBRID_EP_"),
+    *("KMP_", "MEGATRON_", "MKL_", "NCCL_", "NUM_OF_", "NVIDIA_", "NVLINK_", "NVSHMEM_", "NVTE_", "OMP_", "PYTORCH_"),
+    *("RDMAV_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_", "USE_MNNVL", "WANDB_"),
+)
+"""Prefixes of the environment variables that files may set: settings of the libraries that a run uses."""
+_NAMES_CODE = re.compile(r"(?!HF_|WANDB_).*(_PATH|_PLUGIN|_DIR|_HOME|_LIB)")
+"""Names of variables, such as NCCL_NET_PLUGIN and TRITON_PTXAS_PATH, from whose values libraries load or run code."""
+_ACTION = re.compile(r"[a-z]*")
+"""Values of PYTHONWARNINGS that name an action only. Others may import modules."""
+_REFUSED = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "PYTHONINSPECT", "SHELLOPTS", "UID"})
+"""Variables that shells do not let scripts set, or that keep a rank from ending."""
 
 
 _TRANSFORMER_ENGINE = (
@@ -41,12 +51,22 @@ class Variable:
 
 
 def misnamed(name: str) -> tuple[str, str]:
-    """Returns (problem, remedy) if files must not set the environment variable `name`, else two empty strings."""
+    """Returns (problem, remedy) if nothing can set the environment variable `name`, else two empty strings."""
     if not _NAME.fullmatch(name):
         return f"names the environment variable {name!r}", "use letters, digits and _, with no digit first"
-    if name in _EXECUTED:
-        return f"sets {name}, whose value shells execute", f"remove it, or export {name} before the start"
+    if name in _REFUSED:
+        return f"sets {name}, which belongs to the shell or the interpreter", "remove it"
     return "", ""
+
+
+def not_allowed(name: str, value: str, allowed: Collection[str]) -> tuple[str, str]:
+    """Returns (problem, remedy) if a file must not set the environment variable, else two empty strings: many variables
+    run code. `allowed`: names given with `--allow-environment`."""
+    known = name.startswith(_ALLOWED) and not _NAMES_CODE.fullmatch(name)
+    if known or name in allowed or name == "PYTHONWARNINGS" and _ACTION.fullmatch(value):
+        return misnamed(name)
+    what = f"sets the environment variable {name}, which may change what code runs"
+    return misnamed(name) if misnamed(name)[0] else (what, f"remove it, or add --allow-environment {name}")
 
 
 def unprintable(text: str) -> str:

@@ -10,14 +10,14 @@ executed. Scalars are read as text and converted to the type of the flag, not by
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from os.path import normpath
 from pathlib import Path
 
 import yaml
 
-from arguments.environment import misnamed, unprintable
+from arguments.environment import not_allowed, unprintable
 from arguments.errors import Problem
 from arguments.flags import GROUPS, Registry, normal
 from arguments.parser import Given
@@ -72,16 +72,19 @@ def read_files(
     environ: Mapping[str, str],
     above: tuple[Path, ...] = (),
     needless: frozenset[str] = frozenset(),
+    allowed: Collection[str] = (),
 ) -> list[FlagFile]:
     """Reads a file and, recursively, the files in its `base`, which precede it in the result. `above`: files that
-    include this file. `needless`: names of flags that are skipped if their values cannot be read."""
+    include this file. `needless`: names of flags that are skipped if their values cannot be read. `allowed`: names of
+    further environment variables that files may set."""
     if path.resolve() in above:
         problem = Problem(what=f"{shown(path)} includes itself", remedy="remove it from `base`")
         return [FlagFile(path, problems=[problem])]
     named_in = f"`base` of {shown(above[-1])}" if above else "--config"
-    file = read_file(path, registry, environ, needless, named_in)
+    file = read_file(path, registry, environ, needless, named_in, allowed)
     below = (*above, path.resolve())
-    return [*(found for base in file.bases for found in read_files(base, registry, environ, below, needless)), file]
+    bases = [read_files(base, registry, environ, below, needless, allowed) for base in file.bases]
+    return [*(found for files in bases for found in files), file]
 
 
 def read_file(
@@ -90,6 +93,7 @@ def read_file(
     environ: Mapping[str, str],
     needless: frozenset[str] = frozenset(),
     named_in: str = "--config",
+    allowed: Collection[str] = (),
 ) -> FlagFile:
     """Reads one file, to which `named_in` (a flag or file) refers. Errors are collected in `FlagFile.problems`."""
     file = FlagFile(path)
@@ -101,7 +105,7 @@ def read_file(
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         problem = Problem(what=f"{shown(path)}{_not_yaml(error)}", remedy="correct the file")
         return FlagFile(path, readable=False, problems=[problem])
-    _Reader(file, registry, environ, needless).read(root)
+    _Reader(file, registry, environ, needless, allowed).read(root)
     return file
 
 
@@ -125,6 +129,7 @@ class _Reader:
     registry: Registry
     environ: Mapping[str, str]
     needless: frozenset[str]
+    allowed: Collection[str]
     unset: dict[str, list[int]] = field(default_factory=dict)
     """Maps each unset environment variable to the line numbers that use it."""
     merged: dict[int, list[tuple[str, yaml.Node]]] = field(default_factory=dict)
@@ -170,7 +175,7 @@ class _Reader:
 
     def _refuse_variable(self, name: str, value: str, node: yaml.Node) -> None:
         """Records a problem and raises _Unusable if a name or value is unsafe in launch scripts or `os.environ`."""
-        wrong, remedy = misnamed(name)
+        wrong, remedy = not_allowed(name, value, self.allowed)
         if not wrong and unprintable(value):
             wrong, remedy = f"sets the environment variable {name} to {value!r}, {unprintable(value)}", "remove it"
         if wrong:

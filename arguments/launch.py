@@ -83,6 +83,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
         master_port=_port(environ),
         launcher="torchrun",
         supervised="TORCHELASTIC_RUN_ID" in environ,
+        start_id=_joined(environ, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     )
 
 
@@ -109,6 +110,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         master_port=_port(environ, 20000 + _number({"SLURM_JOB_ID": "0", **environ}, "SLURM_JOB_ID") % 20000),
         launcher="slurm",
         supervised=True,
+        start_id=_joined(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     )
 
 
@@ -159,6 +161,7 @@ def _openmpi(environ: Mapping[str, str]) -> Launch:
         master_port=_port(environ),
         launcher="openmpi",
         supervised=True,
+        start_id=_joined(environ, "PMIX_NAMESPACE"),
     )
 
 
@@ -185,6 +188,10 @@ def _checked(launch: Launch) -> Launch:
     if launch.local_world_size > launch.world_size:
         raise FlagErrors.of(f"{launch.local_world_size} ranks per host exceed the world size of {launch.world_size}")
     return launch
+
+
+def _joined(environ: Mapping[str, str], *names: str) -> str:
+    return ".".join(environ[name] for name in names if name in environ)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -122,7 +122,8 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
     start = start_settings(argv, registry)
     paths, missing = config_files(start)
     needless = UNUSED_BY_PROXY if start.setting("proxy").value else frozenset()
-    files = [file for path in paths for file in read_files(path, registry, environ, needless=needless)]
+    allowed = start.setting("allow_environment").value
+    files = [file for path in paths for file in read_files(path, registry, environ, (), needless, allowed)]
     _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
     folder = start.setting("from_hf_config").value
     published, notes = published_flags(folder, registry) if folder else ([], [])

@@ -44,7 +44,7 @@ trap stop TERM INT HUP
 
 run() { # one start, until torchrun has ended; a signal ends the first wait early
     # in a session of its own: a Ctrl-C that reaches torchrun beside the signal of stop() would end it before its ranks
-    setsid "$python" -m torch.distributed.run "${where[@]}" "$root/pretrain_moe.py" "$@" &
+    setsid "$python" "$root/tools/torchrun.py" "${where[@]}" "$root/pretrain_moe.py" "$@" &
     child=$!
     wait "$child"
     code=$?

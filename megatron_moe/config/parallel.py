@@ -18,6 +18,9 @@ class Launch:
     supervised: bool = False
     """True if the parent process is a launcher such as torchrun or srun; the rank then exits when the launcher dies.
     False if the user set the environment variables of the rank in a shell."""
+    start_id: str = ""
+    """Name of this start of the run. All ranks of a start have the same name, and ranks of an earlier start, which may
+    have outlived their launcher, have another one, as far as the launcher makes that possible."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ of one process.
 
 import importlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -245,6 +246,7 @@ def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) ->
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if config.debug_collectives:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
+    begin = time.monotonic()
     try:
         store = _rendezvous_store(config, launch)
         dist.init_process_group(
@@ -259,7 +261,7 @@ def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) ->
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise OtherRankProblem(
             f"rank {launch.rank} of {launch.world_size} could not connect to the other ranks at "
-            f"{launch.master_addr}:{launch.master_port} within {config.distributed_timeout_minutes:g} minutes: "
+            f"{launch.master_addr}:{launch.master_port} and gave up after {time.monotonic() - begin:.0f} s: "
             f"{error}; check that all ranks were started with the same master address and that the port is free",
             code=ExitCode.RENDEZVOUS,
         ) from error
@@ -277,7 +279,9 @@ def _rendezvous_store(config: ParallelConfig, launch: Launch) -> dist.Store:
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = launch.master_addr, launch.master_port
-    store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=is_server)
+    server = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=is_server)
+    # torchrun's store may be shared with an earlier attempt, or with ranks whose own launcher died
+    store = dist.PrefixStore(launch.start_id, server)
     keys = [f"rank {rank} connected" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], "")
     if launch.rank != 0:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_moe.config.exit_codes import ExitCode
@@ -21,6 +22,18 @@ _SIGNAL = signal.SIGURG
 """Signal that reports the parent's death. By default it is ignored, so it does not affect unrelated threads."""
 _POLL_S = 1.0
 _JOIN_S = 5.0
+_SET_BY_TORCHRUN = b"TORCHELASTIC_RUN_ID="
+"""Environment variable that torchrun sets for its ranks, and that it does not have itself."""
+
+
+def with_start_id(launch: Launch, parent: int) -> Launch:
+    """Adds the identity of the torchrun process to `start_id` if it started all ranks: its run id may be the same for
+    every start. `parent`: process id of the parent when this process began."""
+    if launch.launcher != "torchrun" or not launch.supervised or launch.world_size != launch.local_world_size:
+        return launch
+    pid = _torchrun_process(parent)
+    _, started = _parent_and_start(pid)
+    return replace(launch, start_id=f"{launch.start_id}.{pid}.{started}")
 
 
 class LauncherWatch:
@@ -31,20 +44,25 @@ class LauncherWatch:
     parent's thread ends, and exists on Linux only. If C code holds the GIL, only the watchdog can end the process.
 
     Args:
+        parent: process id of the parent when this process began: of a launcher that died since, the parent now is not.
         exit_process: function that ends the process with the given exit code.
     """
 
-    def __init__(self, launch: Launch, status: RunStatus, *, exit_process: Callable[[int], None] = os._exit) -> None:
+    def __init__(
+        self, launch: Launch, status: RunStatus, parent: int, *, exit_process: Callable[[int], None] = os._exit
+    ) -> None:
         self._launch = launch
         self._status = status
         self._exit_process = exit_process
-        self._parent = os.getppid()
+        self._parent = parent
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="launcher watch", daemon=True)
         self._has_signal = False
 
     def __enter__(self) -> "LauncherWatch":
         if self._launch.supervised:
+            if self._launch.launcher == "torchrun" and not _has_torch(_torchrun_process(self._parent)):
+                self._exit("died before this rank began")
             # All threads inherit the signal mask, so the signal stays pending until `_watch` accepts it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})
             self._has_signal = _request_parent_death_signal(_SIGNAL)
@@ -63,15 +81,15 @@ class LauncherWatch:
     def _watch(self) -> None:
         while not self._closed.is_set():
             if os.getppid() != self._parent:
-                self._exit()
+                self._exit(f"(process {self._parent}) died")
                 return
             if self._has_signal:
                 signal.sigtimedwait({_SIGNAL}, _POLL_S)
             else:
                 self._closed.wait(_POLL_S)
 
-    def _exit(self) -> None:
-        sentence = f"the launcher of rank {self._launch.rank} (process {self._parent}) died"
+    def _exit(self, what: str) -> None:
+        sentence = f"the launcher of rank {self._launch.rank} {what}"
         with suppress(OSError, ValueError):  # stderr may be a pipe to the launcher
             print(f"{sentence}; this rank ends as well", file=sys.stderr, flush=True)
         self._status.fail(ExitCode.LAUNCHER, sentence, "start the same command again; it continues from the checkpoint")
@@ -79,17 +97,18 @@ class LauncherWatch:
 
 
 def supervise(
-    launch: Launch, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
+    launch: Launch, parent: int, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
 ) -> tuple[Signals, RunStatus]:
     """Starts signal handling, status.json and the launcher watch, in this order; `stack` ends them.
 
-    Must be called before anything that can fail. Raises EnvironmentProblem if another job writes into the run folder.
+    Must be called before anything that can fail. `parent`: see `LauncherWatch`. Raises EnvironmentProblem if
+    another job writes into the run folder.
     """
     signals = stack.enter_context(Signals(exit_signals))
     if run_dir is not None:
         refuse_held(run_dir, **RUN_FOLDER)
     status = stack.enter_context(RunStatus(run_dir, rank=launch.rank))
-    stack.enter_context(LauncherWatch(launch, status))
+    stack.enter_context(LauncherWatch(launch, status, parent))
     return signals, status
 
 
@@ -98,3 +117,31 @@ def _request_parent_death_signal(number: int) -> bool:
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)
+
+
+def _torchrun_process(pid: int) -> int:
+    """Process id of torchrun: the nearest of `pid` and its ancestors without torchrun's variables, as a rank may be
+    started by a script. If torchrun has died, the process that adopted its children."""
+    with suppress(OSError):
+        while pid > 1 and _SET_BY_TORCHRUN in Path(f"/proc/{pid}/environ").read_bytes():
+            pid, _ = _parent_and_start(pid)
+    return pid
+
+
+def _parent_and_start(pid: int) -> tuple[int, str]:
+    """Parent's process id, and start time in clock ticks since boot; (0, "") if the process is not known."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[1]), fields[19]
+    return 0, ""
+
+
+def _has_torch(pid: int) -> bool:
+    """True if the process has loaded torch, as torchrun does, or if this system does not tell. Orphans are usually
+    adopted by init, whose memory map users cannot read."""
+    try:
+        return b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes()
+    except PermissionError:
+        return pid > 1
+    except OSError:
+        return Path(f"/proc/{pid}").exists() or not Path("/proc/self").exists()

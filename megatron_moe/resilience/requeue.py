@@ -5,7 +5,8 @@ restarts without a new checkpoint.
 """
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
@@ -21,6 +22,8 @@ HISTORY = "restarts.jsonl"
 
 _SIGNALLED = 128
 """Offset of exit codes after signals: shells report 128 + n for a process that signal n ended."""
+_LOCK_SECONDS = 10.0
+"""Time in which ranks release the lock of the run folder after their launcher died."""
 
 RESTARTED: Mapping[int, str] = MappingProxyType(
     {
@@ -133,13 +136,25 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
     return tuple(endings)
 
 
-def decide_and_record(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
+def decide_and_record(
+    run_dir: Path,
+    exit_code: int,
+    *,
+    since: float,
+    now: float,
+    patience: int = 3,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Decision:
     """Decides whether to restart the run of this folder and appends how it ended to the folder's history.
 
-    If another job has locked the folder, decides against a restart and leaves the history unchanged. `since` (time of
-    the last start) and `now` are seconds since the epoch by the same clock, which may differ from other hosts' clocks.
+    If another job has locked the folder, after this job's ranks have had time to end, decides against a restart and
+    leaves the history unchanged. `since` (time of the last start) and `now` are seconds since the epoch by the same
+    clock, which may differ from other hosts' clocks.
     """
     holder = held_by(run_dir)
+    if holder is not None:
+        sleep(_LOCK_SECONDS)
+        holder = held_by(run_dir)
     if holder is not None:
         return Decision(restart=False, reason=f"another job writes into the run folder {run_dir}: {holder}")
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ def test_variables_that_change_recipes_of_transformer_engine_are_rejected():
 
 def test_a_file_wins_over_what_a_flag_needs(tmp_path):
     path = tmp_path / "my.yaml"
-    path.write_text("environment: {CUDA_DEVICE_MAX_CONNECTIONS: 8, A: 1}\n", encoding="utf-8")
+    path.write_text("environment: {CUDA_DEVICE_MAX_CONNECTIONS: 8, NCCL_A: 1}\n", encoding="utf-8")
     plan = plan_of(f"--overlap-moe-expert-parallel-comm --config {path}")
-    assert dict(plan.environment) == {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "A": "1"}
+    assert dict(plan.environment) == {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_A": "1"}
     assert plan.environment_reasons == (FROM_A_FILE, FROM_A_FILE)

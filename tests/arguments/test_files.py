@@ -31,10 +31,10 @@ wandb-project: "12:30"
 ZOO = """
 ENV_VARS:
   CUDA_DEVICE_MAX_CONNECTIONS: 1
-  WIDTH: 64
+  MEGATRON_WIDTH: 64
 MODEL_ARGS:
   --num-layers: ${LAYERS}
-  --kv-channels: $WIDTH
+  --kv-channels: $MEGATRON_WIDTH
   --swiglu: true
   --sequence-parallel: false
   --load: false
@@ -101,7 +101,7 @@ def test_the_shape_of_the_model_zoo(tmp_path):
         "wandb_exp_name": "run-1",
         "norm_epsilon": 1e-6,
     }
-    assert file.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "WIDTH": "64"}
+    assert file.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_WIDTH": "64"}
 
 
 def test_the_shape_of_megatron_dev(tmp_path):
@@ -122,7 +122,7 @@ COMMON: &common
   --adam-eps: 0.1
   --adam-beta1: &beta 0.5
 MORE: &more {--adam-eps: 0.2, --adam_beta2: *beta, "--min-lr": 0.01}
-ENV_VARS: &variables {A: 1}
+ENV_VARS: &variables {NCCL_A: 1}
 MODEL_ARGS:
   <<: [*common, *more]
   --lr: 0.3
@@ -270,8 +270,8 @@ def test_duplicate_key_in_a_file_is_noted(tmp_path):
 
 def test_variables_of_a_file_become_the_runs_unless_the_user_set_them(tmp_path):
     path = tmp_path / "a.yaml"
-    path.write_text("environment: {A: 1, B: 2}\nadam-eps: 0.1\n", encoding="utf-8")
-    assert plan_of(f"--config {path}", environ={"B": "3"}).environment == (("A", "1"),)
+    path.write_text("environment: {NCCL_A: 1, NCCL_B: 2}\nadam-eps: 0.1\n", encoding="utf-8")
+    assert plan_of(f"--config {path}", environ={"NCCL_B": "3"}).environment == (("NCCL_A", "1"),)
 
 
 @pytest.mark.parametrize(
@@ -283,10 +283,14 @@ def test_variables_of_a_file_become_the_runs_unless_the_user_set_them(tmp_path):
         ("1A: 1", "names the environment variable '1A'"),
         ('"A\\n": 1', "names the environment variable 'A\\n'"),
         ("Ä: 1", "names the environment variable 'Ä'"),
-        ('BASH_ENV: "$$(touch x)"', "sets BASH_ENV, whose value shells execute"),
-        ('A: "b\\0"', "contains a NUL character, 'b\\x00'"),
-        ('A: "b\\ntouch x"', "sets the environment variable A to 'b\\ntouch x', which contains the character U+000A"),
-        ('A: "b\\x1b[2J"', "which contains the character U+001B"),
+        ('BASH_ENV: "$$(touch x)"', "sets the environment variable BASH_ENV, which may change what code runs"),
+        ("SHELLOPTS: xtrace", "sets SHELLOPTS, which belongs to the shell or the interpreter"),
+        ('NCCL_A: "b\\0"', "contains a NUL character, 'b\\x00'"),
+        (
+            'NCCL_A: "b\\ntouch x"',
+            "sets the environment variable NCCL_A to 'b\\ntouch x', which contains the character",
+        ),
+        ('NCCL_A: "b\\x1b[2J"', "which contains the character U+001B"),
     ],
 )
 @pytest.mark.parametrize("more", ["", " --dry-run"])
@@ -295,6 +299,28 @@ def test_variables_that_no_environment_or_script_can_hold_are_refused(tmp_path, 
     path.write_text(f"environment: {{{entry}}}\n", encoding="utf-8")
     (text,) = texts_of(f"--config {path}{more}")
     assert message in text
+
+
+@pytest.mark.parametrize(
+    "variable",
+    "LD_PRELOAD LD_AUDIT PYTHONPATH PYTHONSTARTUP PATH NCCL_NET_PLUGIN TRITON_PTXAS_PATH CUDA_INJECTION64_PATH".split(),
+)
+def test_variables_that_run_code_must_be_allowed_on_the_command_line(tmp_path, variable):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"environment: {{{variable}: /x}}\n", encoding="utf-8")
+    (text,) = texts_of(f"--config {path}")
+    assert f"sets the environment variable {variable}, which may change what code runs" in text
+    assert plan_of(f"--config {path} --allow-environment A {variable}").environment == ((variable, "/x"),)
+    path.write_text(f"environment: {{{variable}: /x}}\nallow-environment: {variable}\n", encoding="utf-8")
+    assert "--allow-environment belongs on the command line" in texts_of(f"--config {path}")[-1]
+
+
+def test_variables_of_published_recipes_and_only_plain_warning_filters_are_allowed(tmp_path):
+    """A warning filter with a category imports a module."""
+    path = tmp_path / "a.yaml"
+    for value, refused in (("ignore", 0), ("all:0:antigravity.x", 1)):
+        text = f"ENV_VARS: {{PYTHONWARNINGS: {value}, HF_HOME: /x, USE_MNNVL: 1, NVTE_FUSED_ATTN: 1}}\n"
+        assert len(read(path, text).problems) == refused
 
 
 def test_a_flag_with_a_nul_character_is_refused(tmp_path):
@@ -317,13 +343,13 @@ def test_a_recipe_is_found_by_name_and_comes_before_files(tmp_path, monkeypatch)
 def test_base_files_are_relative_to_the_file(tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()
-    (parts / "a.yaml").write_text("environment: {A: 1}\nadam-beta1: 0.1\nadam-beta2: 0.1\nadam-eps: 0.1\n")
+    (parts / "a.yaml").write_text("environment: {NCCL_A: 1}\nadam-beta1: 0.1\nadam-beta2: 0.1\nadam-eps: 0.1\n")
     (parts / "b.yaml").write_text("base: a.yaml\nabout: {model: M}\nadam-beta2: 0.2\nadam-eps: 0.2\n")
     path = tmp_path / "c.yaml"
     path.write_text("base: [parts/b.yaml]\nadam-eps: 0.3\n")
     plan = plan_of(f"--config {path}")
     assert (plan.optimizer.adam_beta1, plan.optimizer.adam_beta2, plan.optimizer.adam_eps) == (0.1, 0.2, 0.3)
-    assert plan.environment == (("A", "1"),)
+    assert plan.environment == (("NCCL_A", "1"),)
     assert not [note for note in plan.notes if "twice" in note]
 
 

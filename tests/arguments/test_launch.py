@@ -16,6 +16,7 @@ TORCHRUN = {
     "MASTER_ADDR": "node7",
     "MASTER_PORT": "1234",
     "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_RESTART_COUNT": "2",
 }
 SRUN = {
     "SLURM_JOB_ID": "123456",
@@ -62,6 +63,7 @@ def test_torchrun_tells_ranks_and_master():
         master_port=1234,
         launcher="torchrun",
         supervised=True,
+        start_id="x.2",
     )
 
 
@@ -86,6 +88,7 @@ def test_srun_tells_ranks_and_the_first_host_is_the_master():
         master_port=20000 + 123456 % 20000,
         launcher="slurm",
         supervised=True,
+        start_id="123456.0",
     )
     assert launch_of({**SRUN, "MASTER_ADDR": "me", "MASTER_PORT": "7"}).master_port == 7
 

@@ -20,9 +20,12 @@ from tests.faults.processes import TIMEOUT, read_until, start, status
 from tests.helpers.ranks import REPOSITORY, child_environment, free_port
 
 ENDLESS = ("--train-iters", "100000", "--eval-iters", "0")
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}
+TORCHRUN = ("TORCHELASTIC_RUN_ID=x", "RANK=0", "WORLD_SIZE=1")
 LAUNCHER = """
-import subprocess, sys
+import ctypes, importlib.util, os, subprocess, sys
+from pathlib import Path
+(torch,) = importlib.util.find_spec("torch").submodule_search_locations
+ctypes.CDLL(str(Path(torch) / "lib" / "libtorch_global_deps.so"))  # ranks recognise torchrun by its libraries
 rank = subprocess.Popen(sys.argv[1:])
 print(f"rank is process {rank.pid}", flush=True)
 rank.wait()
@@ -34,8 +37,8 @@ def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> N
     run, since = tmp_path / "run", time.time()
     program = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, run, *ENDLESS)]
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, *program],
-        env=child_environment(**TORCHRUN),
+        [sys.executable, "-c", LAUNCHER, "env", *TORCHRUN, *program],
+        env=child_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -53,14 +56,38 @@ def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> N
     assert decide_and_record(run, 137, since=since, now=time.time()).reason == "the launcher of a rank died"
 
 
+def test_a_rank_ends_when_its_launcher_died_before_it_began(data: str, tmp_path: Path) -> None:
+    """P7: nobody would end it, and it would hold the run's lock."""
+    run = tmp_path / "run"
+    program = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, run, *ENDLESS)]
+    waits = 'until [ -e "$0" ]; do sleep 0.01; done; exec env "$@"'
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, "sh", "-c", waits, str(tmp_path / "go"), *TORCHRUN, *program],
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    rank = os.pidfd_open(int(read_until(launcher, "rank is process").split()[-1]))
+    launcher.kill()
+    launcher.wait()
+    (tmp_path / "go").touch()
+    ended = select.select([rank], [], [], 30.0)[0]
+    if not ended:
+        signal.pidfd_send_signal(rank, signal.SIGKILL)
+    said = launcher.communicate(timeout=TIMEOUT)[0]
+    assert ended and "the launcher of rank 0 died before this rank began" in said, said
+    assert status(run)["code"] == ExitCode.LAUNCHER
+
+
 def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
     """The parent is the user's shell if torchrun is not used, for example under nohup."""
     code = "import time; print('ready', flush=True); time.sleep(3); print('done', flush=True)"
     watched = (
         "from pathlib import Path; from megatron_moe.config.parallel import Launch; "
         "from megatron_moe.resilience.launcher import LauncherWatch\n"
-        "from megatron_moe.resilience.run_status import RunStatus as Status\n"
-        f"with LauncherWatch(Launch(), Status(Path({str(tmp_path)!r}))): exec({code!r})"
+        "from megatron_moe.resilience.run_status import RunStatus as Status; import os\n"
+        f"with LauncherWatch(Launch(), Status(Path({str(tmp_path)!r})), os.getppid()): exec({code!r})"
     )
     shell = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, sys.executable, "-c", watched], stdout=subprocess.PIPE, text=True

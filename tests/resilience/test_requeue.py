@@ -124,11 +124,13 @@ def test_rejected_start_of_a_second_job_is_not_restarted(tmp_path):
     """status.json belongs to the other job and has no exit code yet."""
     lock = RunLock(tmp_path, does="writes into", option="--run-dir")
     (tmp_path / STATUS).write_text(json.dumps(asdict(StatusReport(state="running", iteration=4, time=5.0))))
-    decision = decide_and_record(tmp_path, 1, since=-600.0, now=6.0)
-    assert not decision.restart and f"another job writes into the run folder {tmp_path}: process " in decision.reason
+    waited = []
+    decision = decide_and_record(tmp_path, 1, since=-600.0, now=6.0, sleep=waited.append)
+    assert waited == [10.0] and not decision.restart
+    assert f"another job writes into the run folder {tmp_path}: process " in decision.reason
     assert not (tmp_path / HISTORY).exists()
-    lock.release()
-    assert decide_and_record(tmp_path, 1, since=-600.0, now=7.0).restart
+    ends = {"sleep": lambda seconds: lock.release()}  # a rank of this job, whose launcher was killed
+    assert decide_and_record(tmp_path, 1, since=-600.0, now=7.0, **ends).restart
 
 
 def test_unwritable_history_prevents_restart(tmp_path, capsys):

@@ -99,7 +99,7 @@ def test_a_job_that_slurm_ends_is_not_started_again(tmp_path):
 def test_torchrun_is_started_again_as_often_as_allowed(tmp_path):
     report = StatusReport(state="failed", code=int(ExitCode.HANG))
     done = start(tmp_path, torchrun_script(job_in(tmp_path)), report, STUB_CODE="1", MAX_RESTARTS="1")
-    starts = [line for line in logged_commands(tmp_path) if "torch.distributed.run" in line]
+    starts = [line for line in logged_commands(tmp_path) if "tools/torchrun.py" in line]
     assert done.returncode == 1 and len(starts) == 2
     assert "--nnodes 1 --nproc-per-node 1 --standalone" in starts[0] and starts[0].endswith("--recipe mine")
 
@@ -108,7 +108,7 @@ def test_torchrun_is_not_started_again_after_a_users_mistake(tmp_path):
     report = StatusReport(state="failed", code=int(ExitCode.DATA), sentence="the sentence")
     done = start(tmp_path, torchrun_script(job_in(tmp_path)), report, STUB_CODE="1")
     assert done.returncode == 1 and "leave it: exit code 4: the sentence" in done.stdout
-    assert sum("torch.distributed.run" in line for line in logged_commands(tmp_path)) == 1
+    assert sum("tools/torchrun.py" in line for line in logged_commands(tmp_path)) == 1
 
 
 def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
@@ -117,7 +117,7 @@ def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
     assert alone.returncode != 0 and "NODE_RANK" in alone.stderr
     report = StatusReport(state="failed", code=int(ExitCode.HANG))
     start(tmp_path, script, report, NODE_RANK="1", MASTER_ADDR="host0", STUB_CODE="1")
-    starts = [line for line in logged_commands(tmp_path) if "torch.distributed.run" in line]
+    starts = [line for line in logged_commands(tmp_path) if "tools/torchrun.py" in line]
     assert len(starts) == 1, "of several machines none is started again alone"
     assert "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr host0 --master-port 29500" in starts[0]
 
@@ -139,7 +139,7 @@ def test_a_signal_ends_torchrun_for_good(tmp_path):
     report = StatusReport(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
     script = f"export STUB_SIGNAL_TO=$$\n{torchrun_script(job_in(tmp_path))}"
     done = start(tmp_path, script, report, STUB_CODE="1", STUB_SIGNAL="yes")
-    assert sum("torch.distributed.run" in line for line in logged_commands(tmp_path)) == 1
+    assert sum("tools/torchrun.py" in line for line in logged_commands(tmp_path)) == 1
     assert done.returncode != 0
 
 
