@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = None) -> int:
-    """Runs the program for one command line and returns the exit code.
-
-    `parent`: process id of the parent when this process began; None: of the parent now."""
+    """Runs the program for one command line and returns the exit code. `parent`: see `Launch`."""
     from arguments.errors import Finished  # imported late: see `command`
     from arguments.read import read_plan
     from megatron_moe.config.exit_codes import ExitCode, RunError
     from megatron_moe.data.tokenizer import vocab_size_of
+    from megatron_moe.resilience.launcher import identified
 
     rank = ""
     try:
@@ -38,7 +37,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
 
             return tell(emulate(plan))
         with ExitStack() as stack:
-            pretrain(plan, stack, parent)
+            pretrain(replace(plan, launch=identified(plan.launch, parent)), stack)
     except Finished as answer:  # --help, --dry-run and similar
         return tell(answer.text, answer.code)
     except RunError as problem:
@@ -51,16 +50,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
     return int(ExitCode.OK)
 
 
-def pretrain(plan: "RunPlan", stack: ExitStack, parent: int | None = None) -> None:
+def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     """Builds and trains the model of `plan`. Registers resources on `stack`, which closes them even after an error."""
     begun = time.monotonic()
-    from megatron_moe.resilience.launcher import supervise, with_start_id
+    from megatron_moe.resilience.launcher import supervise
 
-    parent = os.getppid() if parent is None else parent
-    plan = replace(plan, launch=with_start_id(plan.launch, parent))
     launch, run_dir = plan.launch, plan.logging.run_dir
-    # writes status.json from here on
-    signals, status = supervise(launch, parent, run_dir, plan.resilience.exit_signals, stack)
+    signals, status = supervise(launch, run_dir, plan.resilience.exit_signals, stack)  # writes status.json from here on
     with signals.exit_at_once(status):  # torch is imported here, so that --help and flag errors do not need it
         from megatron_moe import build
         from megatron_moe.parallel.agreement import check_agreement
@@ -152,10 +148,9 @@ def tell(text: str, code: int = 0) -> int:
 
 def command() -> None:
     """Entry point of the installed command `pretrain_moe`."""
-    parent = os.getppid()  # first, as a launcher may die at any moment
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # imports may hide a KeyboardInterrupt
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
-    code = main(sys.argv[1:], os.environ, parent)
+    code = main(sys.argv[1:], os.environ, os.getppid())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a late signal must not replace the exit code
     sys.exit(code)

@@ -22,6 +22,7 @@ import torch
 
 from megatron_moe.checkpoint.storage import read_bounded
 
+FORMAT = "megatron_moe checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
@@ -133,7 +134,7 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 def encode(manifest: Manifest) -> bytes:
     """Encodes manifest.json, which ends with its own crc32."""
     body = {
-        "format": "megatron_moe checkpoint",
+        "format": FORMAT,
         "version": VERSION,
         "writer": manifest.writer,
         "iteration": manifest.iteration,
@@ -160,6 +161,8 @@ def decode(data: bytes) -> Manifest:
         expected = trailer[1].decode() if trailer else "missing"
         raise CorruptCheckpoint(f"{MANIFEST}: its own crc32 is {expected}, its content has {found}")
     body = parse_json(data, MANIFEST)
+    if body.get("format") != FORMAT:
+        raise CorruptCheckpoint(f"{MANIFEST}: its format is {body.get('format')!r:.80}, not {FORMAT!r}")
     version = _number(body, "version")
     if version > VERSION:
         writer = body.get("writer")

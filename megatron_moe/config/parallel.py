@@ -21,6 +21,8 @@ class Launch:
     start_id: str = ""
     """Name of this start of the run. All ranks of a start have the same name, and ranks of an earlier start, which may
     have outlived their launcher, have another one, as far as the launcher makes that possible."""
+    parent: int = 0
+    """Process id of the parent when this process began; 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,11 @@ _SET_BY_TORCHRUN = b"TORCHELASTIC_RUN_ID="
 """Environment variable that torchrun sets for its ranks, and that it does not have itself."""
 
 
-def with_start_id(launch: Launch, parent: int) -> Launch:
-    """Adds the identity of the torchrun process to `start_id` if it started all ranks: its run id may be the same for
-    every start. `parent`: process id of the parent when this process began."""
+def identified(launch: Launch, parent: int | None) -> Launch:
+    """Sets `Launch.parent`, and adds the identity of the torchrun process to `Launch.start_id` if it started all ranks:
+    its run id may be the same for every start. `parent`: None: that of the process now."""
+    parent = os.getppid() if parent is None else parent
+    launch = replace(launch, parent=parent)
     if launch.launcher != "torchrun" or not launch.supervised or launch.world_size != launch.local_world_size:
         return launch
     pid = _torchrun_process(parent)
@@ -44,24 +46,20 @@ class LauncherWatch:
     parent's thread ends, and exists on Linux only. If C code holds the GIL, only the watchdog can end the process.
 
     Args:
-        parent: process id of the parent when this process began: of a launcher that died since, the parent now is not.
         exit_process: function that ends the process with the given exit code.
     """
 
-    def __init__(
-        self, launch: Launch, status: RunStatus, parent: int, *, exit_process: Callable[[int], None] = os._exit
-    ) -> None:
+    def __init__(self, launch: Launch, status: RunStatus, *, exit_process: Callable[[int], None] = os._exit) -> None:
         self._launch = launch
         self._status = status
         self._exit_process = exit_process
-        self._parent = parent
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="launcher watch", daemon=True)
         self._has_signal = False
 
     def __enter__(self) -> "LauncherWatch":
         if self._launch.supervised:
-            if self._launch.launcher == "torchrun" and not _has_torch(_torchrun_process(self._parent)):
+            if self._launch.launcher == "torchrun" and not _has_torch(_torchrun_process(self._launch.parent)):
                 self._exit("died before this rank began")
             # All threads inherit the signal mask, so the signal stays pending until `_watch` accepts it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})
@@ -80,8 +78,8 @@ class LauncherWatch:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            if os.getppid() != self._parent:
-                self._exit(f"(process {self._parent}) died")
+            if os.getppid() != self._launch.parent:
+                self._exit(f"(process {self._launch.parent}) died")
                 return
             if self._has_signal:
                 signal.sigtimedwait({_SIGNAL}, _POLL_S)
@@ -97,18 +95,17 @@ class LauncherWatch:
 
 
 def supervise(
-    launch: Launch, parent: int, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
+    launch: Launch, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
 ) -> tuple[Signals, RunStatus]:
     """Starts signal handling, status.json and the launcher watch, in this order; `stack` ends them.
 
-    Must be called before anything that can fail. `parent`: see `LauncherWatch`. Raises EnvironmentProblem if
-    another job writes into the run folder.
+    Must be called before anything that can fail. Raises EnvironmentProblem if another job writes into the run folder.
     """
     signals = stack.enter_context(Signals(exit_signals))
     if run_dir is not None:
         refuse_held(run_dir, **RUN_FOLDER)
     status = stack.enter_context(RunStatus(run_dir, rank=launch.rank))
-    stack.enter_context(LauncherWatch(launch, status, parent))
+    stack.enter_context(LauncherWatch(launch, status))
     return signals, status
 
 

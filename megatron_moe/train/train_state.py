@@ -1,7 +1,7 @@
 """Training state saved with a checkpoint in addition to weights and optimizer state, and its validation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -81,7 +81,10 @@ _TABLES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProx
             {"learning_rate": dict, "data": dict, "model": dict, "training": dict},
         ),
         "state": (get_type_hints(TrainState), {}),
-        "learning_rate": ({}, get_type_hints(LRConfig) | {"decoupled": list | None}),
+        "learning_rate": (
+            {"max_lr": float, "decay_samples": int},
+            get_type_hints(LRConfig) | {"decoupled": list | None},
+        ),
         "data": (
             {"consumed_samples": int, "fingerprint": str},
             {"tokenizer": str, "end_of_document": int, "contents": dict},
@@ -96,12 +99,15 @@ def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
 
     Raises:
         CorruptCheckpoint: a key is missing or unknown, a value has another type than `TrainState.to_json` writes, a
-            counter is negative, or the iteration differs.
+            counter is negative, values contradict each other, or the iteration differs.
     """
     _check_table("the file", content)
     for name in ("state", "learning_rate", "data"):
         if name in content:
             _check_table(name, content[name])
+    for wrong, sentence in _contradictions(content):
+        if wrong:
+            raise CorruptCheckpoint(f"{TRAIN_STATE}: {sentence}")
     state = content["state"]
     counters = {**state, "seq_length": content["seq_length"], "global_batch_size": content["global_batch_size"]}
     negative = [name for name, value in counters.items() if name != "validation_loss" and value < 0]
@@ -111,6 +117,37 @@ def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
         raise CorruptCheckpoint(
             f"{TRAIN_STATE}: its iteration is {state['iteration']!r:.80}, the manifest's is {iteration}"
         )
+
+
+def _contradictions(content: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yields checks of values that depend on each other, as (fails, message)."""
+    data, schedule, model = (content.get(name, {}) for name in ("data", "learning_rate", "model"))
+    yield (
+        "data" in content and "learning_rate" not in content,
+        "the file lacks the key 'learning_rate' of a trained run",
+    )
+    yield "tokenizer" in data and "end_of_document" not in data, "data has a tokenizer, but no 'end_of_document'"
+    rates = schedule.get("decoupled") or [0, 0]
+    yield (
+        len(rates) != 2 or not all(_is_a(rate, float) for rate in rates),
+        f"'decoupled' is {rates!r:.80}, not two rates",
+    )
+    endless = schedule.get("style") == "WSD" and schedule.get("wsd_decay_samples") is None
+    yield endless, "learning_rate has style 'WSD', but no 'wsd_decay_samples'"
+    if "model" in content:
+        layers, kinds = model.get("layers"), model.get("kinds")
+        known = isinstance(layers, list) and isinstance(kinds, list)
+        known = known and all(isinstance(kind, dict) for kind in kinds)
+        known = known and all(type(kind) is int and 0 <= kind < len(kinds) for kind in layers)
+        yield not known, "'layers' of model are not indices into its 'kinds'"
+        yield not _is_recorded(model), "a part of model has no type"
+
+
+def _is_recorded(value: Any) -> bool:
+    """True if each JSON object in `value` has a type, as `recorded` writes it."""
+    if isinstance(value, dict):
+        return isinstance(value.get("type"), str) and all(map(_is_recorded, value.values()))
+    return not isinstance(value, list) or all(map(_is_recorded, value))
 
 
 def _check_table(what: str, table: Mapping[str, Any]) -> None:

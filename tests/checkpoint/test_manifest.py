@@ -134,6 +134,8 @@ HOSTILE = {
     "pieces as a text": (changed(*A, "pieces", to="abc"), "not of type list"),
     "piece as a number": (changed(*A, "pieces", to=[1]), "not of type str"),
     "iteration as a text": (changed("iteration", to="7"), "integer from 0"),
+    "another format": (changed("format", to="another checkpoint"), "its format is 'another checkpoint'"),
+    "a number as format": (changed("format", to=1), "its format is 1"),
     "everything a list": ([1, 2], "invalid JSON"),
 }
 

@@ -86,8 +86,8 @@ def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
     watched = (
         "from pathlib import Path; from megatron_moe.config.parallel import Launch; "
         "from megatron_moe.resilience.launcher import LauncherWatch\n"
-        "from megatron_moe.resilience.run_status import RunStatus as Status; import os\n"
-        f"with LauncherWatch(Launch(), Status(Path({str(tmp_path)!r})), os.getppid()): exec({code!r})"
+        "from megatron_moe.resilience.run_status import RunStatus as Status\n"
+        f"with LauncherWatch(Launch(), Status(Path({str(tmp_path)!r}))): exec({code!r})"
     )
     shell = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, sys.executable, "-c", watched], stdout=subprocess.PIPE, text=True
