@@ -6,8 +6,9 @@ from typing import Any, Final
 from arguments.flags import Flags
 from arguments.values import LayerPattern
 from megatron_moe.config.attention import ContextExchange
-from megatron_moe.pipeline.auto_layout import StageCosts, auto_layout
-from megatron_moe.pipeline.layout import PipelineLayout, even_layout, parse_layout, virtual_stages
+from megatron_moe.config.pipeline_layout import PipelineLayout, even_layout, parse_layout, virtual_stages
+from megatron_moe.cost_model.stage_costs import StageCosts
+from megatron_moe.planner.auto_layout import auto_layout
 
 AUTO: Final = "auto"
 """Value of `--pipeline-model-parallel-layout` that requests a layout balanced by cost."""

@@ -24,6 +24,7 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline_layout import PipelineLayout
 from megatron_moe.config.precision import (
     ACTIVATION_MODULES,
     ActivationModule,
@@ -35,8 +36,7 @@ from megatron_moe.config.precision import (
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig, LoopConfig
-from megatron_moe.pipeline.auto_layout import flop_costs
-from megatron_moe.pipeline.layout import PipelineLayout
+from megatron_moe.cost_model.stage_costs import flop_costs
 
 _MAX_TIMEOUT_S = 10**9  # threading timeouts overflow at about 300 years
 

@@ -16,6 +16,7 @@ from megatron_moe.config.train_state import TrainStateConfig, training_settings
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_expert_elements, count_parameters
+from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
@@ -44,7 +45,6 @@ from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
-from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
 from megatron_moe.planner.memory_advice import memory_advice
 from megatron_moe.precision.apply import apply_low_precision, new_model_precision, weights_in_low_precision
 from megatron_moe.resilience import packages

@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from arguments.read import read_plan
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
-from megatron_moe.pipeline.layout import LayoutError, parse_layout
-from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, build_schedule
+from megatron_moe.config.pipeline import ScheduleConfig
+from megatron_moe.config.pipeline_layout import LayoutError, parse_layout
+from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
+from megatron_moe.pipeline.schedule import ScheduleError, build_schedule
 from megatron_moe.pipeline.simulator import Durations, SimulationReport, simulate
 from tools._common import (
     add_cluster_options,

@@ -2,8 +2,9 @@
 
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, enabled, lists_given_flags
-from megatron_moe.pipeline.layout import LayoutError
-from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, check_schedule
+from megatron_moe.config.pipeline import ScheduleConfig
+from megatron_moe.config.pipeline_layout import LayoutError
+from megatron_moe.pipeline.schedule import ScheduleError, check_schedule
 
 
 def layer_placement_given_once(flags: RuleFlags) -> Violations:

@@ -36,7 +36,7 @@ from arguments.flag import Flag
 from arguments.flags import GROUPS, Flags
 from arguments.parser import Settings
 from megatron_moe.config.parallel import Launch
-from megatron_moe.pipeline.layout import LayoutError
+from megatron_moe.config.pipeline_layout import LayoutError
 
 Rule = Callable[..., Violations]
 

@@ -18,7 +18,7 @@ from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import ExitCode, RunError
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GPU
-from megatron_moe.cost_model.report import Facts, facts_of, too_long_to_simulate
+from megatron_moe.planner.report import Facts, facts_of, too_long_to_simulate
 
 _GPT2_VOCABULARY = 50_257
 

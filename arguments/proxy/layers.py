@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_moe.pipeline.layout import PipelineLayout, place_layers
+from megatron_moe.config.pipeline_layout import PipelineLayout, place_layers
 
 
 @dataclass(frozen=True)

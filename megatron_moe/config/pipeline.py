@@ -2,8 +2,33 @@
 
 from dataclasses import dataclass
 
-from megatron_moe.pipeline.layout import PipelineLayout
-from megatron_moe.pipeline.schedule import ScheduleConfig
+from megatron_moe.config.pipeline_layout import PipelineLayout, StageMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Parameters of a schedule."""
+
+    num_microbatches: int
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks per rank (`StageMap`)."""
+    group_size: int | None = None
+    """Number of microbatches that a rank runs in one chunk before the next chunk; None: `pp`. Used only if vpp > 1."""
+    overlap: bool = False
+    """Pairs forwards with backwards in the steady phase (`OverlappedPair`), to hide expert communication."""
+    split_backward: bool = False
+    """Computes and sends the input gradient before the weight gradients are computed."""
+    forward_only: bool = False
+    """Schedules no backwards, for evaluation."""
+
+    @property
+    def group(self) -> int:
+        return self.pp if self.group_size is None or self.vpp == 1 else self.group_size
+
+    @property
+    def stages(self) -> StageMap:
+        return StageMap(self.pp, self.vpp)
 
 
 @dataclass(frozen=True, kw_only=True)

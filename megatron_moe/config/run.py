@@ -12,12 +12,11 @@ from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
-from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline import PipelineConfig, ScheduleConfig
+from megatron_moe.config.pipeline_layout import PipelineLayout, even_layout
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.training import BatchConfig, LoopConfig
-from megatron_moe.pipeline.layout import PipelineLayout, even_layout
-from megatron_moe.pipeline.schedule import ScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)

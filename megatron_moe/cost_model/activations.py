@@ -21,9 +21,9 @@ from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import ExpertsConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.pipeline.layout import StageLayout
 
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 _LOW_BYTES = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})

@@ -16,6 +16,7 @@ from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, Recompute
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
@@ -41,7 +42,6 @@ from megatron_moe.cost_model.workspace import (
     receive_slots,
 )
 from megatron_moe.pipeline.actions import Entry, parts
-from megatron_moe.pipeline.layout import StageLayout
 from megatron_moe.pipeline.schedule import computations
 
 _LOW_WEIGHT = MappingProxyType({"blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32), "nvfp4": 1 + 2 / 16**2})

@@ -9,11 +9,11 @@ from megatron_moe.config.costs import CostSum
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import PipelineLayout, StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import num_bytes
 from megatron_moe.cost_model.parameters import count_layer, count_norm
-from megatron_moe.pipeline.layout import PipelineLayout, StageLayout
 
 
 @dataclass(frozen=True, kw_only=True)

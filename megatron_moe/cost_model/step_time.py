@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from megatron_moe.config.pipeline import ScheduleConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.flops import FlopCount, count_flops
 from megatron_moe.cost_model.hardware import GPU
+from megatron_moe.cost_model.stage_costs import StageCosts, flop_costs
 from megatron_moe.pipeline.actions import parts
-from megatron_moe.pipeline.auto_layout import StageCosts, flop_costs
-from megatron_moe.pipeline.schedule import ScheduleConfig, Task, computations, gives, needs, num_warmup
+from megatron_moe.pipeline.schedule import Task, computations, gives, needs, num_warmup
 
 MANY_GROUPS = 6
 """Number of microbatch groups to simulate. Every further group prolongs the steady phase by the same time."""

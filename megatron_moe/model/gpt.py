@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.pipeline_layout import StageLayout, even_layout
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.node_chain import (
@@ -41,7 +42,6 @@ from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import gather_from, sequence_part
-from megatron_moe.pipeline.layout import StageLayout, even_layout
 from megatron_moe.pipeline.overlap import Step
 from megatron_moe.precision.linear_precision import LinearPrecision
 

@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.parallel.p2p import Kind, Links
 from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair
-from megatron_moe.pipeline.layout import StageMap
 from megatron_moe.pipeline.overlap import Slot, Step
 from megatron_moe.pipeline.segment import SegmentedMicrobatch
 

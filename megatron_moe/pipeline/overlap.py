@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
-from megatron_moe.pipeline.layout import StageLayout
+from megatron_moe.config.pipeline_layout import StageLayout
 
 Direction = Literal["forward", "backward", "weight"]
 SlotName = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]

@@ -13,10 +13,10 @@ received in the order in which they were sent.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from megatron_moe.config.pipeline import ScheduleConfig
+from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, parts
-from megatron_moe.pipeline.layout import StageMap
 
 Task = tuple[str, int, int]
 """Computation of a microbatch: ("forward" | "backward", microbatch, stage)."""
@@ -24,32 +24,6 @@ Task = tuple[str, int, int]
 
 class ScheduleError(ValueError):
     """Raised if no schedule exists for the given sizes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Parameters of a schedule."""
-
-    num_microbatches: int
-    pp: int = 1
-    vpp: int = 1
-    """Model chunks per rank (`StageMap`)."""
-    group_size: int | None = None
-    """Number of microbatches that a rank runs in one chunk before the next chunk; None: `pp`. Used only if vpp > 1."""
-    overlap: bool = False
-    """Pairs forwards with backwards in the steady phase (`OverlappedPair`), to hide expert communication."""
-    split_backward: bool = False
-    """Computes and sends the input gradient before the weight gradients are computed."""
-    forward_only: bool = False
-    """Schedules no backwards, for evaluation."""
-
-    @property
-    def group(self) -> int:
-        return self.pp if self.group_size is None or self.vpp == 1 else self.group_size
-
-    @property
-    def stages(self) -> StageMap:
-        return StageMap(self.pp, self.vpp)
 
 
 def build_schedule(config: ScheduleConfig) -> Schedule:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_moe.memory.pytree import map_fields
+from megatron_moe.parallel.pytree import map_fields
 from megatron_moe.parallel.streams import Event, Streams
 from megatron_moe.pipeline.overlap import Slot, Step
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, parts
-from megatron_moe.pipeline.layout import StageMap
 from megatron_moe.pipeline.schedule import Task, gives, needs
 
 

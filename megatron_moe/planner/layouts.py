@@ -11,11 +11,12 @@ from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline_layout import LayoutError, PipelineLayout
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GPU
-from megatron_moe.pipeline.auto_layout import auto_layout, flop_costs
-from megatron_moe.pipeline.layout import LayoutError, PipelineLayout
+from megatron_moe.cost_model.stage_costs import flop_costs
 from megatron_moe.pipeline.schedule import ScheduleError, check_schedule
+from megatron_moe.planner.auto_layout import auto_layout
 from megatron_moe.planner.memory_options import without_options
 
 LONG = 8192

@@ -17,7 +17,6 @@ from megatron_moe.cost_model.expert_load import LoadChoice
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.cost_model.placement import Placements
-from megatron_moe.cost_model.report import RESERVE_GIB
 from megatron_moe.planner.estimator import Estimator, StepEstimate
 from megatron_moe.planner.layouts import LayoutGrid, Layouts, overlapped
 from megatron_moe.planner.memory_options import (
@@ -30,6 +29,7 @@ from megatron_moe.planner.memory_options import (
     with_remainders,
     without_options,
 )
+from megatron_moe.planner.report import RESERVE_GIB
 
 _OFFLOADED = ((), ("expert_fc1",), ("expert_fc1", "moe_act"), ("expert_fc1", "moe_act", "core_attn"))
 _SAFETY = 0.97

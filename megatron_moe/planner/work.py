@@ -12,13 +12,13 @@ from functools import cache, partial
 from megatron_moe.config.costs import CostSum
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, layer_tensors, num_bytes
 from megatron_moe.cost_model.flops import FlopCount, count_layer_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.shards import held_by_layer
-from megatron_moe.pipeline.layout import StageLayout
 
 DENSE = 0.77
 """Efficiency of GEMMs outside the experts, as a fraction of the peak."""

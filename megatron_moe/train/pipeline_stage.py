@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline import PipelineConfig, ScheduleConfig
+from megatron_moe.config.pipeline_layout import PipelineLayout
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.model.gpt import GPT, LossOutput
@@ -15,9 +16,8 @@ from megatron_moe.parallel.p2p import connect
 from megatron_moe.parallel.streams import Streams, make_streams
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.executor import run_schedule
-from megatron_moe.pipeline.layout import PipelineLayout
 from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
-from megatron_moe.pipeline.schedule import ScheduleConfig, build_schedule
+from megatron_moe.pipeline.schedule import build_schedule
 
 TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]
 """Called on the last stage with the losses of a microbatch; returns the scalar to differentiate."""

@@ -20,11 +20,11 @@ from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import place_layers
 from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part, named_parameters
-from megatron_moe.pipeline.layout import place_layers
 from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT

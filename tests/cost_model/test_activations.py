@@ -14,6 +14,7 @@ from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.cost_model.activations import (
     ActivationSizes,
@@ -27,7 +28,6 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import RNGKey
-from megatron_moe.pipeline.layout import even_layout
 from tests.helpers.tiny_models import attention_config, layer_config, microbatch, mla_config, mlp_config, model_config
 from tests.helpers.tolerances import SAVED_BYTES
 

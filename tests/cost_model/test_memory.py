@@ -10,6 +10,7 @@ from megatron_moe.config.model import ModelConfig, MTPConfig, with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline_layout import PipelineLayout, even_layout, parse_layout
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
@@ -22,7 +23,6 @@ from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.pipeline.layout import PipelineLayout, even_layout, parse_layout
 from tests.helpers import tiny, zoo
 from tests.helpers.tolerances import CLOSED_FORM, PUBLISHED_MEMORY
 

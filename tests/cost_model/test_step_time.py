@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline import PipelineConfig, ScheduleConfig
+from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.step_time import in_flight, pipeline_bubble, stage_costs, step_time
-from megatron_moe.pipeline.layout import even_layout
-from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, build_schedule, check_schedule, computations
+from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_schedule, computations
 from megatron_moe.pipeline.simulator import Durations, most_in_flight, simulate
 from tests.helpers import tiny
 from tests.helpers.tolerances import FP64_REF

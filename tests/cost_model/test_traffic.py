@@ -15,6 +15,7 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
@@ -31,7 +32,6 @@ from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatche
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_places
 from megatron_moe.parallel.exchange import AllToAll
-from megatron_moe.pipeline.layout import even_layout
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import (

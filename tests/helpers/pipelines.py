@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_train_state_config, build_trainer
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import parse_layout
 from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.pipeline.layout import parse_layout
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from tests.helpers.ranks import on_processes, on_threads

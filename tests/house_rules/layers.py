@@ -1,4 +1,4 @@
-"""Dependency levels of the packages and the check of imports against them."""
+"""Order of the packages and the check of imports against it."""
 
 import sys
 from collections.abc import Iterable
@@ -6,47 +6,25 @@ from pathlib import PurePosixPath
 
 from tests.house_rules.source import Import, Source, imports
 
+PACKAGES = (
+    "config", "precision", "parallel", "kernels", "pipeline", "cost_model", "planner", "optim", "logs", "data",
+    "checkpoint", "resilience", "memory", "layers", "moe", "model", "train", "build", "memory_emulation",
+    "layout_check",
+)  # fmt: skip
+"""Packages below `megatron_moe` from low to high. A module imports from its own and from lower packages only."""
+
+UPWARD = (
+    ("precision.apply", ("parallel", "kernels", "layers", "moe", "model")),
+    ("train.warmup", ("build", "memory_emulation")),  # compiles kernels with the shapes of an emulated step
+)
+"""(module, higher packages that it may import)."""
+
 NO_TORCH = (
-    "config", "cost_model", "pipeline", "planner", "parallel.grid", "optim.param_layout",
-    "checkpoint.huggingface.config_map", "checkpoint.huggingface.config_reader",
+    "config", "cost_model", "pipeline.actions", "pipeline.overlap", "pipeline.schedule", "pipeline.simulator",
+    "planner", "parallel.grid", "optim.param_layout", "checkpoint.huggingface.config_map",
+    "checkpoint.huggingface.config_reader",
 )  # fmt: skip
 """Packages and modules that load without torch, so that `--help` and `--dry-run` answer at once."""
-
-LEVELS = (
-    NO_TORCH,
-    ("precision",),
-    ("parallel",),
-    ("kernels",),
-    ("logs", "data"),
-    ("memory",),
-    ("layers",),
-    ("moe",),
-    ("model", "pipeline.executor", "pipeline.segment", "pipeline.graph_cut", "optim", "checkpoint", "resilience"),
-    ("train", "build", "memory_emulation", "layout_check", "precision.apply"),
-)
-"""Levels from low to high. A module imports from lower levels only; the longest matching prefix decides its level."""
-
-SAME_LEVEL_ALLOWED = (
-    ("data", "logs"),  # a batch carries the metrics, and preprocessing reports its progress
-    ("build", "precision.apply"),
-    ("build", "train"),  # the assembler builds the trainer
-    ("memory_emulation", "build"),
-    ("memory_emulation", "train"),
-    ("train.warmup", "build"),
-    ("train.warmup", "memory_emulation"),  # warm-up compiles kernels with the shapes of an emulated step
-    ("layout_check", "build"),  # the check runs whole steps
-    ("layout_check", "train"),
-)
-"""(importer, imported) below `megatron_moe`, by prefix; modules without torch may import one another."""
-
-PUBLIC_MODULES = (
-    ("model", "moe", ("moe.moe_layer", "moe.token_dispatcher.base")),
-    ("optim", "moe", ()),
-    ("checkpoint", "moe", ()),
-    ("pipeline", "moe", ()),
-    ("resilience", "moe", ()),
-)
-"""(importer, package, modules of that package it may use) where the level alone would allow the whole package."""
 
 THIRD_PARTY = ("torch", "numpy", "safetensors", "yaml")
 """Packages that a module may import at its top. Modules of `NO_TORCH` import none of them, `arguments` only yaml."""
@@ -64,10 +42,9 @@ KERNEL_PACKAGES = (
 """Imported in `kernels/backends/` only."""
 
 
-def level_of(module: str) -> int | None:
-    """Index of the level of a module below `megatron_moe`; None if it has none."""
-    matches = [(len(name), level) for level, names in enumerate(LEVELS) for name in names if _within(module, name)]
-    return max(matches)[1] if matches else None
+def loads_without_torch(module: str) -> bool:
+    """Whether a module below `megatron_moe` belongs to `NO_TORCH`."""
+    return any(_within(module, name) for name in NO_TORCH)
 
 
 def level_findings(files: Iterable[Source]) -> list[str]:
@@ -96,7 +73,7 @@ def _own_problem(file: Source, imported: str) -> str | None:
     if importer_top in ("pretrain_moe", "tools"):
         return None
     if importer_top == "arguments":
-        allowed = imported_top == "arguments" or level_of(_below(imported)) == 0
+        allowed = imported_top == "arguments" or loads_without_torch(_below(imported))
         return None if allowed else "arguments may import modules without torch only"
     if imported_top == "arguments":
         return "arguments is imported by pretrain_moe.py and tools only"
@@ -105,28 +82,22 @@ def _own_problem(file: Source, imported: str) -> str | None:
 
 def _level_problem(importer: str, imported: str) -> str | None:
     """Checks two dotted names below `megatron_moe`."""
-    if "" in (importer, imported):
+    package, other = importer.split(".")[0], imported.split(".")[0]
+    if "" in (package, other):
         return None
-    level, other = level_of(importer), level_of(imported)
-    if level is None or other is None:
-        return f"no level of tests/house_rules/layers.py names {importer if level is None else imported}"
-    package, other_package = importer.split(".")[0], imported.split(".")[0]
-    if package == other_package and level > 0:
-        return None
-    if other > level:
-        return f"{importer} is on level {level}, {imported} above it on level {other}"
-    same = other == level and level > 0
-    if same and not any(_within(importer, a) and _within(imported, b) for a, b in SAME_LEVEL_ALLOWED):
-        return f"{package} and {other_package} are on the same level {level} and may not import each other"
-    for who, what, public in PUBLIC_MODULES:
-        if package == who and other_package == what and not any(_within(imported, name) for name in public):
-            return f"{package} may use of {what} only: {', '.join(public) or 'nothing'}"
+    for name in (package, other):
+        if name not in PACKAGES:
+            return f"PACKAGES of tests/house_rules/layers.py does not list {name}"
+    if PACKAGES.index(other) > PACKAGES.index(package) and other not in dict(UPWARD).get(importer, ()):
+        return f"{other} is above {package}"
+    if loads_without_torch(importer) and not loads_without_torch(imported):
+        return f"{importer} loads without torch, {imported} does not"
     return None
 
 
 def _third_party_problem(file: Source, each: Import) -> str | None:
     path, name = PurePosixPath(file.path), _below(file.module)
-    without_torch = path.parts[0] == "megatron_moe" and level_of(name) == 0
+    without_torch = path.parts[0] == "megatron_moe" and loads_without_torch(name)
     if any(_within(each.module, kernel) for kernel in KERNEL_PACKAGES):
         inside = PurePosixPath("megatron_moe/kernels/backends") in path.parents
         return None if inside else "kernel packages are imported in kernels/backends/ only"

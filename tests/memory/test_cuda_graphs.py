@@ -20,10 +20,10 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.cuda_graphs.capture import CaptureReport, check_capturable, garbage_collection_disabled
 from megatron_moe.memory.output_discard import DiscardedOutput
-from megatron_moe.memory.pytree import flatten, unflatten
 from megatron_moe.optim import param_store
 from megatron_moe.optim.param_store import ParamStore
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.pytree import flatten, unflatten
 from megatron_moe.pipeline.actions import Action, parts
 from megatron_moe.pipeline.schedule import build_schedule
 from megatron_moe.train.train_state import TrainState

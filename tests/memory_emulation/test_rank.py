@@ -10,6 +10,7 @@ from megatron_moe.config.emulation import EmulationConfig, RoutedLoad
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
@@ -28,7 +29,6 @@ from megatron_moe.memory_emulation.rank import (
 )
 from megatron_moe.memory_emulation.tracker import CATEGORIES, HOST
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
-from megatron_moe.pipeline.layout import even_layout
 from tests.helpers import tiny
 from tests.helpers.thinned import thinned
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import MTPConfig
+from megatron_moe.config.pipeline_layout import parse_layout
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.data.batch import MicroBatch
@@ -16,7 +17,6 @@ from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers.tiny_models import (
     VOCAB,
     attention_config,

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
 from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters, standard_deviation
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import new_parameter
-from megatron_moe.pipeline.layout import even_layout
 from tests.helpers.tiny_models import (
     HIDDEN,
     attention_config,

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.pipeline_layout import StageLayout, even_layout
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT, objective
@@ -22,7 +23,6 @@ from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.collectives import PendingCollective, shard_of, start_all_gather_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.pipeline.layout import StageLayout, even_layout
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import layer_config, microbatch, mla_config, model_config, moe_config

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline_layout import parse_layout
 from megatron_moe.optim.clip_grads import count_zeros
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers import tiny
 from tests.helpers.optim_ranks import NUM_LAYERS, SPEC, make_optimizer, my_gradients, run_alone, step_with
 from tests.helpers.pipelines import make_trainer

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter
-from megatron_moe.pipeline.layout import StageLayout
 from tests.helpers import zoo
 from tests.helpers.tolerances import EXACT
 

@@ -18,6 +18,7 @@ from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConf
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline_layout import parse_layout
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
@@ -29,7 +30,6 @@ from megatron_moe.layout_check.record import STEADY_EPS, RankRecord, record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.layout_check.table import Comparison, compare_runs
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers import tiny, tiny_models
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import FP64_LAYOUT

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline import ScheduleConfig
+from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.p2p import Links, connect
 from megatron_moe.pipeline.actions import Action
 from megatron_moe.pipeline.executor import run_schedule
-from megatron_moe.pipeline.layout import StageMap
 from megatron_moe.pipeline.overlap import Slot, Step
-from megatron_moe.pipeline.schedule import ScheduleConfig, build_schedule
+from megatron_moe.pipeline.schedule import build_schedule
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import EXACT
 

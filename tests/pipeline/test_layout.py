@@ -2,9 +2,17 @@
 
 import pytest
 
+from megatron_moe.config.pipeline_layout import (
+    LayoutError,
+    StageLayout,
+    StageMap,
+    even_layout,
+    parse_layout,
+    virtual_stages,
+)
 from megatron_moe.cost_model.flops import flops_per_step
-from megatron_moe.pipeline.auto_layout import StageCosts, auto_layout, cost_table, flop_costs
-from megatron_moe.pipeline.layout import LayoutError, StageLayout, StageMap, even_layout, parse_layout, virtual_stages
+from megatron_moe.cost_model.stage_costs import StageCosts, cost_table, flop_costs
+from megatron_moe.planner.auto_layout import auto_layout
 from tests.helpers import tiny
 from tests.helpers.zoo import model_config, zoo_rows
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_moe.pipeline.layout import StageLayout
+from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.pipeline.overlap import Slot, pair_slots, stream_of
 
 MIDDLE = StageLayout(layers=(4, 5))

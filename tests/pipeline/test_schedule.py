@@ -2,15 +2,9 @@
 
 import pytest
 
+from megatron_moe.config.pipeline import ScheduleConfig
 from megatron_moe.pipeline.actions import Action, OverlappedPair, parts
-from megatron_moe.pipeline.schedule import (
-    ScheduleConfig,
-    ScheduleError,
-    build_schedule,
-    check_schedule,
-    chunk_order,
-    num_warmup,
-)
+from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_schedule, chunk_order, num_warmup
 
 
 def computed(rank: int, **sizes: int | bool) -> str:

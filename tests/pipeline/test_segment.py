@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.node_chain import BoundNodes, LayerState, schedule_steps
@@ -20,7 +21,6 @@ from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
 from megatron_moe.parallel.streams import Streams
-from megatron_moe.pipeline.layout import StageLayout
 from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
 from megatron_moe.pipeline.segment import CutTensor, SegmentedMicrobatch
 from tests.helpers import tiny

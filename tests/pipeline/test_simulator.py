@@ -6,9 +6,10 @@ from itertools import product
 
 import pytest
 
+from megatron_moe.config.pipeline import ScheduleConfig
+from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.pipeline.actions import Action, Entry, Schedule, parts
-from megatron_moe.pipeline.layout import StageMap
-from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, build_schedule, check_schedule, num_warmup
+from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_schedule, num_warmup
 from megatron_moe.pipeline.simulator import Durations, SimulationReport, most_in_flight, simulate
 
 

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.pipeline.actions import Action
-from megatron_moe.pipeline.layout import StageMap
 from megatron_moe.pipeline.simulator import simulate
 from tools.schedule_drawing import draw, text_chart
 from tools.show_schedule import main, verdict

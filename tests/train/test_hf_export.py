@@ -15,11 +15,11 @@ from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import place_layers
 from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.pipeline.layout import place_layers
 from megatron_moe.train import hf_export
 from megatron_moe.train.checkpointing import model_tensors
 from megatron_moe.train.hf_export import HuggingFaceExport

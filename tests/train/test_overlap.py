@@ -14,6 +14,7 @@ from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.pipeline_layout import parse_layout
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
@@ -23,7 +24,6 @@ from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricTransport
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import PendingExchange
-from megatron_moe.pipeline.layout import parse_layout
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
 from tests.helpers.eager_graphs import EagerRecorder

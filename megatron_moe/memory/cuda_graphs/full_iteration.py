@@ -11,7 +11,7 @@ from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
 from megatron_moe.memory.cuda_graphs.layer_graphs import MetricRecorder, StaticGradAccumulator, static_context
-from megatron_moe.memory.pytree import TreeSpec, flatten, unflatten
+from megatron_moe.parallel.pytree import TreeSpec, flatten, unflatten
 
 Work = Callable[[Sequence[MicroBatch]], Tensor]
 """Runs forward and backward of all microbatches and returns this rank's sum of losses and number of tokens."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.logs.metrics import Fold, MetricAccumulator, Reduction
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
-from megatron_moe.memory.pytree import TreeSpec, flatten, unflatten
 from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.parallel.pytree import TreeSpec, flatten, unflatten
 
 Function = Callable[[Any, MicrobatchContext], Any]
 """Function (state, microbatch context) -> state: maps the previous module's result to the result of this module."""

@@ -3,7 +3,7 @@
 import pytest
 
 from arguments.proxy.layers import SelectedLayers, select_layers
-from megatron_moe.pipeline.layout import parse_layout
+from megatron_moe.config.pipeline_layout import parse_layout
 
 
 def selected(

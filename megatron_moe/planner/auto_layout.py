@@ -1,46 +1,11 @@
-"""Automatic pipeline layout that balances the cost of stages.
-
-Costs are the FLOPs of GEMMs, forward and backward, per sequence (`cost_model/flops.py`). The cost of the loss includes
-the logits of every depth of multi-token prediction. The embedding costs nothing. Memory is not considered.
-"""
+"""Automatic pipeline layout that balances the FLOPs of stages (`cost_model/stage_costs.py`) and ignores memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_moe.config.exit_codes import counted
-from megatron_moe.config.model import ModelConfig
-from megatron_moe.cost_model.flops import count_flops, count_layer_flops
-from megatron_moe.pipeline.layout import LayoutError, PipelineLayout, StageLayout, place_layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageCosts:
-    """Costs of each decoder layer and of the embedding, MTP layers and loss, in any unit."""
-
-    layers: tuple[float, ...]
-    embedding: float = 0.0
-    mtp: float = 0.0
-    """Cost of all MTP layers together."""
-    loss: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self.layers) + self.embedding + self.mtp + self.loss
-
-    def of(self, stage: StageLayout) -> float:
-        ends = self.embedding * stage.embedding + self.mtp * (stage.num_mtp > 0) + self.loss * stage.loss
-        return ends + sum(self.layers[layer] for layer in stage.layers)
-
-
-def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
-    """GEMM FLOPs of one sequence, forward and backward, for each layer, all MTP layers and the loss."""
-    whole = count_flops(model, 1, seq_length)
-    return StageCosts(
-        layers=tuple(float(count_layer_flops(layer, seq_length).total) for layer in model.layers),
-        mtp=float(whole.mtp),
-        loss=float(whole.head),
-    )
+from megatron_moe.config.pipeline_layout import LayoutError, PipelineLayout, place_layers
+from megatron_moe.cost_model.stage_costs import StageCosts
 
 
 def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -> PipelineLayout:
@@ -100,16 +65,3 @@ def _partition(below: Sequence[float], ends: Sequence[float], limit: float | Non
         counts.append(choice[end])
         end -= choice[end]
     return value[-1], counts[::-1]
-
-
-def cost_table(layout: PipelineLayout, costs: StageCosts) -> str:
-    """Table of stages (rank, chunk, contents, share of the total cost) and a line about the most expensive rank."""
-    lines = layout.table().splitlines()
-    shares = [costs.of(stage) / costs.total for stage in layout.stages]
-    width = max(map(len, lines))
-    rows = [f"{lines[0]:<{width}}   cost"]
-    rows += [f"{line:<{width}} {share:>6.1%}" for line, share in zip(lines[1:], shares, strict=True)]
-    ranks = [sum(shares[rank :: layout.pp]) for rank in range(layout.pp)]
-    most, ratio = ranks.index(max(ranks)), max(ranks) * layout.pp
-    rows.append(f"rank {most} has the highest cost: {ratio:.3f} times the mean over {layout.pp} ranks")
-    return "\n".join(rows)
