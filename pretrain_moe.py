@@ -75,7 +75,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         reporter = build.build_reporter(plan, context)
     stack.callback(reporter.close)
     stack.enter_context(peers)
-    status.starting(say=reporter.note)
+    status.starting(say=reporter.note, warning=plan.warning)
     check_agreement(plan.resolved_yaml, context)
     saver = build.build_saver(plan, context, reporter, stack)
     kernels = build.build_kernels(plan, context)

@@ -89,7 +89,8 @@ def _num_sms(words: Sequence[str], value_of: ValueOf) -> Translated:
     """Translates a library's number of multiprocessors. Raises BadValue if the current flag has another value."""
     current = value_of("moe_flex_dispatcher_num_sms")
     if current is not None and current != parse(int, words):
-        raise BadValue(f"contradicts --moe-flex-dispatcher-num-sms {current}; remove one of them")
+        others = ", ".join(("--moe-flex-dispatcher-num-sms", *_NUM_SMS))
+        raise BadValue(f"{words[0]} contradicts {current} of another of {others}; remove one of them")
     return Translated((("--moe-flex-dispatcher-num-sms", tuple(words)),), "is now called --moe-flex-dispatcher-num-sms")
 
 

@@ -56,7 +56,7 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
     """Help text requested by the command line (`--help`, `--find`); None if no help is requested.
 
     Raises:
-        FlagErrors: the flag or group does not exist, or `--find` has no word.
+        FlagErrors: the flag or group does not exist, or `--find` has no word or no result.
     """
     for place, word in enumerate(words):
         following = words[place + 1] if place + 1 < len(words) else ""
@@ -84,6 +84,7 @@ def derived(plan: RunPlan) -> list[str]:
         *([] if plan.unknown_layers else layers),
         f"derived: vocabulary of {plan.data.vocab_size} tokens, padded to {model.vocab_size}",
         f"derived: {plan.loop.train_iters} iterations",
+        *filter(None, [plan.warning]),
         *([_EXPERT_WEIGHT_GRADS] if low is not None and low.weight_grad and not low.expert_weight_grad else []),
     ]
 
@@ -166,7 +167,9 @@ def _find(word: str, registry: Registry) -> str:
     hits = [_one_line(flag, text) for flag, text in _documented(registry) if matches(*_searched(flag, text))]
     hits += [f"  {old:<{_NAME_COLUMN}} deprecated, use {today}" for old, today in old_names().items() if matches(old)]
     hits += [f"  {name:<{_NAME_COLUMN}} {outcome}" for name, outcome in _outcomes() if matches(name)]
-    return "\n".join(hits) if hits else f"No flag has {word!r} in its name, help text, choices or default."
+    if not hits:
+        raise FlagErrors.of(f"no flag has {word!r} in its name, help text, choices or default", "--help all lists them")
+    return "\n".join(hits)
 
 
 def _searched(flag: Flag, text: str) -> list[str]:

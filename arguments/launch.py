@@ -11,6 +11,8 @@ from megatron_moe.config.parallel import Launch
 _SRUN_SPECIAL_STEPS = 4294967290
 """First of the step numbers that SLURM reserves for interactive, batch and external steps."""
 _LAST_PORT = 65535
+_MOST_RANKS = 1_000_000_000
+"""Largest number of ranks; a larger one is a typo, with which checks of all ranks would take minutes."""
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
@@ -179,6 +181,8 @@ def _agree(launch: Launch, slurm: Launch) -> None:
 
 
 def _checked(launch: Launch) -> Launch:
+    if launch.world_size > _MOST_RANKS:
+        raise FlagErrors.of(f"{launch.world_size:,} ranks exceed the {_MOST_RANKS:,} that this program supports")
     if not 0 <= launch.rank < launch.world_size:
         raise FlagErrors.of(f"rank {launch.rank} does not exist in a world of {launch.world_size} ranks")
     if not 0 <= launch.local_rank < launch.local_world_size:

@@ -204,6 +204,7 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
     found = settings.registry.find(given.option)
     if found is None:
         unknown = unknown_flag(given.option, settings.registry)
+        settings.failed |= _meant(given.option, settings.registry)
         settings.problems.append(replace(unknown, what=f"{unknown.what} ({given.origin})"))
         return
     flag, switched_on = found
@@ -247,9 +248,20 @@ def _value(flag: Flag, switched_on: bool, given: Given) -> object:
 
 def unknown_flag(option: str, registry: Registry) -> Problem:
     """Problem that reports an unknown option and suggests similar names."""
-    close = near(normal(option).lstrip("-"), [spelling.lstrip("-") for spelling in registry.spellings])
+    close = _near_options(option, registry)
     remedy = f"did you mean {' or '.join(f'--{name}' for name in close)}?" if close else "search with --find WORD"
     return Problem(what=f"{option} is not a flag", remedy=remedy)
+
+
+def _meant(option: str, registry: Registry) -> set[str]:
+    """Name of the required flag that an unknown option is most similar to, which is therefore not missing as well."""
+    close = _near_options(option, registry)[:1]
+    return {flag.name for flag, _ in (registry.spellings[f"--{name}"] for name in close) if flag.required}
+
+
+def _near_options(option: str, registry: Registry) -> list[str]:
+    """Known options that are spelled like `option`, without dashes in front."""
+    return near(normal(option).lstrip("-"), [spelling.lstrip("-") for spelling in registry.spellings])
 
 
 def near(word: str, names: Sequence[str]) -> list[str]:

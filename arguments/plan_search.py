@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from arguments.checks.batch import train_length_given_once
-from arguments.checks.run import FULL_SIZE_RULES, RULES, Rule, broken_rules, missing_flags, unknown_layers
+from arguments.checks.run import (
+    FORCED_ROUTING,
+    FULL_SIZE_RULES,
+    RULES,
+    Rule,
+    broken_rules,
+    missing_flags,
+    unknown_layers,
+)
 from arguments.errors import Problem
 from arguments.export import value_text
 from arguments.files import read_files
@@ -93,7 +101,9 @@ def as_given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
 
 
 def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:
-    """Copy of the settings with the memory options of `plan` and, if `layout`, with its parallel layout."""
+    """Copy of the settings with the memory options of `plan` and, if `layout`, with its parallel layout; the router is
+    not forced."""
+    settings = _with(settings, {name: settings.registry.flags[name].default for name in FORCED_ROUTING})
     if layout:
         settings = _with(_on_one_rank(settings), dict(_axes(plan)))
     return _with(settings, dict(_switches(plan)))

@@ -216,8 +216,8 @@ def _checked(
     if plan_only:
         launch = replace(launch, launcher="dry run")
     if settings.setting("inject").value and environ.get(ALLOWED) != "1":
-        what = "--inject injects faults, which is allowed in tests only"
-        problems.append(Problem(what=what, remedy=f"leave it out, or set {ALLOWED}=1"))
+        what = "--inject and --error-injection-rate inject faults, which is allowed in tests only"
+        problems.append(Problem(what=what, remedy=f"leave them out, or set {ALLOWED}=1"))
     if settings.setting("fp8_format").value or settings.setting("fp4_format").value:
         problems += environment.changed_recipes({**parsed.environment, **environ})
     problems += missing_flags(settings)
@@ -285,4 +285,6 @@ def _plan(
     )
     plan = replace(plan, unknown_layers=unknown_layers(parsed.settings))
     text = yaml_text(parsed.settings, parsed.environment, explain.derived(plan))
-    return replace(plan, resolved_yaml=text, notes=(*plan.notes, *slow_sizes(flags, plan)))
+    return replace(
+        plan, resolved_yaml=text, notes=(*filter(None, [plan.warning]), *plan.notes, *slow_sizes(flags, plan))
+    )

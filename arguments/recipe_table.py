@@ -38,8 +38,9 @@ all fields and the numbers of total and active parameters (without MTP; active p
 
 Sources: the [Model Zoo](https://github.com/yanring/Megatron-MoE-ModelZoo), its successor in Megatron-LM's `dev` branch,
 and Megatron-Bridge. Published figures were measured by these sources with their programs and are not reproduced here.
-"balanced": random router logits spread tokens evenly over experts (`--moe-router-force-load-balancing`). Status "waits"
-names the groups of `docs/flags.md` with flags of the recipe that are not available yet, listed in
+"balanced": measured with random router logits, which spread tokens evenly over experts. Only the benchmarks of `h200`
+contain `--moe-router-force-load-balancing`; add it to repeat the measurement of another recipe. Status "waits" names
+the groups of `docs/flags.md` with flags of the recipe that are not available yet, listed in
 `tests/goldens/recipes_waiting.txt`. Status "trains slower": the unavailable flags do not affect results, and the recipe
 trains with `--moe-token-dispatcher-type alltoall --allow-ignored-flags`.
 """

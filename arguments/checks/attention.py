@@ -30,7 +30,9 @@ def rotary_dim_is_even(flags: RuleFlags) -> Violations:
     if flags.multi_latent_attention or flags.position_embedding_type not in _ROTARY:
         return
     head_dim = derive.head_dim(flags)
-    rotated = int(head_dim * flags.rotary_percent)
+    rotated = head_dim if flags.rotary_percent == 1 else int(head_dim * flags.rotary_percent)
+    if not head_dim:  # reported by heads_divide_hidden_size
+        return
     if not 0 < rotated <= head_dim or rotated % 2:
         yield (
             f"--rotary-percent {flags.rotary_percent:g} rotates {rotated} of {counted(head_dim, 'dim')} per head, "
@@ -69,21 +71,6 @@ def mla_supports_rope_options(flags: RuleFlags) -> Violations:
         yield (
             "these RoPE options are not supported by multi-latent attention",
             "remove them; --qk-pos-emb-head-dim sets the rotated dims of a head and --rope-type the kind of rotation",
-        )
-
-
-def rope_type_matches_position_embedding(flags: RuleFlags) -> Violations:
-    """--rope-type applies only to multi-latent attention; other attention uses --position-embedding-type."""
-    if (
-        flags.multi_latent_attention
-        or flags.rope_type is None
-        or "yarn" not in (flags.rope_type, flags.position_embedding_type)
-    ):
-        return
-    if flags.rope_type != flags.position_embedding_type:
-        yield (
-            f"--rope-type {flags.rope_type} contradicts --position-embedding-type {flags.position_embedding_type}",
-            f"remove --rope-type, or use --position-embedding-type {flags.rope_type}",
         )
 
 

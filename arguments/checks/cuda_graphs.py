@@ -29,23 +29,24 @@ def full_iteration_has_no_modules(flags: RuleFlags) -> Violations:
 def captured_modules_do_not_overlap(flags: RuleFlags) -> Violations:
     """The module moe already includes moe_router and moe_preprocess."""
     inner = [name for name in ("moe_router", "moe_preprocess") if name in flags.cuda_graph_modules]
-    if "moe" in flags.cuda_graph_modules and inner:
+    if flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules and inner:
         yield f"--cuda-graph-modules moe contains {' and '.join(inner)}", f"leave out moe, or {' and '.join(inner)}"
 
 
 def preprocess_capture_needs_router(flags: RuleFlags) -> Violations:
     """Megatron captures moe_preprocess only together with moe_router."""
-    if "moe_preprocess" in flags.cuda_graph_modules and "moe_router" not in flags.cuda_graph_modules:
+    modules = () if flags.cuda_graph_impl == "none" else flags.cuda_graph_modules
+    if "moe_preprocess" in modules and "moe_router" not in modules:
         yield "--cuda-graph-modules moe_preprocess without moe_router", "add moe_router"
 
 
 def captured_modules_exist(flags: RuleFlags) -> Violations:
     """Captured modules must exist in at least one layer."""
+    if flags.cuda_graph_impl == "none":
+        return
     if "mamba" in flags.cuda_graph_modules:
         yield "--cuda-graph-modules mamba has nothing to capture: Mamba layers are not available", "leave out mamba"
-    elif flags.cuda_graph_impl == "none" or (
-        not isinstance(flags.moe_layer_freq, int) and len(flags.moe_layer_freq) != flags.num_layers
-    ):
+    if not isinstance(flags.moe_layer_freq, int) and len(flags.moe_layer_freq) != flags.num_layers:
         return
     moe = derive.moe_layers(flags.num_layers, flags.num_experts, flags.moe_layer_freq)
     if "mlp" in flags.cuda_graph_modules and all(moe):

@@ -42,6 +42,13 @@ def router_groups_without_limit(flags: Flags) -> Iterator[str]:
         yield f"--moe-router-num-groups {flags.moe_router_num_groups} has no effect without --moe-router-group-topk"
 
 
+def rope_type_without_latent_attention(flags: Flags) -> Iterator[str]:
+    """Megatron reads --rope-type in multi-latent attention only."""
+    kind = flags.position_embedding_type
+    if not flags.multi_latent_attention and flags.rope_type not in (None, kind):
+        yield f"--rope-type {flags.rope_type} without effect: --position-embedding-type {kind} applies"
+
+
 def unused_rope_scaling(flags: Flags) -> Iterator[str]:
     """Each scaling flag applies to one kind of RoPE scaling and has no effect on models without that kind."""
     yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
@@ -54,6 +61,15 @@ def unused_rope_scaling(flags: Flags) -> Iterator[str]:
             unused.append(f"--rotary-seq-len-interpolation-factor {flags.rotary_seq_len_interpolation_factor}")
     if unused:
         yield f"{' and '.join(unused)} without effect: this model does not use that RoPE scaling"
+
+
+def paged_stash_keeps_the_check(flags: Flags) -> Iterator[str]:
+    """Expert activations that do not fit into the pages are restored as NaN, which the check of a step detects."""
+    if flags.moe_paged_stash and not flags.check_for_nan_in_loss_and_grad:
+        yield (
+            "--no-check-for-nan-in-loss-and-grad without effect with --moe-paged-stash: the check detects rows that "
+            "overflow the pages; it neither synchronises nor hinders a graph"
+        )
 
 
 def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
@@ -102,10 +118,10 @@ def preprocess_capture_without_effect(flags: Flags) -> Iterator[str]:
 
 
 def recompute_layers_without_granularity(flags: Flags) -> Iterator[str]:
-    """Megatron ignores --recompute-method and --recompute-num-layers if --recompute-granularity is not set."""
-    names = given_recompute_layer_flags(flags)
+    """Megatron ignores the other flags of recompute if --recompute-granularity is not set."""
+    names = given_recompute_layer_flags(flags) + ["--recompute-modules"] * (flags.recompute_modules is not None)
     if flags.recompute_granularity is None and names:
-        yield f"{' and '.join(names)} without effect: nothing is recomputed without --recompute-granularity full"
+        yield f"{' and '.join(names)} without effect: nothing is recomputed without --recompute-granularity"
 
 
 def save_interval_without_folder(flags: Flags) -> Iterator[str]:

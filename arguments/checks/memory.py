@@ -30,10 +30,10 @@ def recompute_method_needs_full(flags: RuleFlags) -> Violations:
         yield f"{names} with {_SELECTIVE}", f"leave out {names}, or give {_FULL}"
 
 
-def recompute_modules_need_selective(flags: RuleFlags) -> Violations:
-    """--recompute-modules applies only to selective recompute."""
-    if flags.recompute_modules is not None and flags.recompute_granularity != "selective":
-        yield f"--recompute-modules without {_SELECTIVE}", f"give {_SELECTIVE}, or leave out --recompute-modules"
+def full_recompute_has_no_modules(flags: RuleFlags) -> Violations:
+    """Full recompute recomputes whole layers; --recompute-modules applies only to selective recompute."""
+    if flags.recompute_modules is not None and flags.recompute_granularity == "full":
+        yield f"--recompute-modules with {_FULL}", f"give {_SELECTIVE}, or leave out --recompute-modules"
 
 
 def recompute_modules_exist(flags: RuleFlags) -> Violations:
@@ -173,12 +173,3 @@ def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:
     elif flags.moe_paged_stash:
         problem = f"{option} with {_PAGED}: the inputs of deferred GEMMs are not stored in pages"
         yield problem, f"--moe-expert-wgrad-interval 1, or leave out {_PAGED}"
-
-
-def paged_stash_needs_nan_check(flags: RuleFlags) -> Violations:
-    """Expert activations that do not fit into the pages are restored as NaN, which the NaN check detects."""
-    if flags.moe_paged_stash and not flags.check_for_nan_in_loss_and_grad:
-        yield (
-            f"{_PAGED} without --check-for-nan-in-loss-and-grad would train on rows that overflowed the pages",
-            "leave out --no-check-for-nan-in-loss-and-grad",
-        )

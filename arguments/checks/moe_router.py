@@ -6,6 +6,17 @@ from megatron_moe.config.exit_codes import counted
 _EXCLUSIVE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
 
 
+def forced_routing_of_data_is_requested(flags: RuleFlags) -> Violations:
+    """A model with a forced router learns no routing, so that a recipe or file must not train one unnoticed."""
+    if flags.forced_routing_of_files and not flags.mock_data and (flags.data_path or flags.train_data_path):
+        option = flags.forced_routing_of_files
+        off = ", or add --no-moe-router-force-load-balancing," if option.endswith("balancing") else ""
+        yield (
+            f"a file sets {option}, which replaces the router by random logits, but this run trains on data",
+            f"remove it there{off} to train the router; repeat it on the command line to keep it",
+        )
+
+
 def topk_is_at_most_experts(flags: RuleFlags) -> Violations:
     """The experts of a token are distinct, so top-k is at most the number of experts."""
     if flags.num_experts and flags.moe_router_topk > flags.num_experts:

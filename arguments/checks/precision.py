@@ -72,9 +72,9 @@ def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
 
 def bf16_layers_leave_other_layers(flags: RuleFlags) -> Violations:
     """--first-last-layers-bf16 selects at most the layers of the first and of the last pipeline rank."""
-    if not flags.first_last_layers_bf16:
+    if not flags.first_last_layers_bf16 or not flags.fp8_format:  # Megatron does not check them for FP4
         return
-    if flags.fp8_format and flags.fp8_recipe == "delayed":
+    if flags.fp8_recipe == "delayed":
         yield "--first-last-layers-bf16 with --fp8-recipe delayed", "use another recipe, such as tensorwise"
     most = flags.num_layers // flags.pipeline_model_parallel_size
     for option, number in (
@@ -205,12 +205,10 @@ def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
             yield f"{option} without --use-distributed-optimizer", "add it"
 
 
-def reused_gradients_need_stored_mxfp8_weights(flags: RuleFlags) -> Violations:
+def reused_gradients_need_mxfp8(flags: RuleFlags) -> Violations:
     """In Megatron-LM, only the two copies of mxfp8 weights are not gathered in place."""
-    option = "--reuse-grad-buf-for-mxfp8-param-ag"
-    if not flags.reuse_grad_buf_for_mxfp8_param_ag:
-        return
-    if not flags.fp8_param_gather:
-        yield f"{option} without --fp8-param-gather", "add --fp8-param-gather, or leave it out"
-    elif flags.fp8_recipe != "mxfp8":
-        yield f"{option} with --fp8-recipe {flags.fp8_recipe}", "leave it out, or use --fp8-recipe mxfp8"
+    if flags.reuse_grad_buf_for_mxfp8_param_ag and flags.fp8_recipe != "mxfp8":
+        yield (
+            f"--reuse-grad-buf-for-mxfp8-param-ag with --fp8-recipe {flags.fp8_recipe}",
+            "leave it out, or use --fp8-recipe mxfp8",
+        )

@@ -34,7 +34,7 @@ from arguments.checks.violation import Violations
 from arguments.errors import Problem, Waits
 from arguments.flag import Flag
 from arguments.flags import GROUPS, Flags
-from arguments.parser import Settings
+from arguments.parser import COMMAND_LINE, Settings
 from megatron_moe.config.parallel import Launch
 from megatron_moe.config.pipeline_layout import LayoutError
 
@@ -80,6 +80,8 @@ _LAYER_FLAGS = ("moe_n_hash_layers",)
 _SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
 """Unsupported flags that affect neither parameters nor GEMMs, so memory and time can be estimated without them."""
 
+FORCED_ROUTING = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_skew")
+"""Flags of benchmarks, which replace the router by random logits."""
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -145,6 +147,9 @@ def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
         "num_ranks": Fact(launch.world_size, "ranks", launcher),
         "ranks_per_host": Fact(launch.local_world_size, "ranks per host", launcher),
     }
+    forced = (settings.registry.flags[name] for name in FORCED_ROUTING if settings.setting(name).value)
+    in_files = [flag.option for flag in forced if settings.setting(flag.name).origin != COMMAND_LINE]
+    facts["forced_routing_of_files"] = Fact(in_files[0] if in_files else "", "forced routing", "files")
     if all(settings.known(name) for name in MODEL_PARALLEL):
         size = prod(settings.setting(name).value for name in MODEL_PARALLEL)
         if launch.world_size % size == 0:

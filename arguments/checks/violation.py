@@ -48,6 +48,8 @@ class RuleFlags(Flags):
     ranks_per_host: int
     data_parallel_size: int
     """Number of data-parallel ranks; undefined if the model-parallel sizes do not divide the number of ranks."""
+    forced_routing_of_files: str
+    """Option that forces the routing and was not set on the command line; empty if there is none."""
     virtual_stages: int
     """Number of virtual stages per pipeline rank; undefined if the layers cannot be divided among the stages."""
 

@@ -5,15 +5,32 @@ from pathlib import Path
 
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.data import DataConfig
+from megatron_moe.config.precision import LEAST_CAPABILITY, PrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.hardware import GPU
 
 _HUGGING_FACE = "hf:"
+_ITERATIONS = "iter_*"
+"""Pattern of the folders of checkpoints."""
 
 
 def missing_inputs(plan: RunPlan) -> tuple[str, ...]:
     """Returns one sentence for each flag whose input files or folder do not exist but are needed to start the run."""
     found = [*_data_files(plan.data), *_checkpoints(plan.checkpoint)]
     return tuple(f"{sentence}; correct it, or start the run where it exists" for sentence in found)
+
+
+def unsupported_formats(precision: PrecisionConfig, gpu: GPU) -> Iterator[str]:
+    """Yields a sentence for each FP8 or FP4 recipe for which the GPU has no tensor cores."""
+    configs = [precision.low_precision, *(module.config for module in precision.module_precision)]
+    for recipe in dict.fromkeys(config.recipe for config in configs if config and not config.emulate):
+        least = LEAST_CAPABILITY[recipe]
+        if gpu.capability < least:
+            needed, found = (".".join(map(str, each)) for each in (least, gpu.capability))
+            yield (
+                f"the recipe {recipe} needs a GPU of compute capability {needed}, but {gpu.name} has {found}; use "
+                "another GPU or recipe, or --emulate-low-precision, which computes the same numbers slowly"
+            )
 
 
 def _data_files(data: DataConfig) -> Iterator[str]:
@@ -42,20 +59,44 @@ def _prefixes(words: Sequence[str]) -> Sequence[str]:
 
 def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
     """Yields a sentence for each missing folder. A run that resumes from `--save` needs no `--load` folder."""
-    resumes = config.save is not None and not config.fresh and any(config.save.glob("iter_*"))
-    if not resumes:
-        has_load = config.load is not None and _folder(config.load).is_dir()
-        published = config.load is not None and config.load.startswith(_HUGGING_FACE)
+    if not _resumes(config):
+        missing = config.load is not None and not _is_loadable(config.load)
         pretrained = config.pretrained_checkpoint
-        loads_weights_only = config.finetune or config.skip_train or config.moe_use_upcycling or not config.load_optim
-        needed = (config.exit_on_missing_checkpoint or loads_weights_only) and pretrained is None
-        if config.load is not None and not has_load and (published or needed):
-            yield f"--load {config.load} does not exist"
-        if pretrained is not None and not has_load and not _folder(pretrained).is_dir():
-            yield f"--pretrained-checkpoint {pretrained} does not exist"
+        published = config.load is not None and config.load.startswith(_HUGGING_FACE)
+        if missing and (published or _needs_load(config)):
+            yield f"--load {config.load} {_absent(str(config.load))}"
+        if pretrained is not None and (missing or config.load is None) and not _is_loadable(pretrained):
+            yield f"--pretrained-checkpoint {pretrained} {_absent(pretrained)}"
     if config.save_hf_interval and config.save_hf_config is not None and not config.save_hf_config.is_dir():
         yield f"--save-hf-config {config.save_hf_config} does not exist"
 
 
-def _folder(location: str) -> Path:
-    return Path(location.removeprefix(_HUGGING_FACE))
+def random_start(config: CheckpointConfig) -> Iterator[str]:
+    """Yields a note if `--load` is given but the run starts from random weights, as in Megatron-LM."""
+    load = config.load
+    if load is None or load.startswith(_HUGGING_FACE) or _resumes(config) or _is_loadable(load):
+        return
+    if config.pretrained_checkpoint is None and not _needs_load(config):
+        yield f"--load {load} {_absent(load)}: the run starts from random weights"
+
+
+def _resumes(config: CheckpointConfig) -> bool:
+    return config.save is not None and not config.fresh and any(config.save.glob(_ITERATIONS))
+
+
+def _needs_load(config: CheckpointConfig) -> bool:
+    """Whether the run is rejected if `--load` has no checkpoint."""
+    required = config.exit_on_missing_checkpoint or config.skip_train or config.moe_use_upcycling
+    return required and config.pretrained_checkpoint is None
+
+
+def _is_loadable(location: str) -> bool:
+    path = Path(location.removeprefix(_HUGGING_FACE))
+    if location.startswith(_HUGGING_FACE) or path.match(_ITERATIONS):
+        return path.is_dir()
+    return any(path.glob(_ITERATIONS)) or any(path.glob(f"checkpoints/{_ITERATIONS}"))
+
+
+def _absent(location: str) -> str:
+    exists = Path(location.removeprefix(_HUGGING_FACE)).exists()
+    return "holds no checkpoint" if exists else "does not exist"

@@ -3,10 +3,13 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from arguments import derive
+from arguments.checks.data import tokenizer_is_complete
+from arguments.checks.violation import RuleFlags
 from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
+from arguments.dry_run.inputs import random_start, unsupported_formats
 from arguments.dry_run.report import report
 from arguments.errors import Finished, FlagErrors
 from arguments.files import read_files
@@ -78,9 +81,10 @@ def or_known_size(
             if known is None:
                 remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
                 raise FlagErrors.of(str(error), remedy) from None
-            unavailable.append(
-                str(error) if given else f"{error}; the figures assume GPT-2's vocabulary of {known:,} tokens"
-            )
+            if not given:
+                unavailable.append(f"{error}; the figures assume GPT-2's vocabulary of {known:,} tokens")
+            elif not any(tokenizer_is_complete(cast(RuleFlags, flags))):  # else reported as a broken rule
+                unavailable.append(str(error))
             return known
 
     return size
@@ -108,6 +112,8 @@ def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -
     if too_long:
         remedy = "use fewer pipeline ranks, smaller groups or a smaller --moe-expert-wgrad-interval"
         raise FlagErrors.of(too_long, remedy)
+    missing = (*plan.missing_inputs, *unsupported_formats(plan.precision, request.gpu))
+    plan = replace(plan, missing_inputs=missing, notes=(*plan.notes, *random_start(plan.checkpoint)))
     facts = all_facts(plan, request.gpu, settings)
     text = json.dumps(facts, indent=2) if request.form == "json" else report(facts)
     return Finished(text, ExitCode.OK if facts["would_start"] else ExitCode.NOT_READY)

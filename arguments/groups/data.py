@@ -101,7 +101,7 @@ class DataFlags:
     """Special tokens of a tiktoken vocabulary."""
     null_tokenizer_eod_id: int | None = flag(None, least=0)
     """Token id of the end of a document for NullTokenizer. Not set: the last id of the vocabulary."""
-    trust_remote_code: bool = refused(False, "no code is downloaded or executed", harmless=True)
+    trust_remote_code: bool = differs(False, "no effect: no code is downloaded or executed")
     """Execute Python code that is part of a Hugging Face tokenizer."""
     null_tokenizer_pad_id: int = flag(-1, least=-1)
     """Token id of padding for NullTokenizer; -1: none."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import differs, flag, new_flag, refused, unsupported
+from arguments.flag import differs, flag, new_flag, refused
 
 _CUSTOM = "use one of the recipes of Megatron"
 _BLOCKS = "fp16 and fp8 state has one scale per 128 elements"
@@ -33,7 +33,7 @@ class PrecisionFlags:
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
     """Compute the GEMMs of linear layers in FP8: e4m3, or hybrid with output gradients in e5m2. Embedding, router,
     attention, norms and output layer keep the dtype of the parameters."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = unsupported(
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = refused(
         "delayed", _CUSTOM, works=("tensorwise", "mxfp8", "blockwise")
     )
     """FP8 scaling recipe: one scale per tensor from its history (delayed) or its values (tensorwise), or one scale per
@@ -78,7 +78,7 @@ class PrecisionFlags:
     """Number of last layers for `--first-last-layers-bf16`."""
     fp4_format: Literal["e2m1"] | None = flag(None)
     """Compute the GEMMs of linear layers in FP4."""
-    fp4_recipe: Literal["nvfp4", "custom"] = unsupported("nvfp4", _CUSTOM)
+    fp4_recipe: Literal["nvfp4", "custom"] = refused("nvfp4", _CUSTOM)
     """FP4 scaling recipe."""
     fp4_param_gather: bool = flag(False)
     """Store and all-gather the weights of FP4 GEMMs in FP4, instead of FP4 copies of weights in bf16."""

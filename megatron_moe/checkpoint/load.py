@@ -192,9 +192,7 @@ def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], 
     requiring = {
         "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
         "--moe-use-upcycling": config.moe_use_upcycling,
-        "--finetune": config.finetune,
         "--skip-train": config.skip_train,
-        "--no-load-optim": not config.load_optim and not config.moe_use_upcycling,
     }
     flags = " and ".join(flag for flag, given in requiring.items() if given)
     if flags:

@@ -56,9 +56,14 @@ class RouterConfig:
     """Weight of old thresholds in quantile balancing's moving average (`--moe-router-quantile-balancing-ema`)."""
 
     @property
-    def forces_logits(self) -> bool:
-        """Whether random logits replace those of the router."""
-        return self.force_balancing or self.force_biased is not None or self.force_skew is not None
+    def forced_by(self) -> str:
+        """Flag that replaces the router's logits by random ones; empty if the router selects the experts."""
+        options = {
+            "--moe-router-force-load-balancing": self.force_balancing,
+            "--moe-router-force-biased": self.force_biased is not None,
+            "--moe-router-force-skew": self.force_skew is not None,
+        }
+        return next((option for option, is_on in options.items() if is_on), "")
 
 
 @dataclass(frozen=True, kw_only=True)

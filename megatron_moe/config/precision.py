@@ -16,6 +16,10 @@ ROW_ALIGNMENT = MappingProxyType(
     {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128, "custom": 16}
 )
 """Multiple to which `--moe-router-padding-for-quantization` pads the rows of an expert, by recipe."""
+LEAST_CAPABILITY = MappingProxyType(
+    {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
+)
+"""Least CUDA compute capability of GPUs with tensor cores for a recipe."""
 WHOLE = (0, 0)
 """Block shape of tensors that have one scale per matrix."""
 

@@ -10,6 +10,7 @@ from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.logging import LoggingConfig, ProfileConfig
 from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig, ScheduleConfig
@@ -81,6 +82,17 @@ class RunPlan:
             return self.pipeline.layout
         vpp = self.parallel.virtual_stages
         return even_layout(len(self.model.layers), pp=self.parallel.pp, vpp=vpp, num_mtp=self.model.num_mtp)
+
+    @property
+    def warning(self) -> str:
+        """Sentence for the user if the run is a benchmark that does not train its router; else empty."""
+        routers = [
+            layer.feed_forward.router for layer in self.model.layers if isinstance(layer.feed_forward, MoEConfig)
+        ]
+        forced = next((router.forced_by for router in routers if router.forced_by), "")
+        return f"benchmark: {forced} replaces the router by random logits, so the model learns no routing" * bool(
+            forced
+        )
 
     @property
     def num_microbatches(self) -> int:

@@ -34,6 +34,8 @@ class GPU:
     """Number of GPUs per host."""
     nvlink_domain: int
     """Number of GPUs per NVLink domain, which is a host or a rack."""
+    capability: tuple[int, int]
+    """CUDA compute capability."""
     host_link: float = 55e9
     """Bandwidth to host memory, in bytes per second; the default is that of PCIe 5 x16."""
     fp8_speedup: float = 2.0
@@ -74,27 +76,39 @@ _GRACE = 225e9
 _KINDS = (
     GPU(
         "a100", "A100", memory_gib=79.1, hbm=2.039e12, nvlink=_LINK_3, network=_PORT_200, per_node=8, nvlink_domain=8,
-        host_link=27e9, fp8_speedup=1.0,
+        capability=(8, 0), host_link=27e9, fp8_speedup=1.0,
     ),
-    GPU("h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8),
-    GPU("h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8),
+    GPU(
+        "h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8,
+        capability=(9, 0),
+    ),
+    GPU(
+        "h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8,
+        capability=(9, 0),
+    ),
     GPU(
         "gh200", "GH200", memory_gib=94.9, hbm=4.0e12, nvlink=_LINK_4, network=_PORT_200, per_node=4, nvlink_domain=4,
-        host_link=450e9,
+        capability=(9, 0), host_link=450e9,
     ),
-    GPU("b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=8, nvlink_domain=8),
-    GPU("b300", "B300", memory_gib=268.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=8, nvlink_domain=8),
+    GPU(
+        "b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=8, nvlink_domain=8,
+        capability=(10, 0),
+    ),
+    GPU(
+        "b300", "B300", memory_gib=268.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=8, nvlink_domain=8,
+        capability=(10, 3),
+    ),
     GPU(
         "gb200", "GB200", memory_gib=184.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=4, nvlink_domain=72,
-        host_link=_GRACE,
+        capability=(10, 0), host_link=_GRACE,
     ),
     GPU(
         "gb300", "GB300", memory_gib=277.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=4, nvlink_domain=72,
-        host_link=_GRACE,
+        capability=(10, 3), host_link=_GRACE,
     ),
     GPU(
         "vr200", "VR200", memory_gib=277.0, hbm=22e12, nvlink=_LINK_6, network=_PORT_1600, per_node=4, nvlink_domain=72,
-        host_link=450e9, fp8_speedup=17.5 / 4,
+        capability=(10, 7), host_link=450e9, fp8_speedup=17.5 / 4,
     ),
 )  # fmt: skip
 """Rates from NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, nodes of four GH200, and GB200, GB300 and

@@ -488,12 +488,12 @@ def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashC
             continue
         experts = feed_forward.experts
         even = plan.parallel.etp * memory.sizes.residual * feed_forward.router.topk
+        padding = experts.num_experts * (feed_forward.row_alignment - 1)
         widths = [experts.hidden_size, experts.activation.fan * experts.ffn_hidden_size]
         recompute = plan.memory.recompute
         if not (recompute.recompute_granularity == "selective" and "moe_act" in recompute.recompute_modules):
             widths.append(experts.ffn_hidden_size)
         for width in widths:
-            found[width] += (
-                ceil(config.moe_paged_stash_buffer_size_factor_cuda * even / config.moe_paged_stash_page_size) + 1
-            )
+            rows = config.moe_paged_stash_buffer_size_factor_cuda * even + padding
+            found[width] += ceil(rows / config.moe_paged_stash_page_size) + 1
     return found

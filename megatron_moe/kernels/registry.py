@@ -14,12 +14,12 @@ import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.precision import LowPrecisionConfig, Recipe
+from megatron_moe.config.precision import LEAST_CAPABILITY, LowPrecisionConfig, Recipe
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority, Selection, Support
 from megatron_moe.kernels.reference import backend as reference
@@ -27,8 +27,6 @@ from megatron_moe.kernels.reference import backend as reference
 BACKENDS = Path(__file__).parent / "backends"
 AUTO = "auto"
 EMULATED = "--emulate-low-precision: dequantises the operands"
-_CAPABILITY = MappingProxyType({"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)})
-"""Least CUDA compute capability of the FP8 recipes; the others need Blackwell, (10, 0)."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
     """Raises `EnvironmentProblem` if `device` has no tensor cores for the FP8 or FP4 recipe."""
-    least = _CAPABILITY.get(recipe, (10, 0))
+    least = LEAST_CAPABILITY[recipe]
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if found is None or found < least:
         name = f"a GPU of compute capability {found[0]}.{found[1]}" if found else f"device {device.type}"

@@ -199,7 +199,7 @@ class GPT(nn.Module):
         drawn = {
             index: module.router.draw(num_tokens, dtype, mb)
             for index, module, mb in sites
-            if isinstance(module, MoELayer) and module.router.config.forces_logits
+            if isinstance(module, MoELayer) and module.router.config.forced_by
         }
         return replace(batch, context=replace(batch.context, forced_logits=drawn)) if drawn else batch
 

@@ -151,7 +151,7 @@ class Router(nn.Module):
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
-        self._forces_logits = config.forces_logits
+        self._forces_logits = bool(config.forced_by)
         self._log_popularity_E: Tensor | None = None
         if config.force_skew is not None:
             popularity = skewed_log_popularity(num_experts, config.topk, config.force_skew)

@@ -44,6 +44,8 @@ class StatusReport:
     code: int | None = None
     sentence: str = ""
     hint: str = ""
+    warning: str = ""
+    """`RunPlan.warning`."""
     time: float = 0.0
     """Time of this report by the host's clock, seconds since the epoch."""
 
@@ -125,11 +127,11 @@ class RunStatus:
         if self._rank == 0 and due:
             self._write(STATUS, self.report)
 
-    def starting(self, *, say: Callable[[str], None]) -> None:
+    def starting(self, *, say: Callable[[str], None], warning: str = "") -> None:
         """Called after the rendezvous. Writes the state "starting" to status.json, even if the file has a failure of a
         previous start. `say`: replaces the constructor's `say`."""
         self._say = say
-        self.update(state="starting")
+        self.update(state="starting", warning=warning)
 
     def finish(self, state: Literal["finished", "preempted"], code: ExitCode, sentence: str = "") -> None:
         """Records a regular end or a preemption."""

@@ -83,8 +83,11 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
     return gather_objects(report, context.group("world"))
 
 
-def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
-    """Conclusion about the hardware from the repetition, identical on every rank."""
+def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict | None:
+    """Conclusion about the hardware from the repetition, identical on every rank. None if pages ran out, which is
+    repeated on any hardware."""
+    if any(report.no_room for report in reports):
+        return None
     ranks = [report.rerun for report in reports if report.rerun is not None]
     return compare_rerun(numbers(result), reports[0].rerun_values, ranks, reports[0].earlier)
 

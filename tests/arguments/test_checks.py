@@ -93,6 +93,9 @@ HINT_CASES = (
         "moe_preprocess captures nothing: with experts on 2 ranks",
     ),
     ("--recompute-num-layers 1", "", "--recompute-num-layers without effect: nothing is recomputed"),
+    ("--recompute-modules moe_act", "", "--recompute-modules without effect: nothing is recomputed"),
+    ("--rope-type yarn", "", "--rope-type yarn without effect: --position-embedding-type rope applies"),
+    ("--moe-paged-stash --no-check-for-nan-in-loss-and-grad", "", "the check detects rows that overflow the pages"),
     ("", "--run-dir", "no checkpoint is saved"),
     ("--mock-data", "--save-interval", "mock data: no checkpoint is saved without --save or --save-interval"),
     ("--mock-data", "", "the data files are not read"),
@@ -107,6 +110,25 @@ def notes_of(more, without):
 @pytest.mark.parametrize(("more", "without", "hint"), HINT_CASES)
 def test_an_unintended_setting_is_noted(more, without, hint):
     assert any(hint in note for note in notes_of(more, without))
+
+
+def test_flags_that_megatron_accepts_are_accepted():
+    for more in (
+        "--cuda-graph-impl none --cuda-graph-modules moe moe_router moe_preprocess",
+        "--position-embedding-type yarn --rope-type rope",
+        "--trust-remote-code",
+        "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag",
+        "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 99",
+    ):
+        assert problems_of(more) == (), more
+    assert plan_of("--moe-paged-stash --no-check-for-nan-in-loss-and-grad").loop.check_for_nan_in_loss_and_grad
+
+
+def test_a_forced_router_is_announced():
+    forced = plan_of("--moe-router-force-skew 2")
+    sentence = "benchmark: --moe-router-force-skew replaces the router by random logits, so the model learns no routing"
+    assert forced.notes[0] == forced.warning == sentence and sentence in forced.resolved_yaml
+    assert plan_of().warning == ""
 
 
 def test_an_ordinary_command_line_has_no_notes():

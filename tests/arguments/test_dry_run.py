@@ -126,8 +126,21 @@ def test_exit_code_0_means_that_the_run_would_start(ready):
         ("--data-path corpus", "", "2 of 2 files of --data-path do not exist, such as corpus.idx"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen3-30B-A3B", "", None),
         ("--load hf:none", "", "--load hf:none does not exist"),
-        ("--load none --finetune", "", "--load none does not exist"),
+        ("--load none --exit-on-missing-checkpoint", "", "--load none does not exist"),
+        ("--load . --skip-train", "", "--load . holds no checkpoint"),
         ("--load none", "", None),
+        (
+            "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --gpu a100",
+            "",
+            "the recipe tensorwise needs a GPU of comput",
+        ),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --gpu h100", "", "the recipe mxfp8 needs a GPU of compute capab"),
+        (
+            "--bf16 --fp4-format e2m1 --gpu h200",
+            "",
+            "the recipe nvfp4 needs a GPU of compute capability 10.0, but H200",
+        ),
+        ("--bf16 --fp4-format e2m1 --gpu h200 --emulate-low-precision", "", None),
         ("--pretrained-checkpoint none", "", "--pretrained-checkpoint none does not exist"),
     ],
 )
@@ -142,6 +155,17 @@ def test_missing_and_wrong_inputs_are_reported_before_the_figures(ready, more, w
     assert found.startswith(sentence) and facts(line)["cannot_train_yet"] == []
     lines = report.text.splitlines()
     assert lines[3] == "missing or wrong, so that the run would not start" and lines[4].startswith(f"  {sentence}")
+
+
+@pytest.mark.parametrize("more", ["--load none", "--load none --finetune", "--save . --load . --finetune"])
+def test_a_start_from_random_weights_is_noted(ready, more):
+    report = finished(f"{ready} {more} --save-interval 10 --dry-run")
+    assert report.code == ExitCode.OK and "the run starts from random weights" in report.text
+
+
+def test_a_missing_tokenizer_is_reported_once(ready):
+    line = f"{shlex.join(words(SMALL, '--tokenizer-model'))} --vocab-size 1000 --dry-run"
+    assert facts(line)["missing_inputs"] == ["SentencePieceTokenizer without a file; set --tokenizer-model"]
 
 
 def test_missing_inputs_come_before_missing_features(ready):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from arguments.checks.run import missing_flags
 from arguments.flag import REQUIRED, Flag, docstrings, flag, flags_of
 from arguments.flags import GROUPS, Registry
 from arguments.groups.moe import MoEFlags
@@ -215,6 +216,13 @@ def test_an_unknown_flag_is_answered_with_the_nearest_names():
 def test_only_names_that_are_near_are_offered(option, names):
     (problem,) = settings_of(f"{option} 2").problems
     assert problem.remedy.startswith(f"did you mean {names}" if names else "search with --find WORD"), problem.remedy
+
+
+def test_a_misspelled_required_flag_is_not_missing_as_well():
+    settings = settings_of("--hidden-sze 64")
+    assert [problem.what for problem in settings.problems] == ["--hidden-sze is not a flag (command line)"]
+    missing = [problem.what for problem in missing_flags(settings)]
+    assert "--num-layers is required" in missing and "--hidden-size is required" not in missing
 
 
 def test_an_abbreviation_is_not_a_flag():

@@ -94,9 +94,10 @@ def test_load_may_name_one_checkpoint_itself(tmp_path: Path) -> None:
     assert [c.iteration for c in source.candidates] == [10]
 
 
-def test_loading_an_empty_folder_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [{}, {"finetune": True}, {"load_optim": False}])
+def test_loading_an_empty_folder_is_reported(config: dict, tmp_path: Path) -> None:
     said: list[str] = []
-    assert choose(said, load=str(tmp_path)) is None
+    assert choose(said, load=str(tmp_path), **config) is None
     looked = f"(looked for iter_NNNNNNN in {tmp_path} or {tmp_path / 'checkpoints'})"
     assert said == [f"--load {tmp_path} holds no checkpoint {looked}: starting from random weights"]
 
@@ -105,9 +106,7 @@ def test_loading_an_empty_folder_is_reported(tmp_path: Path) -> None:
     ("flag", "config"),
     [
         ("--exit-on-missing-checkpoint", {"exit_on_missing_checkpoint": True}),
-        ("--finetune", {"finetune": True}),
         ("--skip-train", {"skip_train": True}),
-        ("--no-load-optim", {"load_optim": False}),
         ("--moe-use-upcycling", {"moe_use_upcycling": True, "load_optim": False}),
     ],
 )

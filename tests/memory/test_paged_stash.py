@@ -1,5 +1,6 @@
 """Paged stash: identical results in any order of microbatches, less memory, and detection of too few pages."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,11 @@ from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.memory import RankMemory, pages_of_rank
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.logs.log_line import StepResult
 from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory_emulation.rank import emulate_rank, make_batches
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.train.nan_diagnosis import RankReport, sentence
+from megatron_moe.train.nan_diagnosis import RankReport, sentence, verdict
 from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
@@ -108,6 +110,9 @@ def test_a_step_that_runs_out_of_pages_is_rejected_on_every_rank() -> None:
     assert any(overflowed for *_, overflowed in found) and not all(overflowed for *_, overflowed in found)
     reports = [RankReport(rank=rank, stage=0, no_room=lost) for rank, (*_, lost) in enumerate(found)]
     assert "the paged stash had no free pages for expert rows on rank" in sentence(reports)
+    state = {"apply_update": False, "state_is_finite": True, "learning_rate": 0.1, "applied_learning_rate": 0.1}
+    result = StepResult(iteration=1, loss=1.0, norms={}, num_samples=1, seconds=1.0, **state)
+    assert verdict(result, reports) is None, "neither hardware nor data is the cause"
     for outcome, same, _ in found:
         assert not outcome.apply_update and not outcome.norms["all"].isfinite() and same
 
@@ -119,6 +124,9 @@ def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:
     assert pages_of_rank(one_rank, 0) == {width: 2 * (3 + 1) for width in (32, 48, 24)}
     with_recompute = replace(one_rank, memory=MemoryConfig(paged_stash=config, recompute=ACT))
     assert pages_of_rank(with_recompute, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
+    padded = replace(one_rank, model=tiny.model(moe_config=tiny.moe(row_alignment=32)))
+    num_experts = tiny.moe().experts.num_experts  # with up to 31 rows of padding each
+    assert pages_of_rank(padded, 0)[32] == 2 * (math.ceil((1.5 * 128 + num_experts * 31) / 64) + 1)
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
     # of 1F1B in two chunks of one layer each: the first stage has a dense layer
     in_flight = [counts for counts, _ in RankMemory(stages).moments(1)]

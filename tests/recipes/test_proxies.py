@@ -1,5 +1,6 @@
 """Every supported recipe trains on this machine with `--proxy`."""
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ def variables_of_a_run_end_with_it() -> Iterator[None]:
 def train(name: str, run: Path) -> list[float]:
     """Losses of a small run."""
     assert main(["--recipe", name, "--proxy", "--device", "cpu", "--run-dir", str(run)], {}) == ExitCode.OK
+    plan = read_plan(["--recipe", name, "--proxy"], {}, lambda config: config.vocab_size or 512)
+    assert json.loads((run / "status.json").read_text())["warning"] == plan.warning
     return [row["lm loss"] for row in records(run) if "lm loss" in row]
 
 

@@ -117,6 +117,12 @@ def test_unpublished_layouts_fit_the_gpu_memory(row: Row):
     assert json.loads(caught.value.text)["memory"]["fits"]
 
 
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_only_recipes_of_benchmarks_force_the_routing(row: Row):
+    path = dict(recipe_files())[f"{row.family}/{row.name}" if row.family != row.name else row.name]
+    assert bool(row.plan.warning) == path.read_text().startswith("# Benchmark: ")
+
+
 def test_a_name_means_one_file():
     stems = [name.rsplit("/", 1)[-1] for name, _ in recipe_files() if not name.startswith("parts/")]
     assert sorted(stems) == recipe_names()

@@ -17,6 +17,7 @@ def test_recipe_written_by_fit_can_be_read(tmp_path: Path, capsys):
     assert plan.main([*words, str(tmp_path)]) == ExitCode.OK
     output = capsys.readouterr().out
     assert "does not fit: 99.0 of 79.2 GiB" in output and "moments in bf16" in output
+    assert "force" not in (tmp_path / "fit.yaml").read_text(), "the benchmark m8 forces the routing"
     read = read_plan(["--config", str(tmp_path / "fit.yaml"), "--vocab-size", "163840"], {}, lambda config: 163840)
     assert read.precision.exp_avg_dtype == "bf16" and read.memory.recompute.recompute_granularity == "selective"
 
