@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = None) -> int:
-    """Runs the program for one command line and returns the exit code. `parent`: see `Launch`."""
+    """Runs the program for one command line and returns the exit code. `parent`: see `ProcessInfo`."""
     from arguments.errors import Finished  # imported late: see `command`
     from arguments.read import read_plan
     from megatron_moe.config.exit_codes import ExitCode, RunError
@@ -30,14 +30,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
     rank = ""
     try:
         plan = read_plan(argv, environ, vocab_size_of=vocab_size_of)
-        rank = f"rank {plan.launch.rank}: "
+        rank = f"rank {plan.process.rank}: "
         os.environ.update(plan.environment)  # before importing torch, which reads them
         if plan.emulation is not None:
             from megatron_moe.memory_emulation.run import emulate
 
             return tell(emulate(plan))
         with ExitStack() as stack:
-            pretrain(replace(plan, launch=identified(plan.launch, parent)), stack)
+            pretrain(replace(plan, process=identified(plan.process, parent)), stack)
     except Finished as answer:  # --help, --dry-run and similar
         return tell(answer.text, answer.code)
     except RunError as problem:
@@ -55,7 +55,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     begun = time.monotonic()
     from megatron_moe.resilience.launcher import supervise
 
-    launch, run_dir = plan.launch, plan.logging.run_dir
+    launch, run_dir = plan.process, plan.logging.run_dir
     signals, status = supervise(launch, run_dir, plan.resilience.exit_signals, stack)  # writes status.json from here on
     with signals.exit_at_once(status):  # torch is imported here, so that --help and flag errors do not need it
         from megatron_moe import build

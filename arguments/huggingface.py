@@ -21,7 +21,7 @@ from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 
 _MAX_PERIOD = 8
 """Largest interval n (every n-th layer) that `_pattern` tries; other patterns are written as lists."""
@@ -289,7 +289,7 @@ def _published(path: Path) -> ModelConfig:
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
     """Model described by the model flags in `settings`; `vocab_size` is used if `--vocab-size` is not given."""
     missing = [problem for problem in missing_flags(settings, _MODEL_GROUPS) if "--seq-length" not in problem.what]
-    problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), MODEL_RULES, _MODEL_GROUPS)]
+    problems = [*settings.problems, *missing, *broken_rules(settings, ProcessInfo(), MODEL_RULES, _MODEL_GROUPS)]
     if problems:
         raise FlagErrors(problems)
     flags = _flags({name: setting.value for name, setting in settings.values.items()})

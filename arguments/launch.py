@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from arguments.errors import FlagErrors, Problem
 from megatron_moe.config.exit_codes import counted
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 
 _SRUN_SPECIAL_STEPS = 4294967290
 """First of the step numbers that SLURM reserves for interactive, batch and external steps."""
@@ -15,7 +15,7 @@ _MOST_RANKS = 1_000_000_000
 """Largest number of ranks; a larger one is a typo, with which checks of all ranks would take minutes."""
 
 
-def launch_of(environ: Mapping[str, str]) -> Launch:
+def launch_of(environ: Mapping[str, str]) -> ProcessInfo:
     """Reads rank and world size from the environment; without a launcher there is one process.
 
     torchrun's variables take precedence. If torchrun set them, srun's variables are ignored, because srun may have
@@ -34,7 +34,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
         launch = _slurm(environ)
     else:
         _reject_several_ranks(environ)
-        launch = Launch(master_addr=environ.get("MASTER_ADDR", "127.0.0.1"), master_port=_port(environ))
+        launch = ProcessInfo(master_addr=environ.get("MASTER_ADDR", "127.0.0.1"), master_port=_port(environ))
     return _checked(launch)
 
 
@@ -57,7 +57,7 @@ def allocation_note(environ: Mapping[str, str]) -> str | None:
 
 
 def other_ranks(
-    world_size: int | None, nodes: int | None, gpus_per_node: int | None, launch: Launch
+    world_size: int | None, nodes: int | None, gpus_per_node: int | None, launch: ProcessInfo
 ) -> Iterator[Problem]:
     """Yields a problem for each of `--world-size`, `--nodes` and `--gpus-per-node` that differs from the launch."""
     started_nodes = -(-launch.world_size // launch.local_world_size)
@@ -72,11 +72,11 @@ def other_ranks(
             yield Problem(what=what, remedy=remedy)
 
 
-def _torchrun(environ: Mapping[str, str]) -> Launch:
+def _torchrun(environ: Mapping[str, str]) -> ProcessInfo:
     world_size = _number(environ, "WORLD_SIZE")
     single = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if world_size == 1 else {}
     known = {**single, **environ}
-    return Launch(
+    return ProcessInfo(
         rank=_number(known, "RANK"),
         world_size=world_size,
         local_rank=_number(known, "LOCAL_RANK"),
@@ -99,11 +99,11 @@ def _started_by_srun(environ: Mapping[str, str]) -> bool:
     return not step.isdecimal() or int(step) < _SRUN_SPECIAL_STEPS
 
 
-def _slurm(environ: Mapping[str, str]) -> Launch:
+def _slurm(environ: Mapping[str, str]) -> ProcessInfo:
     """Reads srun's variables. Step variables override job variables, because a step may have fewer tasks and hosts."""
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    return Launch(
+    return ProcessInfo(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_number({"SLURM_LOCALID": "0", **environ} if world_size == 1 else environ, "SLURM_LOCALID"),
@@ -146,7 +146,7 @@ def _first_host(node_list: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", node_list).partition(",")[0]
 
 
-def _openmpi(environ: Mapping[str, str]) -> Launch:
+def _openmpi(environ: Mapping[str, str]) -> ProcessInfo:
     world_size = _number(environ, "OMPI_COMM_WORLD_SIZE")
     local_world_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     if world_size != local_world_size and "MASTER_ADDR" not in environ:
@@ -154,7 +154,7 @@ def _openmpi(environ: Mapping[str, str]) -> Launch:
             f"mpirun started {world_size} ranks on several hosts, but MASTER_ADDR is not set",
             "export MASTER_ADDR, the name of the host of rank 0, with mpirun -x MASTER_ADDR",
         )
-    return Launch(
+    return ProcessInfo(
         rank=_number(environ, "OMPI_COMM_WORLD_RANK"),
         world_size=world_size,
         local_rank=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -167,7 +167,7 @@ def _openmpi(environ: Mapping[str, str]) -> Launch:
     )
 
 
-def _agree(launch: Launch, slurm: Launch) -> None:
+def _agree(launch: ProcessInfo, slurm: ProcessInfo) -> None:
     for variable, ours, theirs, name in (
         ("RANK", launch.rank, slurm.rank, "SLURM_PROCID"),
         ("WORLD_SIZE", launch.world_size, slurm.world_size, "SLURM_NTASKS"),
@@ -180,7 +180,7 @@ def _agree(launch: Launch, slurm: Launch) -> None:
             )
 
 
-def _checked(launch: Launch) -> Launch:
+def _checked(launch: ProcessInfo) -> ProcessInfo:
     if launch.world_size > _MOST_RANKS:
         raise FlagErrors.of(f"{launch.world_size:,} ranks exceed the {_MOST_RANKS:,} that this program supports")
     if not 0 <= launch.rank < launch.world_size:

@@ -23,7 +23,7 @@ from arguments.huggingface import published_flags
 from arguments.parser import Setting, Settings, settle, split, start_settings
 from arguments.read import config_files
 from arguments.recipe_table import planned
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.planner.search import PlannedLayout, Planner
@@ -85,7 +85,7 @@ def forbidden(settings: Settings, num_gpus: int) -> list[Problem]:
 
 def _forbidden(settings: Settings, num_gpus: int, rules: Sequence[Rule]) -> list[Problem]:
     """Problems from broken rules, except rules about features that are not available yet."""
-    return [problem for problem in broken_rules(settings, Launch(world_size=num_gpus), rules) if not problem.waits]
+    return [problem for problem in broken_rules(settings, ProcessInfo(world_size=num_gpus), rules) if not problem.waits]
 
 
 def to_search(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
@@ -97,7 +97,7 @@ def as_given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
     """Plan with the layout that the flags set."""
     if settings.setting("tokenizer_type").value is None:  # the tokenizer does not affect the layout
         settings = _with(settings, {"tokenizer_type": "NullTokenizer"})
-    return planned(settings, Launch(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus)))
+    return planned(settings, ProcessInfo(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus)))
 
 
 def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:

@@ -37,7 +37,7 @@ from arguments.recipes import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_config
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.faults import ALLOWED
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
 
 VocabSizeOf = Callable[[TokenizerConfig], int]
@@ -195,7 +195,7 @@ def config_files(start: Settings) -> tuple[list[Path], list[Problem]]:
 
 def _checked(
     parsed: _Parsed, environ: Mapping[str, str], rules: Sequence[Rule], *, plan_only: bool
-) -> tuple[Flags, Launch, list[Problem]]:
+) -> tuple[Flags, ProcessInfo, list[Problem]]:
     """Returns flags, launch, and the problems that prevent a start but not a plan (empty unless `plan_only`).
 
     Raises:
@@ -204,7 +204,7 @@ def _checked(
     settings = parsed.settings
     ignore = bool(settings.setting("allow_ignored_flags").value)
     problems = list(settings.problems)
-    launch = Launch()
+    launch = ProcessInfo()
     try:
         launch = launch_of(environ)
         if not (plan_only or parsed.unfolded):
@@ -270,7 +270,7 @@ def _too_few(name: str, given: int, needed: int, remedy: str, settings: Settings
 
 
 def _plan(
-    flags: Flags, launch: Launch, vocab_size: int, parsed: _Parsed, environ: Mapping[str, str], argv: Sequence[str]
+    flags: Flags, launch: ProcessInfo, vocab_size: int, parsed: _Parsed, environ: Mapping[str, str], argv: Sequence[str]
 ) -> RunPlan:
     wanted = environment.variables(flags, parsed.environment)
     to_set = environment.missing(wanted, environ)

@@ -14,7 +14,7 @@ from arguments.parser import Settings, settle
 from arguments.read import read_plan
 from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_names
 from arguments.resolve import run_plan
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.parameters import ParamCount, count_parameters
@@ -95,13 +95,13 @@ def row_of(name: str, registry: Registry) -> Row:
     info = about(name, registry)
     settings = settle(registry, [file.flags for file in read_files(path, registry, {})])
     num_gpus = info.gpus or 1
-    launch = Launch(world_size=num_gpus, local_world_size=min(GPUS[info.gpu or DEFAULT_GPU].per_node, num_gpus))
+    launch = ProcessInfo(world_size=num_gpus, local_world_size=min(GPUS[info.gpu or DEFAULT_GPU].per_node, num_gpus))
     problems = (*settings.problems, *broken_rules(settings, launch), *unavailable_flags(settings, False))
     family = name if path.parent in recipe_folders() else path.parent.name
     return Row(name, family, info, settings, planned(settings, launch), problems)
 
 
-def planned(settings: Settings, launch: Launch) -> RunPlan:
+def planned(settings: Settings, launch: ProcessInfo) -> RunPlan:
     """Plan of valid settings; it may include features that are not available yet."""
     flags = settings.flags
     plan = run_plan(flags, launch, flags.vocab_size or _QUICKSTART_VOCABULARY)

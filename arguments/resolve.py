@@ -22,7 +22,7 @@ from megatron_moe.config.memory import (
 )
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig, OptimizerOffloadConfig
-from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout
 from megatron_moe.config.precision import (
@@ -41,7 +41,7 @@ from megatron_moe.cost_model.stage_costs import flop_costs
 _MAX_TIMEOUT_S = 10**9  # threading timeouts overflow at about 300 years
 
 
-def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -> RunPlan:
+def run_plan(flags: Flags, launch: ProcessInfo, vocab_size: int, **provenance: Any) -> RunPlan:
     """Builds the plan from checked flags. `provenance`: values of further RunPlan fields, such as the command line,
     notes and environment."""
     parallel = parallel_config(flags, launch)
@@ -69,12 +69,12 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         resilience=_resilience(flags, loop),
         kernels=_kernels(flags),
         cuda_graphs=_graphs(flags, model, launch),
-        launch=launch,
+        process=launch,
         **provenance,
     )
 
 
-def parallel_config(flags: Flags, launch: Launch) -> ParallelConfig:
+def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:
     tp = flags.tensor_model_parallel_size
     return from_flags(
         ParallelConfig,
@@ -336,7 +336,7 @@ def _profile(flags: Flags) -> ProfileConfig:
     return from_flags(ProfileConfig, flags, tool=tool, memory_snapshot=snapshot)
 
 
-def _graphs(flags: Flags, model: ModelConfig, launch: Launch) -> CudaGraphConfig:
+def _graphs(flags: Flags, model: ModelConfig, launch: ProcessInfo) -> CudaGraphConfig:
     warmup = max(flags.cuda_graph_warmup_steps, 1)  # the first step compiles kernels and creates library plans
     match flags.cuda_graph_impl:
         case "none":
@@ -348,7 +348,7 @@ def _graphs(flags: Flags, model: ModelConfig, launch: Launch) -> CudaGraphConfig
     return CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=warmup)
 
 
-def _all_graph_modules(flags: Flags, model: ModelConfig, launch: Launch) -> tuple[GraphModule, ...]:
+def _all_graph_modules(flags: Flags, model: ModelConfig, launch: ProcessInfo) -> tuple[GraphModule, ...]:
     """Default of --cuda-graph-modules: all modules of this model that can be captured."""
     modules: list[GraphModule] = ["attn"]
     if not all(layer.is_moe for layer in model.layers):

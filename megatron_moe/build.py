@@ -61,7 +61,7 @@ from megatron_moe.train.trainer import Trainer
 
 
 def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
-    launch = plan.launch
+    launch = plan.process
     seconds, run_dir = dict(plan.resilience.watchdog), plan.logging.run_dir
     return Watchdog(seconds, run_dir, rank=launch.rank, world_size=launch.world_size, status=status)
 
@@ -81,7 +81,7 @@ def build_context(plan: RunPlan) -> ParallelContext:
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     return ParallelContext.start(
         replace(plan.parallel, embedding_ranks=holders),
-        plan.launch,
+        plan.process,
         device=plan.device,
         dtype=plan.precision.params,
         seed=plan.loop.seed,
@@ -148,7 +148,7 @@ def build_checkpointing(
         reporter,
         status,
         log_progress=plan.logging.log_progress,
-        launcher=plan.launch.launcher if plan.resilience.exit_signals else None,
+        launcher=plan.process.launcher if plan.resilience.exit_signals else None,
     )
 
 

@@ -24,7 +24,7 @@ from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
-from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
@@ -45,7 +45,9 @@ def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> R
     arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device, *changes]
     ranks = checkpoint.manifest.ranks
     plan = plan_of_run(arguments, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
-    return replace(plan, launch=Launch(), parallel=ParallelConfig(), pipeline=PipelineConfig(), kernels=KernelConfig())
+    return replace(
+        plan, process=ProcessInfo(), parallel=ParallelConfig(), pipeline=PipelineConfig(), kernels=KernelConfig()
+    )
 
 
 def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:

@@ -35,7 +35,7 @@ from arguments.errors import Problem, Waits
 from arguments.flag import Flag
 from arguments.flags import GROUPS, Flags
 from arguments.parser import COMMAND_LINE, Settings
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.pipeline_layout import LayoutError
 
 Rule = Callable[..., Violations]
@@ -116,7 +116,7 @@ class _ReadFlags:
 
 
 def broken_rules(
-    settings: Settings, launch: Launch, rules: Sequence[Rule] = RULES, groups: Sequence[str] = tuple(GROUPS)
+    settings: Settings, launch: ProcessInfo, rules: Sequence[Rule] = RULES, groups: Sequence[str] = tuple(GROUPS)
 ) -> Iterator[Problem]:
     """Yields a problem for every violated rule. Rules that read a flag outside `groups` are skipped."""
     facts = _facts(settings, launch)
@@ -141,7 +141,7 @@ def _waits(rule: Rule) -> Waits:
     return "for a feature" if hasattr(rule, "missing_feature") else ""
 
 
-def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
+def _facts(settings: Settings, launch: ProcessInfo) -> dict[str, Fact]:
     launcher = "no launcher" if launch.launcher == "none" else launch.launcher
     facts = {
         "num_ranks": Fact(launch.world_size, "ranks", launcher),

@@ -12,7 +12,7 @@ from arguments.errors import FlagErrors
 from arguments.parser import Setting, Settings
 from arguments.proxy.fold import FoldRequest, Sizes, fold
 from arguments.proxy.layers import select_layers
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.parallel.grid import FoldError
 
 ITERATIONS = 5
@@ -105,7 +105,7 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
     _replace_inputs(draft)
     _shorten_run(draft)
     _replace_hardware(draft)
-    problems = list(broken_rules(draft.settings, Launch(), FULL_SIZE_RULES))
+    problems = list(broken_rules(draft.settings, ProcessInfo(), FULL_SIZE_RULES))
     if problems:
         raise FlagErrors([replace(problem, what=f"at full size: {problem.what}") for problem in problems])
     try:

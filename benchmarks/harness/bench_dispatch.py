@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
 from megatron_moe.config.moe import DEEPEP_SMS, has_deepep  # noqa: E402
-from megatron_moe.config.parallel import Launch, ParallelConfig  # noqa: E402
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo  # noqa: E402
 from megatron_moe.config.precision import OperandFormat, low_precision_config  # noqa: E402
 from megatron_moe.config.run import KernelConfig  # noqa: E402
 from megatron_moe.kernels.registry import select_kernels  # noqa: E402
@@ -220,7 +220,7 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
 
 
 def rank_main(rank: int, num_gpus: int, port: int, programs: list[int], path: str) -> None:
-    launch = Launch(rank=rank, world_size=num_gpus, local_rank=rank, local_world_size=num_gpus, master_port=port)
+    launch = ProcessInfo(rank=rank, world_size=num_gpus, local_rank=rank, local_world_size=num_gpus, master_port=port)
     config = ParallelConfig(world_size=num_gpus, ep=num_gpus)
     ctx = ParallelContext.start(config, launch, device="cuda", dtype="bf16")
     lines: list[str] = []

@@ -5,7 +5,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class ProcessInfo:
     """Rank and rendezvous of this process, as set by its launcher."""
 
     rank: int = 0

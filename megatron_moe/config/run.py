@@ -12,7 +12,7 @@ from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
-from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig, ScheduleConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout, even_layout
 from megatron_moe.config.precision import PrecisionConfig
@@ -49,7 +49,7 @@ class RunPlan:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     kernels: KernelConfig
-    launch: Launch
+    process: ProcessInfo
     data_parallel: DataParallelConfig = DataParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     memory: MemoryConfig = MemoryConfig()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_moe.config.memory import MemoryConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
-from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.batch import MicroBatch, context_degree
@@ -58,7 +58,7 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
         pipeline=PipelineConfig(),
         memory=MemoryConfig(),
         optimizer=replace(plan.optimizer, offload=OptimizerOffloadConfig()),
-        launch=Launch(),
+        process=ProcessInfo(),
         device="cpu",
     )
 

@@ -73,9 +73,9 @@ class RankProcesses:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         for rank in range(plan.parallel.world_size):
-            launch = replace(plan.launch, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
+            launch = replace(plan.process, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
             ours, theirs = host.Pipe(duplex=False)
-            arguments = (theirs, replace(plan, launch=launch), num_steps, fault_seed)
+            arguments = (theirs, replace(plan, process=launch), num_steps, fault_seed)
             process = host.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()

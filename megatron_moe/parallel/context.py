@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, OtherRankProblem
-from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.precision import FloatName
 from megatron_moe.parallel.grid import all_groups
 
@@ -72,7 +72,7 @@ class ParallelContext:
     """
 
     config: ParallelConfig
-    launch: Launch
+    process: ProcessInfo
     device: torch.device
     dtype: torch.dtype
     seed: int
@@ -85,7 +85,7 @@ class ParallelContext:
     """Creates the pipeline links if ranks are threads; None: `p2p.Links`, which uses torch.distributed."""
 
     def __post_init__(self) -> None:
-        self.config = replace(self.config, world_size=self.launch.world_size)
+        self.config = replace(self.config, world_size=self.process.world_size)
         self.timeout_s = 60 * self.config.distributed_timeout_minutes
         self._groups: dict[str, ProcessGroup] = {}
         for name, lists in all_groups(self.config).items():
@@ -98,7 +98,7 @@ class ParallelContext:
 
     @property
     def rank(self) -> int:
-        return self.launch.rank
+        return self.process.rank
 
     @property
     def is_first(self) -> bool:
@@ -108,7 +108,7 @@ class ParallelContext:
     @property
     def is_last(self) -> bool:
         """True on the last rank, which reports losses, as in Megatron."""
-        return self.rank == self.launch.world_size - 1
+        return self.rank == self.process.world_size - 1
 
     def group(self, name: str) -> ProcessGroup:
         """Group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
@@ -138,7 +138,7 @@ class ParallelContext:
     def start(
         cls,
         config: ParallelConfig,
-        launch: Launch,
+        launch: ProcessInfo,
         *,
         device: str = "auto",
         dtype: FloatName = "fp32",
@@ -157,7 +157,7 @@ class ParallelContext:
         cls, *, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu", seed: int = 1234
     ) -> "ParallelContext":
         """Context of a single rank without torch.distributed, for tests and tools."""
-        return cls(ParallelConfig(), Launch(), torch.device(device), dtype, seed)
+        return cls(ParallelConfig(), ProcessInfo(), torch.device(device), dtype, seed)
 
     @classmethod
     def within(
@@ -176,7 +176,9 @@ class ParallelContext:
         `handles`: communicators of earlier contexts in the same process group, which are reused because creating an
         NCCL communicator takes a fraction of a second. New communicators are added in place.
         """
-        launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank, local_world_size=config.world_size)
+        launch = ProcessInfo(
+            rank=rank, world_size=config.world_size, local_rank=rank, local_world_size=config.world_size
+        )
         handles = {} if handles is None else handles
         return cls(config, launch, torch.device(device), dtype, seed, handles, make_links=make_links)
 
@@ -201,7 +203,7 @@ class ParallelContext:
             importlib.import_module("torch.distributed._tools.fake_collectives")
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
-        launch = Launch(rank=rank, world_size=config.world_size)
+        launch = ProcessInfo(rank=rank, world_size=config.world_size)
         return cls(config, launch, torch.device(device), dtype, 1234, owns_process_group=True, is_fake=True)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -225,7 +227,7 @@ class ParallelContext:
         )
 
 
-def _select_device(requested: str, launch: Launch) -> torch.device:
+def _select_device(requested: str, launch: ProcessInfo) -> torch.device:
     available = torch.cuda.is_available()
     if requested == "cuda" and not available:
         raise EnvironmentProblem("--device cuda: torch finds no CUDA device; use --device cpu")
@@ -240,7 +242,7 @@ def _select_device(requested: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) -> int:
+def _rendezvous(config: ParallelConfig, launch: ProcessInfo, device: torch.device) -> int:
     """Creates the default process group. Returns the number of ranks on the host of rank 0."""
     if launch.master_addr in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -267,7 +269,7 @@ def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) ->
         ) from error
 
 
-def _rendezvous_store(config: ParallelConfig, launch: Launch) -> dist.Store:
+def _rendezvous_store(config: ParallelConfig, launch: ProcessInfo) -> dist.Store:
     """Connects to the TCP store of the process group and returns it once all ranks have connected.
 
     The store's server runs in torchrun's agent if there is one, else on rank 0. Rank 0 waits for the other ranks in

@@ -38,7 +38,7 @@ def is_emulated(group: ProcessGroup, ctx: ParallelContext) -> bool:
 def has_peer_access(group: ProcessGroup, ctx: ParallelContext) -> bool:
     """False if two GPUs of the group, which are on one host, cannot access each other's memory. True if this process
     does not see the GPUs of the other ranks, or if they do not exist."""
-    on_host = ctx.launch.local_world_size
+    on_host = ctx.process.local_world_size
     if ctx.device.type != "cuda" or is_emulated(group, ctx) or torch.cuda.device_count() < on_host:
         return True
     devices = [rank % on_host for rank in group.ranks]

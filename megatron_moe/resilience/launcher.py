@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.logs.run_lock import RUN_FOLDER, refuse_held
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.resilience.signals import Signals
@@ -26,9 +26,9 @@ _SET_BY_TORCHRUN = b"TORCHELASTIC_RUN_ID="
 """Environment variable that torchrun sets for its ranks, and that it does not have itself."""
 
 
-def identified(launch: Launch, parent: int | None) -> Launch:
-    """Sets `Launch.parent`, and adds the identity of the torchrun process to `Launch.start_id` if it started all ranks:
-    its run id may be the same for every start. `parent`: None: that of the process now."""
+def identified(launch: ProcessInfo, parent: int | None) -> ProcessInfo:
+    """Copy with `parent`, and with the identity of the torchrun process in `start_id` if it started all ranks, because
+    its run id may be the same for every start. If `parent` is None, it is the present parent of this process."""
     parent = os.getppid() if parent is None else parent
     launch = replace(launch, parent=parent)
     if launch.launcher != "torchrun" or not launch.supervised or launch.world_size != launch.local_world_size:
@@ -49,7 +49,9 @@ class LauncherWatch:
         exit_process: function that ends the process with the given exit code.
     """
 
-    def __init__(self, launch: Launch, status: RunStatus, *, exit_process: Callable[[int], None] = os._exit) -> None:
+    def __init__(
+        self, launch: ProcessInfo, status: RunStatus, *, exit_process: Callable[[int], None] = os._exit
+    ) -> None:
         self._launch = launch
         self._status = status
         self._exit_process = exit_process
@@ -95,7 +97,7 @@ class LauncherWatch:
 
 
 def supervise(
-    launch: Launch, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
+    launch: ProcessInfo, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
 ) -> tuple[Signals, RunStatus]:
     """Starts signal handling, status.json and the launcher watch, in this order; `stack` ends them.
 

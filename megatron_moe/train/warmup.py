@@ -49,7 +49,7 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     begin = time.monotonic()
     folder = cache_folder(plan)
     before = len(list(folder.glob("*/*.cubin")))
-    failure, compile_seconds = attempt(plan, torch.device("cuda", plan.launch.local_rank), folder)
+    failure, compile_seconds = attempt(plan, torch.device("cuda", plan.process.local_rank), folder)
     watchdog.enter("start")
     seconds = time.monotonic() - begin
     done = f"kernels: {len(list(folder.glob('*/*.cubin'))) - before} compiled into {folder} in {compile_seconds:.1f} s"
@@ -86,7 +86,7 @@ def compile_kernels(plan: RunPlan, device: torch.device, folder: Path) -> str:
     """
     if not is_installed("triton"):
         return ""
-    num_threads = max(len(os.sched_getaffinity(0)) // plan.launch.local_world_size, 1)
+    num_threads = max(len(os.sched_getaffinity(0)) // plan.process.local_world_size, 1)
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -127,7 +127,7 @@ def take_step(plan: RunPlan, device: torch.device, *, kernels_of: torch.device |
         torch.cuda.set_device(device)
     context = ParallelContext.fake(
         small.parallel,
-        plan.launch.rank % small.parallel.world_size,
+        plan.process.rank % small.parallel.world_size,
         dtype=torch_dtype(small.precision.params),
         device=device,
     )
@@ -178,7 +178,7 @@ def _num_microbatches(plan: RunPlan) -> int:
 def _fingerprint(plan: RunPlan) -> str:
     """Hash of everything that determines the compiled kernels of a rank: sizes, formats, rank, sources, versions."""
     sizes = plan.batch.micro_batch_size, plan.data.seq_length, _num_microbatches(plan)
-    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, plan.launch.rank, sizes
+    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, plan.process.rank, sizes
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     digest = hashlib.blake2b(repr((made_of, torch.__version__, device)).encode(), digest_size=8)
     for path in sorted(BACKENDS.rglob("*.py")):

@@ -4,7 +4,7 @@ import pytest
 
 from arguments.errors import FlagErrors
 from arguments.launch import allocation_note, launch_of, other_ranks
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from tests.helpers.check_cases import EIGHT_RANKS
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
@@ -39,7 +39,7 @@ BATCH_SHELL = {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "16", "
 
 
 def test_without_a_launcher_there_is_one_process():
-    assert launch_of({}) == Launch()
+    assert launch_of({}) == ProcessInfo()
     assert launch_of({"MASTER_PORT": "5"}).master_port == 5
 
 
@@ -48,13 +48,13 @@ def test_a_world_without_a_rank_is_refused():
         launch_of({"WORLD_SIZE": "8"})
     (problem,) = caught.value.problems
     assert "unset WORLD_SIZE" in problem.remedy and "set RANK" in problem.remedy
-    assert launch_of({"WORLD_SIZE": "1"}) == Launch()
+    assert launch_of({"WORLD_SIZE": "1"}) == ProcessInfo()
     assert launch_of({"WORLD_SIZE": "8", **SRUN}).launcher == "slurm"
     assert launch_of({"WORLD_SIZE": "8", **MPIRUN}).launcher == "openmpi"
 
 
 def test_torchrun_tells_ranks_and_master():
-    assert launch_of(TORCHRUN) == Launch(
+    assert launch_of(TORCHRUN) == ProcessInfo(
         rank=5,
         world_size=8,
         local_rank=1,
@@ -79,7 +79,7 @@ def test_a_port_that_does_not_exist_is_refused(port):
 
 
 def test_srun_tells_ranks_and_the_first_host_is_the_master():
-    assert launch_of(SRUN) == Launch(
+    assert launch_of(SRUN) == ProcessInfo(
         rank=5,
         world_size=8,
         local_rank=1,
@@ -143,7 +143,7 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, first):
 
 
 def test_mpirun_tells_ranks_and_needs_a_master_on_several_hosts():
-    assert launch_of(MPIRUN) == Launch(
+    assert launch_of(MPIRUN) == ProcessInfo(
         rank=3, world_size=4, local_rank=1, local_world_size=2, master_addr="head", launcher="openmpi", supervised=True
     )
     alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
@@ -158,14 +158,14 @@ def test_mpirun_tells_ranks_and_needs_a_master_on_several_hosts():
 )
 def test_plain_python_in_an_allocation_is_one_process_with_a_note(shell):
     environ = {**BATCH_SHELL, **shell}
-    assert launch_of(environ) == Launch()
+    assert launch_of(environ) == ProcessInfo()
     assert "16 tasks" in (allocation_note(environ) or "")
     assert any("not started by srun" in note for note in plan_of(environ=environ).notes)
 
 
 def test_an_allocation_without_tasks_of_its_own_is_no_launcher():
     environ = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "16"}
-    assert launch_of(environ) == Launch()
+    assert launch_of(environ) == ProcessInfo()
     assert allocation_note({**SRUN}) is None
 
 
@@ -215,7 +215,7 @@ def test_a_bad_launch_is_reported_with_the_other_problems():
 
 def test_ranks_become_data_parallel_ranks():
     plan = plan_of("--micro-batch-size 2", environ=TORCHRUN)
-    assert (plan.parallel.dp, plan.parallel.edp, plan.launch.rank) == (8, 8, 5)
+    assert (plan.parallel.dp, plan.parallel.edp, plan.process.rank) == (8, 8, 5)
     assert plan.parallel.order == "tp-cp-ep-dp-pp"
     assert plan_of("--use-tp-pp-dp-mapping").parallel.order == "tp-cp-ep-pp-dp"
 
@@ -234,11 +234,15 @@ def test_rank_problem_names_the_origin_of_the_world_size(environ, teller):
 
 def test_a_run_planned_for_some_ranks_is_not_started_on_others():
     started = launch_of(TORCHRUN)
-    for planned, launch in (((None, None, None), Launch()), ((1, 1, 1), Launch()), ((8, None, None), started)):
+    for planned, launch in (
+        ((None, None, None), ProcessInfo()),
+        ((1, 1, 1), ProcessInfo()),
+        ((8, None, None), started),
+    ):
         assert list(other_ranks(*planned, launch)) == []
     (problem,) = other_ranks(16, None, None, started)
     assert problem.what == "--world-size 16, but this run was started with 8 ranks"
-    (problem,) = other_ranks(None, 2, None, Launch())
+    (problem,) = other_ranks(None, 2, None, ProcessInfo())
     assert problem.what == "--nodes 2, but this run was started with 1 node"
-    (problem,) = other_ranks(None, None, 8, Launch())
+    (problem,) = other_ranks(None, None, 8, ProcessInfo())
     assert problem.what == "--gpus-per-node 8, but this run was started with 1 local rank"

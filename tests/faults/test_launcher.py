@@ -84,10 +84,10 @@ def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
     """The parent is the user's shell if torchrun is not used, for example under nohup."""
     code = "import time; print('ready', flush=True); time.sleep(3); print('done', flush=True)"
     watched = (
-        "from pathlib import Path; from megatron_moe.config.parallel import Launch; "
+        "from pathlib import Path; from megatron_moe.config.parallel import ProcessInfo; "
         "from megatron_moe.resilience.launcher import LauncherWatch\n"
         "from megatron_moe.resilience.run_status import RunStatus as Status\n"
-        f"with LauncherWatch(Launch(), Status(Path({str(tmp_path)!r}))): exec({code!r})"
+        f"with LauncherWatch(ProcessInfo(), Status(Path({str(tmp_path)!r}))): exec({code!r})"
     )
     shell = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, sys.executable, "-c", watched], stdout=subprocess.PIPE, text=True

@@ -15,7 +15,7 @@ from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.model import InitConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, has_deepep
-from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
@@ -395,7 +395,7 @@ def trained_with_graphs(rank: int, num_ranks: int, ports: Sequence[int], recipe:
 
 
 def rank_main(rank: int, num_ranks: int, port: int, job: Callable[..., list[Any]], folder: str) -> None:
-    launch = Launch(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, master_port=port)
+    launch = ProcessInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, master_port=port)
     world = ParallelContext.start(ParallelConfig(world_size=num_ranks), launch, device="cuda")
 
     def context_of(config: ParallelConfig, dtype: torch.dtype) -> ParallelContext:

@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as mp
 
 from megatron_moe.config.model import MTPConfig
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
@@ -34,7 +34,7 @@ PLANS = {
 def rank_main(rank: int, port: int, folder: str) -> None:
     found = {}
     for number, (name, plan) in enumerate(PLANS.items()):
-        launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port + number)
+        launch = ProcessInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port + number)
         context = ParallelContext.start(plan.parallel, launch, device="cuda", dtype="fp64")
         found[name] = {key: value.cpu() for key, value in train(plan, context).items()}
         context.stop()

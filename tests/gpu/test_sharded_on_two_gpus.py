@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
@@ -65,7 +65,7 @@ def train(context: ParallelContext, mode: DataParallelConfig) -> dict[str, Tenso
 
 
 def rank_main(rank: int, port: int, folder: str) -> None:
-    launch = Launch(rank=rank, world_size=NUM_RANKS, local_rank=rank, local_world_size=NUM_RANKS, master_port=port)
+    launch = ProcessInfo(rank=rank, world_size=NUM_RANKS, local_rank=rank, local_world_size=NUM_RANKS, master_port=port)
     context = ParallelContext.start(ParallelConfig(world_size=NUM_RANKS), launch, device="cuda", dtype="fp64")
     found = {name: train(context, mode) for name, mode in MODES.items()}
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import to_device
 from megatron_moe.kernels.registry import select_kernels
@@ -65,7 +65,7 @@ def rank_main(rank: int, ports: list[int], folder: str) -> None:
 
 
 def start(rank: int, layout: str, port: int, dtype: Any) -> ParallelContext:
-    launch = Launch(rank=rank, world_size=NUM_RANKS, local_rank=rank, local_world_size=NUM_RANKS, master_port=port)
+    launch = ProcessInfo(rank=rank, world_size=NUM_RANKS, local_rank=rank, local_world_size=NUM_RANKS, master_port=port)
     return ParallelContext.start(LAYOUTS[layout], launch, device="cuda", dtype=dtype)
 
 

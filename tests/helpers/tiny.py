@@ -11,7 +11,7 @@ from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig
 from megatron_moe.config.moe import ExpertsConfig, MoEConfig, RouterConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
-from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig, LoopConfig
@@ -86,7 +86,7 @@ def plan(**changes: Any) -> RunPlan:
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
         kernels=KernelConfig(kernel_backend="reference"),
-        launch=Launch(),
+        process=ProcessInfo(),
         device="cpu",
     )
     return replace(config, **changes)

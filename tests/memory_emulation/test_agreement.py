@@ -23,7 +23,7 @@ from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
-from megatron_moe.config.parallel import Launch
+from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPUS
@@ -99,7 +99,7 @@ def missing(settings: Settings, world_size: int) -> list[str]:
         for name, flag in flags.items()
         if settings.known(name) and not flag.available(settings.setting(name).value)
     ]
-    broken = broken_rules(settings, Launch(world_size=world_size, launcher="dry run"))
+    broken = broken_rules(settings, ProcessInfo(world_size=world_size, launcher="dry run"))
     return found + [problem.what for problem in broken]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem
-from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.peer_failure import is_broken_connection
@@ -18,7 +18,9 @@ from tests.helpers.ranks import free_port, on_processes
 
 
 def refused(rank: int, port: int, start_id: str = "") -> OtherRankProblem:
-    launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port, start_id=start_id)
+    launch = ProcessInfo(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port, start_id=start_id
+    )
     with pytest.raises(OtherRankProblem) as problem:
         ParallelContext.start(ParallelConfig(world_size=2, distributed_timeout_minutes=0.02), launch, device="cpu")
     assert problem.value.code == ExitCode.RENDEZVOUS
@@ -78,7 +80,7 @@ def disagree(pooled: ParallelContext, port: int) -> str:
     """Error on a rank if the second of two reduces another tensor than the first."""
     rank = pooled.rank
     dist.destroy_process_group()
-    launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
+    launch = ProcessInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
     context = ParallelContext.start(ParallelConfig(world_size=2, debug_collectives=True), launch, device="cpu")
     dist.set_debug_level(dist.DebugLevel.OFF)
     group = context.group("dp")
@@ -94,7 +96,7 @@ def groups_of_hosts(pooled: ParallelContext, port: int) -> tuple[tuple[int, ...]
     rank = pooled.rank
     dist.destroy_process_group()
     host, local_world_size = rank // 2, (2, 1)[rank // 2]
-    launch = Launch(
+    launch = ProcessInfo(
         rank=rank, world_size=3, local_rank=rank - 2 * host, local_world_size=local_world_size, master_port=port
     )
     config = ParallelConfig(world_size=3, ep=3, ranks_per_host=local_world_size)

@@ -37,7 +37,7 @@ def launched(num_ranks: int, ranks_per_host: int) -> dict[str, str]:
 
 def launched_as_planned(row: Row) -> dict[str, str]:
     """The environment of rank 0 on the machine of the recipe."""
-    return launched(row.plan.launch.world_size, row.plan.launch.local_world_size)
+    return launched(row.plan.process.world_size, row.plan.process.local_world_size)
 
 
 def is_unpublished(row: Row) -> bool:
@@ -106,7 +106,7 @@ def test_a_recipe_survives_a_yaml_round_trip(tmp_path, row: Row):
     path.write_text(yaml_text(row.settings, {}), encoding="utf-8")
     resettled = settle(REGISTRY, [read_file(path, REGISTRY, {}).flags])
     assert (resettled.problems, resettled.notes) == ([], [])
-    assert planned(resettled, row.plan.launch) == row.plan
+    assert planned(resettled, row.plan.process) == row.plan
 
 
 @pytest.mark.parametrize("row", [row for row in OF_THE_ZOO if is_unpublished(row)], ids=lambda row: row.name)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import MemoryConfig
-from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
@@ -97,7 +97,7 @@ def test_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch, k
 def test_kernels_are_recorded_and_compiled_only_if_no_earlier_warm_up_succeeded(tmp_path, monkeypatch):
     steps: list[str] = []
     monkeypatch.setattr(warmup, "take_step", lambda plan, device, **given: steps.append(device.type))
-    for plan in (tiny.plan(), tiny.plan(), tiny.plan(launch=Launch(rank=1, world_size=2))):
+    for plan in (tiny.plan(), tiny.plan(), tiny.plan(process=ProcessInfo(rank=1, world_size=2))):
         attempt(plan, torch.device("cpu"), tmp_path)
     assert steps == ["meta", "cpu", "cpu", "meta", "cpu"], "kernels can depend on the rank"
     monkeypatch.setattr(warmup, "BACKENDS", tmp_path)  # other sources
@@ -132,7 +132,7 @@ def test_processor_cores_are_divided_among_the_ranks_of_a_node(tmp_path, monkeyp
     monkeypatch.setattr(warmup, "compile_recorded", lambda recorded, folder, number: num_threads.append(number))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(24))
     for ranks in (1, 2, 4, 64):
-        compile_kernels(tiny.plan(launch=Launch(local_world_size=ranks)), torch.device("cpu"), tmp_path)
+        compile_kernels(tiny.plan(process=ProcessInfo(local_world_size=ranks)), torch.device("cpu"), tmp_path)
     assert num_threads == [16, 12, 6, 1]
 
 
@@ -142,7 +142,7 @@ from dataclasses import replace
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda device: (9, 0)
 torch.cuda.set_device = lambda device: None
-from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.parallel import ProcessInfo, ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.train import warmup
 from tests.helpers import tiny
@@ -154,8 +154,8 @@ plan = replace(plan, precision=replace(plan.precision, params="bf16", grads="fp3
 recorded = []
 warmup.compile_recorded = lambda kernels, folder, number: recorded.append(kernels)
 for rank in (0, 1):
-    launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-    error = warmup.compile_kernels(replace(plan, launch=launch), torch.device("cuda", rank), warmup.Path("unused"))
+    launch = ProcessInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+    error = warmup.compile_kernels(replace(plan, process=launch), torch.device("cuda", rank), warmup.Path("unused"))
     assert not error, error
 first, second = (
     {key: inspect.getclosurevars(compile).nonlocals["src"].name for key, (compile, _) in kernels.items()}

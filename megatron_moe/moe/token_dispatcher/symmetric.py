@@ -44,7 +44,7 @@ class SymmetricTransport:
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self._comm, self._kernels, self._group = comm, comm.kernels, comm.etp_ep
-        launch = comm.ctx.launch
+        launch = comm.ctx.process
         hosts = {rank // launch.local_world_size for rank in self._group.ranks}
         if len(hosts) > 1 and not is_emulated(self._group, comm.ctx):
             raise EnvironmentProblem(

@@ -103,7 +103,7 @@ def test_peer_access_includes_every_two_gpus_of_the_group(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in connected)
     monkeypatch.setattr("megatron_moe.parallel.symmetric_memory.is_emulated", lambda group, ctx: False)
-    ctx = SimpleNamespace(launch=SimpleNamespace(local_world_size=4), device=torch.device("cuda"))
+    ctx = SimpleNamespace(process=SimpleNamespace(local_world_size=4), device=torch.device("cuda"))
     assert has_peer_access(SimpleNamespace(ranks=(4, 6)), ctx)
     assert not has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own GPU only
