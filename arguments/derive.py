@@ -1,5 +1,6 @@
 """Derives values from flags by Megatron's rules, such as defaults that depend on other flags."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -7,6 +8,7 @@ from arguments.flags import Flags
 from arguments.values import LayerPattern
 from megatron_moe.config.attention import ContextExchange
 from megatron_moe.config.pipeline_layout import PipelineLayout, even_layout, parse_layout, virtual_stages
+from megatron_moe.config.transport import TransportChoice, choose_transport
 from megatron_moe.cost_model.stage_costs import StageCosts
 from megatron_moe.planner.auto_layout import auto_layout
 
@@ -81,26 +83,42 @@ def row_capacity_factor(flags: Flags) -> float:
     return 1.25 if factor is None else factor
 
 
-def alltoall_is_symmetric(flags: Flags) -> bool:
-    """Whether `--moe-token-dispatcher-type alltoall` uses symmetric memory if the expert ranks are on one host."""
-    exchanges = flags.moe_alltoall_backend == "auto" and flags.moe_token_dispatcher_type == "alltoall"
-    # with expert choice, a token has no list of choices; the push kernels have no fp64
-    is_sparse = "expert_choice" not in flags.moe_router_load_balancing_type
-    return exchanges and is_sparse and flags.device != "cpu" and not flags.fp64
+def shares_memory(flags: Flags) -> bool:
+    """Whether GPUs of one host may exchange tokens through each other's memory."""
+    return flags.device != "cpu" and not flags.fp64  # the push kernels have no fp64
 
 
-def exchange_is_symmetric(flags: Flags, ranks_per_host: int) -> bool:
-    """Whether the expert ranks exchange tokens through symmetric memory: they are on one host."""
-    flex = flags.moe_token_dispatcher_type == "flex" and flags.moe_flex_dispatcher_backend == "symmetric"
-    return (flex or alltoall_is_symmetric(flags)) and ranks_per_host % expert_ranks(flags) == 0
+def transport_backend(flags: Flags) -> str:
+    """Requested transport of the token dispatcher."""
+    is_flex = flags.moe_token_dispatcher_type == "flex"
+    return flags.moe_flex_dispatcher_backend if is_flex else flags.moe_alltoall_backend
+
+
+def expert_transport(flags: Flags, ranks_per_host: int, missing_libraries: Sequence[str] = ()) -> TransportChoice:
+    """Transport of the expert ranks."""
+    ranks = expert_ranks(flags)
+    return choose_transport(
+        flags.moe_token_dispatcher_type,
+        transport_backend(flags),
+        num_ranks=ranks,
+        ranks_per_host=ranks_per_host,
+        spans_hosts=ranks_per_host % ranks != 0,
+        shares_memory=shares_memory(flags),
+        expert_choice="expert_choice" in flags.moe_router_load_balancing_type,
+        pads_experts=flags.moe_pad_expert_input_to_capacity,
+        missing_libraries=missing_libraries,
+    )
 
 
 def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured if
     tokens are exchanged other than through symmetric memory, if experts overlap with another microbatch, or if GEMMs
     use fp32 or are not grouped: the host then reads token counts."""
-    symmetric = exchange_is_symmetric(flags, ranks_per_host) and not flags.overlap_moe_expert_parallel_comm
-    return (expert_ranks(flags) == 1 or symmetric) and flags.bf16 and flags.moe_grouped_gemm
+    if not (flags.bf16 and flags.moe_grouped_gemm):
+        return False
+    ranks = expert_ranks(flags)
+    may_exchange = ranks == 1 or not flags.overlap_moe_expert_parallel_comm
+    return may_exchange and expert_transport(flags, ranks_per_host).transport.is_captured
 
 
 def windowed_layers(

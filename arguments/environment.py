@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from arguments import derive
 from arguments.errors import Problem
 from arguments.flags import Flags
+from megatron_moe.config.transport import LIBRARIES, SYMMETRIC
 
 FROM_A_FILE = "set by a file"
 
@@ -76,9 +77,9 @@ def unprintable(text: str) -> str:
     return f"which contains the character U+{ord(found):04X}" if found else ""
 
 
-def variables(flags: Flags, from_files: Mapping[str, str]) -> tuple[Variable, ...]:
+def variables(flags: Flags, from_files: Mapping[str, str], ranks_per_host: int) -> tuple[Variable, ...]:
     """Environment variables required by `flags` or set in `from_files`, which takes precedence."""
-    wanted = {variable.name: variable for variable in _needed(flags)}
+    wanted = {variable.name: variable for variable in _needed(flags, ranks_per_host)}
     wanted |= {name: Variable(name, value, FROM_A_FILE) for name, value in from_files.items()}
     return tuple(wanted.values())
 
@@ -109,7 +110,7 @@ def changed_recipes(environ: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(what=f"{what}, is not supported", remedy=f"unset {name}")
 
 
-def _needed(flags: Flags) -> Iterator[Variable]:
+def _needed(flags: Flags, ranks_per_host: int) -> Iterator[Variable]:
     if flags.device == "cpu":
         return
     if flags.deterministic_mode:
@@ -122,9 +123,9 @@ def _needed(flags: Flags) -> Iterator[Variable]:
     if flags.overlap_moe_expert_parallel_comm:
         reason = "--overlap-moe-expert-parallel-comm: kernels of two microbatches must not share a hardware queue"
         yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
-    kind = flags.moe_token_dispatcher_type
-    spreads = derive.expert_ranks(flags) > 1
-    if kind == "flex" or (kind == "alltoall" and flags.moe_alltoall_backend == "auto" and spreads):
+    # libraries may be missing where the run starts
+    if flags.num_experts and derive.expert_transport(flags, ranks_per_host, LIBRARIES).transport is SYMMETRIC:
+        kind = flags.moe_token_dispatcher_type
         reason = f"--moe-token-dispatcher-type {kind}: tokens are written to single GPUs, without NVLink multicast"
         yield Variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", reason)
     if flags.expert_model_parallel_size > 1:

@@ -45,6 +45,9 @@ class StartFlags:
     dry_run: Literal["text", "json"] | None = new_flag(None, essential=True, bare="text")
     """Report the parallel groups, pipeline stages, memory, schedule, communication and step time of the run, and exit.
     Exit code 0: the run would start; 15: an input or a feature is missing; 2: the flags are wrong."""
+    check_packages: bool = new_flag(False)
+    """With `--dry-run` or `--fake-init-process-group`: also check which of the Python packages that the flags select
+    are installed on this machine. Without it, the result does not depend on them."""
     world_size: int | None = new_flag(None, least=1, names=("--gpus",))
     """Number of ranks of a dry run or an emulation. Not set: determined by `--nodes`, the launcher, or entry `gpus` of
     section `about` in the recipe or file. A run started with a different number of ranks is rejected."""

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from arguments.checks.run import (
 )
 from arguments.data_lists import read_data_lists
 from arguments.dry_run import request as dry_run
-from arguments.dry_run.inputs import missing_inputs
+from arguments.dry_run.inputs import missing_inputs, missing_packages
 from arguments.emulation import emulation, planned
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
@@ -39,6 +40,7 @@ from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.faults import ALLOWED
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.transport import LIBRARIES, if_not_installed
 
 VocabSizeOf = Callable[[TokenizerConfig], int]
 
@@ -71,12 +73,15 @@ def read_plan(
     _answer(parsed)
     rules = [rule for rule in RULES if not (emulated and rule in INPUT_RULES)]
     plan_only = waiting or request is not None
-    flags, launch, blocking = _checked(parsed, environ, rules, plan_only=plan_only)
+    checks_packages = not (simulated or waiting) or bool(start.setting("check_packages").value)
+    flags, launch, blocking = _checked(parsed, environ, rules, plan_only=plan_only, checks_packages=checks_packages)
     unavailable: list[str] = []
     if simulated or waiting:
         flags = dry_run.with_tokenizer(flags)
-        vocab_size_of = dry_run.or_known_size(vocab_size_of, flags, unavailable)
-    plan = _plan(flags, launch, _vocab_size(flags, vocab_size_of, parsed.settings), parsed, environ, argv)
+        unavailable += missing_packages(parsed.settings) if checks_packages else []
+        vocab_size_of = dry_run.or_known_size(vocab_size_of, flags, unavailable, checks_packages=checks_packages)
+    vocab_size = _vocab_size(flags, vocab_size_of, parsed.settings)
+    plan = _plan(flags, launch, vocab_size, parsed, environ, argv, checks_packages=checks_packages)
     if plan_only:
         plan = replace(
             plan,
@@ -194,7 +199,7 @@ def config_files(start: Settings) -> tuple[list[Path], list[Problem]]:
 
 
 def _checked(
-    parsed: _Parsed, environ: Mapping[str, str], rules: Sequence[Rule], *, plan_only: bool
+    parsed: _Parsed, environ: Mapping[str, str], rules: Sequence[Rule], *, plan_only: bool, checks_packages: bool
 ) -> tuple[Flags, ProcessInfo, list[Problem]]:
     """Returns flags, launch, and the problems that prevent a start but not a plan (empty unless `plan_only`).
 
@@ -215,6 +220,8 @@ def _checked(
         problems += errors.problems
     if plan_only:
         launch = replace(launch, launcher="dry run")
+    if checks_packages:
+        launch = replace(launch, missing_libraries=tuple(each for each in LIBRARIES if find_spec(each) is None))
     if settings.setting("inject").value and environ.get(ALLOWED) != "1":
         what = "--inject and --error-injection-rate inject faults, which is allowed in tests only"
         problems.append(Problem(what=what, remedy=f"leave them out, or set {ALLOWED}=1"))
@@ -270,9 +277,16 @@ def _too_few(name: str, given: int, needed: int, remedy: str, settings: Settings
 
 
 def _plan(
-    flags: Flags, launch: ProcessInfo, vocab_size: int, parsed: _Parsed, environ: Mapping[str, str], argv: Sequence[str]
+    flags: Flags,
+    launch: ProcessInfo,
+    vocab_size: int,
+    parsed: _Parsed,
+    environ: Mapping[str, str],
+    argv: Sequence[str],
+    *,
+    checks_packages: bool,
 ) -> RunPlan:
-    wanted = environment.variables(flags, parsed.environment)
+    wanted = environment.variables(flags, parsed.environment, launch.local_world_size)
     to_set = environment.missing(wanted, environ)
     plan = run_plan(
         flags,
@@ -284,7 +298,19 @@ def _plan(
         notes=(*parsed.settings.notes, *environment.notes(wanted, environ)),
     )
     plan = replace(plan, unknown_layers=unknown_layers(parsed.settings))
-    text = yaml_text(parsed.settings, parsed.environment, explain.derived(plan))
-    return replace(
-        plan, resolved_yaml=text, notes=(*filter(None, [plan.warning]), *plan.notes, *slow_sizes(flags, plan))
-    )
+    replaced = _replaced_transport(plan, checks_packages=checks_packages)
+    text = yaml_text(parsed.settings, parsed.environment, [*explain.derived(plan), *replaced])
+    notes = (*filter(None, [plan.warning]), *plan.notes, *replaced, *slow_sizes(flags, plan))
+    return replace(plan, resolved_yaml=text, notes=notes)
+
+
+def _replaced_transport(plan: RunPlan, *, checks_packages: bool) -> list[str]:
+    """Line about the transport that replaces the one of `--moe-flex-dispatcher-backend`, or that would if a package is
+    not installed."""
+    if not plan.model.moe_configs:
+        return []
+    choice = plan.model.moe_configs[0].choose_transport(plan.parallel)
+    if choice.replaces_request and choice.note:
+        return [choice.note]
+    note = None if checks_packages else if_not_installed(choice, spans_hosts=plan.parallel.experts_span_hosts)
+    return [note] if note else []

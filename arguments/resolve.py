@@ -88,6 +88,8 @@ def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:
         etp=flags.expert_tensor_parallel_size or tp,
         world_size=launch.world_size,
         ranks_per_host=launch.local_world_size,
+        shares_memory=derive.shares_memory(flags),
+        missing_libraries=launch.missing_libraries,
         sequence_parallel=flags.sequence_parallel and tp > 1,
         order="tp-cp-ep-pp-dp" if flags.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )

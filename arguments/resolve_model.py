@@ -215,10 +215,8 @@ def moe_config(flags: Flags) -> MoEConfig:
         shared=_shared(flags),
         latent_size=flags.moe_latent_size,
         dispatcher=flags.moe_token_dispatcher_type,
-        alltoall_is_symmetric=derive.alltoall_is_symmetric(flags),
-        alltoall_is_plain=flags.moe_alltoall_backend == "nccl",
+        transport_backend=derive.transport_backend(flags),
         expert_rank_capacity_factor=derive.row_capacity_factor(flags),
-        flex_dispatcher_backend=flags.moe_flex_dispatcher_backend,
         flex_dispatcher_num_sms=flags.moe_flex_dispatcher_num_sms,
         hybridep=HybridEPConfig(
             fuse_permute=flags.moe_permute_fusion_into_hybridep,

@@ -414,7 +414,7 @@ def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: 
     yield from plan.notes
     if context.device.type == "cpu" and (plan.cuda_graphs.full_iteration or plan.cuda_graphs.cuda_graph_modules):
         yield "--cuda-graph-impl: no CUDA graphs are captured on a CPU"
-    if model.expert_comm is not None and model.expert_comm.note:
+    if model.expert_comm is not None and model.expert_comm.note and model.expert_comm.note not in plan.notes:
         yield model.expert_comm.note
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)

@@ -143,8 +143,8 @@ def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
             "remove one of them",
         )
     capture, ranks = _expert_capture(flags), derive.expert_ranks(flags)
-    symmetric = derive.exchange_is_symmetric(flags, flags.ranks_per_host)
-    if capture and ranks > 1 and flags.num_experts and not symmetric:
+    is_captured = derive.expert_transport(flags, flags.ranks_per_host).transport.is_captured
+    if capture and ranks > 1 and flags.num_experts and not is_captured:
         exchange = (
             f"the graph contains the token exchange of --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}, "
             "which the host or NCCL takes part in"

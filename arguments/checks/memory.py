@@ -3,6 +3,7 @@
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 from arguments.flags import Flags
+from megatron_moe.config.transport import RowBound
 
 _OFFLOAD = "--fine-grained-activation-offloading"
 _PAGED = "--moe-paged-stash"
@@ -124,8 +125,8 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
             "leave out one of them",
         )
     ranks = derive.expert_ranks(flags)
-    sends_exact_rows = flags.ranks_per_host % ranks != 0 or not derive.alltoall_is_symmetric(flags)
-    if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall" and sends_exact_rows:
+    rows = derive.expert_transport(flags, flags.ranks_per_host).transport.rows
+    if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall" and rows is RowBound.RECEIVED:
         yield (
             f"{_PAGED} with --moe-token-dispatcher-type alltoall over NCCL, whose buffers hold only received rows",
             f"leave out {_PAGED}, or use --moe-token-dispatcher-type allgather",

@@ -1,9 +1,9 @@
 """Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, divisors, missing_feature, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, divisors, unfit_pattern
 from megatron_moe.config.exit_codes import counted
-from megatron_moe.config.moe import HybridEPConfig
+from megatron_moe.config.transport import DEEPEP
 
 _BALANCING_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
 
@@ -116,23 +116,17 @@ def etp_divides_expert_width(flags: RuleFlags) -> Violations:
         )
 
 
-@missing_feature
-def flex_library_across_hosts_is_installed(flags: RuleFlags) -> Violations:
-    """Symmetric memory replaces a communication library only within one host. Across hosts, HybridEP must be installed
-    with support for networks; DeepEP is used within one host only."""
-    backend = flags.moe_flex_dispatcher_backend
-    if (
-        not _flex_spans_hosts(flags)
-        or backend == "symmetric"
-        or (backend == "hybridep" and HybridEPConfig.is_installed())
-    ):
+def required_backend_serves_the_experts(flags: RuleFlags) -> Violations:
+    """Another transport replaces a backend of the flex dispatcher that cannot serve the expert ranks, unless
+    --moe-flex-require-backend is given."""
+    if not flags.moe_flex_require_backend or not flags.num_experts or flags.moe_token_dispatcher_type != "flex":
         return
-    reason = ": the package hybrid_ep_cpp is not installed" if backend == "hybridep" else ""
-    yield (
-        f"{_across_hosts(flags)} and --moe-flex-dispatcher-backend {backend} is not available yet{reason}",
-        "install the branch hybrid-ep of DeepEP with HYBRID_EP_MULTINODE=1 and use --moe-flex-dispatcher-backend "
-        "hybridep, or leave out the flag to send tokens between hosts over NCCL",
-    )
+    choice = derive.expert_transport(flags, flags.ranks_per_host, flags.missing_libraries)
+    if choice.replaces_request:
+        yield (
+            f"--moe-flex-require-backend, but {choice.note}",
+            "leave out --moe-flex-require-backend, or use another --moe-flex-dispatcher-backend",
+        )
 
 
 def flex_needs_choices_of_tokens(flags: RuleFlags) -> Violations:
@@ -146,40 +140,17 @@ def flex_needs_choices_of_tokens(flags: RuleFlags) -> Violations:
         )
 
 
-def deepep_does_not_pad_experts(flags: RuleFlags) -> Violations:
-    """DeepEP delivers tokens, not expert inputs of a fixed size."""
-    if _is_flex_with(flags, "deepep") and flags.moe_pad_expert_input_to_capacity:
-        yield (
-            "--moe-flex-dispatcher-backend deepep with --moe-pad-expert-input-to-capacity",
-            "use --moe-flex-dispatcher-backend symmetric or hybridep, or --moe-token-dispatcher-type alltoall",
-        )
-
-
 def rank_capacity_has_bounded_buffers(flags: RuleFlags) -> Violations:
     """--moe-expert-rank-capacity-factor bounds the rows that symmetric memory, hybridep and ncclep deliver. deepep and
     allgather deliver the tokens of all ranks."""
     if not flags.num_experts or flags.moe_expert_rank_capacity_factor is None:
         return
     factor = f"--moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g}"
-    if _is_flex_with(flags, "deepep"):
+    transport = derive.expert_transport(flags, flags.ranks_per_host).transport
+    if transport is DEEPEP:
         yield f"{factor} with --moe-flex-dispatcher-backend deepep", f"leave out {factor}, or use hybridep or symmetric"
     elif flags.moe_token_dispatcher_type == "allgather":
         yield f"{factor} with --moe-token-dispatcher-type allgather", f"leave out {factor}, or use flex or alltoall"
-
-
-def _is_flex_with(flags: RuleFlags, *backends: str) -> bool:
-    is_flex = bool(flags.num_experts) and flags.moe_token_dispatcher_type == "flex"
-    return is_flex and flags.moe_flex_dispatcher_backend in backends
-
-
-def _flex_spans_hosts(flags: RuleFlags) -> bool:
-    ranks = derive.expert_ranks(flags)
-    return bool(flags.num_experts) and flags.moe_token_dispatcher_type == "flex" and ranks > flags.ranks_per_host
-
-
-def _across_hosts(flags: RuleFlags) -> str:
-    ranks = derive.expert_ranks(flags)
-    return f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host"
 
 
 def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:

@@ -146,6 +146,7 @@ def _facts(settings: Settings, launch: ProcessInfo) -> dict[str, Fact]:
     facts = {
         "num_ranks": Fact(launch.world_size, "ranks", launcher),
         "ranks_per_host": Fact(launch.local_world_size, "ranks per host", launcher),
+        "missing_libraries": Fact(launch.missing_libraries, "libraries that are not installed", "this machine"),
     }
     forced = (settings.registry.flags[name] for name in FORCED_ROUTING if settings.setting(name).value)
     in_files = [flag.option for flag in forced if settings.setting(flag.name).origin != COMMAND_LINE]
@@ -240,7 +241,9 @@ def _not_available(settings: Settings, flag: Flag) -> Problem:
 
 def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str, str, str]:
     if name in facts:
-        return facts[name].label, str(facts[name].value), facts[name].origin
+        value = facts[name].value
+        text = ", ".join(value) or "none" if isinstance(value, tuple) else str(value)
+        return facts[name].label, text, facts[name].origin
     flag, setting = settings.registry.flags[name], settings.setting(name)
     return flag.option, flag.text(setting.value), setting.origin
 

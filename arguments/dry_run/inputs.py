@@ -1,13 +1,17 @@
 """Checks that the input files and folders of a run exist, without reading them."""
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from arguments.parser import Settings
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.precision import LEAST_CAPABILITY, PrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.transport import LIBRARIES
 from megatron_moe.cost_model.hardware import GPU
+from megatron_moe.resilience.packages import PACKAGES
 
 _HUGGING_FACE = "hf:"
 _ITERATIONS = "iter_*"
@@ -31,6 +35,22 @@ def unsupported_formats(precision: PrecisionConfig, gpu: GPU) -> Iterator[str]:
                 f"the recipe {recipe} needs a GPU of compute capability {needed}, but {gpu.name} has {found}; use "
                 "another GPU or recipe, or --emulate-low-precision, which computes the same numbers slowly"
             )
+
+
+def missing_packages(settings: Settings) -> list[str]:
+    """Returns one sentence for each flag that selects a package which is not installed and which nothing replaces."""
+    return [
+        f"{option} needs the package {package.name}, which is not installed on this machine: {package.install}"
+        for package in PACKAGES
+        for option, value in package.flags
+        if package.module not in LIBRARIES and find_spec(package.module) is None and _selects(settings, option, value)
+    ]
+
+
+def _selects(settings: Settings, option: str, value: str) -> bool:
+    flag = settings.registry.flags[option[2:].replace("-", "_")]
+    given = settings.setting(flag.name).value if settings.known(flag.name) else None
+    return given is not None and value in (flag.text(given), "NAME")
 
 
 def _data_files(data: DataConfig) -> Iterator[str]:

@@ -63,11 +63,16 @@ def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
 
 
 def or_known_size(
-    vocab_size_of: Callable[[TokenizerConfig], int] | None, flags: Flags, unavailable: list[str]
+    vocab_size_of: Callable[[TokenizerConfig], int] | None,
+    flags: Flags,
+    unavailable: list[str],
+    *,
+    checks_packages: bool,
 ) -> Callable[[TokenizerConfig], int] | None:
     """Wraps `vocab_size_of` for dry runs, which need only the vocabulary size, not the tokenizer.
 
-    If the tokenizer cannot be read, adds the reason to `unavailable` and returns the size given by flags, or GPT-2's.
+    If the tokenizer cannot be read, adds the reason to `unavailable` and returns the size given by flags, or GPT-2's. A
+    package that is not installed is a reason only if `checks_packages`.
     """
     if vocab_size_of is None:
         return None
@@ -81,6 +86,8 @@ def or_known_size(
             if known is None:
                 remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
                 raise FlagErrors.of(str(error), remedy) from None
+            if error.code is ExitCode.ENVIRONMENT and not checks_packages:
+                return known
             if not given:
                 unavailable.append(f"{error}; the figures assume GPT-2's vocabulary of {known:,} tokens")
             elif not any(tokenizer_is_complete(cast(RuleFlags, flags))):  # else reported as a broken rule

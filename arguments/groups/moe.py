@@ -130,10 +130,13 @@ class MoEFlags:
     GPUs of one host and no expert selects its tokens; otherwise NCCL. nccl: always one row per choice over NCCL."""
     moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = differs(
         "symmetric",
-        "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; within one host it "
-        "replaces ncclep, and deepep and hybridep if the library is not installed",
+        "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; it replaces ncclep, and "
+        "deepep and hybridep if the library is not installed or cannot serve the expert ranks",
     )
-    """Communication library of the flex dispatcher."""
+    """Communication library of the flex dispatcher. Between hosts, `symmetric` sends each token once per host, over
+    NCCL."""
+    moe_flex_require_backend: bool = new_flag(False)
+    """Reject the run if another transport would replace that of `--moe-flex-dispatcher-backend`."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
     """Number of streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)

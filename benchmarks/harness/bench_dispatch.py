@@ -23,11 +23,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from megatron_moe.config.moe import DEEPEP_SMS, has_deepep  # noqa: E402
+from megatron_moe.config.moe import DEEPEP_SMS  # noqa: E402
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo  # noqa: E402
 from megatron_moe.config.precision import OperandFormat, low_precision_config  # noqa: E402
 from megatron_moe.config.run import KernelConfig  # noqa: E402
-from megatron_moe.kernels.registry import select_kernels  # noqa: E402
+from megatron_moe.kernels.registry import is_installed, select_kernels  # noqa: E402
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing  # noqa: E402
@@ -205,7 +205,7 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
         cases.append(("symmetric", SymmetricDispatcher, None, None))
         cases.append(("symmetric, rows quantised to FP8 after", SymmetricDispatcher, None, "after"))
         cases.append(("symmetric, sent in FP8", SymmetricDispatcher, None, "before"))
-        if has_deepep():
+        if is_installed("deep_ep"):
             cases += [(f"DeepEP, {n} multiprocessors", DeepEPDispatcher, n, None) for n in (DEEPEP_SMS, 32)]
             cases.append(("DeepEP, sent in FP8", DeepEPDispatcher, DEEPEP_SMS, "before"))
         for name, kind, sms, fp8 in cases:

@@ -12,8 +12,8 @@ from megatron_moe.config.moe import RouterConfig
 _WITHOUT_EFFECT = frozenset(
     (
         *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange"),
-        *("expert_rank_capacity_factor", "flex_dispatcher_backend", "flex_dispatcher_num_sms"),
-        *("alltoall_is_symmetric", "alltoall_is_plain", "hybridep", "row_alignment"),
+        *("expert_rank_capacity_factor", "transport_backend", "flex_dispatcher_num_sms"),
+        *("hybridep", "row_alignment"),
         *("init", "max_positions", "vocab_size"),
     )
 )

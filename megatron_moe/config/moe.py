@@ -1,12 +1,12 @@
 """Mixture of Experts: router, experts, shared experts and token dispatch."""
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Literal
 
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
+from megatron_moe.config.transport import ExpertTransport, TransportChoice, choose_transport
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 Balancing = Literal[
@@ -109,11 +109,6 @@ DEEPEP_SMS = 20
 """Multiprocessors of DeepEP's kernels by default."""
 
 
-def has_deepep() -> bool:
-    """Whether the library DeepEP is installed."""
-    return find_spec("deep_ep") is not None
-
-
 @dataclass(frozen=True, kw_only=True)
 class HybridEPConfig:
     """Settings of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`): the branch of DeepEP that has
@@ -124,11 +119,6 @@ class HybridEPConfig:
     num_blocks_permute: int | None = None
     num_blocks_unpermute: int | None = None
     num_sms_preprocessing: int | None = None
-
-    @staticmethod
-    def is_installed() -> bool:
-        """Whether the library is installed."""
-        return find_spec("hybrid_ep_cpp") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +134,11 @@ class MoEConfig:
     """Width to which hidden states are projected for the routed experts (`--moe-latent-size`); None: no projection."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
-    alltoall_is_symmetric: bool = False
-    """On one host, "alltoall" exchanges tokens as "flex" does, through symmetric memory (`--moe-alltoall-backend`)."""
-    alltoall_is_plain: bool = False
-    """"alltoall" always sends one row per choice over NCCL (`--moe-alltoall-backend nccl`)."""
+    transport_backend: str = "auto"
+    """Requested transport (`--moe-flex-dispatcher-backend`, or `--moe-alltoall-backend` for "alltoall")."""
     expert_rank_capacity_factor: float | None = None
     """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
     (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
-    flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = "symmetric"
-    """Transport of the flex dispatcher (`--moe-flex-dispatcher-backend`). Within one host, symmetric memory replaces a
-    library that is not installed."""
     flex_dispatcher_num_sms: int | None = None
     """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
     hybridep: HybridEPConfig = HybridEPConfig()
@@ -168,19 +153,24 @@ class MoEConfig:
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 
-    def exchange(self, parallel: ParallelConfig) -> Literal["local", "allgather", "alltoall", "flex", "hierarchical"]:
-        """Dispatcher over the ranks of `parallel`. On several hosts, "alltoall" and "flex" send tokens hierarchically,
-        except with expert choice and with padded experts, whose rows need no sizes, and over HybridEP."""
-        if parallel.etp * parallel.ep == 1:
-            return "local"
-        if not parallel.experts_span_hosts:
-            return "flex" if self.dispatcher == "alltoall" and self.alltoall_is_symmetric else self.dispatcher
-        if self.dispatcher == "flex" and self.flex_dispatcher_backend != "hybridep":
-            return "hierarchical"
-        is_dense = "expert_choice" in self.router.balancing or (self.capacity is not None and self.capacity.pad)
-        if self.dispatcher == "alltoall" and not is_dense and not self.alltoall_is_plain:
-            return "hierarchical"
-        return self.dispatcher
+    def choose_transport(self, parallel: ParallelConfig, *, has_peer_access: bool = True) -> TransportChoice:
+        """Transport over the ranks of `parallel`; see the function."""
+        return choose_transport(
+            self.dispatcher,
+            self.transport_backend,
+            num_ranks=parallel.etp * parallel.ep,
+            ranks_per_host=parallel.ranks_per_host,
+            spans_hosts=parallel.experts_span_hosts,
+            shares_memory=parallel.shares_memory,
+            has_peer_access=has_peer_access,
+            expert_choice="expert_choice" in self.router.balancing,
+            pads_experts=self.capacity is not None and self.capacity.pad,
+            missing_libraries=parallel.missing_libraries,
+        )
+
+    def transport(self, parallel: ParallelConfig) -> ExpertTransport:
+        """Transport over the ranks of `parallel`."""
+        return self.choose_transport(parallel).transport
 
     def exchange_formats(
         self, low_precision: LowPrecisionConfig | None
@@ -191,11 +181,6 @@ class MoEConfig:
             return None, None
         tokens, grads = low_precision.inputs, low_precision.grads
         return tokens if self.fp8_dispatch else None, grads if self.fp8_combine_grad else None
-
-    @property
-    def uses_deepep(self) -> bool:
-        """Whether the flex dispatcher exchanges tokens through DeepEP on this machine."""
-        return self.dispatcher == "flex" and self.flex_dispatcher_backend == "deepep" and has_deepep()
 
     @property
     def latent_elements(self) -> int:

@@ -23,6 +23,8 @@ class ProcessInfo:
     have outlived their launcher, have another one, as far as the launcher makes that possible."""
     parent: int = 0
     """Process id of the parent when this process began; 0: not known."""
+    missing_libraries: tuple[str, ...] = ()
+    """Modules of expert transports that are not installed on this machine. Empty if the plan must not depend on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,10 @@ class ParallelConfig:
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
     ranks_per_host: int | None = None
     """Number of ranks per host, which are filled in ascending order of ranks; None: all ranks share one host."""
+    shares_memory: bool = False
+    """GPUs of one host may exchange the tokens of experts through each other's memory."""
+    missing_libraries: tuple[str, ...] = ()
+    """Modules of expert transports that are not installed; see `Launch`."""
     distributed_timeout_minutes: float = 10.0
     """Timeout of collectives, in minutes (`--distributed-timeout-minutes`)."""
     high_priority_a2a_comm_stream: bool = False

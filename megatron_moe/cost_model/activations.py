@@ -24,6 +24,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.transport import RowBound
 
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 _LOW_BYTES = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
@@ -120,9 +121,10 @@ def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, im
         even = num_tokens * router.topk / router.num_experts * config.capacity.factor
         return ranks * local * min(num_tokens, ceil(even))
     most = ranks * num_tokens * min(router.topk, local)
-    if config.exchange(parallel) == "allgather":
+    bound = config.transport(parallel).rows
+    if bound is RowBound.ANY_ROUTING:
         return most
-    if config.exchange(parallel) == "flex":
+    if bound is RowBound.BOUNDED:
         factor = config.expert_rank_capacity_factor
         return most if factor is None else min(most, int(factor * parallel.etp * num_tokens * router.topk))
     return parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)

@@ -13,6 +13,7 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.transport import SentCopies
 from megatron_moe.cost_model.activations import ActivationSizes, num_bytes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
@@ -196,16 +197,16 @@ class Communication:
         config, parallel, sizes = layer.feed_forward, self.plan.parallel, self._sizes
         if not isinstance(config, MoEConfig) or parallel.ep * parallel.etp == 1:
             return
-        exchange = config.exchange(parallel)
-        if exchange == "allgather":
+        copies = config.transport(parallel).copies
+        if copies is SentCopies.ALL_RANKS:
             yield from self._allgather_dispatch(config)
             return
-        if exchange == "hierarchical":
+        if copies is SentCopies.PER_HOST:
             yield from self._hierarchical_dispatch(config)
             return
         traffic, far = self.expert_traffic(config), 1 - self.placements["ep"].near
         group, rows, crossing = "ep", traffic.rows_sent, traffic.rows_sent * far
-        if exchange == "flex":  # one row to every rank that holds a part of a selected expert
+        if copies is SentCopies.PER_RANK:  # one row to every rank that holds a part of a selected expert
             ranks = parallel.ep * parallel.etp
             group = "ep" if parallel.etp == 1 else "etp_ep"
             rows = sizes.residual * traffic.ranks.mean * parallel.etp * (ranks - 1) / ranks
@@ -215,7 +216,7 @@ class Communication:
             row_bytes = traffic.row_bytes + (traffic.row_bytes if form is None else traffic.low_row_bytes)
             sent, distant = rows * row_bytes, crossing * row_bytes
             yield Traffic(group=group, what=what, bytes=sent, far=distant, hidden=self.plan.pipeline.overlap)
-        if exchange != "flex":
+        if copies is SentCopies.PER_CHOICE:
             gathered_rows = float(parallel.etp * sizes.residual * config.router.topk)
             size = gathered_rows * config.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
             yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")

@@ -18,6 +18,7 @@ from megatron_moe.config.moe import DEEPEP_SMS, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.transport import DEEPEP, SentCopies
 from megatron_moe.cost_model.activations import (
     ActivationSizes,
     bytes_per_fp8_element,
@@ -200,15 +201,16 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual
     held = expert_rows(config, parallel, tokens, sizes.imbalance) * width * sizes.activation
-    if config.exchange(parallel) == "allgather":
+    transport = config.transport(parallel)
+    if transport.copies is SentCopies.ALL_RANKS:
         gathered = tokens * parallel.ep * parallel.etp
         return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
-    if config.exchange(parallel) == "flex":
+    if transport.copies is SentCopies.PER_RANK:
         # sums, of this rank's tokens and, if they are computed before the push, of all tokens, as DeepEP receives them
-        sums_first = config.uses_deepep or config.flex_dispatcher_num_sms is not None
+        sums_first = transport.sums_before_sending or config.flex_dispatcher_num_sms is not None
         summed = tokens * (1 + parallel.ep * parallel.etp if sums_first else 1)
         return Workspace(dispatch=summed * width * sizes.activation, other=held)
-    if config.exchange(parallel) == "hierarchical":
+    if transport.copies is SentCopies.PER_HOST:
         # sums of rows, sums that the forwarding rank receives, and its sums; the choices are sent in the forward
         copies = token_copies(config.router, parallel)
         sums = tokens * (2 * copies.forwarded + copies.per_token)
@@ -229,10 +231,10 @@ def receive_slots(
     deepep = 0.0
     for layer, low in layers:
         config = layer.feed_forward
-        if not isinstance(config, MoEConfig) or config.exchange(parallel) != "flex":
+        if not isinstance(config, MoEConfig) or not config.transport(parallel).has_receive_slots:
             continue
         width, topk = config.experts.hidden_size, config.router.topk
-        if config.uses_deepep:
+        if config.transport(parallel) is DEEPEP:
             num_slots = (config.flex_dispatcher_num_sms or DEEPEP_SMS) // 2 * ranks * _DEEPEP_SLOTS
             deepep = max(deepep, num_slots * (width * max(sizes.activation, 2.0) + _DEEPEP_SLOT_BYTES))
             continue

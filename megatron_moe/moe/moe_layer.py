@@ -1,12 +1,12 @@
 """MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import HybridEPConfig, MoEConfig, has_deepep
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.registry import resolve
+from megatron_moe.config.transport import SYMMETRIC
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.linear import Linear
@@ -15,27 +15,9 @@ from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
-from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
-from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
-from megatron_moe.moe.token_dispatcher.base import Dispatcher, ExpertComm
-from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
-from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
-from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
-from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
-from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
-from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.symmetric_memory import has_peer_access, is_emulated
-
-DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
-    {
-        "allgather": AllGatherDispatcher,
-        "alltoall": AllToAllDispatcher,
-        "flex": SymmetricDispatcher,
-        "flex with deepep": DeepEPDispatcher,
-        "flex with hybridep": HybridEPDispatcher,
-        "hierarchical": HierarchicalDispatcher,
-    }
-)
 
 
 class MoELayer(nn.Module):
@@ -174,12 +156,16 @@ def new_expert_comm(
     Raises EnvironmentProblem if the flex dispatcher has no transport for the ranks.
     """
     group = ctx.group("etp_ep")
-    kind, note = _available(config.exchange(ctx.config), config, group, ctx)
-    assert group.size == 1 or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {group.size} ranks"
+    emulated = is_emulated(group, ctx)
+    on_gpus = emulated or ctx.device.type == "cuda"
+    here = replace(ctx.config, shares_memory=ctx.config.shares_memory and on_gpus)
+    choice = config.choose_transport(here, has_peer_access=has_peer_access(group, ctx))
+    # a library cannot run without the other ranks; symmetric memory needs the same buffers
+    transport = SYMMETRIC if emulated and choice.transport.library is not None else choice.transport
     comm = ExpertComm(
         ctx,
         kernels,
-        LocalDispatcher if kind == "local" else DISPATCHERS[kind],
+        resolve(transport.dispatcher),
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
         hybridep=config.hybridep,
@@ -188,33 +174,5 @@ def new_expert_comm(
         fp8_tokens=config.fp8_dispatch,
         fp8_grads=config.fp8_combine_grad,
     )
-    comm.note = note
+    comm.note = choice.note
     return comm
-
-
-def _available(kind: str, config: MoEConfig, group: ProcessGroup, ctx: ParallelContext) -> tuple[str, str | None]:
-    """(key of `DISPATCHERS`, log line about the choice): replaces a library that is not installed, and symmetric memory
-    where GPUs cannot read each other's memory."""
-    library = config.flex_dispatcher_backend
-    if kind == "hierarchical":
-        return kind, (
-            f"--moe-token-dispatcher-type {config.dispatcher}: {group.size} expert ranks, with "
-            f"{ctx.config.ranks_per_host} on a host, send each token once per host"
-        )
-    if config.dispatcher == "alltoall" and kind == "flex":
-        if ctx.device.type == "cpu":
-            return "alltoall", None
-        exchange = (
-            f"--moe-token-dispatcher-type alltoall: {group.size} expert ranks on one host exchange tokens through"
-        )
-        if not has_peer_access(group, ctx):
-            return "alltoall", f"{exchange} NCCL, because their GPUs cannot access each other's memory"
-        return "flex", f"{exchange} symmetric memory; --moe-alltoall-backend nccl selects NCCL"
-    if kind != "flex" or library == "symmetric" or is_emulated(group, ctx):
-        return kind, None
-    installed = {"deepep": has_deepep(), "hybridep": HybridEPConfig.is_installed()}
-    if installed.get(library):
-        return f"flex with {library}", None
-    module = "deep_ep" if library == "deepep" else "hybrid_ep_cpp"
-    reason = f"{module} is not installed" if library in installed else "it is not supported"
-    return kind, f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"

@@ -208,7 +208,7 @@ def _experts(plan: RunPlan, communication: Communication) -> Facts | None:
         "a copy per rank": traffic.copies_sent * traffic.row_bytes / 1e6,
     }
     return {
-        "dispatcher": config.exchange(plan.parallel),
+        "transport": config.transport(plan.parallel).name,
         "experts_per_rank": config.experts.num_experts // num_ranks,
         "ranks_per_token": asdict(traffic.ranks),
         "nvlink_domains_per_token": asdict(traffic.domains),

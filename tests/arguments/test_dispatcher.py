@@ -13,14 +13,14 @@ def experts_of(more: str) -> MoEConfig:
 @pytest.mark.parametrize(
     ("more", "hosts", "expected"),
     [
-        ("", 1, "flex"),
-        ("", 2, "flex"),
+        ("", 1, "symmetric"),
+        ("", 2, "symmetric"),
         ("", 4, "hierarchical"),
-        ("--moe-alltoall-backend nccl", 4, "alltoall"),
-        ("--moe-alltoall-backend nccl", 1, "alltoall"),
-        ("--device cpu", 1, "alltoall"),
-        ("--fp64", 1, "alltoall"),
-        ("--moe-router-load-balancing-type expert_choice --moe-aux-loss-coeff 0", 1, "alltoall"),
+        ("--moe-alltoall-backend nccl", 4, "nccl"),
+        ("--moe-alltoall-backend nccl", 1, "nccl"),
+        ("--device cpu", 1, "nccl"),
+        ("--fp64", 1, "nccl"),
+        ("--moe-router-load-balancing-type expert_choice --moe-aux-loss-coeff 0", 1, "nccl"),
         ("--moe-token-dispatcher-type allgather", 1, "allgather"),
     ],
 )
@@ -29,7 +29,7 @@ def test_alltoall_uses_symmetric_memory_if_the_plan_has_its_ranks_on_one_host(mo
     words = f"--expert-model-parallel-size 4 --global-batch-size 32 --moe-token-dispatcher-type alltoall {more}"
     environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{8 // hosts}"}
     plan = plan_of(words, environ=environ)
-    assert plan.model.layers[1].feed_forward.exchange(plan.parallel) == expected
+    assert plan.model.layers[1].feed_forward.transport(plan.parallel).name == expected
 
 
 def test_flags_of_the_flex_dispatcher():

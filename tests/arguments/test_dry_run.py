@@ -12,7 +12,8 @@ from arguments.dry_run.report import report
 from arguments.errors import Finished, FlagErrors
 from arguments.read import read_plan
 from arguments.recipes import recipe_names
-from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
+from megatron_moe.config.transport import LIBRARIES
 from pretrain_moe import main
 from tests.helpers.command_lines import SMALL, VOCAB_SIZE, calls_of, vocab_size_of, words
 from tools.docs_gen import DRY_RUN_DOC, DRY_RUNS, REPORTED, TOTALS, dry_run, totals, with_example
@@ -87,14 +88,56 @@ def test_a_layout_that_is_impossible_is_refused_as_ever():
     assert any("does not divide 12 ranks" in problem.what for problem in caught.value.problems)
 
 
-def test_unavailable_features_are_reported_in_the_dry_run():
-    report = facts(DEEPSEEK)
-    assert any(
-        line.startswith("--moe-token-dispatcher-type flex over 64 expert ranks") for line in report["cannot_train_yet"]
-    )
+def test_another_transport_replaces_deepep_across_hosts_unless_it_is_required():
+    report, note = facts(DEEPSEEK), "--moe-flex-dispatcher-backend deepep: it serves the ranks of one host"
+    assert report["cannot_train_yet"] == [] and report["experts"]["transport"] == "hierarchical"
+    assert any(line.startswith(note) for line in report["notes"])
     assert report["time"]["products_in"] == "fp8"
-    with pytest.raises(FlagErrors):
-        read_plan(DEEPSEEK.split(), {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"})
+    plan = read_plan(
+        f"{DEEPSEEK} --vocab-size 129280 --tokenizer-type NullTokenizer --mock-data --device cuda".split(),
+        {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"},
+    )
+    assert f"# {note}" in plan.resolved_yaml and any(line.startswith(note) for line in plan.notes)
+    with pytest.raises(FlagErrors, match="--moe-flex-require-backend, but --moe-flex-dispatcher-backend deepep"):
+        read_plan(f"{DEEPSEEK} --moe-flex-require-backend --dry-run".split(), {}, vocab_size_of=vocab_size_of)
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_only_with_check_packages_a_dry_run_depends_on_installed_packages(ready, monkeypatch, ranks):
+    installed: set[str] = set()
+
+    def find(name: str) -> object:
+        return name if name in installed or name not in (*LIBRARIES, "wandb") else None
+
+    monkeypatch.setattr("arguments.read.find_spec", find)
+    monkeypatch.setattr("arguments.dry_run.inputs.find_spec", find)
+    line = (
+        f"{ready} --vocab-size 1000 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --nodes 2 "
+        f"--expert-model-parallel-size {ranks} --num-experts 16 --gpus-per-node 8 --global-batch-size 64 "
+        "--wandb-project x --wandb-exp-name y"
+    )
+    required, checked = f"{line} --moe-flex-require-backend", f"{line} --check-packages"
+    absent = facts(line), facts(required)
+    refused = finished_or_refused(f"{required} --check-packages")
+    report = facts(checked)
+    assert report["experts"]["transport"] == ("symmetric" if ranks == 8 else "hierarchical")
+    assert any("the module hybrid_ep_cpp is not installed, so" in note for note in report["notes"])
+    (sentence,) = report["missing_inputs"]
+    assert sentence.startswith("--wandb-project needs the package wandb, which is not installed")
+    assert "hybrid_ep_cpp is not installed" in refused
+    installed |= {"hybrid_ep_cpp", "wandb"}
+    present = facts(line), facts(required)
+    assert absent == present and all(report["would_start"] for report in present)
+    assert present[0]["experts"]["transport"] == "hybridep"
+    assert any("where the module hybrid_ep_cpp is not installed" in note for note in present[0]["notes"])
+    report = facts(f"{required} --check-packages")
+    assert report["would_start"] and not any("hybrid_ep_cpp" in note for note in report["notes"])
+
+
+def finished_or_refused(text: str) -> str:
+    with pytest.raises((Finished, FlagErrors)) as caught:
+        read_plan(shlex.split(f"{text} --dry-run"), {}, vocab_size_of=vocab_size_of)
+    return str(caught.value)
 
 
 @pytest.fixture
@@ -110,7 +153,9 @@ def test_exit_code_0_means_that_the_run_would_start(ready):
     report = finished(f"{ready} --dry-run")
     assert report.code == ExitCode.OK and "would not start" not in report.text
     assert facts(ready)["would_start"] and facts("--recipe m27")["would_start"]
-    assert not facts(DEEPSEEK)["would_start"] and finished(f"{DEEPSEEK} --dry-run").code == ExitCode.NOT_READY
+    assert facts(DEEPSEEK)["would_start"] and finished(f"{DEEPSEEK} --dry-run").code == ExitCode.OK
+    late = f"{ready} --decrease-batch-size-if-needed"
+    assert not facts(late)["would_start"] and finished(f"{late} --dry-run").code == ExitCode.NOT_READY
     argv = [*shlex.split(ready), "--vocab-size", "1000", "--dry-run"]
     assert main([*argv, "--tokenizer-type", "NullTokenizer"], {}) == ExitCode.OK
     assert main([*argv, "--tokenizer-type", "NullTokenizer", "--split", "a"], {}) == ExitCode.NOT_READY
@@ -298,7 +343,7 @@ def test_differences_from_the_recipe_are_listed():
 
 
 def missing(config: object) -> int:
-    raise EnvironmentProblem("the tokenizer is not here")
+    raise DataProblem("the tokenizer is not here")
 
 
 def test_a_tokenizer_that_cannot_be_read_asks_for_the_size():
@@ -332,6 +377,17 @@ def test_a_missing_tokenizer_is_one_line_among_the_problems(more: str, without: 
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--vocab-size", str(size), "--dry-run=json"], {}, vocab_size_of=lambda config: size)
     assert json.loads(caught.value.text)["model"] == report["model"]
+
+
+def test_a_tokenizer_without_its_package_is_reported_with_check_packages(ready):
+    def without_package(config: object) -> int:
+        raise EnvironmentProblem("the package is not here")
+
+    for flags, expected in (([], []), (["--check-packages"], ["the package is not here"])):
+        with pytest.raises(Finished) as caught:
+            argv = [*shlex.split(ready), "--vocab-size", "1000", "--dry-run=json", *flags]
+            read_plan(argv, {}, vocab_size_of=without_package)
+        assert json.loads(caught.value.text)["missing_inputs"] == expected
 
 
 def test_a_size_is_all_that_must_be_known_of_a_tokenizer():

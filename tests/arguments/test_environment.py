@@ -30,13 +30,16 @@ def test_deterministic_mode_sets_library_variables():
 
 def test_overlap_of_expert_communication_needs_many_queues():
     assert environment_of("--overlap-moe-expert-parallel-comm") == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    assert environment_of("--moe-token-dispatcher-type flex") == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def test_rows_that_change_in_every_step_need_memory_that_can_grow():
     growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert environment_of(f"{SPREAD} --moe-alltoall-backend nccl", EP2) == growing
-    assert environment_of(SPREAD, EP2) == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", **growing}
+    flex = SPREAD.replace("alltoall", "flex")
+    assert environment_of(flex, EP2) == environment_of(f"{flex} --moe-flex-dispatcher-backend deepep", EP2)
+    assert (
+        environment_of(flex, EP2) == environment_of(SPREAD, EP2) == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", **growing}
+    )
     graphs = environment_of(f"{SPREAD} --cuda-graph-impl local {NO_DROPOUT}", EP2)
     assert graphs["NCCL_GRAPH_REGISTER"] == "0"
 

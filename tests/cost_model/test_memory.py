@@ -289,13 +289,12 @@ def test_fp8_halves_the_inputs_of_expert_gemms():
     assert saved == 60 * (448 + 128) / 2 * (1 << 20)
 
 
-def test_deepep_has_smaller_buffers_and_sums_the_rows_of_all_tokens_first(monkeypatch):
-    monkeypatch.setattr("megatron_moe.config.moe.has_deepep", lambda: True)
+def test_deepep_has_smaller_buffers_and_sums_the_rows_of_all_tokens_first():
     model = with_experts(zoo_model("DeepSeek-V3"), lambda moe: replace(moe, dispatcher="flex"))
     parallel = ParallelConfig(ep=8, world_size=8, ranks_per_host=8)
 
     def on_library(name: str) -> RankBytes:
-        named = with_experts(model, lambda moe: replace(moe, flex_dispatcher_backend=name))
+        named = with_experts(model, lambda moe: replace(moe, transport_backend=name))
         return of_rank(plan(named, parallel, even_layout(61)), 0)
 
     # channels x ranks x tokens x (row, source, ids, weights and scales)

@@ -14,12 +14,12 @@ from arguments.read import read_plan
 from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.model import InitConfig
-from megatron_moe.config.moe import CapacityConfig, MoEConfig, has_deepep
+from megatron_moe.config.moe import CapacityConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.kernels.registry import is_installed, select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, expert_of_rows
@@ -160,7 +160,7 @@ def flex_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
         results += _exchanges(
             context_of, num_ranks, HierarchicalDispatcher, (torch.float32, torch.bfloat16), ranks_per_host
         )
-    if has_deepep():
+    if is_installed("deep_ep"):
         results += _exchanges(context_of, num_ranks, DeepEPDispatcher, (torch.bfloat16,))
     return results
 
@@ -248,7 +248,7 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
     ctx, found = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16), []
     config = low_precision_config("blockwise", hybrid=True)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
-    for kind in (SymmetricDispatcher, *((DeepEPDispatcher,) if has_deepep() else ())):
+    for kind in (SymmetricDispatcher, *((DeepEPDispatcher,) if is_installed("deep_ep") else ())):
         dispatcher = ExpertComm(ctx, kernels, kind, num_sms=8).new_dispatcher(16)
         for repeat, (name, choose) in enumerate(list(ROUTINGS.items()) * 2):
             draw = torch.Generator().manual_seed(100 * ctx.rank + repeat)

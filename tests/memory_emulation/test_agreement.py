@@ -338,7 +338,6 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
             feed_forward=replace(
                 layer.feed_forward,
                 dispatcher=dispatcher,
-                alltoall_is_symmetric=True,
                 expert_rank_capacity_factor=factor,
                 flex_dispatcher_num_sms=num_sms,
             ),
@@ -347,7 +346,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
         else layer
         for layer in plan.model.layers
     )
-    parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=4)
+    parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=4, shares_memory=True)
     found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
     slots = 2 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # channels x ranks x tokens x bytes
     assert found.closed.receive_slots == slots
@@ -366,7 +365,7 @@ def test_receive_slots_of_fp8_exchanges_agree(
     fields = {"dispatcher": "flex", "expert_rank_capacity_factor": 1.1, "fp8_dispatch": True}
     model = with_experts(plan.model, lambda moe: replace(moe, **fields, fp8_combine_grad=fp8_combine_grad))
     low = low_precision_config("blockwise", weight_grad=False, **options)
-    parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=4)
+    parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=4, shares_memory=True)
     precision = replace(plan.precision, low_precision=low)
     found = compare(replace(plan, model=model, parallel=parallel, precision=precision))
     in_fp8, plain = formats

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import HybridEPConfig
+from megatron_moe.config.moe import CapacityConfig, HybridEPConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.transport import ALLGATHER, DEEPEP, HIERARCHICAL, HYBRIDEP, LIBRARIES, LOCAL, NCCL, SYMMETRIC
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
@@ -39,18 +40,16 @@ def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [
-        ("deepep", "deep_ep is not installed"),
-        ("hybridep", "hybrid_ep_cpp is not installed"),
-        ("ncclep", "it is not supported"),
+        ("deepep", "the module deep_ep is not installed"),
+        ("hybridep", "the module hybrid_ep_cpp is not installed"),
+        ("ncclep", "there is no backend for this library"),
     ],
 )
-def test_symmetric_memory_replaces_a_missing_library(
-    monkeypatch: pytest.MonkeyPatch, backend: str, reason: str
-) -> None:
-    monkeypatch.setattr("megatron_moe.moe.moe_layer.has_deepep", lambda: False)
-    monkeypatch.setattr(HybridEPConfig, "is_installed", lambda: False)
-    config = replace(moe_config(dispatcher="flex"), flex_dispatcher_backend=backend)
-    for comm in on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE)):
+def test_symmetric_memory_replaces_a_missing_library(backend: str, reason: str) -> None:
+    config = replace(moe_config(dispatcher="flex"), transport_backend=backend)
+    for comm in on_threads(
+        parallel(2, ep=2, missing_libraries=LIBRARIES), lambda ctx: new_expert_comm(config, ctx, REFERENCE)
+    ):
         assert comm.dispatcher is SymmetricDispatcher and comm.note
         assert comm.note.startswith(f"--moe-flex-dispatcher-backend {backend}: {reason}")
     alone = new_expert_comm(config, ParallelContext.single(), REFERENCE)
@@ -59,7 +58,7 @@ def test_symmetric_memory_replaces_a_missing_library(
 
 @pytest.mark.parametrize(("backend", "kind"), [("deepep", DeepEPDispatcher), ("hybridep", HybridEPDispatcher)])
 def test_installed_library_is_used(backend: str, kind: type) -> None:
-    config = replace(moe_config(dispatcher="flex"), flex_dispatcher_backend=backend)
+    config = replace(moe_config(dispatcher="flex"), transport_backend=backend)
     comms = on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE))
     assert [(comm.dispatcher, comm.note) for comm in comms] == [(kind, None)] * 2
     emulated = ParallelContext.fake(parallel(2, ep=2), 0)
@@ -68,22 +67,28 @@ def test_installed_library_is_used(backend: str, kind: type) -> None:
 
 
 def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(moe_config(dispatcher="alltoall"), alltoall_is_symmetric=True)
-    folds = [ParallelConfig(world_size=24, ep=ep, ranks_per_host=8) for ep in (1, 2, 3, 8, 24)]
-    across = "hierarchical"
-    assert [config.exchange(fold) for fold in folds] == ["local", "flex", across, "flex", across]
-    assert [replace(config, alltoall_is_symmetric=False).exchange(fold) for fold in folds[1:3]] == ["alltoall", across]
-    plain = replace(config, alltoall_is_symmetric=False, alltoall_is_plain=True)
-    assert [plain.exchange(fold) for fold in folds[1:]] == ["alltoall"] * 4
-    assert replace(config, dispatcher="allgather").exchange(folds[2]) == "allgather"
-    library = replace(config, dispatcher="flex", flex_dispatcher_backend="hybridep")
-    assert [library.exchange(fold) for fold in folds[1:]] == ["flex"] * 4
+    config = moe_config(dispatcher="alltoall")
+    folds = [ParallelConfig(world_size=24, ep=ep, ranks_per_host=8, shares_memory=True) for ep in (1, 2, 3, 8, 24)]
+    assert [config.transport(fold) for fold in folds] == [LOCAL, SYMMETRIC, HIERARCHICAL, SYMMETRIC, HIERARCHICAL]
+    on_cpus = [config.transport(replace(fold, shares_memory=False)) for fold in folds]
+    assert on_cpus == [LOCAL, NCCL, HIERARCHICAL, NCCL, HIERARCHICAL]
+    plain = replace(config, transport_backend="nccl")
+    assert [plain.transport(fold) for fold in folds] == [LOCAL, *[NCCL] * 4]
+    assert replace(config, dispatcher="allgather").transport(folds[2]) is ALLGATHER
+    library = replace(config, dispatcher="flex", transport_backend="hybridep")
+    assert [library.transport(fold) for fold in folds] == [LOCAL, *[HYBRIDEP] * 4]
+    absent = [library.transport(replace(fold, missing_libraries=LIBRARIES)) for fold in folds]
+    assert absent == [config.transport(fold) for fold in folds]
+    library = replace(config, dispatcher="flex", transport_backend="deepep")
+    assert [library.transport(fold) for fold in folds] == [LOCAL, DEEPEP, HIERARCHICAL, DEEPEP, HIERARCHICAL]
+    padded = replace(library, capacity=CapacityConfig(factor=1.0, pad=True))
+    assert [padded.transport(fold) for fold in folds] == [LOCAL, SYMMETRIC, HIERARCHICAL, SYMMETRIC, HIERARCHICAL]
 
     def kind_and_note(ctx: ParallelContext) -> tuple[type, str | None]:
         comm = new_expert_comm(config, ctx, REFERENCE)
         return comm.dispatcher, comm.note
 
-    fold = parallel(2, ep=2)
+    fold = parallel(2, ep=2, shares_memory=True)
     assert on_threads(fold, kind_and_note) == [(AllToAllDispatcher, None)] * 2  # on CPUs
     emulated = ParallelContext.fake(fold, 0)
     kind, note = kind_and_note(emulated)
@@ -157,7 +162,7 @@ def test_hybridep_counts_the_rows_beyond_its_bound(num_rows: int, overflow: int)
 def test_hybridep_gets_its_settings_once_per_run() -> None:
     settings = HybridEPConfig(fuse_permute=True, num_blocks_permute=7, num_blocks_unpermute=9, num_sms_preprocessing=64)
     config = replace(
-        moe_config(dispatcher="flex"), flex_dispatcher_backend="hybridep", flex_dispatcher_num_sms=16, hybridep=settings
+        moe_config(dispatcher="flex"), transport_backend="hybridep", flex_dispatcher_num_sms=16, hybridep=settings
     )
 
     def rank(ctx: ParallelContext) -> tuple[Any, bool]:

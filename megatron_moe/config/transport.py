@@ -1,0 +1,197 @@
+"""Transports of expert-parallel ranks: how tokens reach the ranks of their experts, and which transport a run uses."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from megatron_moe.config.registry import TRANSPORTS
+
+
+class SentCopies(Enum):
+    """Copies of a token that dispatch sends; combine returns as many rows."""
+
+    PER_CHOICE = "one per selected expert"
+    PER_RANK = "one per rank with selected experts"
+    PER_HOST = "one per host with selected experts, forwarded to its ranks"
+    ALL_RANKS = "one per rank"
+
+
+class RowBound(Enum):
+    """Number of expert rows for which a dispatch allocates memory."""
+
+    RECEIVED = "the rows that were received; the host reads their number"
+    BOUNDED = "a multiple of the mean over ranks (`--moe-expert-rank-capacity-factor`)"
+    ANY_ROUTING = "the rows that any routing can need"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTransport:
+    """Exchange of tokens between expert-parallel ranks. A transport changes no result."""
+
+    name: str
+    dispatcher: Any
+    """Class of its token dispatcher (`Dispatcher`), or the text "package.module:class"."""
+    copies: SentCopies
+    rows: RowBound
+    library: str | None = None
+    """Python module that must be installed."""
+    spans_hosts: bool = False
+    is_captured: bool = False
+    """CUDA graphs can contain the exchange: no host reads, no collectives, static shapes."""
+    pads_experts: bool = True
+    """Delivers experts padded to their capacity (`--moe-pad-expert-input-to-capacity`)."""
+    has_receive_slots: bool = False
+    """Tokens arrive in slots that are allocated for the whole run."""
+    sums_before_sending: bool = False
+    """Combine sums the rows of all received tokens before it sends the sums."""
+
+
+_MODULES = "megatron_moe.moe.token_dispatcher."
+
+LOCAL = ExpertTransport(
+    name="local",
+    dispatcher=_MODULES + "local:LocalDispatcher",
+    copies=SentCopies.PER_CHOICE,
+    rows=RowBound.RECEIVED,
+    is_captured=True,
+)
+"""One rank has all experts; nothing is sent."""
+ALLGATHER = ExpertTransport(
+    name="allgather",
+    dispatcher=_MODULES + "allgather:AllGatherDispatcher",
+    copies=SentCopies.ALL_RANKS,
+    rows=RowBound.ANY_ROUTING,
+    spans_hosts=True,
+)
+NCCL = ExpertTransport(
+    name="nccl",
+    dispatcher=_MODULES + "alltoall:AllToAllDispatcher",
+    copies=SentCopies.PER_CHOICE,
+    rows=RowBound.RECEIVED,
+    spans_hosts=True,
+)
+SYMMETRIC = ExpertTransport(
+    name="symmetric",
+    dispatcher=_MODULES + "symmetric:SymmetricDispatcher",
+    copies=SentCopies.PER_RANK,
+    rows=RowBound.BOUNDED,
+    is_captured=True,
+    has_receive_slots=True,
+)
+HIERARCHICAL = ExpertTransport(
+    name="hierarchical",
+    dispatcher=_MODULES + "hierarchical:HierarchicalDispatcher",
+    copies=SentCopies.PER_HOST,
+    rows=RowBound.RECEIVED,
+    spans_hosts=True,
+)
+DEEPEP = ExpertTransport(
+    name="deepep",
+    dispatcher=_MODULES + "deepep:DeepEPDispatcher",
+    copies=SentCopies.PER_RANK,
+    rows=RowBound.BOUNDED,
+    library="deep_ep",
+    pads_experts=False,
+    has_receive_slots=True,
+    sums_before_sending=True,
+)
+HYBRIDEP = ExpertTransport(
+    name="hybridep",
+    dispatcher=_MODULES + "hybridep:HybridEPDispatcher",
+    copies=SentCopies.PER_RANK,
+    rows=RowBound.BOUNDED,
+    library="hybrid_ep_cpp",
+    spans_hosts=True,
+    has_receive_slots=True,
+)
+for _transport in (LOCAL, ALLGATHER, NCCL, SYMMETRIC, HIERARCHICAL, DEEPEP, HYBRIDEP):
+    TRANSPORTS.register(_transport.name, _transport)
+LIBRARIES = ("deep_ep", "hybrid_ep_cpp")
+"""Modules of the transports that need one."""
+
+
+class TransportChoice(NamedTuple):
+    """Transport of a run."""
+
+    transport: ExpertTransport
+    note: str | None = None
+    """Why it is not the one that a flag names, or which of several it is."""
+    replaces_request: bool = False
+    """The transport replaces the one that `--moe-flex-dispatcher-backend` names."""
+
+
+def choose_transport(
+    dispatcher: str,
+    backend: str,
+    *,
+    num_ranks: int,
+    ranks_per_host: int | None,
+    spans_hosts: bool,
+    shares_memory: bool,
+    has_peer_access: bool = True,
+    expert_choice: bool = False,
+    pads_experts: bool = False,
+    missing_libraries: Collection[str] = (),
+) -> TransportChoice:
+    """Chooses the transport of a run; nothing else decides it.
+
+    Args:
+        dispatcher: `--moe-token-dispatcher-type`.
+        backend: `--moe-flex-dispatcher-backend`, or `--moe-alltoall-backend` for the dispatcher "alltoall".
+        num_ranks: ranks that together hold one copy of the experts (ep x etp).
+        spans_hosts: whether some of these groups of ranks are on several hosts.
+        shares_memory: whether the ranks are on GPUs, and the kernels for symmetric memory support the dtype.
+        has_peer_access: whether the GPUs of a host can access each other's memory, which is known only there.
+        expert_choice: whether experts choose tokens.
+        pads_experts: whether the rows of each expert are padded to its capacity.
+        missing_libraries: modules that are not installed.
+    """
+    if num_ranks == 1 or dispatcher == "local":
+        return TransportChoice(LOCAL)
+    if dispatcher == "allgather":
+        return TransportChoice(ALLGATHER)
+    given, ranks = f"--moe-token-dispatcher-type {dispatcher}", f"{num_ranks} expert ranks"
+    per_host = TransportChoice(HIERARCHICAL, f"{given}: {ranks}, with {ranks_per_host} on a host, {_ONCE_PER_HOST}")
+    if dispatcher == "alltoall":
+        if backend == "nccl" or expert_choice or (spans_hosts and pads_experts):
+            return TransportChoice(NCCL)
+        if spans_hosts:
+            return per_host
+        exchange = f"{given}: {ranks} on one host exchange tokens through"
+        if shares_memory and not has_peer_access:
+            return TransportChoice(NCCL, f"{exchange} NCCL, because their GPUs cannot access each other's memory")
+        if shares_memory:
+            return TransportChoice(SYMMETRIC, f"{exchange} symmetric memory; --moe-alltoall-backend nccl selects NCCL")
+        return TransportChoice(NCCL)
+    ours, through = (per_host, _ONCE_PER_HOST) if spans_hosts else (TransportChoice(SYMMETRIC), "use symmetric memory")
+    requested: ExpertTransport | None = TRANSPORTS.get(backend) if backend in TRANSPORTS else None
+    if backend in ("auto", "symmetric"):
+        return ours
+    if requested is None:
+        reason = "there is no backend for this library"
+    elif spans_hosts and not requested.spans_hosts:
+        reason = f"it serves the ranks of one host, of which there are {ranks_per_host}"
+    elif pads_experts and not requested.pads_experts:
+        reason = "it does not pad experts to their capacity"
+    elif requested.library in missing_libraries:
+        reason = f"the module {requested.library} is not installed"
+    else:
+        return TransportChoice(requested)
+    note = f"--moe-flex-dispatcher-backend {backend}: {reason}, so {ranks} {through} instead"
+    return TransportChoice(ours.transport, note, replaces_request=True)
+
+
+def if_not_installed(choice: TransportChoice, *, spans_hosts: bool) -> str | None:
+    """Note about the transport that replaces a library where it is not installed; None if no library is needed."""
+    transport = choice.transport
+    if transport.library is None:
+        return None
+    through = _ONCE_PER_HOST if spans_hosts else "use symmetric memory"
+    return (
+        f"--moe-flex-dispatcher-backend {transport.name}: where the module {transport.library} is not installed, "
+        f"expert ranks {through} instead"
+    )
+
+
+_ONCE_PER_HOST = "send each token once per host, over NCCL"
