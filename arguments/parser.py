@@ -141,7 +141,7 @@ def _is_text(word: str) -> bool:
 
 def start_settings(words: Sequence[str], registry: Registry) -> Settings:
     """Parses only the flags of group `start`; reads no files."""
-    return settle(registry, [[given for given in split(words)[0] if is_start_flag(given.option, registry)]])
+    return merge_settings(registry, [[given for given in split(words)[0] if is_start_flag(given.option, registry)]])
 
 
 def is_start_flag(option: str, registry: Registry) -> bool:
@@ -150,7 +150,7 @@ def is_start_flag(option: str, registry: Registry) -> bool:
     return found is not None and found[0].group == "start"
 
 
-def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
+def merge_settings(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
     """Merges layers of flags. Later layers silently override earlier ones; two values in one layer cause a note."""
     settings = Settings(registry)
     for layer in layers:

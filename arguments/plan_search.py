@@ -20,7 +20,7 @@ from arguments.export import value_text
 from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.huggingface import published_flags
-from arguments.parser import Setting, Settings, settle, split, start_settings
+from arguments.parser import Setting, Settings, merge_settings, split, start_settings
 from arguments.read import config_files
 from arguments.recipe_table import planned
 from megatron_moe.config.parallel import ProcessInfo
@@ -56,7 +56,7 @@ def settings_of(words: Sequence[str], registry: Registry) -> Settings:
         files = read_files(path, registry, {})
         problems += [problem for file in files for problem in file.problems]
         layers += [file.flags for file in files]
-    settings = settle(registry, [*layers, given])
+    settings = merge_settings(registry, [*layers, given])
     settings.problems[:0] = problems
     return settings
 

@@ -31,7 +31,7 @@ from arguments.files import read_files
 from arguments.flags import Flags, Registry, normal
 from arguments.huggingface import compared_with, published_flags
 from arguments.launch import allocation_note, launch_of, other_ranks
-from arguments.parser import Given, Settings, near, settle, split, start_settings
+from arguments.parser import Given, Settings, merge_settings, near, split, start_settings
 from arguments.proxy.fold import FoldRequest
 from arguments.proxy.rewrite import UNUSED_BY_PROXY, fold_request, proxied
 from arguments.recipes import find_recipe, recipe_names
@@ -134,7 +134,7 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
     published, notes = published_flags(folder, registry) if folder else ([], [])
     layers = [published, *(file.flags for file in files)]
     layers += _around_proxy(words)
-    settings = settle(registry, layers)
+    settings = merge_settings(registry, layers)
     settings.notes += notes
     read_data_lists(settings)
     for file in files:
@@ -173,7 +173,7 @@ def _proxied(
     """Applies `--proxy` to the settings; flags of the last layer, given after `--proxy`, are not changed."""
     _refuse([*settings.problems, *missing_flags(settings)])
     *before, after = layers
-    full, pinned = settle(settings.registry, before), settle(settings.registry, [after]).values
+    full, pinned = merge_settings(settings.registry, before), merge_settings(settings.registry, [after]).values
     full.values |= {name: setting for name, setting in pinned.items() if not full.known(name)}
     small, rewrites = proxied(full, pinned, launch_of(environ).world_size)
     small.notes = [*settings.notes, *rewrites]

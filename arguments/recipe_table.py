@@ -10,7 +10,7 @@ from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flag import Flag
 from arguments.flags import Registry
-from arguments.parser import Settings, settle
+from arguments.parser import Settings, merge_settings
 from arguments.read import read_plan
 from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_names
 from arguments.resolve import run_plan
@@ -93,7 +93,7 @@ def row_of(name: str, registry: Registry) -> Row:
     path = find_recipe(name)
     assert path, f"there is no recipe {name}"
     info = about(name, registry)
-    settings = settle(registry, [file.flags for file in read_files(path, registry, {})])
+    settings = merge_settings(registry, [file.flags for file in read_files(path, registry, {})])
     num_gpus = info.gpus or 1
     launch = ProcessInfo(world_size=num_gpus, local_world_size=min(GPUS[info.gpu or DEFAULT_GPU].per_node, num_gpus))
     problems = (*settings.problems, *broken_rules(settings, launch), *unavailable_flags(settings, False))
@@ -127,7 +127,7 @@ def document(table: Sequence[Row]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def waiting(table: Sequence[Row]) -> str:
+def unavailable_recipes(table: Sequence[Row]) -> str:
     """Lists the recipes that cannot train yet, one per line: `NAME: UNAVAILABLE FLAGS`."""
     return "".join(f"{row.name}: {', '.join(row.waits_for)}\n" for row in table if row.waits_for)
 

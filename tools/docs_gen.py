@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from arguments import explain, recipe_table
 from arguments.dry_run.report import report
-from arguments.dry_run.request import figures
+from arguments.dry_run.request import without_texts
 from arguments.errors import Finished
 from arguments.flags import Registry
 from arguments.read import read_plan
@@ -70,7 +70,7 @@ def flag_texts() -> Texts:
 def recipe_texts() -> Texts:
     table = recipe_table.rows(Registry.declared())
     yield DOCS / "recipes.md", recipe_table.document(table)
-    yield GOLDENS / "recipes_waiting.txt", recipe_table.waiting(table)
+    yield GOLDENS / "recipes_waiting.txt", recipe_table.unavailable_recipes(table)
     yield GOLDENS / "recipes_without_proxy.txt", recipe_table.without_proxy()
 
 
@@ -94,7 +94,7 @@ def facts(recipe: str) -> Facts:
 
 def dry_run(recipe: str) -> str:
     """Dry-run report of a recipe without its lists of flags."""
-    return report(figures(facts(recipe))) + "\n"
+    return report(without_texts(facts(recipe))) + "\n"
 
 
 def totals(recipe: str) -> str:

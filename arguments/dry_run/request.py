@@ -15,7 +15,7 @@ from arguments.errors import Finished, FlagErrors
 from arguments.files import read_files
 from arguments.flags import Flags
 from arguments.launch import launch_of
-from arguments.parser import Settings, settle
+from arguments.parser import Settings, merge_settings
 from arguments.recipes import find_recipe
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import ExitCode, RunError
@@ -146,7 +146,7 @@ def _differences(settings: Settings) -> list[str]:
     path = find_recipe(str(settings.setting("recipe").value))
     assert path is not None, "the recipe was read before"
     registry = settings.registry
-    own = settle(registry, [file.flags for file in read_files(path, registry, {})])
+    own = merge_settings(registry, [file.flags for file in read_files(path, registry, {})])
     lines = []
     for name, flag in registry.flags.items():
         before, after = own.setting(name), settings.setting(name)
@@ -156,7 +156,7 @@ def _differences(settings: Settings) -> list[str]:
     return lines
 
 
-def figures(facts: Facts) -> Facts:
-    """Returns the figures of a report, which the documentation shows. Texts and environment are left empty."""
+def without_texts(facts: Facts) -> Facts:
+    """Copy of a report for the documentation, with empty texts and environment."""
     lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
     return {**facts, "would_start": True, "environment": {}, **lists}

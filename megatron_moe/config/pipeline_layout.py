@@ -25,7 +25,7 @@ class StageMap:
         """Index of the stage that is chunk `chunk` of rank `rank`."""
         return chunk * self.pp + rank
 
-    def place(self, stage: int) -> tuple[int, int]:
+    def rank_and_chunk(self, stage: int) -> tuple[int, int]:
         """(rank, chunk) of a stage."""
         return stage % self.pp, stage // self.pp
 
@@ -95,7 +95,7 @@ class PipelineLayout:
         """Table with one line per stage: rank, chunk and contents."""
         lines = [f"{'stage':>5} {'rank':>4} {'chunk':>5}  holds"]
         for index, stage in enumerate(self.stages):
-            rank, chunk = self.map.place(index)
+            rank, chunk = self.map.rank_and_chunk(index)
             lines.append(f"{index:>5} {rank:>4} {chunk:>5}  {_describe(stage)}")
         return "\n".join(lines)
 

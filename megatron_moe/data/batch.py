@@ -14,7 +14,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.samples import PADDING
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, fewest_ranks, split_places
+from megatron_moe.parallel.context_parallel import SequencePart, fewest_ranks, split_positions
 from megatron_moe.parallel.rng import Key, RNGKey
 
 
@@ -218,7 +218,7 @@ def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
 def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
     cp, config, degree = context.group("cp"), context.config, context_degree(batch, context.config)
     return SequencePart(
-        split_places(config.cp_split, batch.tokens_BS.shape[1], degree),
+        split_positions(config.cp_split, batch.tokens_BS.shape[1], degree),
         cp.rank % degree,
         group="cp" if config.max_seqlen_per_dp_cp_rank is None else f"cp_{degree}",
         share=(cp.rank // degree, cp.size // degree),

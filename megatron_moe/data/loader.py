@@ -67,11 +67,11 @@ class SampleOrder:
         """Sample indices (int64) at the positions `consumed` of the order (int64, any shape)."""
         if self.kind == "single":
             return consumed
-        passes, places = np.divmod(consumed, self.num_samples)
+        passes, positions = np.divmod(consumed, self.num_samples)
         out = np.empty_like(consumed)
         for number in np.unique(passes):
             here = passes == number
-            out[here] = self._permutation(int(number))[places[here]]
+            out[here] = self._permutation(int(number))[positions[here]]
         return out
 
     def _permutation(self, number: int) -> np.ndarray:

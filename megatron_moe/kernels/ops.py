@@ -62,7 +62,7 @@ class PositionSpan:
     segments_BS: Tensor | None = None
     """Document id of each row, int64; attention does not cross documents. None: all rows belong to one document."""
 
-    def places(self, device: torch.device) -> Tensor:
+    def positions(self, device: torch.device) -> Tensor:
         """Sequence position of every row, int64."""
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.chunks])
 

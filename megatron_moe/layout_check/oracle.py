@@ -30,7 +30,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router import ExpertSelection, Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import split_places
+from megatron_moe.parallel.context_parallel import split_positions
 from megatron_moe.parallel.rng import Key, RNGKey
 from megatron_moe.train.trainer import Trainer
 
@@ -131,7 +131,7 @@ class _Partition:
 
 def _position_parts(config: ParallelConfig, num_positions: int, degree: int) -> list[Tensor]:
     """Sequence positions of each rank, in storage order: `degree` tensors (`degree` * tp with sequence parallelism)."""
-    shares = split_places(config.cp_split, num_positions, degree)
+    shares = split_positions(config.cp_split, num_positions, degree)
     held = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]) for chunks in shares]
     return [part for share in held for part in share.chunk(config.tp if config.sequence_parallel else 1)]
 

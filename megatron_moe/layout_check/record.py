@@ -49,7 +49,7 @@ class RankRecord:
     """Results that one rank records for the comparison."""
 
     rank: int
-    place: dict[str, int]
+    coordinates: dict[str, int]
     """Coordinates of the rank on the attention grid and the expert grid, by axis name."""
     losses: list[float] = field(default_factory=list)
     """Reported loss per step."""
@@ -85,7 +85,7 @@ def record_run(
     loader = build.build_train_loader(plan, context, datasets)
     assert loader is not None, "the plan has no training steps to record"
     before_step = None if prepare is None else prepare(trainer)
-    record = RankRecord(context.rank, place_of(context))
+    record = RankRecord(context.rank, coordinates_of(context))
     _count_tokens(trainer, record)
     state, config = TrainState(), build.build_train_state_config(plan)
     for step in range(num_steps):
@@ -119,7 +119,7 @@ def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
             yield slot.name, _held(slot.parameter, value)
 
 
-def place_of(context: ParallelContext) -> dict[str, int]:
+def coordinates_of(context: ParallelContext) -> dict[str, int]:
     """Coordinates of this rank by axis name: pp, dp, cp, tp and edp, ep, etp."""
     attention = attention_grid(context.config).coordinates(context.rank)
     expert = expert_grid(context.config).coordinates(context.rank)

@@ -77,10 +77,10 @@ class Comparison:
 
 def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
     """Compares the records of all ranks, given in rank order, with `oracle`, the record of the single-rank run."""
-    axes = {axis: 1 + max(record.place[axis] for record in ranks) for axis in ranks[0].place}
+    axes = {axis: 1 + max(record.coordinates[axis] for record in ranks) for axis in ranks[0].coordinates}
     expected, figures = _figures(oracle), [_figures(record) for record in ranks]
     for record, of_rank in zip(ranks, figures, strict=True):
-        if record.place["pp"] < axes["pp"] - 1:  # only the last pipeline rank has the loss
+        if record.coordinates["pp"] < axes["pp"] - 1:  # only the last pipeline rank has the loss
             of_rank["loss"] = {}
     rows = [
         *(

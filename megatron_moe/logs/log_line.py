@@ -21,7 +21,7 @@ class StepResult:
     loss: float
     norms: Mapping[str, float]
     """L2 norms of the gradient before clipping, by parameter group; "all" is the global norm."""
-    figures: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, float] = field(default_factory=dict)
     """Values that only some runs measure: "num_zeros" (number of gradient elements equal to 0) and "params_norm" (both
     only when the log needs them), and "overflow" (expert rows beyond their bound, relative to it)."""
     apply_update: bool
@@ -156,10 +156,10 @@ def megatron_line(report: StepReport, config: LoggingConfig) -> str:
     parts += [f" {name}: {value:.2f}" for name, value in recorded.items() if name not in losses]
     parts.append(" loss scale: 1.0")
     parts.append(f" grad norm: {last.norms['all']:.3f}")
-    if "num_zeros" in last.figures:
-        parts.append(f" num zeros: {last.figures['num_zeros']:.0f}")
-    if "params_norm" in last.figures:
-        parts.append(f" params norm: {last.figures['params_norm']:.3f}")
+    if "num_zeros" in last.extra:
+        parts.append(f" num zeros: {last.extra['num_zeros']:.0f}")
+    if "params_norm" in last.extra:
+        parts.append(f" params norm: {last.extra['params_norm']:.3f}")
     parts.append(f" number of skipped iterations: {report.skipped_iterations:3d}")
     parts.append(f" number of nan iterations: {report.nan_iterations:3d}")
     if config.log_throughput:

@@ -16,7 +16,7 @@ Chunks = tuple[range, ...]
 """Ranges of positions in a sequence."""
 
 
-def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
+def split_positions(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
     """Divides a sequence of `seq` positions among n = `num_ranks` ranks; returns the chunks of every rank.
 
     zigzag: rank i gets chunks i and 2n - 1 - i of 2n equal chunks, which balances the work under a causal mask.
@@ -70,7 +70,7 @@ class SequencePart:
 
     def take(self, x_BS: Tensor) -> Tensor:
         """Selects this rank's sequences and positions from a tensor of the whole microbatch."""
-        return take_places(self.sequences(x_BS), self.chunks)
+        return take_positions(self.sequences(x_BS), self.chunks)
 
     def sequences(self, x_BS: Tensor) -> Tensor:
         """Selects the sequences of this rank's group, with all positions, from a tensor of the whole microbatch."""
@@ -78,7 +78,7 @@ class SequencePart:
         return x_BS if number == 1 else x_BS.chunk(number)[index]
 
 
-def take_places(x_BS: Tensor, chunks: Chunks) -> Tensor:
+def take_positions(x_BS: Tensor, chunks: Chunks) -> Tensor:
     """Selects the positions of `chunks`, in the given order, from a tensor whose dim 1 is the whole sequence."""
     return torch.cat([x_BS[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
 

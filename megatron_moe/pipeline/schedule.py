@@ -151,7 +151,7 @@ def _transfer(stages: StageMap, rank: int, action: Action) -> Iterator[tuple[Act
     """Yields (send, peer rank, receive) of an action's output if another rank consumes it."""
     for direction, _, stage in gives(stages, rank, action):
         stage += 1 if direction == "forward" else -1
-        peer, chunk = stages.place(stage)
+        peer, chunk = stages.rank_and_chunk(stage)
         if 0 <= stage < stages.num_stages and peer != rank:
             forward = direction == "forward"
             sent = Action("send_forward" if forward else "send_backward", action.microbatch, action.chunk, peer)

@@ -62,7 +62,7 @@ class SegmentedMicrobatch:
 
     def forward(self, slot: Slot | None = None) -> None:
         """Runs the pending steps up to and including the first step of `slot`, or all of them if `slot` is None."""
-        end = len(self._steps) if slot is None else min(self._places(slot), default=-1) + 1
+        end = len(self._steps) if slot is None else min(self._step_indices(slot), default=-1) + 1
         while self._num_forward < end:
             self._forward(self._steps[self._num_forward])
             self._num_forward += 1
@@ -85,7 +85,7 @@ class SegmentedMicrobatch:
 
     def backward(self, slot: Slot | None = None) -> None:
         """Runs pending backwards in reverse step order, down to the last step of `slot`, or all if `slot` is None."""
-        start = 0 if slot is None else max(self._places(slot), default=len(self._boundaries))
+        start = 0 if slot is None else max(self._step_indices(slot), default=len(self._boundaries))
         while len(self._boundaries) > start:
             self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
 
@@ -95,7 +95,7 @@ class SegmentedMicrobatch:
         assert gradient is not None, "the received tensor has no gradient"
         return gradient
 
-    def _places(self, slot: Slot) -> list[int]:
+    def _step_indices(self, slot: Slot) -> list[int]:
         """Indices of the steps of a slot's node: two if the node is an exchange, else one; none if the chunk lacks the
         node."""
         return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (slot.node, slot.layer)]

@@ -105,7 +105,7 @@ def _ranks(plan: RunPlan, gpu: GPU, placements: dict[str, Placement]) -> Facts:
 def _stages(plan: RunPlan) -> Iterator[Facts]:
     costs = stage_costs(plan)
     for index, stage in enumerate(plan.layout.stages):
-        rank, chunk = plan.layout.map.place(index)
+        rank, chunk = plan.layout.map.rank_and_chunk(index)
         yield {
             "stage": index,
             "pipeline_rank": rank,

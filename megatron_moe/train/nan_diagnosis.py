@@ -146,7 +146,7 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
         weights = tuple(bad_weights(trainer.model))
     with FirstBadModule(trainer.model) as watched:
         repeated = trainer.repeat(kept.batches, kept.iteration)
-    bad_places = {index for index, loss in repeated.losses.items() if not bool(torch.isfinite(loss))}
+    bad_microbatches = {index for index, loss in repeated.losses.items() if not bool(torch.isfinite(loss))}
     slots = list(trainer.buffers.slots)
     gradients = [found for slot in slots if (found := bad_gradient(slot.name, slot.parameter, slot.main_grad))]
     modules = [found for found in (watched.forward, watched.backward) if found is not None]
@@ -154,7 +154,7 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
     return replace(
         report,
         findings=(*weights, *modules, *gradients),
-        bad_samples=tuple(sample for index in sorted(bad_places) for sample in report.samples[index]),
+        bad_samples=tuple(sample for index in sorted(bad_microbatches) for sample in report.samples[index]),
         rerun=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
         rerun_values={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
     )

@@ -16,7 +16,7 @@ class StepOutcome:
     loss: Tensor
     """Mean loss per token of this step over all ranks."""
     norms: dict[str, Tensor]
-    figures: dict[str, Tensor]
+    extra: dict[str, Tensor]
     apply_update: Tensor
     state_is_finite: Tensor
     num_samples: int
@@ -26,7 +26,7 @@ class StepOutcome:
 
     def scalars(self) -> Tensor:
         """Starts an asynchronous copy of all device values to host memory; returns the host tensor, fp64 [n]."""
-        values = (self.loss, self.apply_update, self.state_is_finite, *self.norms.values(), *self.figures.values())
+        values = (self.loss, self.apply_update, self.state_is_finite, *self.norms.values(), *self.extra.values())
         scalars = torch.stack([value.double() for value in values])
         if scalars.is_cuda:
             pinned = torch.empty_like(scalars, device="cpu", pin_memory=True)
@@ -40,7 +40,7 @@ class StepOutcome:
             iteration=self.iteration,
             loss=loss,
             norms=dict(zip(self.norms, others[: len(self.norms)], strict=True)),
-            figures=dict(zip(self.figures, others[len(self.norms) :], strict=True)),
+            extra=dict(zip(self.extra, others[len(self.norms) :], strict=True)),
             apply_update=bool(apply_update),
             state_is_finite=bool(state_is_finite),
             learning_rate=self.learning_rate,

@@ -154,14 +154,14 @@ class Trainer:
         with self.timers.span("all-grads-sync", level=1):
             self._finish_grads(num_tokens)
         with self.timers.span("optimizer", level=1):
-            norms, figures, apply_update, state_is_finite = self._update(loss, lr, state.trained_samples)
+            norms, extra, apply_update, state_is_finite = self._update(loss, lr, state.trained_samples)
         if self.repeatability and trial is not None:
             self.repeatability.add(trial, torch.stack([local[0], norms["all"].double()]))
         num_samples = len(batches) * self.micro_batch_size * self.context.group("dp").size
         return StepOutcome(
             loss=loss,
             norms=norms,
-            figures=figures,
+            extra=extra,
             apply_update=apply_update,
             state_is_finite=state_is_finite,
             num_samples=num_samples,
@@ -262,15 +262,15 @@ class Trainer:
         self, loss: Tensor, lr: float, samples: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
         """Clips gradients, applies the update and updates the routers. Returns values for the fields of `StepOutcome`
-        named `norms`, `figures`, `apply_update` (False: the update was not applied) and `state_is_finite`."""
-        figures: dict[str, Tensor] = {}
+        named `norms`, `extra`, `apply_update` (False: the update was not applied) and `state_is_finite`."""
+        extra: dict[str, Tensor] = {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         state_is_finite = norms.pop("nonfinite") == 0
         if self.logging.log_num_zeros_in_grad:
-            figures["num_zeros"] = count_zeros(self.buffers)
+            extra["num_zeros"] = count_zeros(self.buffers)
         overflow = None if self.model.expert_comm is None else self.model.expert_comm.largest_overflow()
         if overflow is not None:
-            figures["overflow"] = overflow
+            extra["overflow"] = overflow
         apply_update = self._accept(loss, norms["all"], overflow) & state_is_finite
         if self.low_precision is not None:
             self.low_precision.end_step(apply_update)  # first: the optimizer may quantise weights with the new scales
@@ -285,8 +285,8 @@ class Trainer:
             router.record_bias(self.metrics)
         update_routers(self.routers, self.context, apply_update=apply_update)
         if self.logging.log_params_norm:
-            figures["params_norm"] = self.optimizer.params_norm()
-        return norms, figures, apply_update, state_is_finite
+            extra["params_norm"] = self.optimizer.params_norm()
+        return norms, extra, apply_update, state_is_finite
 
     def _accept(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
         """Checks loss and gradient norm for non-finite values and spikes, and the buffers of expert rows for overflow.

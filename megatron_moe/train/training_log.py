@@ -59,7 +59,7 @@ class TrainingLog:
     def _push(self, outcome: StepOutcome) -> None:
         """Reports the step before `outcome`, or repeats both if the former overflowed."""
         previous = self._reader.push(outcome)
-        if previous is not None and previous.figures.get("overflow"):
+        if previous is not None and previous.extra.get("overflow"):
             return self._repeat_from(previous)
         self._handle(previous)
         if self._reporter.due(outcome.iteration):
@@ -70,7 +70,7 @@ class TrainingLog:
         has applied neither update. Metrics of the log interval start again at the repeated step."""
         self._reader.drop()
         self._recorded = MetricAccumulator()
-        overflow = result.figures["overflow"]
+        overflow = result.extra["overflow"]
         steps = self._trainer.steps_to_repeat(result.iteration, overflow)
         comm = self._trainer.model.expert_comm
         assert comm is not None
@@ -96,7 +96,7 @@ class TrainingLog:
         Raises NumericsProblem if the step ends the run, or if an update stored a non-finite value.
         """
         while (result := self._reader.flush()) is not None:
-            if result.figures.get("overflow"):
+            if result.extra.get("overflow"):
                 self._repeat_from(result)
             else:
                 self._handle(result)

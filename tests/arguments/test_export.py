@@ -15,7 +15,7 @@ from arguments.export import export, flags_text, json_text, yaml_text
 from arguments.files import read_file
 from arguments.flag import Flag
 from arguments.flags import Registry
-from arguments.parser import Setting, Settings, settle, split
+from arguments.parser import Setting, Settings, merge_settings, split
 from arguments.read import read_plan
 from arguments.values import LayerPattern, is_optional, without_none
 from megatron_moe.config.run import RunPlan
@@ -107,7 +107,7 @@ def test_a_yaml_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data)
     path.write_text(yaml_text(before, environment, ["a heading"]), encoding="utf-8")
     file = read_file(path, REGISTRY, {})
     assert (file.problems, file.environment) == ([], environment)
-    assert same_values(before, settle(REGISTRY, [file.flags]))
+    assert same_values(before, merge_settings(REGISTRY, [file.flags]))
 
 
 @settings(max_examples=50)
@@ -121,7 +121,7 @@ def test_a_json_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data)
     assert set(json.loads(text)) > {"environment", "model", "data"}
     file = read_file(path, REGISTRY, {})
     assert (file.problems, file.environment) == ([], environment)
-    assert same_values(before, settle(REGISTRY, [file.flags]))
+    assert same_values(before, merge_settings(REGISTRY, [file.flags]))
 
 
 @settings(max_examples=200)
@@ -130,7 +130,7 @@ def test_a_command_line_reads_back_as_the_settings_it_holds(data):
     before = settings_of(data, FRAMED)
     given_words, problems = split(shell_words(flags_text(before)))
     assert problems == []
-    assert same_values(before, settle(REGISTRY, [given_words]))
+    assert same_values(before, merge_settings(REGISTRY, [given_words]))
 
 
 def test_no_flag_has_a_default_that_a_command_line_cannot_return_to():

@@ -8,7 +8,7 @@ import pytest
 from arguments import files, recipes
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
-from arguments.parser import settle
+from arguments.parser import merge_settings
 from arguments.read import read_plan
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
@@ -68,7 +68,7 @@ def read(path: Path, text: str, **environ: str) -> files.FlagFile:
 
 
 def values(file: files.FlagFile) -> dict[str, object]:
-    settings = settle(REGISTRY, [file.flags])
+    settings = merge_settings(REGISTRY, [file.flags])
     assert file.problems + settings.problems == []
     return {name: setting.value for name, setting in settings.values.items()}
 
@@ -145,7 +145,7 @@ def test_anchors_merge_keys_and_lists_in_quotes(tmp_path):
         "moe_layer_freq": (0, 1, 1),
         "cuda_graph_modules": ("attn", "moe_router"),
     }
-    assert settle(REGISTRY, [file.flags]).notes == []
+    assert merge_settings(REGISTRY, [file.flags]).notes == []
     assert values(read(tmp_path / "b.yaml", "&a\n<<: *a\nlr: 1")) == {"lr": 1.0}
 
 

@@ -6,7 +6,7 @@ from arguments.checks.run import missing_flags
 from arguments.flag import REQUIRED, Flag, docstrings, flag, flags_of
 from arguments.flags import GROUPS, Registry
 from arguments.groups.moe import MoEFlags
-from arguments.parser import settle, split
+from arguments.parser import merge_settings, split
 from arguments.values import describe
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
@@ -15,7 +15,7 @@ REGISTRY = Registry.declared()
 
 def settings_of(*layers: str):
     given = [split(layer.split()) for layer in layers]
-    settings = settle(REGISTRY, [words for words, _ in given])
+    settings = merge_settings(REGISTRY, [words for words, _ in given])
     settings.problems += [problem for _, problems in given for problem in problems]
     return settings
 
@@ -74,15 +74,15 @@ def test_flag_mangled_by_shell_or_clipboard_is_reported_and_corrected(word, prob
     given, problems = split(["--num-layers", "4", word])
     assert len(problems) == 1, problems
     assert problem in problems[0].what
-    assert settle(REGISTRY, [given]).setting("bf16").value is True
-    assert settle(REGISTRY, [given]).setting("num_layers").value == 4
+    assert merge_settings(REGISTRY, [given]).setting("bf16").value is True
+    assert merge_settings(REGISTRY, [given]).setting("num_layers").value == 4
 
 
 @pytest.mark.parametrize("word", [" ", "\\", "\r", "${GPT_ARGS[@]}"])
 def test_stray_words_are_reported_and_are_no_values(word):
     given, problems = split(["--num-layers", "4", word, word])
     assert len(problems) == 1, problems
-    assert settle(REGISTRY, [given]).setting("num_layers").value == 4
+    assert merge_settings(REGISTRY, [given]).setting("num_layers").value == 4
 
 
 def test_blanks_and_dashes_in_values_are_meant():
@@ -294,7 +294,7 @@ def test_every_default_is_a_value_of_its_flag():
         if entry.default is not REQUIRED and entry.default is not None and not entry.is_switch:
             words = [str(word) for word in (entry.default if isinstance(entry.default, tuple) else (entry.default,))]
             given, _ = split([entry.option, *words])
-            settings = settle(REGISTRY, [given])
+            settings = merge_settings(REGISTRY, [given])
             assert not settings.problems, settings.problems
             assert settings.setting(entry.name).value == entry.default
 

@@ -30,7 +30,7 @@ from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, split_places
+from megatron_moe.parallel.context_parallel import SequencePart, split_positions
 from megatron_moe.parallel.exchange import AllToAll
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads
@@ -165,7 +165,7 @@ def sent(changed: RunPlan, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counting = Counting(monkeypatch, handles)
         length = SEQ // config.cp
         positions = torch.arange(length).repeat(BATCH, 1)
-        part = SequencePart(split_places("zigzag", SEQ, config.cp), 0) if config.cp > 1 else None
+        part = SequencePart(split_positions("zigzag", SEQ, config.cp), 0) if config.cp > 1 else None
         batch = microbatch(BATCH, length, positions_BS=positions, part=part)
         net(batch).loss_BS.sum().backward()
     finally:

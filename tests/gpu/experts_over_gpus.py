@@ -368,7 +368,7 @@ def trained(recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Ten
     run, figures, num_repeated = TimedRun(replace(plan, cuda_graphs=graphs)), {}, 0
     for step in range(num_steps):
         outcome = run.step()
-        while overflow := float(outcome.figures.get("overflow", 0)):
+        while overflow := float(outcome.extra.get("overflow", 0)):
             num_repeated += 1
             (retained,) = run.trainer.steps_to_repeat(outcome.iteration, overflow)
             outcome = run.trainer.step(retained.batches, retained.state)

@@ -14,7 +14,7 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.parallel.context_parallel import split_places
+from megatron_moe.parallel.context_parallel import split_positions
 from tests.gpu.host_sync import no_host_sync
 from tests.helpers.ring_on_one_rank import blocks_of_a_ring
 from tests.helpers.tolerances import BF16_BLOCKS, EXACT
@@ -65,7 +65,7 @@ def test_cudnn_blocks_of_four_ranks_match_one(
     grad, q, k, v = inputs
     assert cudnn.serves(q, k, v, causal=causal)
     BF16_BLOCKS.check_all(
-        blocks_of_a_ring(backend, inputs, config, split_places(split, 1024, 4)), exact(inputs, config)
+        blocks_of_a_ring(backend, inputs, config, split_positions(split, 1024, 4)), exact(inputs, config)
     )
 
 
@@ -82,7 +82,7 @@ def test_triton_blocks_of_four_ranks_match_one(
     inputs = tensors(seq, width, value_width)
     config = CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal, window=window)
     BF16_BLOCKS.check_all(
-        blocks_of_a_ring(triton_kernels, inputs, config, split_places(split, seq, 4)), exact(inputs, config)
+        blocks_of_a_ring(triton_kernels, inputs, config, split_positions(split, seq, 4)), exact(inputs, config)
     )
 
 
@@ -93,7 +93,7 @@ def test_ring_attention_with_documents_and_windows_matches_one_rank(
 ) -> None:
     """Rectangles that a window leaves whole are cuDNN's, the others ours."""
     inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, window=window)
-    parts = split_places("zigzag", 1024, 4)
+    parts = split_positions("zigzag", 1024, 4)
     segments_BS = (torch.arange(1024, device="cuda") * 5 // 1024).expand(2, 1024)
     for documents in (None, segments_BS):
         given = {} if documents is None else {"segments_BS": documents}
@@ -137,7 +137,7 @@ def test_cached_cudnn_plans_serve_attention_with_and_without_sinks() -> None:
 def test_deterministic_blocks_are_bitwise_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     inputs, config = tensors(1024, 128, 128), CoreAttentionConfig(softmax_scale=0.1)
-    parts = split_places("zigzag", 1024, 2)
+    parts = split_positions("zigzag", 1024, 2)
     torch.use_deterministic_algorithms(True)
     try:
         assert not cudnn.serves(*inputs[1:], causal=True)
@@ -153,7 +153,7 @@ def test_blocks_and_sinks_run_without_host_sync() -> None:
     kernels = select_kernels(KernelConfig(), torch.device("cuda"), BF16)
     grad, q, k, v = tensors(512, 128, 128)
     sinks = torch.zeros(8, device="cuda", dtype=BF16)
-    first, second = (PositionSpan(chunks=part) for part in split_places("zigzag", 1024, 2))
+    first, second = (PositionSpan(chunks=part) for part in split_positions("zigzag", 1024, 2))
     segments = torch.zeros(2, 512, dtype=torch.int64, device="cuda")
     config = CoreAttentionConfig(softmax_scale=0.1)
     out, lse = torch.zeros_like(grad, dtype=torch.float32), torch.zeros(2, 8, 512, device="cuda").permute(2, 0, 1)

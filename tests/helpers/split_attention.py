@@ -12,7 +12,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, split_places, take_places
+from megatron_moe.parallel.context_parallel import SequencePart, split_positions, take_positions
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import make_mb, randn
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -86,7 +86,7 @@ def split(
 ) -> dict[str, Tensor]:
     """Attention on `parallel.cp` ranks, joined in sequence order; sink gradients are summed."""
     segments_BS = case.segments_BS()
-    parts = split_places(parallel.cp_split, case.seq, parallel.cp)
+    parts = split_positions(parallel.cp_split, case.seq, parallel.cp)
 
     def on_rank(ctx: ParallelContext) -> dict[str, Tensor]:
         rank = ctx.group("cp").rank
@@ -98,7 +98,7 @@ def split(
         mb = make_mb(
             BATCH,
             len(mine["q"]),
-            segments_BS=None if segments_BS is None else take_places(segments_BS, chunks),
+            segments_BS=None if segments_BS is None else take_positions(segments_BS, chunks),
             whole_segments_BS=segments_BS,
             part=SequencePart(parts, rank),
         )

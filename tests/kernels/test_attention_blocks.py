@@ -11,14 +11,14 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention.tiles import serves
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSpan
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.parallel.context_parallel import Chunks, split_places, take_places
+from megatron_moe.parallel.context_parallel import Chunks, split_positions, take_positions
 from tests.helpers.kernel_comparison import draw
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
 
 SEQ, BATCH, HEADS, GROUPS = 160, 2, 2, 1
-FIRST, SECOND, THIRD, _ = split_places("zigzag", SEQ, 4)
+FIRST, SECOND, THIRD, _ = split_positions("zigzag", SEQ, 4)
 MASKS = {
     "causal": CoreAttentionConfig(softmax_scale=0.3),
     "all": CoreAttentionConfig(softmax_scale=0.3, causal=False),
@@ -48,7 +48,7 @@ def block(
     )
     segments_BS = (torch.arange(SEQ) * 3 // SEQ).expand(BATCH, SEQ) if documents else None
     of_both = (
-        PositionSpan(chunks=c, segments_BS=None if segments_BS is None else take_places(segments_BS, c))
+        PositionSpan(chunks=c, segments_BS=None if segments_BS is None else take_positions(segments_BS, c))
         for c in (query, key)
     )
     given = AttentionBlock(q, k, v, config, *of_both)

@@ -13,7 +13,7 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention import blocks
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.parallel.context_parallel import split_places
+from megatron_moe.parallel.context_parallel import split_positions
 from tests.helpers.kernel_comparison import compare, draw, with_gradients
 from tests.helpers.ring_on_one_rank import blocks_of_a_ring
 from tests.helpers.tolerances import BF16_BLOCKS, FP32_REF
@@ -100,7 +100,7 @@ def test_sinks_with_windows_or_documents_do_not_use_cudnn(
 def test_blocks_of_a_ring_sum_to_whole_attention(backend: Any, dtype: torch.dtype, bar: Any) -> None:
     config, shapes = CoreAttentionConfig(softmax_scale=0.3), [(4, 12), (4, 24), (2, 24), (2, 12)]
     grad, *inputs = (draw(48, 2, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
-    actual = blocks_of_a_ring(backend, (grad, *inputs), config, split_places("zigzag", 48, 3))
+    actual = blocks_of_a_ring(backend, (grad, *inputs), config, split_positions("zigzag", 48, 3))
     leaves = [x.double().requires_grad_() for x in inputs]
     out = reference.attention(AttentionInputs(*leaves, config))
     exact = (out, *torch.autograd.grad(out, leaves, grad.double()))

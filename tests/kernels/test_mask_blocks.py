@@ -10,13 +10,13 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.ops import PositionSpan
 from megatron_moe.kernels.reference.attention_blocks import visible_between
-from megatron_moe.parallel.context_parallel import split_places
+from megatron_moe.parallel.context_parallel import split_positions
 
 SEQ = 24
 SPLITS = {
-    "zigzag of 2": split_places("zigzag", SEQ, 2),
-    "zigzag of 3": split_places("zigzag", SEQ, 3),
-    "contiguous": split_places("contiguous", SEQ, 4),
+    "zigzag of 2": split_positions("zigzag", SEQ, 2),
+    "zigzag of 3": split_positions("zigzag", SEQ, 3),
+    "contiguous": split_positions("contiguous", SEQ, 4),
     "uneven": ((range(0, 5), range(9, 16)), (range(3, 12),), (range(2, 4), range(4, 11), range(20, 24)), (range(1),)),
     "far apart": ((range(10, 11), range(20, 21)), (range(8, 11), range(18, 21))),
 }
@@ -59,7 +59,7 @@ def test_causal_masks_give_causal_squares_and_unmasked_rectangles(split: str) ->
 def test_causal_ring_steps_are_single_rectangles() -> None:
     """The own part is a square; an earlier rank's first chunk is visible; a later rank's to the last rows."""
     config = CoreAttentionConfig(softmax_scale=1.0)
-    first, second, third = split_places("zigzag", SEQ, 3)
+    first, second, third = split_positions("zigzag", SEQ, 3)
     all_8, low_4, high_4 = slice(0, 8), slice(0, 4), slice(4, 8)
     assert mask_blocks(second, second, config) == [MaskBlock(all_8, all_8, right=0)]
     assert mask_blocks(second, first, config) == [MaskBlock(all_8, low_4)]

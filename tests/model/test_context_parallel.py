@@ -16,7 +16,7 @@ from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, PositionSp
 from megatron_moe.kernels.reference.attention_blocks import visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, split_places
+from megatron_moe.parallel.context_parallel import SequencePart, split_positions
 from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.ranks import on_threads
 from tests.helpers.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
@@ -91,7 +91,7 @@ def test_heads_that_do_not_divide_raise() -> None:
 def test_visible_rows_are_the_smallest_ranges(causal: bool, window: tuple[int, int] | None) -> None:
     """They contain every visible pair of a query and a key."""
     config = CoreAttentionConfig(softmax_scale=1.0, causal=causal, window=window)
-    parts = split_places("zigzag", SEQ, 3)
+    parts = split_positions("zigzag", SEQ, 3)
     for query in parts:
         for key in parts:
             visible = reference_mask(query, key, config).nonzero()
@@ -109,7 +109,7 @@ def reference_mask(query: tuple[range, ...], key: tuple[range, ...], config: Cor
 def test_zigzag_balances_the_work() -> None:
     """Products per rank under a causal mask, over all steps of the ring."""
     config, cp, seq = CoreAttentionConfig(softmax_scale=1.0), 4, 64
-    parts = split_places("zigzag", seq, cp)
+    parts = split_positions("zigzag", seq, cp)
     work = []
     for query in parts:
         seen = [visible_rows(query, key, config) for key in parts]
@@ -122,7 +122,7 @@ def test_dropout_of_blocks_is_the_same_in_backward() -> None:
     config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
 
     def on_rank(ctx: ParallelContext) -> bool:
-        part = SequencePart(split_places("zigzag", 4, 1), 0)
+        part = SequencePart(split_positions("zigzag", 4, 1), 0)
         mb = make_mb(1, 4, part=part, rng=RNGKey(1, 2, 3))
         q, k, v = (randn(4, 1, 2, 3, seed=seed).requires_grad_() for seed in range(3))
 

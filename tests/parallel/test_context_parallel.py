@@ -16,7 +16,7 @@ from megatron_moe.parallel.context_parallel import (
     joined,
     pack,
     scatter_heads,
-    split_places,
+    split_positions,
     unpack,
 )
 from tests.helpers.ranks import on_processes, on_threads
@@ -25,17 +25,17 @@ from tests.helpers.tolerances import EXACT
 
 
 def test_zigzag_pairs_early_with_late_chunks_and_contiguous_does_not() -> None:
-    assert split_places("zigzag", 8, 2) == ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
-    assert split_places("contiguous", 6, 3) == ((range(0, 2),), (range(2, 4),), (range(4, 6),))
+    assert split_positions("zigzag", 8, 2) == ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
+    assert split_positions("contiguous", 6, 3) == ((range(0, 2),), (range(2, 4),), (range(4, 6),))
     with pytest.raises(AssertionError, match="10 tokens do not divide into 4 chunks"):
-        split_places("zigzag", 10, 2)
+        split_positions("zigzag", 10, 2)
 
 
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_every_position_is_on_one_rank_and_rows_can_be_sorted_and_restored(num_ranks: int, split: str) -> None:
     positions = torch.arange(48)
-    parts = split_places(split, 48, num_ranks)
+    parts = split_positions(split, 48, num_ranks)
     taken = [SequencePart(parts, rank).take(positions[None])[0] for rank in range(num_ranks)]
     assert len({len(part) for part in taken}) == 1
     assert torch.equal(in_order(torch.cat(taken), parts), positions)
@@ -64,7 +64,7 @@ def test_the_degree_is_the_smallest_that_fits_the_longest_document(
 
 def test_groups_of_dynamic_context_parallelism_share_the_sequences() -> None:
     x_BS = torch.arange(4 * 8).view(4, 8)
-    parts = split_places("zigzag", 8, 2)
+    parts = split_positions("zigzag", 8, 2)
     taken = [SequencePart(parts, rank, group="cp_2", share=(group, 2)) for group in (0, 1) for rank in (0, 1)]
     assert taken[3].take(x_BS).tolist() == x_BS[2:, 2:6].tolist()
     assert taken[0].sequences(x_BS).tolist() == x_BS[:2].tolist()
@@ -73,7 +73,7 @@ def test_groups_of_dynamic_context_parallelism_share_the_sequences() -> None:
 
 
 def test_adjacent_zigzag_ranks_form_a_coarser_zigzag_rank() -> None:
-    fine, coarse = split_places("zigzag", 32, 4), split_places("zigzag", 32, 2)
+    fine, coarse = split_positions("zigzag", 32, 4), split_positions("zigzag", 32, 2)
     assert joined(fine[:2]) == coarse[0]
     assert joined(fine[2:]) == joined(coarse[1:]) == (range(8, 24),)
     assert joined(fine) == (range(32),)

@@ -115,9 +115,9 @@ def test_stages_are_assigned_to_ranks_round_robin():
     layout = even_layout(12, pp=3, vpp=2)
     assert [stage.layers for stage in layout.chunks(0)] == [(0, 1), (6, 7)]
     assert [stage.layers for stage in layout.chunks(2)] == [(4, 5), (10, 11)]
-    places = StageMap(3, 2)
-    assert [places.place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
-    assert all(places.stage(*places.place(stage)) == stage for stage in range(6))
+    stages = StageMap(3, 2)
+    assert [stages.rank_and_chunk(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert all(stages.stage(*stages.rank_and_chunk(stage)) == stage for stage in range(6))
 
 
 # ---- placements by numbers

@@ -9,7 +9,7 @@ from arguments.errors import Finished, FlagErrors
 from arguments.export import yaml_text
 from arguments.files import read_file, read_files
 from arguments.flags import Registry
-from arguments.parser import settle
+from arguments.parser import merge_settings
 from arguments.read import read_plan
 from arguments.recipe_table import Row, planned, row_of, rows
 from arguments.recipes import recipe_files, recipe_names
@@ -98,7 +98,7 @@ def test_all_ranks_agree_on_groups_that_cover_the_world_once(row: Row):
 def test_a_recipe_survives_a_yaml_round_trip(tmp_path, row: Row):
     path = tmp_path / "run.yaml"
     path.write_text(yaml_text(row.settings, {}), encoding="utf-8")
-    resettled = settle(REGISTRY, [read_file(path, REGISTRY, {}).flags])
+    resettled = merge_settings(REGISTRY, [read_file(path, REGISTRY, {}).flags])
     assert (resettled.problems, resettled.notes) == ([], [])
     assert planned(resettled, row.plan.process) == row.plan
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from arguments.flags import Registry
-from arguments.parser import settle, split
+from arguments.parser import merge_settings, split
 from megatron_moe.build import build_memory_guard
 from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
 from megatron_moe.config.moe import SharedExpertsConfig
@@ -79,7 +79,7 @@ def test_suggested_flags_are_available():
     assert len(offered) > 8
     for flags in offered:
         given, problems = split(flags.split())
-        settings = settle(registry, [given])
+        settings = merge_settings(registry, [given])
         assert not problems and not settings.problems, flags
         for name in settings.values:
             assert registry.flags[name].available(settings.setting(name).value), flags

@@ -89,7 +89,7 @@ def test_repeated_steps_equal_steps_without_a_bound(factor: float, read_each: bo
         assert [(r.loss, r.norms, r.learning_rate) for r in results] == [
             (r.loss, r.norms, r.learning_rate) for r in others
         ]
-        assert all(r.apply_update and r.figures["overflow"] == 0 for r in results)
+        assert all(r.apply_update and r.extra["overflow"] == 0 for r in results)
         assert raised > factor
     notes = bound[0][0].notes
     assert notes and all("more expert rows than its bound, so the iteration is repeated with" in note for note in notes)

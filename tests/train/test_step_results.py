@@ -25,7 +25,7 @@ def outcome(iteration):
     return StepOutcome(
         loss=torch.tensor(float(iteration)),
         norms={"all": torch.tensor(2.0)},
-        figures={"num_zeros": torch.tensor(7)},
+        extra={"num_zeros": torch.tensor(7)},
         apply_update=torch.tensor(True),
         state_is_finite=torch.tensor(True),
         num_samples=4,
@@ -39,7 +39,7 @@ def test_step_is_read_after_the_next_one_starts():
     late = StepResultReader(CPU)
     assert late.push(outcome(1)) is None
     first = late.push(outcome(2))
-    assert (first.iteration, first.loss, first.norms, first.figures) == (1, 1.0, {"all": 2.0}, {"num_zeros": 7.0})
+    assert (first.iteration, first.loss, first.norms, first.extra) == (1, 1.0, {"all": 2.0}, {"num_zeros": 7.0})
     assert late.flush().iteration == 2
     assert late.flush() is None
 
@@ -77,12 +77,12 @@ def test_params_norm_and_num_zeros_belong_to_their_step():
     plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True))
     one, (first,), _ = run(1, plan)
     _, (earlier, later), _ = run(2, plan)
-    EXACT.check(earlier.figures["params_norm"], first.figures["params_norm"], "params norm after one step")
+    EXACT.check(earlier.extra["params_norm"], first.extra["params_norm"], "params norm after one step")
     flat = torch.cat([parameter.detach().flatten() for parameter in one.model.parameters()])
-    FP64_REF.check(first.figures["params_norm"], flat.norm(), "params norm")
-    assert later.figures["params_norm"] != earlier.figures["params_norm"]
+    FP64_REF.check(first.extra["params_norm"], flat.norm(), "params norm")
+    assert later.extra["params_norm"] != earlier.extra["params_norm"]
     # embedding gradients of unused tokens are zero
-    assert 0 < int(first.figures["num_zeros"]) < flat.numel()
+    assert 0 < int(first.extra["num_zeros"]) < flat.numel()
 
 
 def test_step_times_its_parts():

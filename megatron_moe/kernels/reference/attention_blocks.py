@@ -59,7 +59,7 @@ def visible_between(
     query: PositionSpan, key: PositionSpan, config: CoreAttentionConfig, device: torch.device
 ) -> Tensor:
     """Attention mask, bool [Sq, Sk] or [B, 1, Sq, Sk]: True where query i (dim -2) attends to key j (dim -1)."""
-    back = query.places(device)[:, None] - key.places(device)[None, :]
+    back = query.positions(device)[:, None] - key.positions(device)[None, :]
     visible = torch.ones_like(back, dtype=torch.bool)
     if config.causal:
         visible = visible & (back >= 0)
