@@ -151,7 +151,7 @@ def preprocess(args: argparse.Namespace) -> Progress:
         stack.callback(progress.stop)
         prefixes = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
         for path in (path for prefix in prefixes for path in unfinished_files(prefix)):
-            print(f"{path} is incomplete: remove it if its process was killed, or wait for it", file=sys.stderr)
+            print(f"{path} belongs to a process that may be running; remove it if that was killed", file=sys.stderr)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
         results = map_in_order(pool, encode_chunk, chunks, _CHUNKS_AHEAD * args.workers)
         write_documents(results, writers, progress, args.on_bad_line)

@@ -15,12 +15,14 @@
 `IndexedTokens` validates the complete index when it opens the files, so a run with damaged files fails at its start.
 """
 
+import fcntl
 import os
 import re
 import struct
 import zlib
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -226,11 +228,26 @@ def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: in
 
 
 def unfinished_files(prefix: str | Path) -> list[Path]:
-    """Temporary files of `prefix` from `IndexedWriter`s in other processes, which are still running or were killed."""
+    """Temporary files of `prefix` from `IndexedWriter`s in other processes. Removes those of processes that have ended:
+    on this host no process has the number, and none on any host holds the lock of the file."""
     path = Path(prefix)
     pattern = rf"{re.escape(path.name)}\.(bin|idx)\.writing-(\d+)"
     found = [(each, re.fullmatch(pattern, each.name)) for each in sorted(path.parent.glob("*.writing-*"))]
-    return [each for each, match in found if match and int(match[2]) != os.getpid()]
+    others = [(each, int(match[2])) for each, match in found if match and int(match[2]) != os.getpid()]
+    return [each for each, pid in others if not _remove_stale(each, pid)]
+
+
+def _remove_stale(path: Path, pid: int) -> bool:
+    """Removes a temporary file whose process has ended; returns False if it may be running."""
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            with suppress(OSError), open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                path.unlink()
+                return True
+    return False
 
 
 class IndexedWriter:
@@ -250,6 +267,8 @@ class IndexedWriter:
         try:
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(self._aside[".bin"], "wb")
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._bin, fcntl.LOCK_EX)
         except OSError as error:
             raise DataProblem(
                 f"cannot write {prefix}.bin: {error.strerror}; choose an output prefix in a folder you may write to"

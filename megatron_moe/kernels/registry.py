@@ -159,10 +159,13 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
     """Rates a backend for an op; imports the backend only if all modules that it needs are installed."""
     if op not in backend.provides:
         return Support(Priority.NO, f"it does not provide {op}")
-    missing = backend.missing()
-    if missing:
-        return Support(Priority.NO, f"it requires {', '.join(missing)} (not installed)")
-    support: Support = backend.load().support(op, device, dtype)
+    try:
+        missing = backend.missing()
+        if missing:
+            return Support(Priority.NO, f"it requires {', '.join(missing)} (not installed)")
+        support: Support = backend.load().support(op, device, dtype)
+    except (ImportError, OSError, MemoryError) as error:  # for example a limit of the address space (ulimit -v)
+        return Support(Priority.NO, f"its import failed: {error}")
     return support
 
 

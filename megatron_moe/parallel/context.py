@@ -123,7 +123,7 @@ class ParallelContext:
             return world
         key = (world.ranks, "host")
         if key not in self.handles:
-            timeout = timedelta(minutes=self.config.distributed_timeout_minutes)
+            timeout = timedelta(seconds=self.timeout_s)
             self.handles[key] = dist.new_group(list(world.ranks), backend="gloo", timeout=timeout)
         return replace(world, name="host", handle=self.handles[key], device=torch.device("cpu"))
 
@@ -131,7 +131,8 @@ class ParallelContext:
         """Communicator of `ranks` for one purpose, created by the first call. Every rank of the world must call it with
         the same arguments in the same order; a rank that is not in `ranks` cannot use the result."""
         if (ranks, purpose) not in self.handles:
-            self.handles[ranks, purpose] = dist.new_group(list(ranks))
+            # without a timeout, torch would wait for its own default of up to 30 minutes, not that of the world
+            self.handles[ranks, purpose] = dist.new_group(list(ranks), timedelta(seconds=self.timeout_s))
         return self.handles[ranks, purpose]
 
     @classmethod

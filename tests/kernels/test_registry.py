@@ -109,6 +109,17 @@ def test_backends_implement_and_rate_their_declared_ops() -> None:
                     assert module.support(op, torch.device(device), dtype).reason
 
 
+def test_a_backend_that_cannot_be_imported_is_not_used(monkeypatch) -> None:
+    def fails(name: str) -> None:
+        raise ImportError("libtriton.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(choosing, "is_installed", fails)
+    chosen = select_kernels(KernelConfig(), CPU, torch.float32)
+    assert "triton" not in backend_of(chosen).values() and "its import failed: libtriton.so" in chosen.table()
+    with pytest.raises(EnvironmentProblem, match="its import failed: libtriton.so"):
+        select_kernels(KernelConfig(kernel_per_op=(("rms_norm", "triton"),)), CPU, torch.float32)
+
+
 def test_fp64_selects_the_reference_only() -> None:
     assert set(backend_of(select_kernels(KernelConfig(), CPU, torch.float64)).values()) == {"reference"}
 

@@ -76,6 +76,30 @@ def wait_for_absent_peer(context: ParallelContext) -> str:
     return str(problem.value)
 
 
+def stopped_peer(pooled: ParallelContext, port: int) -> str:
+    """On the first of two ranks: the error of an all-reduce that the second does not join within the timeout."""
+    rank = pooled.rank
+    dist.destroy_process_group()
+    launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
+    context = ParallelContext.start(ParallelConfig(world_size=2, distributed_timeout_minutes=0.1), launch, device="cpu")
+    store, said = distributed_c10d._get_default_store(), ""
+    if rank == 1:
+        store.wait(["the first rank has given up"], timedelta(seconds=100))
+    else:
+        with pytest.raises(RuntimeError) as problem:
+            all_reduce_(torch.ones(1), context.group("world"))
+        store.set("the first rank has given up", "")
+        said = str(problem.value)
+    context.stop()
+    return said
+
+
+def test_the_timeout_applies_to_all_groups() -> None:
+    """Fault 30: a rank that stops in a save would be noticed at the deadline of the save, an hour later."""
+    said, _ = on_processes(ParallelConfig(world_size=2), stopped_peer, free_port())
+    assert is_broken_connection(RuntimeError(said)) and "6000ms" in said
+
+
 def disagree(pooled: ParallelContext, port: int) -> str:
     """Error on a rank if the second of two reduces another tensor than the first."""
     rank = pooled.rank

@@ -1,6 +1,7 @@
 """Text to token files: the same bytes from every input format and number of workers, complete or absent."""
 
 import contextlib
+import fcntl
 import gzip
 import json
 import os
@@ -251,17 +252,26 @@ def test_an_interrupted_run_leaves_no_files(signal_number: signal.Signals, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_incomplete_files_of_a_killed_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_incomplete_files_of_dead_processes_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "in.jsonl").write_bytes(jsonl(TEXTS))
     left = tmp_path / "out_text_document.bin.writing-1"
     left.write_bytes(b"abc")
-    for other in ("out_text_document.bin.writing-old", "another_text_document.bin.writing-1"):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale = [tmp_path / f"out_text_document{suffix}.writing-{ended.pid}" for suffix in (".bin", ".idx")]
+    for other in ("out_text_document.bin.writing-old", f"another_text_document.bin.writing-{ended.pid}"):
         (tmp_path / other).write_bytes(b"")
-    assert run(tmp_path, *BYTES) == 0
+    for path in stale:
+        path.write_bytes(b"abc")
+    with open(stale[0]) as locked:  # as by a process of another host
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        assert run(tmp_path, *BYTES) == 0
     assert capsys.readouterr().err.splitlines() == [
-        f"{left} is incomplete: remove it if its process was killed, or wait for it"
+        f"{path} belongs to a process that may be running; remove it if that was killed" for path in (left, stale[0])
     ]
-    assert left.exists()
+    assert run(tmp_path, *BYTES) == 0
+    assert left.exists() and not any(path.exists() for path in stale)
+    assert len(list(tmp_path.glob("*.writing-*"))) == 3
 
 
 def _small_files() -> None:
