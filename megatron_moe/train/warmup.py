@@ -12,7 +12,6 @@ import fcntl
 import gc
 import hashlib
 import os
-import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from pathlib import Path
 import torch
 
 from megatron_moe import build
-from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import RunPlan
@@ -30,9 +28,11 @@ from megatron_moe.memory_emulation.kernels import triton_kernels
 from megatron_moe.memory_emulation.rank import assume_load, assumed_load, make_batches, with_assumed_choices
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.resilience.watchdog import Watchdog
+from megatron_moe.train.kernel_cache import cache_folder, remove_damaged
 from megatron_moe.train.train_state import TrainState
 
-_VARIABLE = "TRITON_CACHE_DIR"
+_MARKER = "warmed-up-"
+"""Start of the names of files that mark which plans have all their kernels in the cache."""
 _MAX_THREADS = 16
 """More threads of one process gain nothing: a fifth of the compilation is Python code, which holds the GIL."""
 
@@ -41,13 +41,13 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     """Compiles kernels and runs the warm-up step on a GPU, without a watchdog timeout, and returns a log line. If this
     fails, the log line contains the error, and the run compiles the remaining kernels when they are first needed.
 
-    Raises EnvironmentProblem if the kernel cache folder cannot be created.
+    Raises EnvironmentProblem if the kernel cache folder cannot be used.
     """
     if not plan.kernels.compile_first or plan.device == "cpu" or not torch.cuda.is_available():
         return "kernels are compiled when they are first needed"
     watchdog.enter("compilation")
     begin = time.monotonic()
-    folder = cache_folder(plan)
+    folder = cache_folder(plan.kernels.kernel_cache_dir)
     before = len(list(folder.glob("*/*.cubin")))
     failure, compile_seconds = attempt(plan, torch.device("cuda", plan.process.local_rank), folder)
     watchdog.enter("start")
@@ -61,7 +61,9 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
 def attempt(plan: RunPlan, device: torch.device, folder: Path) -> tuple[str, float]:
     """Compiles kernels, unless an earlier run did so, runs the warm-up step and frees its memory. Returns the message
     of the first error, or "", and the seconds of parallel compilation."""
-    begin, done = time.monotonic(), folder / f"warmed-up-{_fingerprint(plan)}"
+    begin, done = time.monotonic(), folder / f"{_MARKER}{_fingerprint(plan)}"
+    for marker in folder.glob(f"{_MARKER}*") if remove_damaged(folder) else ():
+        marker.unlink(missing_ok=True)
     failure = "" if done.exists() else compile_kernels(plan, device, folder)
     seconds = time.monotonic() - begin
     try:
@@ -100,20 +102,6 @@ def compile_kernels(plan: RunPlan, device: torch.device, folder: Path) -> str:
 
 def _message(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}".splitlines()[0]
-
-
-def cache_folder(plan: RunPlan) -> Path:
-    """Returns this node's kernel cache folder (TRITON_CACHE_DIR). Sets the variable if unset; creates the folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    ours = plan.kernels.kernel_cache_dir or Path(home) / "megatron_moe" / "kernels"
-    folder = Path(os.environ.setdefault(_VARIABLE, str(ours / socket.gethostname())))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"compiled kernels cannot be written to {folder}: {error}; use --kernel-cache-dir with another folder"
-        ) from error
-    return folder
 
 
 def take_step(plan: RunPlan, device: torch.device, *, kernels_of: torch.device | None = None) -> None:

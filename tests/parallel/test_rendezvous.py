@@ -80,7 +80,7 @@ def stopped_peer(pooled: ParallelContext, port: int) -> str:
     """On the first of two ranks: the error of an all-reduce that the second does not join within the timeout."""
     rank = pooled.rank
     dist.destroy_process_group()
-    launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
+    launch = ProcessInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
     context = ParallelContext.start(ParallelConfig(world_size=2, distributed_timeout_minutes=0.1), launch, device="cpu")
     store, said = distributed_c10d._get_default_store(), ""
     if rank == 1:

@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import MemoryConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.train import warmup
-from megatron_moe.train.warmup import attempt, cache_folder, compile_kernels, take_step, warm_up_kernels, warmed_up
+from megatron_moe.train.warmup import attempt, compile_kernels, take_step, warm_up_kernels, warmed_up
 from tests.helpers import tiny
 from tests.kernels.compiled import compiled
 
@@ -100,9 +99,13 @@ def test_kernels_are_recorded_and_compiled_only_if_no_earlier_warm_up_succeeded(
     for plan in (tiny.plan(), tiny.plan(), tiny.plan(process=ProcessInfo(rank=1, world_size=2))):
         attempt(plan, torch.device("cpu"), tmp_path)
     assert steps == ["meta", "cpu", "cpu", "meta", "cpu"], "kernels can depend on the rank"
-    monkeypatch.setattr(warmup, "BACKENDS", tmp_path)  # other sources
+    (tmp_path / "entry").mkdir()
+    (tmp_path / "entry" / "kernel.json").write_text("{")  # cut
     attempt(tiny.plan(), torch.device("cpu"), tmp_path)
     assert steps[5:] == ["meta", "cpu"]
+    monkeypatch.setattr(warmup, "BACKENDS", tmp_path)  # other sources
+    attempt(tiny.plan(), torch.device("cpu"), tmp_path)
+    assert steps[7:] == ["meta", "cpu"]
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -171,21 +174,3 @@ def test_kernels_of_every_rank_are_recorded_without_a_gpu():
     both, second = map(set, compiled(RECORDING))
     assert {"_grouped_product", "_expert_grads", "_count_experts", "route_backward", "_adamw"} <= both
     assert second == {"_push_tokens", "_push_sums", "_acknowledge"}
-
-
-def test_each_node_has_its_own_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    monkeypatch.setattr("socket.gethostname", lambda: "node17")
-    plan = tiny.plan()
-    plan = replace(plan, kernels=replace(plan.kernels, kernel_cache_dir=tmp_path / "kernels"))
-    assert cache_folder(plan) == tmp_path / "kernels" / "node17"
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels" / "node17")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
-    assert cache_folder(plan) == tmp_path / "mine", "the environment variable wins"
-
-
-def test_unwritable_cache_folder_is_rejected(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-    with pytest.raises(EnvironmentProblem, match="use --kernel-cache-dir with another folder"):
-        cache_folder(tiny.plan())
