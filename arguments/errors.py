@@ -17,8 +17,10 @@ class Problem:
     """Description of the error, including the values involved."""
     remedy: str = ""
     """Suggested correction."""
+    rule: str = ""
+    """Name of the violated rule; empty if the problem does not come from a rule."""
     reason: str = ""
-    """Reason for the rule that the command line violates."""
+    """Docstring of the violated rule."""
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of each flag involved; the origin is the command line, a file or a default."""
     waits: Waits = ""

@@ -1,25 +1,41 @@
 """Every rule with a command line that violates it and a similar one that does not."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from arguments.checks.run import HINTS, RULES
+from arguments.flags import Registry, normal
+from arguments.parser import split
 from tests.helpers.check_cases import BALANCING, CASES, EIGHT_RANKS, EP2, GRAPH_MODULES
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
+REGISTRY = Registry.declared()
+
+
+def options_of(flags):
+    """(main name, name as written, values) of every flag in a command line."""
+    return {(name_of(each.option), each.option, each.words) for each in split(shlex.split(flags))[0]}
+
+
+def name_of(option):
+    found = REGISTRY.find(normal(option))
+    return found[0].option if found else option
+
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_a_violated_rule_is_reported_with_its_reason(case):
+def test_a_violated_rule_is_reported_with_its_flags(case):
     (rule,) = [rule for rule in RULES if rule.__name__ == case.rule]
-    problems = [
-        problem for problem in problems_of(case.bad, case.without, case.environ) if case.message in problem.what
-    ]
-    assert len(problems) == 1, problems_of(case.bad, case.without, case.environ)
-    assert problems[0].reason == " ".join(rule.__doc__.split())
-    assert problems[0].remedy
-    unset = [row for row in problems[0].given if row[1:] in (("not set", "default"), ("off", "default"))]
+    problems = problems_of(case.bad, case.without, case.environ)
+    (problem,) = [problem for problem in problems if problem.rule == case.rule]
+    assert problem.reason == " ".join(rule.__doc__.split())
+    assert problem.remedy
+    differing = {option for option, *_ in options_of(case.bad) ^ options_of(case.good)}
+    named = {name_of(option) for option in re.findall(r"--[\w-]+", " ".join(problem.lines()))}
+    assert differing & named, "the report names no flag that makes the difference"
+    unset = [row for row in problem.given if row[1:] in (("not set", "default"), ("off", "default"))]
     assert unset == []
 
 

@@ -8,11 +8,10 @@ import yaml
 
 
 class Case(NamedTuple):
-    """Changes of the small command line that violate a rule, part of the message, and changes that do not."""
+    """Changes of the small command line that violate a rule, and similar changes that do not."""
 
     rule: str
     bad: str
-    message: str
     good: str
     without: str = ""
     """Flags that are removed in both command lines."""
