@@ -46,7 +46,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.planner.memory_advice import memory_advice
-from megatron_moe.precision.apply import apply_low_precision, new_model_precision, weights_in_low_precision
+from megatron_moe.precision.apply import apply_low_precision, new_model_quantizers, weights_in_low_precision
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
@@ -240,7 +240,7 @@ def build_trainer(
             alignment=rule.alignment,
         )
         optimizer = Optimizer(buffers, plan.precision, rule)
-    low_precision = new_model_precision(model, plan.loop.seed, context) if plan.precision.low_precision else None
+    low_precision = new_model_quantizers(model, plan.loop.seed, context) if plan.precision.low_precision else None
     if low_precision is not None:
         optimizer.on_new_weights = low_precision.invalidate_weights
     experts = count_expert_elements(plan.model)

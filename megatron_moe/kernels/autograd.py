@@ -12,7 +12,8 @@ from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.carried_copies import QuantizedGrad, carried_copy, carried_grad, values_of, without_copy
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 
@@ -35,9 +36,6 @@ class ExpertRows(NamedTuple):
     sums: RowIndex | None
     """If set, the rows of each token are summed (`Kernels.unpermute`); None: rows are returned."""
     num_tokens: int
-    before: LinearPrecision | None
-    """Precision of the layer whose output is activated. With quantised weight gradients of both layers, the gradient is
-    passed to this layer in its quantised form only."""
 
 
 def linear(
@@ -47,21 +45,20 @@ def linear(
     bias: Tensor | None = None,
     *,
     sharded: ShardedInput | None = None,
-    precision: LinearPrecision | None = None,
+    quantizer: LinearQuantizer | None = None,
 ) -> Tensor:
     """Linear layer: x [..., I], weight [O, I], bias [O] -> [..., O].
 
     The weight gradient is added to `weight.grad_accumulator` if it is set, and otherwise returned to autograd. With
-    `sharded`, x must be the gathered tensor; x itself is not saved for backward. With `precision`, the GEMMs multiply
+    `sharded`, x must be the gathered tensor; x itself is not saved for backward. With `quantizer`, the GEMMs multiply
     quantised operands.
     """
-    if precision is None:
+    if quantizer is None:
         out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
     else:
         saves = torch.is_grad_enabled()
-        keeps_copy = saves and sharded is None and not precision.save_input
-        x_q = precision.shared_input(x, columnwise=keeps_copy) if precision.fused_block else None
-        options = (sharded, precision, saves, keeps_copy, x_q)
+        keeps_copy = saves and sharded is None and not quantizer.save_input
+        options = (sharded, quantizer, saves, keeps_copy)
         out = _QuantizedLinear.apply(kernels, x, weight, bias, *options)  # type: ignore[no-untyped-call]
     return out
 
@@ -73,19 +70,19 @@ def grouped_linear(
     offsets_e: Tensor,
     index: RowIndex | None = None,
     *,
-    precision: LinearPrecision | None = None,
+    quantizer: LinearQuantizer | None = None,
     rows_q: QuantizedTensor | None = None,
 ) -> Tensor:
     """Grouped GEMM of rows [R, I] and expert weights [e, O, I] -> [R, O]; multiplies each row by its expert's weight.
 
     Rows are sorted by expert. Beyond row `offsets_e[-1]`, the result and the gradient of `rows` are undefined. With
     `index`, `rows` are unpermuted tokens [T, I]; only these are saved, because backward permutes them again. With
-    `precision`, the GEMMs multiply quantised operands; `rows_q`: the rowwise copy of `rows`, if it exists.
+    `quantizer`, the GEMMs multiply quantised operands; `rows_q`: the rowwise copy of `rows`, if it exists.
     """
-    if precision is None:
+    if quantizer is None:
         out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
     else:
-        options = (index, precision, rows_q, torch.is_grad_enabled())
+        options = (index, quantizer, rows_q, torch.is_grad_enabled())
         out = _QuantizedGroupedLinear.apply(kernels, rows, weight, offsets_e, *options)  # type: ignore[no-untyped-call]
     return out
 
@@ -95,19 +92,21 @@ def activation_linear(
     x: Tensor,
     weight: Tensor,
     activation: ActivationConfig,
-    precision: LinearPrecision,
+    quantizer: LinearQuantizer,
+    producer: LinearQuantizer | None = None,
     rows: ExpertRows | None = None,
 ) -> Tensor:
     """Linear layer of activation(x, probs) with quantised operands; x is [..., F], or [..., 2F] if the activation is
     gated. With `rows`, a grouped GEMM of rows [R, F] or [R, 2F]. Equals `linear` or `grouped_linear` of
     `Kernels.activation`, but the activation's result is quantised at once and not saved.
 
-    Backward computes the activation again, and its gradient together with the rowwise copy for the layer before it.
-    With `precision.stores_activation_input`, it computes both from the rowwise copy of x, which is saved instead of x.
-    Requires `precision.fuses(activation, weight)`.
+    Backward computes the activation again, and its gradient as a `QuantizedGrad` for the layer that computed x, whose
+    quantizer is `producer`; with quantised weight gradients of expert rows, without the unquantised values.
+    With `quantizer.stores_activation_input`, it computes both from the rowwise copy of x, which is saved instead of x.
+    Requires `quantizer.fuses(activation, weight)`.
     """
     offsets_e, probs_R = (None, None) if rows is None else (rows.offsets_e, rows.probs_R)
-    arguments = (kernels, x, probs_R, weight, offsets_e, activation, precision, rows)
+    arguments = (kernels, x, probs_R, weight, offsets_e, activation, quantizer, producer, rows)
     out: Tensor = _QuantizedActivationLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
@@ -144,7 +143,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.kernels, ctx.weight = kernels, weight
         ctx.gather = None if sharded is None else sharded.gather
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x if sharded is None else sharded.shard.detach())
+        ctx.save_for_backward(without_copy(x) if sharded is None else sharded.shard.detach())
         return kernels.linear_forward(x, weight, bias)
 
     @staticmethod
@@ -204,47 +203,46 @@ class _QuantizedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         sharded: ShardedInput | None,
-        precision: LinearPrecision,
+        quantizer: LinearQuantizer,
         saves: bool,
         keeps_copy: bool,
-        x_q: QuantizedTensor | None,
     ) -> Tensor:
-        ctx.kernels, ctx.weight, ctx.precision = kernels, weight, precision
+        ctx.kernels, ctx.weight, ctx.quantizer = kernels, weight, quantizer
         ctx.gather = None if sharded is None else sharded.gather
         ctx.bias_dtype = None if bias is None else bias.dtype
+        x_q = carried_copy(x, quantizer.formats[0], columnwise=keeps_copy)
         if x_q is None:
-            x_q = precision.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
-        ctx.weight_q = precision.weight(weight)
-        _save_input(ctx, x_q if keeps_copy else x if sharded is None else sharded.shard.detach())
+            x_q = quantizer.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
+        ctx.weight_q = quantizer.weight(weight)
+        _save_input(ctx, x_q if keeps_copy else without_copy(x) if sharded is None else sharded.shard.detach())
         return kernels.linear_forward(x_q, ctx.weight_q, bias).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        kernels, weight, precision = ctx.kernels, ctx.weight, ctx.precision
+        grad, kernels, weight, quantizer = values_of(grads[0]), ctx.kernels, ctx.weight, ctx.quantizer
         _, wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         grad_RO = grad.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
-        low_weight_grad = wants_weight and precision.weight_grad
-        grad_q = precision.take_grad(grad)
+        low_weight_grad = wants_weight and quantizer.weight_grad
+        grad_q = carried_grad(grads[0], quantizer.formats[1])
         if grad_q is None or low_weight_grad:  # one kernel makes both copies
-            grad_q = precision.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
+            grad_q = quantizer.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
         if wants_weight:  # first, as in `_LinearFunction`
             x = _saved_input(ctx)
             if isinstance(x, Tensor):
                 x = (x if ctx.gather is None else ctx.gather(x)).flatten(0, -2)
                 if low_weight_grad:
-                    x = precision.input(x, rowwise=False, columnwise=True)
+                    x = quantizer.input(x, rowwise=False, columnwise=True)
             operand = grad_q.only_columnwise() if low_weight_grad else grad_RO
             grad_weight = _dense_weight_grad(kernels, weight, operand, x)
             del x, operand
         if wants_x:
-            weight_q = precision.transposed(weight, ctx.weight_q)
+            weight_q = quantizer.with_columnwise(weight, ctx.weight_q)
             grad_x = kernels.linear_input_grad(grad_q, weight_q).unflatten(0, grad.shape[:-1])
             del weight_q
         if wants_bias:
             grad_bias = grad_RO.sum(dim=0, dtype=internal_dtype(grad.dtype)).to(ctx.bias_dtype)
-        return None, grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return None, grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class _QuantizedGroupedLinear(torch.autograd.Function):
@@ -258,48 +256,52 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         weight: Tensor,
         offsets_e: Tensor,
         index: RowIndex | None,
-        precision: LinearPrecision,
+        quantizer: LinearQuantizer,
         rows_q: QuantizedTensor | None,
         saves: bool,
     ) -> Tensor:
-        ctx.kernels, ctx.weight, ctx.index, ctx.precision = kernels, weight, index, precision
+        ctx.kernels, ctx.weight, ctx.index, ctx.quantizer = kernels, weight, index, quantizer
         ctx.num_tokens = len(rows)
-        keeps_copy = saves and index is None and not precision.save_input
+        keeps_copy = saves and index is None and not quantizer.save_input
         saved: Tensor | QuantizedTensor = rows
         if rows_q is not None:
             if keeps_copy:
-                saved = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
-        elif index is not None and precision.fused_block:
-            rows_q = kernels.quantize_permuted(rows, index, precision.formats[0])
+                saved = quantizer.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+        elif index is not None and quantizer.fused_block:
+            rows_q = kernels.quantize_permuted(rows, index, quantizer.formats[0])
         else:
             permuted = rows if index is None else kernels.permute(rows, index)
-            rows_q = precision.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
+            rows_q = quantizer.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
             saved = rows_q if keeps_copy else rows
-        ctx.weight_q = precision.weight(weight)
+        ctx.weight_q = quantizer.weight(weight)
         _save_input(ctx, saved, offsets_e)
         return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        kernels, index, precision = ctx.kernels, ctx.index, ctx.precision
+        kernels, index, quantizer = ctx.kernels, ctx.index, ctx.quantizer
         offsets_e, rows = ctx.saved_tensors[0], _saved_input(ctx, first=1)
         _, wants_rows, wants_weight, *_ = ctx.needs_input_grad
         grad_rows = grad_weight = None
-        low_weight_grad = wants_weight and precision.weight_grad
-        grad_q = precision.take_grad(grad)
+        low_weight_grad = wants_weight and quantizer.weight_grad
+        grad_q = carried_grad(grad, quantizer.formats[1])
         if grad_q is None or (low_weight_grad and grad_q.columnwise is None):
-            grad_q = precision.grad(grad, rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e)
+            grad_q = quantizer.grad(
+                values_of(grad), rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e
+            )
         if wants_rows:
-            grad_rows = kernels.grouped_input_grad(grad_q, precision.transposed(ctx.weight, ctx.weight_q), offsets_e)
+            weight_q = quantizer.with_columnwise(ctx.weight, ctx.weight_q)
+            grad_rows = kernels.grouped_input_grad(grad_q, weight_q, offsets_e)
+            del weight_q
             if index is not None:
                 grad_rows = kernels.unpermute(grad_rows, index, ctx.num_tokens)
         if wants_weight:
             operand: MatrixOperand | _Tokens = rows
             if isinstance(rows, Tensor):
-                make = partial(_operand_of_rows, kernels, index=index, precision=precision, offsets_e=offsets_e)
+                make = partial(_operand_of_rows, kernels, index=index, quantizer=quantizer, offsets_e=offsets_e)
                 operand = _rows_or_tokens(ctx.weight, rows.detach(), index, make)
-            part = grad_q.only_columnwise() if low_weight_grad else grad, operand, offsets_e
+            part = grad_q.only_columnwise() if low_weight_grad else values_of(grad), operand, offsets_e
             grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(partial(_grouped_product, kernels), (part,)))
         return None, grad_rows, grad_weight, *(None,) * 5
 
@@ -316,20 +318,24 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         weight: Tensor,
         offsets_e: Tensor | None,
         activation: ActivationConfig,
-        precision: LinearPrecision,
+        quantizer: LinearQuantizer,
+        producer: LinearQuantizer | None,
         rows: ExpertRows | None,
     ) -> Tensor:
-        ctx.kernels, ctx.weight, ctx.activation, ctx.precision = kernels, weight, activation, precision
-        before = None if rows is None else rows.before
+        ctx.kernels, ctx.weight, ctx.activation, ctx.quantizer = kernels, weight, activation, quantizer
         ctx.sums = None if rows is None else rows.sums
-        ctx.in_columns = before is not None and before.weight_grad and before.formats == precision.formats
+        ctx.in_columns = ctx.has_reader = False
+        if producer is not None and producer.formats[1] == quantizer.formats[1]:
+            ctx.in_columns = rows is not None and producer.weight_grad and producer.formats == quantizer.formats
+            # a producer that needs a columnwise copy too makes both in one cast
+            ctx.has_reader = ctx.in_columns or not producer.weight_grad
         ctx.x_form, saved = None, [x]
-        if precision.stores_activation_input and ctx.needs_input_grad[1]:
-            x_q = precision.input(x.flatten(0, -2))
+        if quantizer.stores_activation_input and ctx.needs_input_grad[1]:
+            x_q = quantizer.input(x.flatten(0, -2))
             ctx.x_form, saved = (x_q.block, x.shape, x.dtype), [*x_q.row_copy[:2]]
         ctx.save_for_backward(offsets_e, probs_R, *saved)
-        rows_q = kernels.quantize_activation(x.flatten(0, -2), probs_R, activation, precision.formats[0])
-        ctx.weight_q = precision.weight(weight)
+        rows_q = kernels.quantize_activation(x.flatten(0, -2), probs_R, activation, quantizer.formats[0])
+        ctx.weight_q = quantizer.weight(weight)
         if offsets_e is None:
             return kernels.linear_forward(rows_q, ctx.weight_q, None).unflatten(0, x.shape[:-1])
         out_RO = kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
@@ -337,25 +343,25 @@ class _QuantizedActivationLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kernels, precision = ctx.kernels, ctx.precision
+        kernels, quantizer = ctx.kernels, ctx.quantizer
         offsets_e, probs_R, *saved = ctx.saved_tensors
-        grad, wants_weight = grads[0].flatten(0, -2), ctx.needs_input_grad[3]
-        low_weight_grad = wants_weight and precision.weight_grad
+        grad, wants_weight = values_of(grads[0]).flatten(0, -2), ctx.needs_input_grad[3]
+        low_weight_grad = wants_weight and quantizer.weight_grad
         columns_later = _merges(ctx.weight, len(grad), ctx.sums)
         if ctx.sums is None:
-            grad_q = precision.take_grad(grads[0])
+            grad_q = carried_grad(grads[0], quantizer.formats[1])
             if grad_q is None or low_weight_grad:
-                grad_q = precision.grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
+                grad_q = quantizer.grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
         else:  # gathers the rows from tokens once per format
             columnwise = low_weight_grad and not columns_later
-            grad_q = kernels.quantize_permuted(grad, ctx.sums, precision.formats[1], columnwise=columnwise)
-        weight_q = precision.transposed(ctx.weight, ctx.weight_q)
+            grad_q = kernels.quantize_permuted(grad, ctx.sums, quantizer.formats[1], columnwise=columnwise)
+        weight_q = quantizer.with_columnwise(ctx.weight, ctx.weight_q)
         if offsets_e is None:
             grad_RF = kernels.linear_input_grad(grad_q, weight_q)
         else:
             grad_RF = kernels.grouped_input_grad(grad_q, weight_q, offsets_e)
         del weight_q
-        (inputs, form), x = precision.formats, saved[0]
+        (inputs, form), x = quantizer.formats, saved[0]
         if ctx.x_form is not None:
             block, shape, dtype = ctx.x_form
             x = kernels.dequantize_rows(QuantizedTensor.of(QuantizedCopy(*saved), None, block, dtype)).view(shape)
@@ -364,11 +370,9 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         found = kernels.quantize_activation_grad(
             grad_RF, x_RF, probs_R, ctx.activation, form, columns=columns, offsets_e=offsets_e
         )
-        if found.grad_x_RF is None:  # the layer before reads `grad_x_q` only; another reader would get NaN
-            grad_x = x.new_full((), torch.nan).expand(x.shape)
-        else:
-            grad_x = found.grad_x_RF.view(x.shape)
-        precision.put_grad(grad_x, found.grad_x_q)
+        grad_x = None if found.grad_x_RF is None else found.grad_x_RF.view(x.shape)
+        if ctx.has_reader:
+            grad_x = QuantizedGrad(found.grad_x_q, form, x.shape, grad_x, kernels.dequantize_rows)
         grad_weight = None
         if wants_weight:
             rows = found.out_RF
@@ -380,14 +384,14 @@ class _QuantizedActivationLinear(torch.autograd.Function):
                 operand = grad_q.only_columnwise()
             if low_weight_grad:
                 if isinstance(rows, Tensor):
-                    rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+                    rows = quantizer.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
 
             def compute(out: Tensor, accumulate: bool) -> None:
                 kernels.linear_weight_grad(operand, rows, out, accumulate)
 
             delayed = BatchedWeightGrad(partial(_grouped_product, kernels), ((operand, rows, offsets_e),))
             grad_weight = accumulate_grad(ctx.weight, compute if offsets_e is None else delayed)
-        return None, grad_x, found.grad_probs_R, grad_weight, None, None, None, None
+        return None, grad_x, found.grad_probs_R, grad_weight, *(None,) * 5
 
 
 class _Tokens(NamedTuple):
@@ -430,16 +434,16 @@ def _operand_of_grads(kernels: Kernels, grad: Tensor, index: RowIndex, form: Ope
 
 
 def _operand_of_rows(
-    kernels: Kernels, rows: Tensor, index: RowIndex | None, precision: LinearPrecision, offsets_e: Tensor
+    kernels: Kernels, rows: Tensor, index: RowIndex | None, quantizer: LinearQuantizer, offsets_e: Tensor
 ) -> MatrixOperand:
     """Operand of a grouped weight gradient from the saved rows, or from the saved tokens if `index` is given."""
-    if precision.weight_grad and precision.fused_block and index is not None:
-        return kernels.quantize_permuted(rows, index, precision.formats[0], rowwise=False, columnwise=True)
+    if quantizer.weight_grad and quantizer.fused_block and index is not None:
+        return kernels.quantize_permuted(rows, index, quantizer.formats[0], rowwise=False, columnwise=True)
     if index is not None:
         rows = kernels.permute(rows, index)
-    if not precision.weight_grad:
+    if not quantizer.weight_grad:
         return rows
-    return precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+    return quantizer.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
 
 
 def _save_input(ctx: Any, x: Tensor | QuantizedTensor, *others: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_moe.kernels.multiprocessors import ends_reservation
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.precision.linear_precision import Quantizers
+from megatron_moe.precision.linear_quantizer import Quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 MATRIX_PRODUCTS = (

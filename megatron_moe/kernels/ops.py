@@ -19,7 +19,7 @@ from megatron_moe.config.param_meta import Part
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.pages import Pages
 from megatron_moe.parallel.push_channel import PushChannel
-from megatron_moe.precision.linear_precision import Quantizers
+from megatron_moe.precision.linear_quantizer import Quantizers
 from megatron_moe.precision.optimizer_state import PackedState
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 

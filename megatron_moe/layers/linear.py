@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.mlp import ActivationConfig
@@ -14,7 +15,8 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_shard, leave_tensor_parallel
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.carried_copies import QuantizedActivation, carried_copy
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 
 class Linear(nn.Module):
@@ -34,7 +36,7 @@ class Linear(nn.Module):
     """
 
     bias: Parameter | None
-    precision: LinearPrecision | None
+    quantizer: LinearQuantizer | None
     """FP8 or FP4 operands; None: the GEMMs use the dtype of the weight. Set after the model is built."""
 
     def __init__(
@@ -53,7 +55,7 @@ class Linear(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.tp_dim = tp_dim
-        self.precision = None
+        self.quantizer = None
         weight_meta = ParamMeta(
             role="matrix",
             init=init,
@@ -79,22 +81,39 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [S, ..., inputs] to y [S, ..., outputs]. A sharded dim contains only this rank's shard."""
         if self.tp_dim == 0:
-            return column_product(x, self.weight, self.bias, self.ctx, self.kernels, self.precision)
+            return column_product(x, self.weight, self.bias, self.ctx, self.kernels, self.quantizer)
         if self.tp_dim is None or self.ctx.group("tp").size == 1:
-            return autograd.linear(self.kernels, x, self.weight, self.bias, precision=self.precision)
-        partial_SBO = autograd.linear(self.kernels, x, self.weight, precision=self.precision)
+            return autograd.linear(self.kernels, x, self.weight, self.bias, quantizer=self.quantizer)
+        partial_SBO = autograd.linear(self.kernels, x, self.weight, quantizer=self.quantizer)
         out = leave_tensor_parallel(partial_SBO, self.ctx)
         return out if self.bias is None else out + self.bias
 
-    def of_activation(self, x: Tensor, activation: ActivationConfig) -> Tensor:
+    def of_activation(self, x: Tensor, activation: ActivationConfig, producer: "Linear") -> Tensor:
         """`forward` of activation(x), for `tp_dim` = 1. If possible, the activation quantises its result, and backward
-        computes it again."""
-        precision = self.precision
-        if precision is None or self.bias is not None or not precision.fuses(activation, self.weight):
+        computes it again. `producer`: layer whose output is x."""
+        quantizer = self.quantizer
+        if quantizer is None or self.bias is not None or not quantizer.fuses(activation, self.weight):
             return self.forward(self.kernels.activation(x, None, activation))
-        return leave_tensor_parallel(
-            autograd.activation_linear(self.kernels, x, self.weight, activation, precision), self.ctx
-        )
+        arguments = (self.kernels, x, self.weight, activation, quantizer, producer.quantizer)
+        return leave_tensor_parallel(autograd.activation_linear(*arguments), self.ctx)
+
+
+def with_common_copy(x: Tensor, *linears: Linear) -> Tensor:
+    """`x` with the FP8 copy that all of these linear layers read; `x` itself if they read separate copies."""
+    quantizers = [linear.quantizer for linear in linears]
+    first = quantizers[0]
+    for linear, quantizer in zip(linears, quantizers, strict=True):
+        gathers = linear.tp_dim == 0 and linear.ctx.group("tp").size > 1
+        if gathers or first is None or not first.fused_block or quantizer is None:
+            return x
+        if quantizer.formats[0] != first.formats[0]:
+            return x
+    assert first is not None
+    columnwise = torch.is_grad_enabled() and not all(each is not None and each.save_input for each in quantizers)
+    if carried_copy(x, first.formats[0], columnwise=columnwise) is not None:
+        return x
+    x_q = first.input(x.detach().flatten(0, -2), columnwise=columnwise)
+    return QuantizedActivation.of(x, x_q, first.formats[0])
 
 
 def column_product(
@@ -103,7 +122,7 @@ def column_product(
     bias: Tensor | None,
     ctx: ParallelContext,
     kernels: Kernels,
-    precision: LinearPrecision | None = None,
+    quantizer: LinearQuantizer | None = None,
 ) -> Tensor:
     """Multiplies the residual stream by a column-parallel weight [O / tp, H]; returns all positions, [S, B, O / tp].
 
@@ -114,4 +133,4 @@ def column_product(
     if ctx.config.sequence_parallel:
         sharded = ShardedInput(hidden_SBH, partial(gather_shard, group=ctx.group("tp")))
     whole_SBH = enter_tensor_parallel(hidden_SBH, ctx)
-    return autograd.linear(kernels, whole_SBH, weight, bias, sharded=sharded, precision=precision)
+    return autograd.linear(kernels, whole_SBH, weight, bias, sharded=sharded, quantizer=quantizer)

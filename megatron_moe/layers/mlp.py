@@ -20,4 +20,4 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        return self.linear_fc2.of_activation(self.linear_fc1(hidden), self.config.activation)
+        return self.linear_fc2.of_activation(self.linear_fc1(hidden), self.config.activation, self.linear_fc1)

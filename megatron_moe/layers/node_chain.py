@@ -20,7 +20,7 @@ from megatron_moe.memory.cuda_graphs.layer_graphs import CapturedModule
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy, Scope
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.pipeline.overlap import SlotName, Step, stream_of
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 State = TypeVar("State")
 _UNSET: Any = None
@@ -200,7 +200,7 @@ def capture_nodes(
     nodes: Sequence[Node],
     modules: Iterable[str],
     site: str,
-    low_precision: Mapping[nn.Parameter, LinearPrecision] = MappingProxyType({}),
+    low_precision: Mapping[nn.Parameter, LinearQuantizer] = MappingProxyType({}),
 ) -> tuple[Node, ...]:
     """Merges the nodes of each module in `modules` (keys of `CAPTURED_NODES`) into one captured node.
 
@@ -231,9 +231,9 @@ def capture_nodes(
     return tuple(chain)
 
 
-def _quantize_weights(quantized: Sequence[tuple[LinearPrecision, nn.Parameter]]) -> None:
-    for precision, weight in quantized:
-        precision.weight(weight)
+def _quantize_weights(quantized: Sequence[tuple[LinearQuantizer, nn.Parameter]]) -> None:
+    for quantizer, weight in quantized:
+        quantizer.weight(weight)
 
 
 def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext) -> LayerState:

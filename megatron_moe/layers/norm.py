@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import new_parameter
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.carried_copies import QuantizedActivation
 
 
 class Norm(nn.Module):
@@ -24,8 +25,9 @@ class Norm(nn.Module):
         partial = ctx.group("tp").size > 1 if over_heads else ctx.config.sequence_parallel
         self.config = config
         self.kernels = kernels
-        self.reader: LinearPrecision | None = None
-        """Linear layer for which an RMSNorm also quantises its result; None: none. Set after the model is built."""
+        self.copy_format: OperandFormat | None = None
+        """FP8 format in which an RMSNorm also quantises its result for the linear layers behind it; None: it does not.
+        Set after the model is built."""
         init: Literal["zeros", "ones"] = "zeros" if config.zero_centered else "ones"
         meta = ParamMeta(role="norm", init=init, decay=False, partial_over_tp=partial)
         self.weight = new_parameter((width,), meta, ctx)
@@ -34,13 +36,13 @@ class Norm(nn.Module):
             self.bias = new_parameter((width,), replace(meta, role="bias", init="zeros"), ctx)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns norm(x) [..., width]. With `residual`, returns (total, norm(total)), where total = residual + x.
-        Computes in promote(fp32, dtype)."""
-        if self.reader is None:
+        """Returns norm(x) [..., width], a `QuantizedActivation` with `copy_format`. With `residual`, returns
+        (total, norm(total)), where total = residual + x. Computes in promote(fp32, dtype)."""
+        if self.copy_format is None:
             return self.unquantized(x, residual)
-        options = (self.config.eps, self.config.zero_centered, self.reader.formats[0])
+        options = (self.config.eps, self.config.zero_centered, self.copy_format)
         total, normed, normed_q = self.kernels.rms_norm_quantized(x, residual, self.weight, *options)
-        self.reader.put_input(normed, normed_q)
+        normed = QuantizedActivation.of(normed, normed_q, self.copy_format)
         return normed if residual is None else (total, normed)
 
     def unquantized(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_moe.parallel.collectives import all_gather_flat, shard_of
 from megatron_moe.parallel.context import ProcessGroup
+from megatron_moe.precision.carried_copies import without_copy
 
 
 def checkpoint(
@@ -63,7 +64,7 @@ class _Checkpoint(torch.autograd.Function):
 def _shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Copy of this rank's shard of the flattened tensor; the tensor itself if `group` is None."""
     if group is None:
-        return tensor
+        return without_copy(tensor)
     size = tensor.numel()
     assert size % group.size == 0, f"{size} elements do not divide among {group.size} ranks"
     return shard_of(tensor.detach().flatten(), group).clone()

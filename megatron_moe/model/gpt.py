@@ -43,7 +43,7 @@ from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import gather_from, sequence_part
 from megatron_moe.pipeline.overlap import Step
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class GPT(nn.Module):
             self.mtp.acquire_from(store)
         self.register_state_dict_pre_hook(lambda *_: store.acquire_all())
 
-    def capture(self, modules: Iterable[str], low_precision: Mapping[nn.Parameter, LinearPrecision]) -> None:
+    def capture(self, modules: Iterable[str], low_precision: Mapping[nn.Parameter, LinearQuantizer]) -> None:
         """Makes the decoder layers run `modules` (keys of `CAPTURED_NODES`) as CUDA graphs. The layers of multi-token
         prediction are not captured. `low_precision`: FP8 or FP4 state of the weights."""
         wanted = frozenset(modules)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.linear import Linear, with_common_copy
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import Mixer, new_sinks, rotate
@@ -61,6 +61,8 @@ class MLA(Mixer):
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (q latent [S, B, q_lora_rank], [S, B, kv_lora_rank + qk_rope_dim]). The second tensor contains the kv
         latent, then the key part that all heads share. The first is the hidden state if q has no latent."""
+        of_q = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_down_proj
+        hidden_SBH = with_common_copy(hidden_SBH, of_q, self.linear_kv_down_proj)
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return q_latent, self.linear_kv_down_proj(hidden_SBH)
 

@@ -16,7 +16,7 @@ from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 
 class Head(nn.Module):
@@ -30,7 +30,7 @@ class Head(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.loss_chunk = config.loss_chunk
-        self.precision: LinearPrecision | None = None
+        self.quantizer: LinearQuantizer | None = None
         """FP8 operands; None: the GEMMs use the dtype of the weight. Set after the model is built."""
         self.weight = None
         if not config.tied_embeddings:
@@ -56,9 +56,9 @@ class Head(nn.Module):
         if detach:
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         if labels_BS is not None and self.loss_chunk is not None:
-            assert self.precision is None, "the loss in chunks has no FP8 products"
+            assert self.quantizer is None, "the loss in chunks has no FP8 products"
             return self._chunked_loss(hidden_SBH, weight_VH, bias_V, labels_BS, self.loss_chunk)
-        logits_SBV = column_product(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels, self.precision)
+        logits_SBV = column_product(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels, self.quantizer)
         return logits_SBV if labels_BS is None else self.loss(logits_SBV, labels_BS)
 
     def _chunked_loss(

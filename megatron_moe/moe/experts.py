@@ -17,7 +17,7 @@ from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 
@@ -87,7 +87,7 @@ class Experts(nn.Module):
     def has_fused_casts(self) -> bool:
         """Whether the inputs and gradients of the GEMMs are quantised by the ops that compute them. The activation's
         result is then computed again in backward instead of saved."""
-        fc1, fc2, config = self.linear_fc1.precision, self.linear_fc2.precision, self.config
+        fc1, fc2, config = self.linear_fc1.quantizer, self.linear_fc2.quantizer, self.config
         if (
             fc1 is None
             or fc2 is None
@@ -100,11 +100,10 @@ class Experts(nn.Module):
     def _activate_and_multiply(
         self, ffn_RF: Tensor, probs_R: Tensor | None, offsets_e: Tensor, sums: RowIndex | None, num_tokens: int
     ) -> Tensor:
-        weight, precision = self.linear_fc2.weight, self.linear_fc2.precision
-        assert precision is not None
-        arguments = (self.kernels, ffn_RF, weight, self.config.activation, precision)
-        rows = ExpertRows(offsets_e, probs_R, sums, num_tokens, self.linear_fc1.precision)
-        return autograd.activation_linear(*arguments, rows)
+        weight, quantizer = self.linear_fc2.weight, self.linear_fc2.quantizer
+        assert quantizer is not None
+        arguments = (self.kernels, ffn_RF, weight, self.config.activation, quantizer, self.linear_fc1.quantizer)
+        return autograd.activation_linear(*arguments, ExpertRows(offsets_e, probs_R, sums, num_tokens))
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
         return self.kernels.activation(ffn_RF, probs_R, self.config.activation)
@@ -114,7 +113,7 @@ class ExpertStack(nn.Module):
     """Linear layers y = x W^T + b of n local experts: `weight` [n, outputs, inputs] and `bias` [n, outputs]."""
 
     bias: Parameter | None
-    precision: LinearPrecision | None
+    quantizer: LinearQuantizer | None
     """FP8 or FP4 operands; None: the GEMMs use the dtype of the weights. Set after the model is built."""
 
     def __init__(
@@ -132,7 +131,7 @@ class ExpertStack(nn.Module):
         """`splits`: number of equal blocks of output channels (2: gate and up); each is sharded over etp separately."""
         super().__init__()
         self.kernels = kernels
-        self.precision = None
+        self.quantizer = None
         num = config.num_experts
         parts = (outputs // splits,) * splits if tp_dim == 0 else ()
         meta = ParamMeta(role="matrix", grid="expert", init=init, num_experts=num, tp_dim=tp_dim, splits=parts)
@@ -156,7 +155,7 @@ class ExpertStack(nn.Module):
         """Maps `rows` [R, I] to [R, O]. With `index`, `rows` are tokens [T, I], from which the GEMM gathers its R rows.
         `probs_R` multiplies only the bias. `rows_q`: see `autograd.grouped_linear`."""
         arguments = (self.kernels, rows, self.weight, offsets_e, index)
-        out_RO = autograd.grouped_linear(*arguments, precision=self.precision, rows_q=rows_q)
+        out_RO = autograd.grouped_linear(*arguments, quantizer=self.quantizer, rows_q=rows_q)
         if self.bias is None:
             return out_RO
         # on the other etp ranks the bias is 0 but gets the full gradient, so that all copies stay equal

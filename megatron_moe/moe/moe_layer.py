@@ -9,7 +9,7 @@ from megatron_moe.config.registry import resolve
 from megatron_moe.config.transport import SYMMETRIC
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.linear import Linear, with_common_copy
 from megatron_moe.layers.node_chain import LayerState, Node, parameters_of, run_nodes
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
@@ -97,12 +97,14 @@ class MoELayer(nn.Module):
         )
 
     def _route(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        tokens_SBH = state.normed_SBH
+        normed_SBH = tokens_SBH = state.normed_SBH
         with state.discard:
-            routing = self.router(state.normed_SBH, mb, state.given_ids_TK)
+            routing = self.router(normed_SBH, mb, state.given_ids_TK)
             if self.fc1_latent_proj is not None:
-                tokens_SBH = self.fc1_latent_proj(state.normed_SBH)
-        return state.evolve(routing=routing, tokens_SBH=tokens_SBH, given_ids_TK=None)
+                if self.shared_experts is not None:
+                    normed_SBH = with_common_copy(normed_SBH, self.fc1_latent_proj, self.shared_experts.linear_fc1)
+                tokens_SBH = self.fc1_latent_proj(normed_SBH)
+        return state.evolve(routing=routing, tokens_SBH=tokens_SBH, normed_SBH=normed_SBH, given_ids_TK=None)
 
     def _start_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:

@@ -45,7 +45,7 @@ class SharedExperts(nn.Module):
     def second(self, ffn: Tensor, hidden: Tensor) -> Tensor:
         """Second half of `forward`: returns fc2(act(ffn)), [..., H], multiplied by the gate of `hidden` if
         configured."""
-        out = self.linear_fc2.of_activation(ffn, self.activation)
+        out = self.linear_fc2.of_activation(ffn, self.activation, self.linear_fc1)
         if self.gate_weight is None:
             return out
         logit = autograd.linear(self.kernels, hidden, self.gate_weight)

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from megatron_moe.config.precision import ActivationModule, LowPrecisionConfig, PrecisionConfig
+from megatron_moe.config.precision import ActivationModule, LowPrecisionConfig, OperandFormat, PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.mlp import MLP
@@ -22,7 +22,7 @@ from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, FlexDispatch
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import held_experts
-from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision, ModelPrecision
+from megatron_moe.precision.linear_quantizer import DelayedScaling, LinearQuantizer, ModelQuantizers
 from megatron_moe.precision.stored_weight import StoredWeight
 
 LowPrecisionModule = Linear | ExpertStack | Head
@@ -36,7 +36,6 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
     `precision.module_precision` override the recipe of single modules. With `precision.low_precision_params`, the
     weights get a `StoredWeight`, which an optimizer then fills.
     """
-    last_copies = LastCopies()
     for name, module in model.named_modules():
         config = _config_of(name, module, model, precision) if isinstance(module, LowPrecisionModule) else None
         if isinstance(module, LowPrecisionModule) and config is not None:
@@ -45,21 +44,20 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
                 "name": name,
                 "save_input": _saves_input(name, model, config),
                 "delayed": delayed,
-                "last_copies": last_copies,
                 "device": ctx.device,
             }
             config = config.of_experts if isinstance(module, ExpertStack) else config
-            module.precision = LinearPrecision(config, kernels, **options)
+            module.quantizer = LinearQuantizer(config, kernels, **options)
             if not precision.low_precision_params or module.weight is None:
                 continue
             shape, dtype = tuple(module.weight.shape), module.weight.dtype
             if config.weights.is_stored(shape[-1]):
-                scale = None if delayed is None else module.precision.weight_scale
+                scale = None if delayed is None else module.quantizer.weight_scale
                 module.weight.stored = StoredWeight(shape, config.weights, dtype, scale)
     for module in model.modules():
         if isinstance(module, MoELayer) and model.saved_tensors.stash is None and module.experts.has_fused_casts:
             # tokens are saved instead of a columnwise copy of rows; on one rank, the router saves them anyway
-            fc1 = module.experts.linear_fc1.precision
+            fc1 = module.experts.linear_fc1.quantizer
             can_gather = module.dispatcher.token_major is not None
             if can_gather and fc1 is not None and (ctx.group("etp_ep").size == 1 or not fc1.weight_grad):
                 module.dispatcher.token_major = True
@@ -67,20 +65,20 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
             module.dispatcher.formats = exchange_formats(module)
         for norm, readers in _readers_of_norms(module) if kernels.fuses_norms else ():
             if isinstance(norm, Norm) and norm.bias is None:
-                norm.reader = _reader_of_rows(readers)
+                norm.copy_format = _copy_format(readers)
 
 
 def exchange_formats(layer: MoELayer) -> ExchangeFormats:
     """FP8 formats in which a layer exchanges tokens: those to which its experts would quantise the same rows."""
     comm, experts = layer.expert_comm, layer.experts
-    fc1, fc2 = experts.linear_fc1.precision, experts.linear_fc2.precision
+    fc1, fc2 = experts.linear_fc1.quantizer, experts.linear_fc2.quantizer
     tokens = fc1.formats[0] if comm.fp8_tokens and fc1 is not None and fc1.fused_block else None
     grads = fc2.formats[1] if comm.fp8_grads and fc2 is not None and fc2.fused_block else None
     assert tokens is None or not experts.config.probs_on_input, (
         "experts quantise the product of tokens and probabilities"
     )
     assert grads is None or not experts.config.probs_on_output, "experts scale gradients before they quantise them"
-    return ExchangeFormats(tokens, grads, fc2)
+    return ExchangeFormats(tokens, grads)
 
 
 def _readers_of_norms(module: nn.Module) -> Iterator[tuple[nn.Module, list[Linear]]]:
@@ -104,28 +102,28 @@ def _readers_of_norms(module: nn.Module) -> Iterator[tuple[nn.Module, list[Linea
         yield module.pre_mlp_layernorm, [each for each in (mlp.fc1_latent_proj, of_shared) if each is not None]
 
 
-def _reader_of_rows(readers: list[Linear]) -> LinearPrecision | None:
-    """Precision of the first layer that reads a rowwise copy of its input; None if there is none, or if a layer saves a
+def _copy_format(readers: list[Linear]) -> OperandFormat | None:
+    """Format in which linear layers read a rowwise copy of their input; None if none does, or if a layer saves a
     columnwise copy: one cast that makes both copies has the memory traffic of a norm that makes one and a cast."""
     # with tensor parallelism, shards read a gathered or copied tensor
     whole = [linear for linear in readers if linear.tp_dim is None or linear.ctx.group("tp").size == 1]
-    low = [linear.precision for linear in whole if linear.precision is not None and linear.precision.fused_block]
-    return low[0] if low and all(precision.save_input for precision in low) else None
+    low = [linear.quantizer for linear in whole if linear.quantizer is not None and linear.quantizer.fused_block]
+    return low[0].formats[0] if low and all(quantizer.save_input for quantizer in low) else None
 
 
-def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPrecision:
+def new_model_quantizers(model: GPT, seed: int, ctx: ParallelContext) -> ModelQuantizers:
     """Low-precision state of all modules of `model`."""
     modules = (module for module in model.modules() if isinstance(module, LowPrecisionModule))
-    layers = [module.precision for module in modules if module.precision is not None]
+    layers = [module.quantizer for module in modules if module.quantizer is not None]
     # tp_dp_cp: all ranks of a pipeline stage
     reduce_max = partial(all_reduce_, group=ctx.group("tp_dp_cp"), op="max")
-    return ModelPrecision(layers, seed, reduce_max)
+    return ModelQuantizers(layers, seed, reduce_max)
 
 
-def weights_in_low_precision(model: GPT) -> dict[nn.Parameter, LinearPrecision]:
+def weights_in_low_precision(model: GPT) -> dict[nn.Parameter, LinearQuantizer]:
     """State of every weight of the layers that low precision applies to, without the output layer."""
     modules = [module for module in model.modules() if isinstance(module, Linear | ExpertStack)]
-    return {module.weight: module.precision for module in modules if module.precision is not None}
+    return {module.weight: module.quantizer for module in modules if module.quantizer is not None}
 
 
 def _delayed_scaling(module: LowPrecisionModule, config: LowPrecisionConfig, ctx: ParallelContext) -> DelayedScaling:

@@ -82,14 +82,15 @@ class QuantizedTensor:
 
     def copy_(self, other: "QuantizedTensor") -> "QuantizedTensor":
         """Overwrites all tensors with those of `other`, which has the same copies and shapes; returns itself."""
-        for mine, theirs in zip(self._tensors, other._tensors, strict=True):
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             assert (mine is None) == (theirs is None), "the tensors have different copies"
             if mine is not None and theirs is not None:
                 mine.copy_(theirs)
         return self
 
     @property
-    def _tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Bytes, scales and factor of both copies; None for those that it lacks."""
         row = self.rowwise, self.rowwise_scales, self.rowwise_factor
         return *row, self.columnwise, self.columnwise_scales, self.columnwise_factor
 

@@ -32,7 +32,7 @@ from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.rng import Key, RNGKey
 from megatron_moe.parallel.streams import Streams
-from megatron_moe.precision.linear_precision import ModelPrecision
+from megatron_moe.precision.linear_quantizer import ModelQuantizers
 from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
@@ -88,7 +88,7 @@ class Trainer:
         micro_batch_size: int,
         timers: Timers | None = None,
         memory_guard: Callable[[int], AbstractContextManager[object]] = nullcontext,
-        low_precision: ModelPrecision | None = None,
+        low_precision: ModelQuantizers | None = None,
     ) -> None:
         """
         Args:

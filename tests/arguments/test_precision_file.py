@@ -34,9 +34,9 @@ def test_the_first_matching_pattern_selects_the_recipe() -> None:
     precision = replace(plan.precision, low_precision=low, module_precision=overrides)
     model = make_trainer(replace(plan, precision=precision), ParallelContext.single()).model
     found = {
-        name: module.precision._config.name
+        name: module.quantizer._config.name
         for name, module in model.named_modules()
-        if getattr(module, "precision", None) is not None
+        if getattr(module, "quantizer", None) is not None
     }
     blockwise, tensorwise = "blockwise e4m3", "tensorwise hybrid"
     assert found == {

@@ -29,7 +29,8 @@ from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatche
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.apply import exchange_formats
-from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
+from megatron_moe.precision.carried_copies import carried_grad, values_of
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from tests.helpers.ranks import free_port
 from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_one_rank, on_this_rank
@@ -260,16 +261,15 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
             copies: list[list[QuantizedTensor | None]] = []
             tensors: list[list[torch.Tensor]] = []
             for quantises in (False, True):
-                fc2 = LinearPrecision(config, kernels)
-                formats = ExchangeFormats(config.inputs, config.grads, fc2) if quantises else ExchangeFormats()
+                formats = ExchangeFormats(config.inputs, config.grads) if quantises else ExchangeFormats()
                 dispatcher.formats = formats
                 leaf = tokens.to(ctx.device, ctx.dtype).requires_grad_()
                 rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(leaf, routing))
                 data = rows.data.detach().requires_grad_()
                 out = dispatcher.finish_combine(dispatcher.start_combine(replace(rows, data=data), handle))
                 (got,) = torch.autograd.grad(out, data, grad.to(ctx.device, ctx.dtype))
-                tensors.append([rows.data.detach(), got])
-                copies.append([rows.quantized, fc2.take_grad(got)])
+                tensors.append([rows.data.detach(), values_of(got)])
+                copies.append([rows.quantized, carried_grad(got, config.grads)])
             for place, form in enumerate((config.inputs, config.grads)):
                 expected = kernels.quantize_rows(tensors[0][place], form, rowwise=True, columnwise=False)
                 actual = copies[1][place]
@@ -285,13 +285,13 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
 def fp8_layer(ctx: ParallelContext, *, sent_in_fp8: bool) -> MoELayer:
     """bf16 layer with FP8 experts over the flex dispatcher."""
     config = low_precision_config("blockwise", weight_grad=False)
-    kernels, last_copies = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config), LastCopies()
+    kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
     router = {"dtype": "fp32", "hidden_size": WIDE}
     moe = moe_config(dispatcher="flex", router=router, hidden_size=WIDE, ffn_hidden_size=WIDE)
     layer = MoELayer(replace(moe, fp8_dispatch=sent_in_fp8, fp8_combine_grad=sent_in_fp8), 0, ctx, kernels)
     init_parameters(layer, 5, InitConfig(method="unit_gain"))
     for stack in (layer.experts.linear_fc1, layer.experts.linear_fc2):
-        stack.precision = LinearPrecision(config, kernels, last_copies=last_copies)
+        stack.quantizer = LinearQuantizer(config, kernels)
     layer.dispatcher.formats = exchange_formats(layer)
     return layer
 

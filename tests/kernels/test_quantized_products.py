@@ -16,7 +16,10 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import GroupedPart, RowIndex
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.sequential import sequential
-from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision
+from megatron_moe.layers.linear import Linear, with_common_copy
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.carried_copies import QuantizedActivation, carried_copy
+from megatron_moe.precision.linear_quantizer import DelayedScaling, LinearQuantizer
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
@@ -71,7 +74,7 @@ def test_linear_multiplies_quantised_operands(config: LowPrecisionConfig, weight
     config = replace(config, weight_grad=weight_grad)
     x, weight, bias = draw(3, 2, 10), draw(7, 10, seed=1), draw(7, seed=2)
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    out = autograd.linear(KERNELS, *leaves, precision=LinearPrecision(config, KERNELS))
+    out = autograd.linear(KERNELS, *leaves, quantizer=LinearQuantizer(config, KERNELS))
     grad = draw(3, 2, 7, seed=3)
     out.backward(grad)
     x_TI, grad_TO = x.view(6, 10), grad.view(6, 7)
@@ -93,8 +96,8 @@ def test_grouped_linear_quantises_every_expert_separately(config, offsets, kerne
     rows, weight, grad = draw(13, 10), draw(4, 7, 10, seed=1), draw(13, 7, seed=2)
     rows[offsets[-1] :], grad[offsets[-1] :] = torch.nan, torch.nan  # padding rows have any content
     leaves = [t.clone().requires_grad_() for t in (rows, weight)]
-    precision = LinearPrecision(config, kernels)
-    out = autograd.grouped_linear(kernels, leaves[0], leaves[1], ends(offsets), precision=precision)
+    quantizer = LinearQuantizer(config, kernels)
+    out = autograd.grouped_linear(kernels, leaves[0], leaves[1], ends(offsets), quantizer=quantizer)
     out.backward(grad)
     for expert, (start, end) in enumerate(zip([0, *offsets], offsets, strict=False)):
         x, g, w = rows[start:end], grad[start:end], rounded(weight[expert], config, "w")
@@ -122,9 +125,9 @@ def test_gathered_input_is_freed_before_the_input_gradient(config: LowPrecisionC
 
     product = {"linear_input_grad" if config is None else "quantized_linear_input_grad": input_grad}
     kernels = KernelSet.of({op: getattr(KERNELS, op) for op in OPS} | product, ())
-    precision = None if config is None else LinearPrecision(config, kernels)
+    quantizer = None if config is None else LinearQuantizer(config, kernels)
     sharded = ShardedInput(x[:3].detach(), gather)
-    autograd.linear(kernels, x, weight, sharded=sharded, precision=precision).sum().backward()
+    autograd.linear(kernels, x, weight, sharded=sharded, quantizer=quantizer).sum().backward()
     assert x.grad is not None
 
 
@@ -137,7 +140,7 @@ def test_saving_the_input_gives_the_same_weight_gradient(config: LowPrecisionCon
 
     def run(how: str) -> tuple[list[tuple[torch.dtype, int]], Tensor, Tensor]:
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        precision, saved = LinearPrecision(config, KERNELS, save_input=how == "input"), []
+        quantizer, saved = LinearQuantizer(config, KERNELS, save_input=how == "input"), []
 
         def pack(tensor: Tensor) -> Tensor:
             saved.append((tensor.dtype, tensor.numel()))
@@ -145,7 +148,7 @@ def test_saving_the_input_gives_the_same_weight_gradient(config: LowPrecisionCon
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             sharded = gathered if how == "shard" else None
-            out = autograd.linear(KERNELS, *leaves, sharded=sharded, precision=precision)
+            out = autograd.linear(KERNELS, *leaves, sharded=sharded, quantizer=quantizer)
         out.backward(grad)
         return saved, leaves[0].grad, leaves[1].grad
 
@@ -160,8 +163,8 @@ def test_saving_the_input_gives_the_same_weight_gradient(config: LowPrecisionCon
     results = []
     for given in (index, None):
         leaves = x.clone().requires_grad_(), torch.stack([weight, 2 * weight]).requires_grad_()
-        precision = LinearPrecision(config, KERNELS)
-        autograd.grouped_linear(KERNELS, *leaves, ends([4, 6]), given, precision=precision).backward(grad)
+        quantizer = LinearQuantizer(config, KERNELS)
+        autograd.grouped_linear(KERNELS, *leaves, ends([4, 6]), given, quantizer=quantizer).backward(grad)
         results.append([leaf.grad for leaf in leaves])
     for found, expected in zip(*results, strict=True):
         EXACT.check(found, expected, "token-major rows")
@@ -185,11 +188,11 @@ def test_an_operand_that_is_not_finite_makes_results_nan(recipe: str, where: str
     if value == 1e38 and recipe != "delayed":
         return  # a finite number with a scale of its own
     delayed = DelayedScaling(config, torch.device("cpu"), None, 0) if recipe == "delayed" else None
-    precision = LinearPrecision(config, KERNELS, delayed=delayed)
+    quantizer = LinearQuantizer(config, KERNELS, delayed=delayed)
     x, weight, grad = (draw(32, 32, seed=seed, dtype=torch.float32) for seed in range(3))
     {"input": x, "weight": weight, "gradient": grad}[where][3, 5] = value
     leaves = x.requires_grad_(), weight.requires_grad_()
-    out = autograd.linear(KERNELS, *leaves, precision=precision)
+    out = autograd.linear(KERNELS, *leaves, quantizer=quantizer)
     out.backward(grad)
     affected = {"input": (out, weight.grad), "weight": (out, x.grad), "gradient": (x.grad, weight.grad)}[where]
     assert all(result.isnan().any() for result in affected)
@@ -201,7 +204,7 @@ def test_an_operand_that_is_not_finite_makes_results_nan(recipe: str, where: str
 def test_emulated_weight_gradients_in_bf16_are_rounded_once(grouped: bool) -> None:
     """As tensor cores do: products and sums in fp32, also over several microbatches of experts."""
     config = CONFIGS["tensorwise"]
-    layer = LinearPrecision(config, KERNELS)
+    layer = LinearQuantizer(config, KERNELS)
     grad, x = (draw(64, width, seed=width, dtype=torch.bfloat16) for width in (24, 40))
     offsets = ends([20, 64]) if grouped else None
     operands = (
@@ -221,8 +224,8 @@ def test_emulated_weight_gradients_in_bf16_are_rounded_once(grouped: bool) -> No
 
 def test_results_have_the_dtype_of_the_operands() -> None:
     x, weight = draw(6, 10, dtype=torch.bfloat16), draw(7, 10, seed=1, dtype=torch.bfloat16)
-    precision = LinearPrecision(CONFIGS["blockwise"], KERNELS)
-    out = autograd.linear(KERNELS, x, weight, precision=precision)
+    quantizer = LinearQuantizer(CONFIGS["blockwise"], KERNELS)
+    out = autograd.linear(KERNELS, x, weight, quantizer=quantizer)
     config = CONFIGS["blockwise"]
     expected = rounded(x.float(), config, "x") @ rounded(weight.float(), config, "w").T
     EXACT.check(out, expected.bfloat16())
@@ -231,7 +234,7 @@ def test_results_have_the_dtype_of_the_operands() -> None:
 def test_evaluation_makes_no_columnwise_copy() -> None:
     made = []
 
-    class Recorder(LinearPrecision):
+    class Recorder(LinearQuantizer):
         def input(self, x, **options):
             made.append(options.get("columnwise"))
             return super().input(x, **options)
@@ -239,24 +242,24 @@ def test_evaluation_makes_no_columnwise_copy() -> None:
     x, weight = draw(6, 10), draw(7, 10, seed=1).requires_grad_()
     for grad_enabled in (True, False):
         with torch.set_grad_enabled(grad_enabled):
-            autograd.linear(KERNELS, x, weight, precision=Recorder(CONFIGS["blockwise"], KERNELS))
+            autograd.linear(KERNELS, x, weight, quantizer=Recorder(CONFIGS["blockwise"], KERNELS))
     assert made == [True, False]
 
 
 def test_the_weight_is_quantised_once_per_step() -> None:
     weight = draw(8, 8, seed=1).requires_grad_()
-    precision = LinearPrecision(CONFIGS["blockwise"], KERNELS)
+    quantizer = LinearQuantizer(CONFIGS["blockwise"], KERNELS)
     x = draw(4, 8)
-    first = autograd.linear(KERNELS, x, weight, precision=precision)
-    cached = precision.weight(weight)
-    EXACT.check(autograd.linear(KERNELS, x, weight, precision=precision).detach(), first.detach(), "second microbatch")
-    assert precision.weight(weight) is cached
+    first = autograd.linear(KERNELS, x, weight, quantizer=quantizer)
+    cached = quantizer.weight(weight)
+    EXACT.check(autograd.linear(KERNELS, x, weight, quantizer=quantizer).detach(), first.detach(), "second microbatch")
+    assert quantizer.weight(weight) is cached
     with torch.no_grad():
         weight.mul_(3)
-    assert precision.weight(weight) is cached, "the copy of this step is reused"
-    precision.invalidate_weight()
+    assert quantizer.weight(weight) is cached, "the copy of this step is reused"
+    quantizer.invalidate_weight()
     FP64_REF.check(
-        autograd.linear(KERNELS, x, weight, precision=precision).detach(),
+        autograd.linear(KERNELS, x, weight, quantizer=quantizer).detach(),
         rounded(x, CONFIGS["blockwise"], "x") @ rounded(weight.detach(), CONFIGS["blockwise"], "w").T,
         "after the update",
     )
@@ -267,24 +270,30 @@ def test_layers_with_the_same_input_share_its_copy(weight_grad: bool) -> None:
     config, kernels, calls = replace(CONFIGS["blockwise"], weight_grad=weight_grad), reference.bundle(), []
     quantize = kernels.quantize_rows
     kernels.quantize_rows = lambda *given, **named: calls.append(given[0]) or quantize(*given, **named)
-    last = LastCopies()
-    layers = [LinearPrecision(config, kernels, last_copies=last) for _ in range(3)]
-    x, other, weight = draw(3, 2, 10), draw(3, 2, 10, seed=1), draw(7, 10, seed=2).requires_grad_()
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
-        outs = [
-            autograd.linear(kernels, given, weight, precision=layer)
-            for given, layer in zip((x, x, other), layers, strict=True)
-        ]
-    assert len(calls) == 2, "one per input"
-    assert len(set(saved)) == len(saved) * 2 // 3, "the same input"
-    outs = [out.detach() for out in outs]
-    EXACT.check(outs[1], outs[0], "the same input")
-    alone = autograd.linear(KERNELS, other, weight, precision=LinearPrecision(config, KERNELS))
-    EXACT.check(outs[2], alone.detach(), "another input")
-    e5m2 = replace(config, inputs=replace(config.inputs, element="e5m2"))
-    autograd.linear(kernels, other, weight, precision=LinearPrecision(e5m2, kernels, last_copies=last))
-    assert len(calls) == 3, "another format"
+    linears = [Linear(10, 7, ParallelContext.single(), kernels) for _ in range(2)]
+    for linear in linears:
+        torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(2))
+        linear.quantizer = LinearQuantizer(config, kernels)
+    x = draw(3, 2, 10).requires_grad_()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        shared = with_common_copy(x, *linears)
+        outs = [linear(shared) for linear in linears]
+    assert len(calls) == 1, "one for both layers"
+    assert len({tensor.data_ptr() for tensor in saved}) == len(saved) / 2, "the same input"
+    assert not any(isinstance(tensor, QuantizedActivation) for tensor in saved), "would keep the rowwise copy alive"
+    EXACT.check(outs[1].detach(), outs[0].detach(), "the same input")
+    EXACT.check(linears[0](x).detach(), outs[0].detach(), "a cast of its own")
+    (grad,) = torch.autograd.grad(outs[0].sum(), x)
+    EXACT.check(grad, torch.autograd.grad(linears[0](x).sum(), x)[0], "gradient")
+    calls.clear()
+    with torch.no_grad():
+        x.mul_(2)
+    assert carried_copy(shared, config.inputs, columnwise=False) is None, "of the values before"
+    EXACT.check(linears[0](shared).detach(), linears[1](x).detach(), "the modified input")
+    assert len(calls) == 2
+    linears[1].quantizer = LinearQuantizer(replace(config, inputs=replace(config.inputs, element="e5m2")), kernels)
+    assert with_common_copy(x, *linears) is x, "other formats"
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -296,7 +305,7 @@ def test_stored_activation_inputs_are_those_that_backward_reads(name: str, of_ex
     ffn = 64 if name == "mxfp8" else 12
     x = draw(13, (2 if gated else 1) * ffn)
     weight, probs, grad = draw(4, 7, ffn, seed=1), draw(13, seed=2).abs(), draw(13, 7, seed=3)
-    options: ExpertRows | None = ExpertRows(ends([2, 2, 11, 13]), probs.requires_grad_(), None, 13, None)
+    options: ExpertRows | None = ExpertRows(ends([2, 2, 11, 13]), probs.requires_grad_(), None, 13)
     if not of_experts:
         weight, options = weight[0], None
     rounded_x, saved = rounded(x, config, "x"), []
@@ -307,10 +316,10 @@ def test_stored_activation_inputs_are_those_that_backward_reads(name: str, of_ex
 
     def run(rows: Tensor, config: LowPrecisionConfig) -> tuple[Tensor, list[Tensor]]:
         leaves = [each.detach().clone().requires_grad_() for each in (rows, weight)]
-        precision = LinearPrecision(config, KERNELS)
+        quantizer = LinearQuantizer(config, KERNELS)
         activation = ActivationConfig(kind="silu", gated=gated)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = autograd.activation_linear(KERNELS, *leaves, activation, precision, options)
+            out = autograd.activation_linear(KERNELS, *leaves, activation, quantizer, rows=options)
         probs.grad = None
         out.backward(grad)
         return out.detach(), [each.grad for each in leaves] + ([] if probs.grad is None else [probs.grad])

@@ -23,7 +23,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, Work, check_capturable
 from megatron_moe.optim import param_store
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.linear_precision import DelayedScaling, LinearPrecision
+from megatron_moe.precision.linear_quantizer import DelayedScaling, LinearQuantizer
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny, tiny_models
 from tests.helpers.eager_graphs import EagerRecorder, TapeRecorder
@@ -159,7 +159,7 @@ def test_captured_experts_read_their_numbers_of_rows_on_the_device(recipe: str) 
     """A replay multiplies the rows of other experts than the capture."""
     config, stack = RECIPES[recipe], (3, 16, 32)
     delayed = DelayedScaling(config, torch.device("cpu"), 3, 0) if config.recipe == "delayed" else None
-    precision = LinearPrecision(config, KERNELS, delayed=delayed)
+    precision = LinearQuantizer(config, KERNELS, delayed=delayed)
     rows_RI, grad_RO, weight_eOI = torch.randn(50, 32), torch.randn(50, 16), torch.randn(stack)
     ends_e, weight_grad_eOI = torch.tensor([20, 20, 41], dtype=torch.int32), torch.empty(stack)
 

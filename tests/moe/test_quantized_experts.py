@@ -19,7 +19,7 @@ from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from tests.helpers.tolerances import EXACT
 from tests.moe.routings import fill
 
@@ -55,9 +55,8 @@ def experts(
         ExpertsConfig(num_experts=EXPERTS, **fields), ParallelContext.single(dtype=torch.float32), kernels, policy
     )
     fill(made)
-    last = LastCopies()
     for stack in (made.linear_fc1, made.linear_fc2):
-        stack.precision = LinearPrecision(config, kernels, last_copies=last)
+        stack.quantizer = LinearQuantizer(config, kernels)
     return made
 
 
@@ -137,7 +136,7 @@ def test_other_experts_are_quantised_by_separate_ops(fields: dict[str, bool]) ->
     )
     made = Experts(config, ParallelContext.single(dtype=torch.float32), kernels := reference.bundle())
     for stack in (made.linear_fc1, made.linear_fc2):
-        stack.precision = LinearPrecision(CONFIGS["blockwise"], kernels)
+        stack.quantizer = LinearQuantizer(CONFIGS["blockwise"], kernels)
     assert not made.has_fused_casts
     assert not experts(CONFIGS["blockwise"], "swiglu", kernels, ffn=10).has_fused_casts, "blocks of gate and up"
 
@@ -152,9 +151,8 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
     ctx = ParallelContext.single(dtype=torch.float32)
     made = SharedExperts(SharedExpertsConfig(mlp=mlp), ctx, kernels) if shared else MLP(mlp, ctx, kernels)
     fill(made)
-    last = LastCopies()
     for linear in (made.linear_fc1, made.linear_fc2):
-        linear.precision = LinearPrecision(config, kernels, last_copies=last)
+        linear.quantizer = LinearQuantizer(config, kernels)
 
     def run_once() -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
         saved: list[tuple[int, ...]] = []
@@ -171,6 +169,6 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
     assert calls["quantize_rows"] == (4 if config.weight_grad else 2)
     # of these widths, only fc1's output is saved
     assert sum(shape[-1] in (ffn, KINDS[kind].fan * ffn) for shape in saved if len(shape) == 3) == 1
-    monkeypatch.setattr(LinearPrecision, "fuses", lambda *_: False)
+    monkeypatch.setattr(LinearQuantizer, "fuses", lambda *_: False)
     same(fused, run_once()[0])
     assert calls["quantize_activation"] == 1

@@ -21,7 +21,7 @@ from megatron_moe.config.precision import LowPrecisionConfig, low_precision_conf
 from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.linear_precision import DelayedScaling, LastCopies, LinearPrecision, ModelPrecision
+from megatron_moe.precision.linear_quantizer import DelayedScaling, ModelQuantizers
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
@@ -86,7 +86,7 @@ def modules_with_fp8(config: LowPrecisionConfig) -> set[str]:
     plan = plan_of(config)
     plan = replace(plan, model=replace(plan.model, mtp=mtp))
     model = make_trainer(plan, ParallelContext.single()).model
-    return {name for name, module in model.named_modules() if getattr(module, "precision", None) is not None}
+    return {name for name, module in model.named_modules() if getattr(module, "quantizer", None) is not None}
 
 
 def test_linear_layers_of_the_chosen_layers_use_fp8() -> None:
@@ -109,9 +109,9 @@ def test_experts_alone_can_have_weight_gradients_in_the_dtype_of_the_parameters(
     config = replace(CONFIGS["blockwise"], expert_weight_grad=False)
     model = make_trainer(plan_of(config), ParallelContext.single()).model
     in_low = {
-        name: module.precision.weight_grad
+        name: module.quantizer.weight_grad
         for name, module in model.named_modules()
-        if getattr(module, "precision", None) is not None
+        if getattr(module, "quantizer", None) is not None
     }
     assert in_low == {name: ".experts." not in name for name in in_low}
 
@@ -143,7 +143,7 @@ BEFORE_LINEAR = {*IN_ATTENTION, *(f"{layer}.{norm}_layernorm" for layer in range
 def norms_with_casts(config: LowPrecisionConfig, context: ParallelContext) -> set[str]:
     model = build_model(replace(plan_of(config), model=LATENT), context, KERNELS)
     layers = model.decoder.layers if hasattr(model.decoder, "layers") else model.decoder
-    return {name for name, module in layers.named_modules() if getattr(module, "reader", None) is not None}
+    return {name for name, module in layers.named_modules() if getattr(module, "copy_format", None) is not None}
 
 
 def test_norms_before_layers_that_save_their_input_write_its_copy() -> None:
@@ -192,25 +192,13 @@ def test_an_evaluation_quantises_the_weights_of_the_last_step() -> None:
     assert found == evaluate(trainer.pipeline, batches, len(batches)), "the evaluation used earlier weights"
 
 
-def test_layers_share_the_copy_of_an_input_until_it_is_modified() -> None:
-    config = low_precision_config("blockwise")
-    copies = LastCopies()
-    first, second = (LinearPrecision(config, KERNELS, name=name, last_copies=copies) for name in "qk")
-    x = torch.randn(4, config.inputs.block[1])
-    x_q = first.shared_input(x, columnwise=False)
-    assert second.shared_input(x, columnwise=False) is x_q
-    x.mul_(2)
-    expected = first.input(x, rowwise=True).rowwise_scales
-    EXACT.check(second.shared_input(x, columnwise=False).rowwise_scales, expected, "scales of the modified input")
-
-
 def test_stochastic_rounding_differs_between_runs_iterations_and_layers() -> None:
     trainer = make_trainer(plan_of(CONFIGS["nvfp4"]), ParallelContext.single())
     first, second, *_ = trainer.low_precision.layers
     grad = torch.randn(32, 32)
 
     def draw(layer, iteration: int, seed: int = 1) -> Tensor:
-        ModelPrecision([layer], seed, lambda flat: flat).begin_step(iteration)
+        ModelQuantizers([layer], seed, lambda flat: flat).begin_step(iteration)
         return layer.grad(grad, rowwise=True, columnwise=False).rowwise
 
     same, *others = (draw(first, 1), draw(first, 2), draw(first, 1, seed=2), draw(second, 1))

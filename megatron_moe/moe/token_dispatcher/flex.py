@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels, MatrixOperand, RowIndex, most_rows
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, LateRank, Routing, first_rows
-from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.carried_copies import QuantizedGrad
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 Work = Any
@@ -33,8 +33,6 @@ class ExchangeFormats(NamedTuple):
     """Format of dispatched tokens: that of the inputs of fc1."""
     grads: OperandFormat | None = None
     """Format of the gradient of combine: that of the output gradients of fc2."""
-    reader: LinearPrecision | None = None
-    """Precision of fc2, whose backward takes the received gradients; None: it quantises them again."""
 
 
 @dataclass(frozen=True)
@@ -251,8 +249,9 @@ class PendingCombine(Pending):
         tokens_GH = self.transport.finish_tokens(work).tokens_GH
         grad_RH, grad_q = permuted(self.kernels, tokens_GH, self.handle.index)
         self.transport.release(work)
-        if grad_q is not None and self.formats.reader is not None:
-            self.formats.reader.put_grad(grad_RH, grad_q)
+        if grad_q is not None and self.formats.grads is not None:  # for the backward of fc2
+            options = grad_RH.shape, grad_RH, self.kernels.dequantize_rows
+            grad_RH = QuantizedGrad(grad_q, self.formats.grads, *options)
         return (grad_RH,)
 
 

@@ -22,7 +22,8 @@ from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, ExchangeRout
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher, SymmetricTransport
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.apply import exchange_formats
-from megatron_moe.precision.linear_precision import LastCopies, LinearPrecision
+from megatron_moe.precision.carried_copies import carried_grad, values_of
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import EXACT
@@ -86,14 +87,13 @@ def test_received_bytes_are_those_of_quantised_rows(case, config, width, kind, f
     """Forward and the gradient of combine; padding rows are those of quantised zeros."""
 
     def rank(ctx: ParallelContext) -> None:
-        fc2 = LinearPrecision(config, REFERENCE)
-        formats = ExchangeFormats(config.inputs, config.grads, fc2)
+        formats = ExchangeFormats(config.inputs, config.grads)
         plain, plain_grad, expected = exchanged(kind, ctx, case, width, ExchangeFormats())
         rows, grad, others = exchanged(kind, ctx, case, width, formats)
         same_copy(rows.quantized, rows_q := quantized(plain.data, config.inputs), "rows")
         EXACT.check(rows.data, values(rows_q), "values of rows")
-        same_copy(fc2.take_grad(grad), grad_q := quantized(plain_grad, config.grads), "gradients")
-        EXACT.check(grad, values(grad_q), "values of gradients")
+        same_copy(carried_grad(grad, config.grads), grad_q := quantized(plain_grad, config.grads), "gradients")
+        EXACT.check(values_of(grad), values(grad_q), "values of gradients")
         EXACT.check_all(others, expected, "tensors of the sums")
         assert plain.quantized is None
 
@@ -123,9 +123,8 @@ def test_rows_beyond_the_bound_overflow_as_in_a_plain_exchange(case) -> None:
 
 
 def sent_in_fp8(layer: MoELayer, config: LowPrecisionConfig, *, fp8: bool) -> None:
-    last_copies = LastCopies()
     for stack in (layer.experts.linear_fc1, layer.experts.linear_fc2):
-        stack.precision = LinearPrecision(config, REFERENCE, last_copies=last_copies)
+        stack.quantizer = LinearQuantizer(config, REFERENCE)
     layer.expert_comm.fp8_tokens = layer.expert_comm.fp8_grads = fp8
     layer.dispatcher.formats = exchange_formats(layer)
 
@@ -189,7 +188,7 @@ def test_experts_multiply_the_received_bytes(monkeypatch) -> None:
     """fc1 quantises no rows, and fc2 no gradients, with a weight gradient in the dtype of the parameters."""
     calls: list[str] = []
     for name in ("input", "grad"):
-        monkeypatch.setattr(LinearPrecision, name, lambda *args, name=name, **named: calls.append(name))
+        monkeypatch.setattr(LinearQuantizer, name, lambda *args, name=name, **named: calls.append(name))
     results(FOLDS[0], BLOCKWISE, fp8=True)
     assert calls == []
 

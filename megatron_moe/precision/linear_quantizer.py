@@ -1,7 +1,6 @@
 """Low-precision GEMM operands of linear layers: quantisation of inputs, weights and output gradients."""
 
 import hashlib
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -108,36 +107,7 @@ class DelayedScaling:
         self.scales.copy_(torch.where(apply_update, scales, self.scales))
 
 
-class LastCopies:
-    """Copies that the layers of a model pass to each other: of the last input of a dense layer, for layers that have
-    the same input one after the other, and of the last gradient that an activation or a combine returned."""
-
-    def __init__(self) -> None:
-        self._found: tuple[weakref.ref[Tensor], tuple[int, OperandFormat], QuantizedTensor] | None = None
-        self._grad: tuple[Tensor, OperandFormat, QuantizedTensor] | None = None
-
-    def get(self, x: Tensor, form: OperandFormat) -> QuantizedTensor | None:
-        """The copy of the input `x` in this format, or None. Inputs of CUDA graphs are tensors that are overwritten."""
-        if self._found is None or self._found[0]() is not x or self._found[1] != (x._version, form):
-            return None
-        return self._found[2]
-
-    def put(self, x: Tensor, form: OperandFormat, x_q: QuantizedTensor) -> None:
-        self._found = weakref.ref(x), (x._version, form), x_q
-
-    def put_grad(self, grad: Tensor, form: OperandFormat, grad_q: QuantizedTensor) -> None:
-        self._grad = grad, form, grad_q
-
-    def take_grad(self, grad: Tensor, form: OperandFormat) -> QuantizedTensor | None:
-        """The copy of the gradient `grad` in this format, which is then released; None if `grad` is another tensor, for
-        example a sum of several gradients."""
-        if self._grad is None or self._grad[0] is not grad or self._grad[1] != form:
-            return None
-        grad_q, self._grad = self._grad[2], None
-        return grad_q
-
-
-class LinearPrecision:
+class LinearQuantizer:
     """Quantises the GEMM operands of one linear layer, or of one stack of expert layers, and caches its weight.
 
     The weight is quantised by the first forward of a step and reused by all later microbatches and by recompute, until
@@ -153,7 +123,6 @@ class LinearPrecision:
         name: str = "",
         save_input: bool = False,
         delayed: DelayedScaling | None = None,
-        last_copies: LastCopies | None = None,
         device: torch.device | None = None,
     ) -> None:
         """
@@ -162,7 +131,6 @@ class LinearPrecision:
             save_input: saves the original input for backward, which quantises its columnwise copy again, because the
                 input is kept anyway. False: saves the columnwise copy.
             delayed: scales of the recipe delayed; None for the other recipes.
-            last_copies: shared by the layers of a model; None: the layer shares no copies.
             device: device of the layer; None: the CPU.
         """
         self.weight_grad = config.weight_grad
@@ -174,7 +142,6 @@ class LinearPrecision:
         self._config = config
         self._kernels = kernels
         self._name = name
-        self._last_copies = last_copies or LastCopies()
         self._seed = torch.zeros((), dtype=torch.int64, device=device) if config.grads.stochastic else None
         """Seed of this step's stochastic rounding, the same on all ranks."""
         self._weight: QuantizedTensor | None = None
@@ -213,27 +180,6 @@ class LinearPrecision:
             scale=self._scale(_INPUT, lambda: largest_magnitude(x, offsets_e), record),
         )
 
-    def shared_input(self, x: Tensor, *, columnwise: bool) -> QuantizedTensor:
-        """Rowwise and, if requested, columnwise copy of an input [..., I]; also returned to the next layer with that
-        input. For formats with `fused_block`, whose copies depend on the input alone."""
-        x_q = self._last_copies.get(x, self._config.inputs)
-        if x_q is None or (columnwise and x_q.columnwise is None):
-            x_q = self.input(x.detach().flatten(0, -2), columnwise=columnwise)
-            self._last_copies.put(x, self._config.inputs, x_q)
-        return x_q
-
-    def put_input(self, x: Tensor, x_q: QuantizedTensor) -> None:
-        """Passes the rowwise copy of an input [..., I] to the layers with that input, for `shared_input`."""
-        self._last_copies.put(x, self._config.inputs, x_q)
-
-    def put_grad(self, grad: Tensor, grad_q: QuantizedTensor) -> None:
-        """Passes the rowwise copy of a gradient, which the caller returns to autograd, to the layer that gets it."""
-        self._last_copies.put_grad(grad, self._config.grads, grad_q)
-
-    def take_grad(self, grad: Tensor) -> QuantizedTensor | None:
-        """Rowwise copy of an output gradient, if the op that made it has also quantised it."""
-        return self._last_copies.take_grad(grad, self._config.grads)
-
     @property
     def fused_block(self) -> int | None:
         """See `LowPrecisionConfig.fused_block`."""
@@ -264,7 +210,7 @@ class LinearPrecision:
         self._is_current = True
         return self._weight
 
-    def transposed(self, weight: Tensor, weight_q: QuantizedTensor) -> QuantizedTensor:
+    def with_columnwise(self, weight: Tensor, weight_q: QuantizedTensor) -> QuantizedTensor:
         """The result `weight_q` of `weight` with the columnwise copy, which the input gradient reads."""
         stored = _stored(weight)
         return weight_q if stored is None else stored.with_columns(self._kernels.transpose_weight)
@@ -297,10 +243,10 @@ def _stored(weight: Tensor) -> StoredWeight | None:
     return found
 
 
-class ModelPrecision:
+class ModelQuantizers:
     """Low-precision state of all linear layers of this rank."""
 
-    def __init__(self, layers: Sequence[LinearPrecision], seed: int, reduce_max: Callable[[Tensor], object]) -> None:
+    def __init__(self, layers: Sequence[LinearQuantizer], seed: int, reduce_max: Callable[[Tensor], object]) -> None:
         """`reduce_max`: reduces a tensor in place to its maximum over the ranks of this pipeline stage."""
         self.layers = tuple(layers)
         self._seed, self._reduce_max = seed, reduce_max
