@@ -62,8 +62,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         from megatron_moe.parallel.agreement import check_agreement
         from megatron_moe.resilience.peer_failure import PeerFailures
         from megatron_moe.train.exit_conditions import ExitConditions
-        from megatron_moe.train.training_log import TrainingLog
-        from megatron_moe.train.warmup import warm_up_kernels
+        from megatron_moe.warmup.kernel_warmup import warm_up_kernels
 
     # process groups, reporting, kernels
     watchdog = stack.enter_context(build.build_watchdog(plan, status))
@@ -89,7 +88,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     if loader:
         stack.callback(loader.close)
     evaluation = build.build_evaluation(plan, trainer.pipeline, datasets, reporter)
-    build.introduce(plan, context, kernels, model, datasets, reporter)
+    build.log_run_summary(plan, context, kernels, model, datasets, reporter)
     reporter.note(compiled)
 
     # resume from the newest checkpoint, or start at iteration 0
@@ -102,31 +101,31 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     reporter.begin(iteration=state.iteration, last_iteration=last, consumed_samples=state.consumed_samples)
 
     # training loop
-    log = TrainingLog(trainer, reporter, loader, build.build_stragglers(plan, trainer))
+    supervisor = build.build_supervisor(plan, trainer, loader, reporter)
     stop = ExitConditions(
         plan.loop, context, iteration=state.iteration, last_iteration=last, signals=signals, begun=begun
     )
     while loader and not stop.now(state.iteration):
         events.enter("step", state.iteration + 1)
         if state.iteration + 1 in plan.loop.iterations_to_skip:
-            log.pass_over(loader, state)
+            supervisor.skip_iteration(state)
             continue
-        outcome = trainer.step(log.next_step(loader), state)
+        outcome = supervisor.step(state)
         state.advance(outcome.num_samples, config)
         status.update(state="running", iteration=state.iteration)
-        log.after(outcome)
+        supervisor.after(outcome)
         checkpointing.commit_if_written()
         trainer.compare_replicas(state.iteration)
         if evaluation.due(state.iteration) or checkpointing.due(state.iteration):
-            log.catch_up()
+            supervisor.catch_up()
             events.enter("evaluation", state.iteration)
             evaluation.run_if_due(state)
             events.enter("save", state.iteration)
             checkpointing.save_if_due(state, loader)
-            log.restart_clock()
+            supervisor.restart_clock()
 
     # flush the log, save, evaluate
-    log.catch_up()
+    supervisor.catch_up()
     reporter.note(stop.reason)
     events.enter("save", state.iteration)
     if stop.preempted:

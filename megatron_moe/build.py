@@ -57,7 +57,9 @@ from megatron_moe.train.evaluation import Evaluation
 from megatron_moe.train.events import GarbageCollection, RunEvents
 from megatron_moe.train.oom_report import report_out_of_memory
 from megatron_moe.train.pipeline_stage import Pipeline
+from megatron_moe.train.step_supervisor import StepSupervisor
 from megatron_moe.train.trainer import Trainer
+from megatron_moe.train.training_log import TrainingLog
 
 
 def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
@@ -340,6 +342,11 @@ def trace_routing(plan: RunPlan, trainer: Trainer, note: Callable[[str], None], 
     note(f"routing trace: about {4 * num_choices / share / 1e6:,.1f} MB per iteration in {trace.path}")
 
 
+def build_supervisor(plan: RunPlan, trainer: Trainer, loader: TrainLoader | None, reporter: Reporter) -> StepSupervisor:
+    """Builds the supervision and the log of training steps. `loader`: None for a run that only evaluates."""
+    return StepSupervisor(trainer, TrainingLog(trainer, reporter, build_stragglers(plan, trainer)), loader)
+
+
 def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
     """Builds the straggler detection; None without `--log-straggler`."""
     if not plan.logging.log_straggler:
@@ -397,17 +404,17 @@ def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, repo
     return Evaluation(plan.loop, plan.batch, pipeline, valid, test, reporter)
 
 
-def introduce(
+def log_run_summary(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, model: GPT, datasets: Datasets, reporter: Reporter
 ) -> None:
     """Logs the set-up of a run before its first step."""
-    for line in introduction(plan, context, model, datasets):
+    for line in run_summary(plan, context, model, datasets):
         reporter.note(line)
     where = "see log.txt" if plan.logging.run_dir else "--run-dir D lists them in D/log.txt"
     reporter.note(kernels.table(), shown=f"{kernels.summary()}; {where}")
 
 
-def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: Datasets) -> Iterator[str]:
+def run_summary(plan: RunPlan, context: ParallelContext, model: GPT, datasets: Datasets) -> Iterator[str]:
     """Yields log lines about ranks, packages, parameters, pipeline layout and data, and the notes of the plan."""
     yield str(context)
     yield from packages.summary(packages.find_all())

@@ -32,15 +32,15 @@ QUESTIONS = (
 )
 HEAD = "| command | processor time | wall time | exit code |\n|---|---|---|---|"
 PHASES = {
-    "compile kernels": "train.warmup:compile_kernels",
-    "warm-up step": "train.warmup:take_step",
+    "compile kernels": "warmup.kernel_warmup:compile_kernels",
+    "warm-up step": "warmup.kernel_warmup:take_step",
     "rendezvous": "build:build_context",
     "select kernels": "build:build_kernels",
     "run folder, environment": "build:build_reporter",
     "build the model": "build:build_model",
     "build the optimizer": "build:build_trainer",
     "open the data": "build:build_data",
-    "introduce the run": "build:introduce",
+    "log the summary": "build:log_run_summary",
     "first step": "train.trainer:Trainer.step",
 }
 """Phase of a start -> function below megatron_moe in which it runs. Calls inside another phase are not counted."""

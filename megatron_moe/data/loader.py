@@ -170,7 +170,7 @@ class TrainLoader(_MicrobatchLoader):
         self.last_seconds = time.perf_counter() - begun
         return parts
 
-    def pass_over(self) -> int:
+    def skip_step(self) -> int:
         """Skips the samples of the next step; returns the number of skipped samples over all ranks."""
         size = self.schedule.global_batch(self.consumed)
         self.consumed += size

@@ -155,7 +155,7 @@ class Reporter:
             values = (result.learning_rate, result.num_samples, result.loss, result.norms["all"])
             self._log(result.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
-    def passed_over(self, iteration: int, num_samples: int) -> None:
+    def skipped(self, iteration: int, num_samples: int) -> None:
         """Counts the samples of an iteration skipped by `--iterations-to-skip` and writes a note."""
         self._samples += num_samples
         self.note(f"iteration {iteration}: skipped its {num_samples} samples (--iterations-to-skip)")

@@ -177,7 +177,7 @@ class Trainer:
         self.buffers.complete()
         return RepeatedStep(losses, local, loss, num_tokens)
 
-    def steps_to_repeat(self, iteration: int, overflow: float) -> list[RetainedStep]:
+    def prepare_repetition(self, iteration: int, overflow: float) -> list[RetainedStep]:
         """Prepares the repetition of all steps from an iteration on, whose updates were not applied because expert rows
         exceeded their bound: raises the bound and returns these steps, which must be taken again in order."""
         assert self.model.expert_comm is not None

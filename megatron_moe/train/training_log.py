@@ -1,187 +1,69 @@
-"""Reports steps one iteration late, and ends a run on non-finite values or spikes."""
+"""Log of training steps: reports at log intervals, spikes, stragglers and the routing trace."""
 
-import math
-from collections.abc import Sequence
-from typing import NoReturn
-
-from megatron_moe.config.exit_codes import NumericsProblem
-from megatron_moe.data.batch import MicroBatch
-from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.resilience.numerics_guard import Spikes
 from megatron_moe.resilience.stragglers import Stragglers
-from megatron_moe.train.nan_diagnosis import RankReport, diagnose, diagnose_state, sentence, verdict, write_report
-from megatron_moe.train.step_results import StepOutcome, StepResultReader
-from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 
 
 class TrainingLog:
-    """Passes step results to the reporter one iteration late, so that steps never synchronise with the host."""
+    """Logs the results of steps, which the host reads one iteration late."""
 
-    def __init__(
-        self, trainer: Trainer, reporter: Reporter, loader: TrainLoader | None, stragglers: Stragglers | None = None
-    ) -> None:
+    def __init__(self, trainer: Trainer, reporter: Reporter, stragglers: Stragglers | None = None) -> None:
         self._trainer = trainer
         self._reporter = reporter
-        self._loader = loader
-        config = self._config = trainer.resilience
-        self._skipped = 0
-        """Number of consecutive rejected steps."""
-        self._applied: StepResult | None = None
-        """Result of the newest step whose update was applied, among the results read so far."""
-        self._loss_spikes = Spikes("loss") if config.check_for_spiky_loss else None
-        self._norm_spikes = Spikes("gradient norm") if config.check_for_large_grads else None
-        self._new_timeout_s = config.distributed_timeout_seconds_after_init
-        """Timeout of collectives from the second step on; None if it was already set or is not to be changed."""
         self._stragglers = stragglers
-        self._reader = StepResultReader(trainer.context.device)
-        self._recorded = MetricAccumulator()
+        self._loss_spikes = Spikes("loss") if trainer.resilience.check_for_spiky_loss else None
+        self._norm_spikes = Spikes("gradient norm") if trainer.resilience.check_for_large_grads else None
+        self._metrics = MetricAccumulator()
         """Metrics for the next report. They include the newest step, whose results have not been read yet."""
 
-    def next_step(self, loader: TrainLoader) -> list[MicroBatch]:
-        """Microbatches of the next step. Raises DataProblem at the end of the data, after reporting the last step."""
-        if loader.exhausted:
-            self.catch_up()
-        return loader.next_step()
+    def note(self, line: str) -> None:
+        self._reporter.note(line)
 
-    def after(self, outcome: StepOutcome) -> None:
-        """Takes a step's outcome and reports the previous step. Raises NumericsProblem if that step ends the run."""
-        if self._new_timeout_s is not None:
-            self._trainer.context.set_timeout(self._new_timeout_s)
-            self._new_timeout_s = None
-        if self._stragglers and self._loader is not None:
-            self._stragglers.data_took(self._loader.last_seconds)
-        self._push(outcome)
+    def data_took(self, seconds: float) -> None:
+        """Records how long the newest step waited for its data."""
+        if self._stragglers:
+            self._stragglers.data_took(seconds)
 
-    def _push(self, outcome: StepOutcome) -> None:
-        """Reports the step before `outcome`, or repeats both if the former overflowed."""
-        previous = self._reader.push(outcome)
-        if previous is not None and previous.extra.get("overflow"):
-            return self._repeat_from(previous)
-        self._handle(previous)
-        if self._reporter.due(outcome.iteration):
-            self._recorded = self._trainer.metrics.cut()
+    def cut_metrics(self, iteration: int) -> None:
+        """Ends the metrics of a log interval if the newest launched step, `iteration`, is its last."""
+        if self._reporter.due(iteration):
+            self._metrics = self._trainer.metrics.cut()
 
-    def _repeat_from(self, result: StepResult) -> None:
-        """Repeats a step whose expert rows exceeded their bound, and the step after it, with a larger bound. The device
-        has applied neither update. Metrics of the log interval start again at the repeated step."""
-        self._reader.drop()
-        self._recorded = MetricAccumulator()
-        overflow = result.extra["overflow"]
-        steps = self._trainer.steps_to_repeat(result.iteration, overflow)
-        comm = self._trainer.model.expert_comm
-        assert comm is not None
-        self._reporter.note(
-            f"iteration {result.iteration}: a rank received {overflow:.1%} more expert rows than its bound, so the "
-            f"iteration is repeated with --moe-expert-rank-capacity-factor {comm.row_capacity_factor:.3g}; start the "
-            f"run with this value to avoid repetitions"
-        )
-        for step in steps:
-            self._push(self._trainer.step(step.batches, step.state))
+    def drop_metrics(self) -> None:
+        """Drops the metrics of the log interval, whose last steps are void."""
+        self._metrics = MetricAccumulator()
 
-    def pass_over(self, loader: TrainLoader, state: TrainState) -> None:
-        """Skips the next iteration: its samples are consumed without a training step, checkpoint or evaluation."""
-        self.catch_up()
-        num_samples = loader.pass_over()
-        state.skip(num_samples)
-        self._reporter.passed_over(state.iteration, num_samples)
-        self.restart_clock()
-
-    def catch_up(self) -> None:
-        """Reports the newest step at once, before a save, an evaluation or the end. Synchronises with the device.
-
-        Raises NumericsProblem if the step ends the run, or if an update stored a non-finite value.
-        """
-        while (result := self._reader.flush()) is not None:
-            if result.extra.get("overflow"):
-                self._repeat_from(result)
-            else:
-                self._handle(result)
-        if not self._trainer.state_is_finite():
-            self._raise_bad_state()
-
-    def restart_clock(self) -> None:
-        """Excludes the time since the end of the last step from the time of the next step."""
-        self._reader.restart_clock()
-
-    def _handle(self, result: StepResult | None) -> None:
-        if result is None:
-            return
-        comm = self._trainer.model.expert_comm
-        problem = None if comm is None else comm.peer_problem()
-        if problem is not None:
-            raise problem
+    def step(self, result: StepResult) -> None:
+        """Logs a step; writes a report if one is due or the update was rejected. Collective."""
         trace = self._trainer.routing_trace
         failure = None if trace is None else trace.write(result.iteration)
         if failure is not None:
-            self._reporter.note(failure)
+            self.note(failure)
         self._reporter.observe(result)
         if self._stragglers:
             self._stragglers.step_took(result.seconds)
         if self._reporter.due(result.iteration) or not result.apply_update:
             self._report()
-        if not result.state_is_finite:
-            self._raise_bad_state()
-        if result.apply_update:
-            self._applied, self._skipped = result, 0
-            for spikes, value in ((self._loss_spikes, result.loss), (self._norm_spikes, result.norms["all"])):
-                line = spikes.check(value, result.iteration) if spikes else None
-                if line:
-                    self._reporter.note(line)
-        else:
-            self._handle_rejected(result)
 
-    def _handle_rejected(self, result: StepResult) -> None:
-        """Reports why an update was rejected. Raises NumericsProblem unless the run skips the step and continues."""
-        assert self._loader is not None, "a step without data"
-        self._skipped += 1
-        finite = math.isfinite(result.loss) and math.isfinite(result.norms["all"])
-        stops = (self._config.on_spike if finite else self._config.on_nonfinite) == "stop"
-        reports = diagnose(self._trainer, result, self._loader, repeat=stops)
-        kind = "a spike" if finite else "not finite"
-        what = f"iteration {result.iteration}: loss {result.loss}, gradient norm {result.norms['all']}: {kind}"
-        details = self._details(result, reports)
-        if stops:
-            cause = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
-            text = (
-                f"{what}, so the update was rejected and the weights are those of iteration {result.iteration - 1}"
-                f"{sentence(reports)}{cause.sentence if cause else ''}{details}; see metrics.jsonl for earlier "
-                f"iterations, and lower --lr or --clip-grad"
-            )
-            raise cause.problem(text) if cause else NumericsProblem(text)
-        if self._skipped >= self._config.max_skipped_iterations:
-            raise NumericsProblem(
-                f"{what}; iterations skipped in a row: {self._skipped} (--max-skipped-iterations "
-                f"{self._config.max_skipped_iterations}){details}; lower --lr or --clip-grad, or find the cause with "
-                f"{'--on-spike' if finite else '--on-nonfinite'} stop"
-            )
-        self._reporter.note(f"{what}; the iteration is skipped, number {self._skipped} in a row{details}")
+    def spikes(self, result: StepResult) -> None:
+        """Notes whether loss or gradient norm of a step whose update was applied are spikes."""
+        for spikes, value in ((self._loss_spikes, result.loss), (self._norm_spikes, result.norms["all"])):
+            line = spikes.check(value, result.iteration) if spikes else None
+            if line:
+                self.note(line)
 
-    def _raise_bad_state(self) -> NoReturn:
-        """Raises NumericsProblem about non-finite weights or moments stored by the last update."""
-        assert self._applied is not None, "weights or moments are not finite, and no update was applied"
-        reports = diagnose_state(self._trainer)
-        eps = self._trainer.optimizer.config.adam_eps
-        zero = "--adam-eps 0 gives 0 / 0 where a gradient has always been zero: " if eps == 0 else ""
-        raise NumericsProblem(
-            f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"
-            f"{sentence(reports)}; no checkpoint of this state is written{self._details(self._applied, reports)}; "
-            f"{zero}continue from the newest checkpoint with a larger --adam-eps (now {eps:g}) or a lower --lr"
-        )
-
-    def _details(self, result: StepResult, reports: Sequence[RankReport]) -> str:
-        """On the first rank, writes the report of a bad step. Returns a clause with the path of the report, or ""."""
-        run_dir = self._trainer.logging.run_dir
-        path = write_report(run_dir, result, reports) if run_dir and self._trainer.context.is_first else None
-        return f"; details in {path}" if path else ""
+    def skipped(self, iteration: int, num_samples: int) -> None:
+        """Logs an iteration whose samples were skipped by `--iterations-to-skip`."""
+        self._reporter.skipped(iteration, num_samples)
 
     def _report(self) -> None:
         trainer = self._trainer
-        metrics, self._recorded = self._recorded.take(trainer.context), MetricAccumulator()
+        metrics, self._metrics = self._metrics.take(trainer.context), MetricAccumulator()
         self._reporter.step(metrics)
         line = trainer.repeatability.line(trainer.context) if trainer.repeatability else None
         for each in [*([line] if line else []), *(self._stragglers.report() if self._stragglers else [])]:
-            self._reporter.note(each)
+            self.note(each)

@@ -187,11 +187,11 @@ def test_ranks_share_an_evaluation() -> None:
     assert sorted(both) == list(range(24, 48))
 
 
-def test_pass_over_skips_exactly_one_step() -> None:
+def test_skip_step_skips_exactly_one_step() -> None:
     for prefetch in (False, True):
         one = loader(prefetch=prefetch)
         first = ids(one.next_step())
-        assert one.pass_over() == 12
+        assert one.skip_step() == 12
         assert (first, ids(one.next_step())) == (list(range(12)), list(range(24, 36)))
         one.close()
 

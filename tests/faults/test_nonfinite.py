@@ -22,6 +22,7 @@ from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.numerics_guard import SpikeLimit
+from megatron_moe.train.step_supervisor import StepSupervisor
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from megatron_moe.train.training_log import TrainingLog
@@ -54,13 +55,13 @@ def train(plan: RunPlan, context: ParallelContext, spoil: Spoil, steps: int = 4)
     kernels = reference.bundle()
     trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels)
     loader, state, said = build_train_loader(plan, context, build_data(plan, context)), TrainState(), Notes()
-    progress = TrainingLog(trainer, said, loader)
+    supervisor = StepSupervisor(trainer, TrainingLog(trainer, said), loader)
     for iteration in range(1, steps + 1):
         spoil(trainer, iteration)
-        outcome = trainer.step(loader.next_step(), state)
+        outcome = supervisor.step(state)
         state.advance(outcome.num_samples, build.build_train_state_config(plan))
-        progress.after(outcome)
-    progress.catch_up()
+        supervisor.after(outcome)
+    supervisor.catch_up()
     return trainer, loader, said
 
 

@@ -370,7 +370,7 @@ def trained(recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Ten
         outcome = run.step()
         while overflow := float(outcome.extra.get("overflow", 0)):
             num_repeated += 1
-            (retained,) = run.trainer.steps_to_repeat(outcome.iteration, overflow)
+            (retained,) = run.trainer.prepare_repetition(outcome.iteration, overflow)
             outcome = run.trainer.step(retained.batches, retained.state)
         figures[f"loss {step}"] = outcome.loss.cpu()
     recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances

@@ -20,7 +20,7 @@ from megatron_moe.data.tokenizer import vocab_size_of
 
 plan = read_plan(sys.argv[1:], os.environ, vocab_size_of=vocab_size_of)
 import torch, triton
-from megatron_moe.train.warmup import compile_kernels, take_step
+from megatron_moe.warmup.kernel_warmup import compile_kernels, take_step
 
 made = []
 triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: cache_hit or made.append(src.name)

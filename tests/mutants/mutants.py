@@ -363,17 +363,19 @@ def an_overflow_is_unknown_to_other_pipeline_stages(original: Any) -> Any:
     return lambda self: all_reduce_(self.overflow.clone(), self.ctx.group("dp_cp"), "max")
 
 
-@mutant("train.trainer:Trainer.steps_to_repeat", "tests/train/test_overflow.py::test_metrics_of_void_steps_are_dropped")
+@mutant(
+    "train.trainer:Trainer.prepare_repetition", "tests/train/test_overflow.py::test_metrics_of_void_steps_are_dropped"
+)
 def metrics_of_void_steps_are_kept(original: Any) -> Any:
     """Balancing metrics count the tokens of a repeated step twice."""
 
-    def steps_to_repeat(self: Any, *args: Any) -> Any:
+    def prepare_repetition(self: Any, *args: Any) -> Any:
         metrics, self.metrics = self.metrics, MetricAccumulator()
         steps = original(self, *args)
         self.metrics = metrics
         return steps
 
-    return steps_to_repeat
+    return prepare_repetition
 
 
 @mutant(

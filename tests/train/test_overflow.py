@@ -16,6 +16,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
+from megatron_moe.train.step_supervisor import StepSupervisor
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from megatron_moe.train.training_log import TrainingLog
@@ -65,14 +66,14 @@ def train(
     """`read_each`: reads the result of every step at once, as before a save."""
     trainer, loader = make(plan, context)
     reports, state, config = Reports(), TrainState(), build.build_train_state_config(plan)
-    log = TrainingLog(trainer, reports, loader)
+    supervisor = StepSupervisor(trainer, TrainingLog(trainer, reports), loader)
     for _ in range(STEPS):
-        outcome = trainer.step(log.next_step(loader), state)
+        outcome = supervisor.step(state)
         state.advance(outcome.num_samples, config)
-        log.after(outcome)
+        supervisor.after(outcome)
         if read_each:
-            log.catch_up()
-    log.catch_up()
+            supervisor.catch_up()
+    supervisor.catch_up()
     values = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
     return reports, values, trainer.model.expert_comm.row_capacity_factor or 0
 

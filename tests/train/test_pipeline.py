@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader, introduction
+from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader, run_summary
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig
@@ -126,7 +126,7 @@ def test_log_starts_with_the_pipeline_layout():
 
     def notes(context: ParallelContext) -> str:
         model = build_model(ranks_plan, context, KERNELS)
-        return "\n".join(introduction(ranks_plan, context, model, build_data(ranks_plan, context)))
+        return "\n".join(run_summary(ranks_plan, context, model, build_data(ranks_plan, context)))
 
     for text in on_threads(ranks_plan.parallel, notes):
         assert "pipeline layout Ett|tL, cost in operations:" in text

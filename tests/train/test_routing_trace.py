@@ -24,6 +24,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.routing_trace import RoutingTrace, _cells, _encode
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.step_supervisor import StepSupervisor
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from megatron_moe.train.training_log import TrainingLog
@@ -69,13 +70,13 @@ def train(
         with ExitStack() as stack:
             trainer, loader = setup(plan, context, stack)
             reports, state, config = Reports(), TrainState(), build.build_train_state_config(plan)
-            log, figures = TrainingLog(trainer, reports, loader), {}
+            supervisor = StepSupervisor(trainer, TrainingLog(trainer, reports), loader)
             for step in range(1, steps + 1):
-                outcome = trainer.step(log.next_step(loader), state)
+                outcome = supervisor.step(state)
                 state.advance(outcome.num_samples, config)
-                log.after(outcome)
+                supervisor.after(outcome)
                 each(step, trainer)
-            log.catch_up()
+            supervisor.catch_up()
             figures = {f"loss {result.iteration}": torch.tensor(result.loss) for result in reports.results}
             figures |= {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
             return reports, figures

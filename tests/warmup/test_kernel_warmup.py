@@ -17,8 +17,8 @@ from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, Pro
 from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
-from megatron_moe.train import warmup
-from megatron_moe.train.warmup import attempt, compile_kernels, take_step, warm_up_kernels, warmed_up
+from megatron_moe.warmup import kernel_warmup as warmup
+from megatron_moe.warmup.kernel_warmup import attempt, compile_kernels, take_step, warm_up_kernels, warmed_up
 from tests.helpers import tiny
 from tests.kernels.compiled import compiled
 
@@ -52,7 +52,7 @@ def test_warm_up_step_needs_no_peers_and_leaves_no_process_group(parallel, dispa
 def test_warm_up_step_does_not_import_the_compiler_of_torch():
     """On a GPU machine the import took seconds. Only recording on the `meta` device needs it."""
     program = (
-        "import sys, torch\nfrom megatron_moe.train.warmup import take_step\nfrom tests.helpers import tiny\n"
+        "import sys, torch\nfrom megatron_moe.warmup.kernel_warmup import take_step\nfrom tests.helpers import tiny\n"
         "take_step(tiny.plan(), torch.device('cpu'))\n"
         "sys.exit(', '.join(name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules))"
     )
@@ -147,7 +147,7 @@ torch.cuda.get_device_capability = lambda device: (9, 0)
 torch.cuda.set_device = lambda device: None
 from megatron_moe.config.parallel import ProcessInfo, ParallelConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.train import warmup
+from megatron_moe.warmup import kernel_warmup as warmup
 from tests.helpers import tiny
 from tests.kernels.compiled import compiled
 

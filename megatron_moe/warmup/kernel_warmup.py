@@ -28,8 +28,8 @@ from megatron_moe.memory_emulation.kernels import triton_kernels
 from megatron_moe.memory_emulation.rank import assume_load, assumed_load, make_batches, with_assumed_choices
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.resilience.watchdog import Watchdog
-from megatron_moe.train.kernel_cache import cache_folder, remove_damaged
 from megatron_moe.train.train_state import TrainState
+from megatron_moe.warmup.kernel_cache import cache_folder, remove_damaged
 
 _MARKER = "warmed-up-"
 """Start of the names of files that mark which plans have all their kernels in the cache."""
@@ -107,7 +107,7 @@ def _message(problem: Exception) -> str:
 def take_step(plan: RunPlan, device: torch.device, *, kernels_of: torch.device | None = None) -> None:
     """Runs one training step of the reduced plan of `warmed_up`, with random weights in a fake process group.
 
-    `kernels_of`: device whose Triton kernels are launched if `device` is `meta`.
+    `kernels_of`: device for which Triton kernels are recorded while the tensors are on `meta`.
     """
     small = warmed_up(plan)
     build.set_algorithms(small)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.train.kernel_cache import cache_folder, remove_damaged
+from megatron_moe.warmup.kernel_cache import cache_folder, remove_damaged
 
 
 @pytest.fixture(autouse=True)

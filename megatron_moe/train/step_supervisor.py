@@ -1,0 +1,156 @@
+"""Supervision of training steps: repeats steps whose expert rows overflowed, and ends the run on non-finite values."""
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron_moe.config.exit_codes import NumericsProblem
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.logs.log_line import StepResult
+from megatron_moe.train.nan_diagnosis import RankReport, diagnose, diagnose_state, sentence, verdict, write_report
+from megatron_moe.train.step_results import StepOutcome, StepResultReader
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+from megatron_moe.train.training_log import TrainingLog
+
+
+class StepSupervisor:
+    """Launches steps and judges their results one iteration late, so that steps never synchronise with the host."""
+
+    def __init__(self, trainer: Trainer, log: TrainingLog, loader: TrainLoader | None) -> None:
+        self._trainer = trainer
+        self._log = log
+        self._loader = loader
+        self._config = trainer.resilience
+        self._skipped = 0
+        """Number of consecutive rejected steps."""
+        self._applied: StepResult | None = None
+        """Result of the newest step whose update was applied, among the results read so far."""
+        self._new_timeout_s = self._config.distributed_timeout_seconds_after_init
+        """Timeout of collectives from the second step on; None if it was already set or is not to be changed."""
+        self._reader = StepResultReader(trainer.context.device)
+
+    def step(self, state: TrainState) -> StepOutcome:
+        """Trains on the loader's next batches. At the end of the data, judges the last step and raises DataProblem."""
+        assert self._loader is not None, "a step without data"
+        if self._loader.exhausted:
+            self.catch_up()
+        return self._trainer.step(self._loader.next_step(), state)
+
+    def after(self, outcome: StepOutcome) -> None:
+        """Takes a step's outcome and judges the previous step. Raises NumericsProblem if that step ends the run."""
+        if self._new_timeout_s is not None:
+            self._trainer.context.set_timeout(self._new_timeout_s)
+            self._new_timeout_s = None
+        if self._loader is not None:
+            self._log.data_took(self._loader.last_seconds)
+        self._push(outcome)
+
+    def skip_iteration(self, state: TrainState) -> None:
+        """Skips the next iteration: its samples are consumed without a training step, checkpoint or evaluation."""
+        assert self._loader is not None, "an iteration without data"
+        self.catch_up()
+        num_samples = self._loader.skip_step()
+        state.skip(num_samples)
+        self._log.skipped(state.iteration, num_samples)
+        self.restart_clock()
+
+    def catch_up(self) -> None:
+        """Judges the newest step at once, before a save, an evaluation or the end. Synchronises with the device.
+
+        Raises NumericsProblem if the step ends the run, or if an update stored a non-finite value.
+        """
+        while (result := self._reader.flush()) is not None:
+            self._handle(result)
+        if not self._trainer.state_is_finite():
+            self._raise_bad_state()
+
+    def restart_clock(self) -> None:
+        """Excludes the time since the end of the last step from the time of the next step."""
+        self._reader.restart_clock()
+
+    def _push(self, outcome: StepOutcome) -> None:
+        """Judges the step before `outcome`, or repeats both if the former overflowed."""
+        previous = self._reader.push(outcome)
+        if previous is None or self._handle(previous):
+            self._log.cut_metrics(outcome.iteration)
+
+    def _handle(self, result: StepResult) -> bool:
+        """Logs and judges a step. Returns False if it and the step after it were repeated instead."""
+        if result.extra.get("overflow"):
+            self._repeat_from(result)
+            return False
+        comm = self._trainer.model.expert_comm
+        problem = None if comm is None else comm.peer_problem()
+        if problem is not None:
+            raise problem
+        self._log.step(result)
+        if not result.state_is_finite:
+            self._raise_bad_state()
+        if result.apply_update:
+            self._applied, self._skipped = result, 0
+            self._log.spikes(result)
+        else:
+            self._handle_rejected(result)
+        return True
+
+    def _repeat_from(self, result: StepResult) -> None:
+        """Repeats a step whose expert rows exceeded their bound, and the step after it, with a larger bound. The device
+        has applied neither update. Metrics of the log interval start again at the repeated step."""
+        self._reader.drop()
+        self._log.drop_metrics()
+        overflow = result.extra["overflow"]
+        steps = self._trainer.prepare_repetition(result.iteration, overflow)
+        comm = self._trainer.model.expert_comm
+        assert comm is not None
+        self._log.note(
+            f"iteration {result.iteration}: a rank received {overflow:.1%} more expert rows than its bound, so the "
+            f"iteration is repeated with --moe-expert-rank-capacity-factor {comm.row_capacity_factor:.3g}; start the "
+            f"run with this value to avoid repetitions"
+        )
+        for step in steps:
+            self._push(self._trainer.step(step.batches, step.state))
+
+    def _handle_rejected(self, result: StepResult) -> None:
+        """Reports why an update was rejected. Raises NumericsProblem unless the run skips the step and continues."""
+        assert self._loader is not None, "a step without data"
+        self._skipped += 1
+        finite = math.isfinite(result.loss) and math.isfinite(result.norms["all"])
+        stops = (self._config.on_spike if finite else self._config.on_nonfinite) == "stop"
+        reports = diagnose(self._trainer, result, self._loader, repeat=stops)
+        kind = "a spike" if finite else "not finite"
+        what = f"iteration {result.iteration}: loss {result.loss}, gradient norm {result.norms['all']}: {kind}"
+        details = self._details(result, reports)
+        if stops:
+            cause = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
+            text = (
+                f"{what}, so the update was rejected and the weights are those of iteration {result.iteration - 1}"
+                f"{sentence(reports)}{cause.sentence if cause else ''}{details}; see metrics.jsonl for earlier "
+                f"iterations, and lower --lr or --clip-grad"
+            )
+            raise cause.problem(text) if cause else NumericsProblem(text)
+        if self._skipped >= self._config.max_skipped_iterations:
+            raise NumericsProblem(
+                f"{what}; iterations skipped in a row: {self._skipped} (--max-skipped-iterations "
+                f"{self._config.max_skipped_iterations}){details}; lower --lr or --clip-grad, or find the cause with "
+                f"{'--on-spike' if finite else '--on-nonfinite'} stop"
+            )
+        self._log.note(f"{what}; the iteration is skipped, number {self._skipped} in a row{details}")
+
+    def _raise_bad_state(self) -> NoReturn:
+        """Raises NumericsProblem about non-finite weights or moments stored by the last update."""
+        assert self._applied is not None, "weights or moments are not finite, and no update was applied"
+        reports = diagnose_state(self._trainer)
+        eps = self._trainer.optimizer.config.adam_eps
+        zero = "--adam-eps 0 gives 0 / 0 where a gradient has always been zero: " if eps == 0 else ""
+        raise NumericsProblem(
+            f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"
+            f"{sentence(reports)}; no checkpoint of this state is written{self._details(self._applied, reports)}; "
+            f"{zero}continue from the newest checkpoint with a larger --adam-eps (now {eps:g}) or a lower --lr"
+        )
+
+    def _details(self, result: StepResult, reports: Sequence[RankReport]) -> str:
+        """On the first rank, writes the report of a bad step. Returns a clause with the path of the report, or ""."""
+        run_dir = self._trainer.logging.run_dir
+        path = write_report(run_dir, result, reports) if run_dir and self._trainer.context.is_first else None
+        return f"; details in {path}" if path else ""
