@@ -14,7 +14,7 @@ def write(folder: Path, content: str) -> Path:
     return path
 
 
-def test_a_file_with_words_stands_for_data_path(tmp_path):
+def test_a_list_file_replaces_data_path(tmp_path):
     path = write(tmp_path, "0.3 one\n0.7 'a b'\n")
     plan = plan_of(f"--data-args-path {path}", "--data-path")
     assert plan.data.data_path == ("0.3", "one", "0.7", "a b")
@@ -23,7 +23,7 @@ def test_a_file_with_words_stands_for_data_path(tmp_path):
 
 
 @pytest.mark.parametrize("train", [["0.3", "one", 0.7, "two"], "0.3 one 0.7 two"])
-def test_a_file_with_splits_stands_for_the_paths_of_each(tmp_path, train):
+def test_a_list_file_with_splits_replaces_the_paths_of_each_split(tmp_path, train):
     path = write(tmp_path, json.dumps({"train": train, "valid": ["three"]}))
     data = plan_of(f"--per-split-data-args-path {path}", "--data-path --split").data
     assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (
@@ -43,12 +43,12 @@ def test_a_file_with_splits_stands_for_the_paths_of_each(tmp_path, train):
         ("--per-split-data-args-path", '{"train": [[]]}', "only weights and prefixes"),
     ],
 )
-def test_a_file_that_lists_nothing_is_refused(tmp_path, option, content, sentence):
+def test_an_empty_list_file_is_rejected(tmp_path, option, content, sentence):
     path = write(tmp_path, content)
     assert any(f"{option} {path}" in text and sentence in text for text in texts_of(f"{option} {path}", "--data-path"))
 
 
-def test_a_file_that_is_missing_or_repeats_a_flag_is_refused(tmp_path):
+def test_a_missing_list_file_or_repeated_flag_is_rejected(tmp_path):
     (text,) = texts_of("--data-args-path nowhere")
     assert text == "--data-args-path nowhere cannot be read: No such file or directory"
     (text,) = texts_of(f"--data-args-path {write(tmp_path, 'other')}")

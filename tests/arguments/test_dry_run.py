@@ -40,7 +40,7 @@ def facts(text: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", REPORTED)
-def test_the_report_of_a_recipe_is_the_golden_one(name):
+def test_the_report_of_a_recipe_equals_the_golden_file(name):
     assert dry_run(name) == (DRY_RUNS / f"{name}.txt").read_text(encoding="utf-8"), UPDATE
 
 
@@ -50,16 +50,16 @@ def test_golden_reports_and_totals_cover_the_listed_recipes():
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_the_totals_of_a_recipe_are_the_golden_ones(name):
+def test_the_totals_of_a_recipe_equal_the_golden_table(name):
     assert totals(name) == GOLDEN_TOTALS[name], UPDATE
 
 
-def test_the_example_of_the_guide_is_todays():
+def test_the_example_in_the_guide_is_current():
     document = DRY_RUN_DOC.read_text(encoding="utf-8")
     assert document == with_example(document), UPDATE
 
 
-def test_text_and_json_say_the_same():
+def test_text_and_json_reports_agree():
     assert answer_to(f"{DEEPSEEK} --dry-run") == report(facts(DEEPSEEK))
 
 
@@ -67,13 +67,13 @@ def test_lines_fit_a_terminal():
     assert max(map(len, answer_to(f"{DEEPSEEK} --dry-run").splitlines())) <= 120
 
 
-def test_it_is_little_work_and_needs_no_torch():
+def test_a_dry_run_is_fast_and_does_not_import_torch():
     """DeepSeek-V3 on 1,024 GPUs, 1.28 million calls: a third of a second, see benchmarks/harness/bench_startup.py."""
     text, calls = calls_of([*DEEPSEEK.split(), "--dry-run"])
     assert "1,024 H100" in text and calls < 1_500_000
 
 
-def test_the_recipe_says_for_which_machine_unless_the_command_line_does():
+def test_the_recipe_sets_the_machine_unless_the_command_line_does():
     assert facts(DEEPSEEK)["ranks"]["world_size"] == 1024
     changed = facts(f"{DEEPSEEK} --world-size 2048 --gpu gb200")
     assert (changed["ranks"]["world_size"], changed["device"]["kind"]) == (2048, "gb200")
@@ -82,7 +82,7 @@ def test_the_recipe_says_for_which_machine_unless_the_command_line_does():
     assert facts(DEEPSEEK, launched)["ranks"]["world_size"] == 512
 
 
-def test_a_layout_that_is_impossible_is_refused_as_ever():
+def test_an_impossible_layout_is_rejected():
     with pytest.raises(FlagErrors) as caught:
         read_plan(f"{DEEPSEEK} --world-size 12 --dry-run".split(), {})
     assert any("does not divide 12 ranks" in problem.what for problem in caught.value.problems)
@@ -189,7 +189,7 @@ def test_exit_code_0_means_that_the_run_would_start(ready):
         ("--pretrained-checkpoint none", "", "--pretrained-checkpoint none does not exist"),
     ],
 )
-def test_missing_and_wrong_inputs_are_reported_before_the_figures(ready, more, without, sentence):
+def test_missing_and_wrong_inputs_are_reported_before_the_estimates(ready, more, without, sentence):
     line = f"{shlex.join(words(SMALL, without))} {more} --vocab-size 1000 --dry-run"
     report = finished(line)
     if sentence is None:
@@ -236,7 +236,7 @@ def test_a_second_start_reads_no_load_folder(ready):
         f"{shlex.join(words(SMALL))} --moe-n-hash-layers 1",
     ],
 )
-def test_layers_that_cannot_be_built_have_no_figures(line):
+def test_unsupported_layers_have_no_estimates(line):
     report, text = facts(line), answer_to(f"{line} --dry-run")
     assert report["unknown_layers"] and not report["would_start"]
     assert not {"model", "stages", "memory", "communication", "experts", "time"} & report.keys()
@@ -245,7 +245,7 @@ def test_layers_that_cannot_be_built_have_no_figures(line):
     assert report["ranks"]["world_size"] >= 1 and report["schedule"]["microbatches"] >= 1
 
 
-def test_flags_that_add_no_layer_leave_the_figures(ready):
+def test_flags_that_add_no_layer_keep_the_estimates(ready):
     assert facts(f"{ready} --qk-clip --linear-conv-kernel-dim 8")["model"] == facts(ready)["model"]
 
 
@@ -277,7 +277,7 @@ def test_flags_that_add_no_layer_leave_the_figures(ready):
         ("--recipe m27 --global-batch-size 8192000 --moe-expert-wgrad-interval 600000", "experts every 600,000"),
     ],
 )
-def test_any_batch_and_any_world_is_answered_or_refused_in_two_seconds(line, refused):
+def test_any_batch_and_world_size_is_reported_or_rejected_within_two_seconds(line, refused):
     started = process_time()
     with pytest.raises(FlagErrors if refused else Finished, match=refused):
         read_plan(shlex.split(f"{line} --dry-run"), {}, vocab_size_of=vocab_size_of)
@@ -285,14 +285,14 @@ def test_any_batch_and_any_world_is_answered_or_refused_in_two_seconds(line, ref
 
 
 @pytest.mark.parametrize("more", ["", "--nodes 3", "--gpus 24", "--world-size 24 --nodes 3"])
-def test_a_file_says_for_which_machine_as_a_recipe_does(ready, more):
+def test_a_file_sets_the_machine_like_a_recipe(ready, more):
     Path("plan.yaml").write_text("about: {gpu: H200, gpus: 24}")
     line = f"--config plan.yaml {ready} --global-batch-size 96"
     report = facts(f"{line} {more}")
     assert (report["ranks"]["world_size"], report["ranks"]["nodes"], report["device"]["kind"]) == (24, 3, "h200")
 
 
-def test_the_last_file_says_the_machine_and_flags_win(ready):
+def test_the_last_file_sets_the_machine_and_flags_override_it(ready):
     Path("a.yaml").write_text("about: {gpu: h200, gpus: 24}")
     Path("b.yaml").write_text("about: {gpus: 16}")
     line = f"{ready} --global-batch-size 64"
@@ -312,7 +312,7 @@ def test_the_last_file_says_the_machine_and_flags_win(ready):
         ("gpuz: 4", "a.yaml: `about` has no entry 'gpuz', only model, gpu, gpus"),
     ],
 )
-def test_a_file_that_says_no_machine_is_rejected(ready, about, sentence):
+def test_a_file_with_an_invalid_machine_is_rejected(ready, about, sentence):
     Path("a.yaml").write_text(f"about: {{{about}}}")
     with pytest.raises(FlagErrors) as caught:
         answer_to(f"--config a.yaml {ready} --dry-run")
@@ -346,7 +346,7 @@ def missing(config: object) -> int:
     raise DataProblem("the tokenizer is not here")
 
 
-def test_a_tokenizer_that_cannot_be_read_asks_for_the_size():
+def test_an_unreadable_tokenizer_is_reported_with_the_vocab_size_flag():
     with pytest.raises(FlagErrors) as caught:
         read_plan(["--recipe", "quickstart", "--dry-run"], {}, vocab_size_of=missing)
     (problem,) = caught.value.problems
@@ -390,7 +390,7 @@ def test_a_tokenizer_without_its_package_is_reported_with_check_packages(ready):
         assert json.loads(caught.value.text)["missing_inputs"] == expected
 
 
-def test_a_size_is_all_that_must_be_known_of_a_tokenizer():
+def test_a_vocabulary_size_replaces_the_tokenizer():
     whole = facts(" ".join(words(SMALL)))["model"]
     for without in ("--tokenizer-type", "--tokenizer-type --tokenizer-model --data-path"):
         line = " ".join(words(SMALL, without=without))

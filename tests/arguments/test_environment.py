@@ -15,7 +15,7 @@ def environment_of(more: str = "", environ: dict[str, str] | None = None) -> dic
     return dict(plan_of(more, environ=environ).environment)
 
 
-def test_a_plain_run_needs_nothing():
+def test_a_plain_run_sets_no_environment_variables():
     assert environment_of() == {}
 
 
@@ -28,11 +28,11 @@ def test_deterministic_mode_sets_library_variables():
     assert environment_of("--deterministic-mode --device cpu") == {}
 
 
-def test_overlap_of_expert_communication_needs_many_queues():
+def test_overlap_of_expert_communication_sets_the_number_of_queues():
     assert environment_of("--overlap-moe-expert-parallel-comm") == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
-def test_rows_that_change_in_every_step_need_memory_that_can_grow():
+def test_changing_row_counts_enable_expandable_segments():
     growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert environment_of(f"{SPREAD} --moe-alltoall-backend nccl", EP2) == growing
     flex = SPREAD.replace("alltoall", "flex")
@@ -72,7 +72,7 @@ def test_variables_that_change_recipes_of_transformer_engine_are_rejected():
     plan_of("--bf16", environ=changed)
 
 
-def test_a_file_wins_over_what_a_flag_needs(tmp_path):
+def test_variables_of_a_file_override_those_of_flags(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text("environment: {CUDA_DEVICE_MAX_CONNECTIONS: 8, NCCL_A: 1}\n", encoding="utf-8")
     plan = plan_of(f"--overlap-moe-expert-parallel-comm --config {path}")

@@ -76,7 +76,7 @@ def test_a_name_has_one_meaning():
 
 
 @pytest.mark.parametrize("name", recognised_flags())
-def test_a_recognised_name_is_refused_or_accepted_and_reported_with_its_reason(name):
+def test_a_recognised_name_is_rejected_or_ignored_with_its_reason(name):
     known = recognised_flags()[name]
     if known.refused:
         assert texts_of(f"{name} 3") == [f"{name} {known.reason} (command line)"]
@@ -94,11 +94,11 @@ def test_flags_without_effect_share_one_line_per_reason():
     ]
 
 
-def test_the_opposite_of_a_refused_switch_requests_nothing():
+def test_the_negation_of_a_rejected_switch_is_accepted():
     assert plan_of("--no-rl-use-sequence-packing --no_perform_rl_step --dsa-indexer-scoring-relu").notes == ()
 
 
-def test_a_recognised_name_in_a_file_is_reported_once_and_taken_back_by_null(tmp_path):
+def test_a_recognised_name_in_a_file_is_reported_once_and_unset_by_null(tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("otel-enabled: true\nrope-fusion: true\nperform-rl-step: false\nlogging-level: $UNSET\n")
     second.write_text("otel-enabled: null\nrope-fusion: false\n")
@@ -108,7 +108,7 @@ def test_a_recognised_name_in_a_file_is_reported_once_and_taken_back_by_null(tmp
 
 
 @pytest.mark.parametrize("value", ["null", "false"])
-def test_a_later_file_takes_back_a_refused_flag(tmp_path, value):
+def test_a_later_file_unsets_a_rejected_flag(tmp_path, value):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("perform-rl-step: true\n")
     second.write_text(f"perform-rl-step: {value}\n")
@@ -117,7 +117,7 @@ def test_a_later_file_takes_back_a_refused_flag(tmp_path, value):
     assert plan_of(f"--config {first} {second}").notes == ()
 
 
-def test_help_and_search_know_recognised_names():
+def test_help_and_search_find_recognised_names():
     for words, text in (
         (("--help", "--otel_enabled"), "--otel_enabled concerns a logger .* It has no effect"),
         (("--help", "--perform-rl-step"), "reinforcement learning; .* It is rejected"),

@@ -100,7 +100,7 @@ def printed(form: str, argv: list[str]) -> str:
 
 @settings(max_examples=50)
 @given(st.data())
-def test_a_yaml_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data):
+def test_exported_yaml_reads_back_as_the_same_settings(tmp_path_factory, data):
     before = settings_of(data)
     environment = data.draw(st.dictionaries(st.sampled_from(["NCCL_A", "MEGATRON_B_C"]), PRINTABLE))
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
@@ -112,7 +112,7 @@ def test_a_yaml_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data)
 
 @settings(max_examples=50)
 @given(st.data())
-def test_a_json_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data):
+def test_exported_json_reads_back_as_the_same_settings(tmp_path_factory, data):
     before = settings_of(data, LEGIBLE)
     environment = data.draw(st.dictionaries(st.sampled_from(["NCCL_A", "MEGATRON_B_C"]), PRINTABLE))
     path = tmp_path_factory.getbasetemp() / "round_trip.json"
@@ -126,19 +126,19 @@ def test_a_json_file_reads_back_as_the_settings_it_holds(tmp_path_factory, data)
 
 @settings(max_examples=200)
 @given(st.data())
-def test_a_command_line_reads_back_as_the_settings_it_holds(data):
+def test_an_exported_command_line_reads_back_as_the_same_settings(data):
     before = settings_of(data, FRAMED)
     given_words, problems = split(shell_words(flags_text(before)))
     assert problems == []
     assert same_values(before, merge_settings(REGISTRY, [given_words]))
 
 
-def test_no_flag_has_a_default_that_a_command_line_cannot_return_to():
+def test_every_default_can_be_set_on_a_command_line():
     """A value that is not set has no words, so it must be the default."""
     assert [flag.option for flag in FLAGS if is_optional(flag.type) and flag.default is not None] == []
 
 
-def test_json_holds_numbers_texts_and_lists_as_such():
+def test_json_keeps_numbers_strings_and_lists():
     held = json.loads(printed("json", words(SMALL)))
     assert held["model"]["num-layers"] == 4
     assert held["moe"]["moe-layer-freq"] == "([0]*1+[1]*3)"
@@ -148,7 +148,7 @@ def test_json_holds_numbers_texts_and_lists_as_such():
     assert held["data"]["data-path"] == ["corpus_text_document"]
 
 
-def test_a_command_line_is_what_was_given_in_order_of_groups():
+def test_an_exported_command_line_has_the_given_flags_in_order_of_groups():
     lines = printed("flags", words(SMALL)).split(" \\\n")
     assert lines[:2] == ["--num-layers 4", "--hidden-size 256"]
     assert "--moe-layer-freq '([0]*1+[1]*3)'" in lines
@@ -156,7 +156,7 @@ def test_a_command_line_is_what_was_given_in_order_of_groups():
     assert not any(line.startswith("--adam-beta1") for line in lines)
 
 
-def test_a_value_that_a_file_takes_back_has_no_line_among_flags(tmp_path):
+def test_an_unset_value_is_not_exported_as_a_flag(tmp_path):
     """Every run.yaml has many of these."""
     path = tmp_path / "mine.yaml"
     path.write_text(
@@ -173,7 +173,7 @@ def test_bare_print_config_is_yaml():
 
 @pytest.mark.parametrize("form", ["yaml", "json", "flags"])
 @pytest.mark.parametrize("case", LEGAL[::4], ids=lambda case: case.rule)
-def test_a_plan_survives_every_form_of_its_settings(tmp_path, case, form):
+def test_a_plan_is_equal_after_export_in_every_format(tmp_path, case, form):
     """Flags to plan, to a file or a command line, and to the same plan again; and that prints the same once more."""
     plan = plan_of(case.good, case.without)
     argv = [*words(SMALL, case.without), *shlex.split(case.good)]
@@ -188,5 +188,5 @@ def test_a_plan_survives_every_form_of_its_settings(tmp_path, case, form):
         assert printed(form, repeated) == text
 
 
-def test_every_form_has_a_text():
+def test_every_format_exports_empty_settings():
     assert [bool(export(Settings(REGISTRY), {}, form)) for form in ("yaml", "json", "flags")] == [True, True, True]

@@ -73,7 +73,7 @@ def values(file: files.FlagFile) -> dict[str, object]:
     return {name: setting.value for name, setting in settings.values.items()}
 
 
-def test_our_shape(tmp_path):
+def test_a_flat_file_is_read(tmp_path):
     assert values(read(tmp_path / "a.yaml", OURS)) == {
         "num_layers": 3,
         "norm_epsilon": 1e-6,
@@ -88,7 +88,7 @@ def test_our_shape(tmp_path):
     }
 
 
-def test_the_shape_of_the_model_zoo(tmp_path):
+def test_a_file_of_the_model_zoo_is_read(tmp_path):
     file = read(tmp_path / "a.yaml", ZOO, LAYERS="61", OUTPUT="out", EMPTY="")
     assert values(file) == {
         "num_layers": 61,
@@ -104,7 +104,7 @@ def test_the_shape_of_the_model_zoo(tmp_path):
     assert file.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_WIDTH": "64"}
 
 
-def test_the_shape_of_megatron_dev(tmp_path):
+def test_a_file_of_megatron_dev_is_read(tmp_path):
     file = read(tmp_path / "a.yaml", DEV)
     assert values(file) == {
         "num_layers": 3,
@@ -164,7 +164,7 @@ def test_an_unset_variable_is_one_problem_with_all_its_lines(tmp_path):
     ]
 
 
-def test_every_value_knows_its_line(tmp_path):
+def test_every_value_has_the_line_of_its_file(tmp_path):
     path = tmp_path / "a.yaml"
     origins = {given.option: given.origin for given in read(path, OURS).flags}
     assert origins["--num-layers"] == f"{path}:4"
@@ -206,7 +206,7 @@ def test_missing_variables_are_reported_once_each(tmp_path):
         ("moe_layer_freq: {<<: 3}", "must be a text, a number or a list"),
     ],
 )
-def test_a_file_that_is_wrong_is_reported_with_its_line(tmp_path, text, message):
+def test_errors_in_a_file_are_reported_with_their_lines(tmp_path, text, message):
     file = read(tmp_path / "a.yaml", text)
     assert len([problem for problem in file.problems if message in problem.what]) == 1, file.problems
 
@@ -219,7 +219,7 @@ def test_a_file_that_is_wrong_is_reported_with_its_line(tmp_path, text, message)
         ("a:\n  'b", " is not YAML: found unexpected end of stream while scanning a quoted scalar"),
     ],
 )
-def test_a_file_that_is_no_yaml_is_the_only_problem(tmp_path, text, message):
+def test_invalid_yaml_is_the_only_reported_problem(tmp_path, text, message):
     path = tmp_path / "a.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(FlagErrors) as caught:
@@ -227,16 +227,16 @@ def test_a_file_that_is_no_yaml_is_the_only_problem(tmp_path, text, message):
     assert [message in problem.what for problem in caught.value.problems] == [True]
 
 
-def test_a_file_that_is_missing_is_the_only_problem(tmp_path):
+def test_a_missing_file_is_the_only_reported_problem(tmp_path):
     with pytest.raises(FlagErrors, match="none.yaml cannot be read: No such file"):
         read_plan(["--config", str(tmp_path / "none.yaml")], {})
 
 
-def test_an_empty_file_says_nothing(tmp_path):
+def test_an_empty_file_sets_no_flags(tmp_path):
     assert values(read(tmp_path / "a.yaml", "")) == {}
 
 
-def test_a_null_takes_back_what_an_earlier_file_said(tmp_path):
+def test_null_unsets_a_value_of_an_earlier_file(tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("load: x\nmoe-ffn-hidden-size: 64\n", encoding="utf-8")
     second.write_text("load: null\n", encoding="utf-8")
@@ -245,7 +245,7 @@ def test_a_null_takes_back_what_an_earlier_file_said(tmp_path):
     assert plan.model.layers[1].feed_forward.experts.ffn_hidden_size == 64
 
 
-def test_a_null_where_a_value_must_be_is_refused(tmp_path):
+def test_null_for_a_required_value_is_rejected(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("adam-eps: null\n", encoding="utf-8")
     assert texts_of(f"--config {path}")[0].startswith(
@@ -253,7 +253,7 @@ def test_a_null_where_a_value_must_be_is_refused(tmp_path):
     )
 
 
-def test_the_command_line_wins_over_files_and_later_files_over_earlier_ones(tmp_path):
+def test_the_command_line_overrides_files_and_later_files_earlier_ones(tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("adam-beta1: 0.1\nadam-beta2: 0.1\nadam-eps: 0.1\n", encoding="utf-8")
     second.write_text("adam-beta2: 0.2\nadam-eps: 0.2\n", encoding="utf-8")
@@ -268,7 +268,7 @@ def test_duplicate_key_in_a_file_is_noted(tmp_path):
     assert f"--adam-eps is given twice: 0.1 ({path}:1), then 0.2 ({path}:2); the last one wins" in plan.notes
 
 
-def test_variables_of_a_file_become_the_runs_unless_the_user_set_them(tmp_path):
+def test_variables_of_a_file_are_set_unless_the_user_set_them(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("environment: {NCCL_A: 1, NCCL_B: 2}\nadam-eps: 0.1\n", encoding="utf-8")
     assert plan_of(f"--config {path}", environ={"NCCL_B": "3"}).environment == (("NCCL_A", "1"),)
@@ -294,7 +294,7 @@ def test_variables_of_a_file_become_the_runs_unless_the_user_set_them(tmp_path):
     ],
 )
 @pytest.mark.parametrize("more", ["", " --dry-run"])
-def test_variables_that_no_environment_or_script_can_hold_are_refused(tmp_path, entry, message, more):
+def test_invalid_environment_variables_are_rejected(tmp_path, entry, message, more):
     path = tmp_path / "a.yaml"
     path.write_text(f"environment: {{{entry}}}\n", encoding="utf-8")
     (text,) = texts_of(f"--config {path}{more}")
@@ -323,7 +323,7 @@ def test_variables_of_published_recipes_and_only_plain_warning_filters_are_allow
         assert len(read(path, text).problems) == refused
 
 
-def test_a_flag_with_a_nul_character_is_refused(tmp_path):
+def test_a_flag_with_a_nul_character_is_rejected(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text('run-dir: "runs/a\\0b"\n', encoding="utf-8")
     assert texts_of(f"--config {path}", without="--run-dir") == [f"{path}:1 contains a NUL character, 'runs/a\\x00b'"]
@@ -353,7 +353,7 @@ def test_base_files_are_relative_to_the_file(tmp_path):
     assert not [note for note in plan.notes if "twice" in note]
 
 
-def test_a_file_that_builds_on_itself_or_on_nothing_is_refused(tmp_path):
+def test_cyclic_and_missing_base_files_are_rejected(tmp_path):
     first, second, third = (tmp_path / f"{name}.yaml" for name in "abc")
     first.write_text("base: b.yaml\n")
     second.write_text("base: a.yaml\n")
@@ -363,7 +363,7 @@ def test_a_file_that_builds_on_itself_or_on_nothing_is_refused(tmp_path):
     assert "nowhere.yaml cannot be read" in missing.what and missing.remedy == f"correct `base` of {third}"
 
 
-def test_a_recipe_says_what_it_is_for(tmp_path, monkeypatch):
+def test_a_recipe_has_a_description(tmp_path, monkeypatch):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "model.yaml").write_text("about: {model: M, source: S}\n")
     (tmp_path / "fast.yaml").write_text("base: parts/model.yaml\nabout: {gpu: h100, gpus: 8, source: T}\n")
@@ -381,7 +381,7 @@ def test_print_config_shows_every_value_with_its_origin():
     assert any(line.startswith("num-layers: 4 # ") and re.search(r"quickstart\.yaml:\d+$", line) for line in lines)
 
 
-def test_print_config_of_nothing_names_what_is_required():
+def test_print_config_without_flags_lists_the_required_flags():
     with pytest.raises(Finished) as caught:
         read_plan(["--print-config"], {})
     assert "# num-layers: required" in caught.value.text

@@ -84,7 +84,7 @@ def test_a_published_model_is_built_from_its_config_alone(tmp_path, name):
 
 
 @pytest.mark.parametrize("row", zoo_rows(), ids=str)
-def test_flags_can_say_every_model_of_the_public_table(row):
+def test_flags_describe_every_model_of_the_public_table(row):
     assert unsaid(model_config(row)) == []
 
 
@@ -93,7 +93,7 @@ def test_flags_of_a_model_give_the_same_model(more):
     assert unsaid(plan_of(more).model) == []
 
 
-def test_a_config_is_the_lowest_layer_and_its_values_know_their_origin(tmp_path):
+def test_a_config_has_the_lowest_precedence_and_its_values_have_an_origin(tmp_path):
     folder = folder_of(tmp_path, "Mixtral-8x7B")
     plan = plan_from(folder, "--num-layers 2")
     assert (len(plan.model.layers), plan.model.hidden_size) == (2, 4096)
@@ -101,7 +101,7 @@ def test_a_config_is_the_lowest_layer_and_its_values_know_their_origin(tmp_path)
     assert line.split() == ["hidden-size:", "4096", "#", f"{tmp_path}/config.json"]
 
 
-def test_what_no_flag_says_is_noted(tmp_path):
+def test_settings_without_a_flag_are_noted(tmp_path):
     notes = plan_from(folder_of(tmp_path, "Moonlight-16B-A3B")).notes
     assert any("no flag for: layers 0-26 mixer norm eps: 1e-05, published 1e-06" in note for note in notes)
 
@@ -118,7 +118,7 @@ def test_what_no_flag_says_is_noted(tmp_path):
         ),
     ],
 )
-def test_what_changes_the_function_of_the_weights_and_no_flag_describes_is_refused(tmp_path, change, said):
+def test_settings_that_change_results_and_have_no_flag_are_rejected(tmp_path, change, said):
     with pytest.raises(FlagErrors) as problems:
         plan_from(folder_of(tmp_path, "Qwen3-30B-A3B", rope_scaling=change))
     report = problems.value.report()
@@ -140,7 +140,7 @@ def test_a_model_agrees_with_the_config_it_came_from(tmp_path, name):
         assert answer_to(*words) == f"The flags describe the model of {folder}/config.json."
 
 
-def test_differences_are_a_table_and_an_exit_code(tmp_path):
+def test_differences_are_printed_as_a_table_and_set_the_exit_code(tmp_path):
     folder = folder_of(tmp_path, "DeepSeek-V3")
     words = f"--from-hf-config {folder} --check-against-hf {folder} --rotary-base 5000 --moe-router-topk 4"
     with pytest.raises(AnotherModel) as caught:
@@ -158,20 +158,20 @@ def test_differences_are_a_table_and_an_exit_code(tmp_path):
     ]
 
 
-def test_choices_of_training_are_shown_but_make_no_other_model(tmp_path):
+def test_training_options_are_shown_but_are_not_differences(tmp_path):
     folder = folder_of(tmp_path, "GPT-OSS-20B")
     text = answer_to("--from-hf-config", folder, "--check-against-hf", folder, "--hidden-dropout", "0.1")
     assert text.splitlines()[0].endswith("Choices of this run:")
     assert text.splitlines()[-1].split() == ["--hidden-dropout", "0.1", "0.0"]
 
 
-def test_prediction_layers_are_a_choice_of_training(tmp_path):
+def test_mtp_layers_are_a_training_option(tmp_path):
     folder = folder_of(tmp_path, "DeepSeek-V3")
     text = answer_to("--from-hf-config", folder, "--check-against-hf", folder, "--mtp-num-layers", "0")
     assert text.splitlines()[-1].split() == ["--mtp-num-layers", "not", "set", "1"]
 
 
-def test_a_model_that_is_not_described_cannot_be_compared(tmp_path):
+def test_an_incompletely_described_model_cannot_be_compared(tmp_path):
     with pytest.raises(FlagErrors) as caught:
         read_plan(["--check-against-hf", folder_of(tmp_path, "Mixtral-8x7B"), "--hidden-size", "12"], {})
     required = [problem.what for problem in caught.value.problems]
@@ -196,7 +196,7 @@ def test_a_model_that_is_not_described_cannot_be_compared(tmp_path):
     ],
 )
 @pytest.mark.parametrize("option", ["--from-hf-config", "--check-against-hf"])
-def test_a_config_that_describes_no_model_is_refused(tmp_path, option, text, sentence):
+def test_a_config_without_a_model_is_rejected(tmp_path, option, text, sentence):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(FlagErrors) as caught:

@@ -43,7 +43,7 @@ def test_without_a_launcher_there_is_one_process():
     assert launch_of({"MASTER_PORT": "5"}).master_port == 5
 
 
-def test_a_world_without_a_rank_is_refused():
+def test_a_world_size_without_a_rank_is_rejected():
     with pytest.raises(FlagErrors, match="WORLD_SIZE=8, but RANK is not set") as caught:
         launch_of({"WORLD_SIZE": "8"})
     (problem,) = caught.value.problems
@@ -53,7 +53,7 @@ def test_a_world_without_a_rank_is_refused():
     assert launch_of({"WORLD_SIZE": "8", **MPIRUN}).launcher == "openmpi"
 
 
-def test_torchrun_tells_ranks_and_master():
+def test_ranks_and_master_are_read_from_torchrun():
     assert launch_of(TORCHRUN) == ProcessInfo(
         rank=5,
         world_size=8,
@@ -73,12 +73,12 @@ def test_a_shell_that_sets_the_variables_may_end_before_the_ranks():
 
 
 @pytest.mark.parametrize("port", ["-1", "70000"])
-def test_a_port_that_does_not_exist_is_refused(port):
+def test_an_invalid_port_is_rejected(port):
     with pytest.raises(FlagErrors, match=f"MASTER_PORT={port} is not a port"):
         launch_of({"MASTER_PORT": port})
 
 
-def test_srun_tells_ranks_and_the_first_host_is_the_master():
+def test_ranks_are_read_from_srun_and_the_first_host_is_the_master():
     assert launch_of(SRUN) == ProcessInfo(
         rank=5,
         world_size=8,
@@ -117,12 +117,12 @@ def test_hosts_with_different_numbers_of_tasks(place, ranks):
     assert launch_of({**SRUN, **uneven}).local_world_size == ranks
 
 
-def test_a_host_that_slurm_does_not_count_is_refused():
+def test_an_invalid_slurm_node_count_is_rejected():
     with pytest.raises(FlagErrors, match=r"SLURM_NODEID=2, but SLURM lists tasks of 2 hosts: 4\(x2\)"):
         launch_of({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "2"})
 
 
-def test_old_slurms_list_of_hosts_is_known():
+def test_the_host_list_variable_of_old_slurm_is_read():
     environ = {name: value for name, value in SRUN.items() if name != "SLURM_JOB_NODELIST"}
     assert launch_of({**environ, "SLURM_NODELIST": "a[1-2]"}).master_addr == "a1"
 
@@ -142,7 +142,7 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, first):
     assert launch_of({**SRUN, "SLURM_JOB_NODELIST": nodes}).master_addr == first
 
 
-def test_mpirun_tells_ranks_and_needs_a_master_on_several_hosts():
+def test_ranks_are_read_from_mpirun_which_needs_a_master_on_several_hosts():
     assert launch_of(MPIRUN) == ProcessInfo(
         rank=3, world_size=4, local_rank=1, local_world_size=2, master_addr="head", launcher="openmpi", supervised=True
     )
@@ -163,13 +163,13 @@ def test_plain_python_in_an_allocation_is_one_process_with_a_note(shell):
     assert any("not started by srun" in note for note in plan_of(environ=environ).notes)
 
 
-def test_an_allocation_without_tasks_of_its_own_is_no_launcher():
+def test_an_allocation_without_tasks_is_not_a_launcher():
     environ = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "16"}
     assert launch_of(environ) == ProcessInfo()
     assert allocation_note({**SRUN}) is None
 
 
-def test_srun_style_variables_alone_are_enough():
+def test_srun_variables_are_sufficient():
     environ = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
     assert launch_of(environ).launcher == "slurm"
 
@@ -199,7 +199,7 @@ def test_variables_set_by_hand_must_agree_with_srun():
         ({**SRUN, "SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST"),
     ],
 )
-def test_an_environment_that_says_nothing_usable_is_refused(environ, message):
+def test_an_invalid_environment_is_rejected(environ, message):
     with pytest.raises(FlagErrors, match=message):
         launch_of(environ)
 
@@ -220,7 +220,7 @@ def test_ranks_become_data_parallel_ranks():
     assert plan_of("--use-tp-pp-dp-mapping").parallel.order == "tp-cp-ep-pp-dp"
 
 
-def test_a_step_that_is_no_number_is_no_special_step():
+def test_a_non_numeric_step_is_not_a_special_step():
     assert launch_of({**SRUN, "SLURM_STEP_ID": "²"}).launcher == "slurm"
 
 

@@ -79,13 +79,13 @@ def test_flag_mangled_by_shell_or_clipboard_is_reported_and_corrected(word, prob
 
 
 @pytest.mark.parametrize("word", [" ", "\\", "\r", "${GPT_ARGS[@]}"])
-def test_stray_words_are_reported_and_are_no_values(word):
+def test_stray_words_are_reported_and_not_used_as_values(word):
     given, problems = split(["--num-layers", "4", word, word])
     assert len(problems) == 1, problems
     assert merge_settings(REGISTRY, [given]).setting("num_layers").value == 4
 
 
-def test_blanks_and_dashes_in_values_are_meant():
+def test_blanks_and_dashes_in_values_are_kept():
     words = [
         "--wandb-exp-name=my run",
         "--wandb-project",
@@ -131,7 +131,7 @@ def test_blanks_and_dashes_in_values_are_meant():
         ("qk_head_dim", "--qk-nope-head-dim 96", 96),
     ],
 )
-def test_an_old_name_means_todays_flag_and_is_noted(name, words, value):
+def test_a_deprecated_name_sets_the_current_flag_with_a_note(name, words, value):
     settings = settings_of(words)
     assert settings.setting(name).value == value
     assert any(note.startswith(words.split()[0]) for note in settings.notes)
@@ -146,14 +146,14 @@ def test_an_old_name_means_todays_flag_and_is_noted(name, words, value):
         "--moe-hybridep-num-sms 16 --moe-deepep-num-sms 24",
     ],
 )
-def test_old_names_of_the_dispatcher_must_not_contradict_other_flags(words):
+def test_deprecated_dispatcher_names_must_not_contradict_other_flags(words):
     (problem,) = settings_of(words).problems
     assert problem.what.endswith("remove one of them")
     same = words.replace("backend hybridep", "backend deepep").replace("24", "16")
     assert settings_of(same).problems == []
 
 
-def test_an_old_switch_that_is_off_changes_nothing():
+def test_a_deprecated_switch_that_is_off_has_no_effect():
     assert value_of("moe_token_dispatcher_type", "--moe-enable-deepep=false") == "allgather"
     assert value_of("recompute_modules", "--moe-layer-recompute=false") is None
     assert value_of("inject", "--error-injection-rate 0") == ()
@@ -166,26 +166,26 @@ def test_modules_are_added_to_those_of_earlier_layers_without_a_note_of_two_valu
     assert not any("twice" in note for note in settings.notes)
 
 
-def test_whole_layers_leave_no_module_to_add():
+def test_adding_a_module_to_whole_layers_is_rejected():
     (problem,) = settings_of("--moe-layer-recompute --recompute-granularity full").problems
     assert "--recompute-granularity is full" in problem.what
 
 
-def test_a_name_of_another_program_is_refused_with_what_to_use():
+def test_a_flag_of_another_program_is_rejected_with_an_alternative():
     assert "use --padded-vocab-size" in settings_of("--extra-vocab-size 421").problems[0].what
 
 
-def test_an_old_name_with_a_value_that_means_nothing_is_refused():
+def test_a_deprecated_name_with_an_invalid_value_is_rejected():
     assert "qwen3_next" in settings_of("--no-weight-decay-cond-type length").problems[0].what
     assert "cannot be combined with modules" in settings_of("--cuda-graph-scope full_iteration attn").problems[0].what
 
 
-def test_a_later_layer_decides_against_an_old_name():
+def test_a_later_layer_overrides_a_deprecated_name():
     settings = settings_of("--cuda-graph-scope full_iteration", "--cuda-graph-impl none")
     assert settings.setting("cuda_graph_impl").value == "none"
 
 
-def test_later_layers_win_in_silence_and_repetition_within_one_is_noted():
+def test_later_layers_override_silently_and_repetition_within_one_is_noted():
     settings = settings_of("--lr 1 --num-layers 2", "--lr 2")
     assert settings.setting("lr").value == 2
     assert settings.setting("num_layers").value == 2
@@ -196,7 +196,7 @@ def test_later_layers_win_in_silence_and_repetition_within_one_is_noted():
     assert not settings_of("--lr 1 --lr 1.0").notes
 
 
-def test_an_unknown_flag_is_answered_with_the_nearest_names():
+def test_an_unknown_flag_is_rejected_with_similar_names():
     (problem,) = settings_of("--moe-router-topl 2").problems
     assert problem.what == "--moe-router-topl is not a flag (command line)"
     assert problem.remedy.startswith("did you mean --moe-router-topk")
@@ -213,12 +213,12 @@ def test_an_unknown_flag_is_answered_with_the_nearest_names():
         ("--b", ""),
     ],
 )
-def test_only_names_that_are_near_are_offered(option, names):
+def test_only_similar_names_are_suggested(option, names):
     (problem,) = settings_of(f"{option} 2").problems
     assert problem.remedy.startswith(f"did you mean {names}" if names else "search with --find WORD"), problem.remedy
 
 
-def test_a_misspelled_required_flag_is_not_missing_as_well():
+def test_a_misspelled_required_flag_is_not_reported_as_missing():
     settings = settings_of("--hidden-sze 64")
     assert [problem.what for problem in settings.problems] == ["--hidden-sze is not a flag (command line)"]
     missing = [problem.what for problem in missing_flags(settings)]
@@ -244,11 +244,11 @@ def test_an_abbreviation_is_not_a_flag():
         ("stray --lr 1", "'stray' does not follow a flag"),
     ],
 )
-def test_a_word_that_does_not_fit_is_reported(words, message):
+def test_an_invalid_value_is_reported(words, message):
     assert message in settings_of(words).problems[0].what
 
 
-def test_all_problems_are_reported_at_once_and_rules_about_bad_values_are_not_tried():
+def test_all_problems_are_reported_at_once_and_rules_on_invalid_values_are_skipped():
     texts = texts_of("--hidden-size x --no-such-flag --moe-router-topk 9 --optimizer muon")
     assert [text.split(" ")[0] for text in texts] == [
         "--hidden-size",
@@ -258,7 +258,7 @@ def test_all_problems_are_reported_at_once_and_rules_about_bad_values_are_not_tr
     ]
 
 
-def test_the_report_numbers_problems_and_says_where_values_came_from():
+def test_the_report_numbers_problems_and_shows_the_origin_of_values():
     (problem,) = problems_of("--moe-router-topk 9")
     lines = problem.lines()
     assert lines[0] == "--moe-router-topk 9 exceeds 8 experts"
@@ -299,7 +299,7 @@ def test_every_default_is_a_value_of_its_flag():
             assert settings.setting(entry.name).value == entry.default
 
 
-def test_statuses_say_why():
+def test_flags_that_differ_or_are_unsupported_have_a_note():
     silent = [
         entry.option
         for entry in REGISTRY.flags.values()
@@ -308,7 +308,7 @@ def test_statuses_say_why():
     assert silent == []
 
 
-def test_a_value_that_is_not_available_is_refused_unless_it_is_harmless_and_may_be_ignored():
+def test_an_unsupported_value_is_rejected_unless_it_is_harmless_and_may_be_ignored():
     assert texts_of("--cpu-offloading") == ["--cpu-offloading is not available yet (command line)"]
     plan = plan_of("--cpu-offloading --allow-ignored-flags")
     assert "ignored: --cpu-offloading is not available" in plan.notes
@@ -317,15 +317,15 @@ def test_a_value_that_is_not_available_is_refused_unless_it_is_harmless_and_may_
     ]
 
 
-def test_a_flag_that_is_not_available_may_keep_its_default():
+def test_an_unsupported_flag_may_keep_its_default():
     plan_of("--tensor-model-parallel-size 1 --expert-tensor-parallel-size 1 --optimizer adam --no-fp16")
 
 
-def test_flags_without_their_source_have_no_text():
+def test_flags_without_source_code_have_no_help_text():
     assert docstrings(type("NoSource", (), {"__module__": "nowhere"})) == {}
 
 
-def test_bytes_that_are_no_text_are_refused():
+def test_invalid_utf_8_is_rejected():
     """No file of a run could hold them."""
     (problem,) = problems_of("--wandb-exp-name a\udcff")
     assert problem.what == r"'a\udcff' is not UTF-8 text"

@@ -46,7 +46,7 @@ def test_a_plan_is_the_same_when_its_run_yaml_is_read_back(tmp_path, case):
     assert specs_of(reread) == specs_of(plan)
 
 
-def test_run_yaml_says_what_follows_from_the_flags():
+def test_run_yaml_has_the_derived_values():
     lines = plan_of(environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}).resolved_yaml
     assert "# derived: 2 ranks = 2 data-parallel x 1 model-parallel" in lines
     assert "# derived: a step is 16 sequences = 2 microbatches of 4 per rank" in lines
@@ -54,7 +54,7 @@ def test_run_yaml_says_what_follows_from_the_flags():
     assert "# derived: vocabulary of 1000 tokens, padded to 1024" in lines
 
 
-def test_the_plan_remembers_its_command_line():
+def test_the_plan_contains_its_command_line():
     assert plan_of("--wandb-project 'a b' --wandb-exp-name c").command_line.endswith("'a b' --wandb-exp-name c")
 
 
@@ -108,7 +108,7 @@ def test_help_on_a_flag_is_a_page():
         ("--num-layer", "--num-layer is not a flag", "did you mean --num-layers"),
     ],
 )
-def test_help_on_what_does_not_exist_is_refused_with_the_nearest_names(topic, sentence, remedy):
+def test_help_on_an_unknown_name_suggests_similar_names(topic, sentence, remedy):
     with pytest.raises(FlagErrors) as caught:
         read_plan(["--help", topic], {})
     (problem,) = caught.value.problems
@@ -127,7 +127,7 @@ def test_find_searches_names_texts_choices_defaults_and_old_names():
         answer_to("--find", "zzz")
 
 
-def test_the_help_page_is_the_golden_one():
+def test_the_help_page_equals_the_golden_file():
     assert (ROOT / "tests" / "goldens" / "help.txt").read_text(encoding="utf-8") == f"{answer_to('--help')}\n", UPDATE
 
 
@@ -144,14 +144,14 @@ def test_reading_a_plan_imports_no_torch_and_no_numpy():
     assert done.stdout.strip() == "[]"
 
 
-def test_help_is_little_work():
+def test_help_is_fast():
     """251,000 calls: a quarter of a second, see benchmarks/harness/bench_startup.py."""
     text, calls = calls_of(["--help"])
     assert "--help all" in text and calls < 300_000
 
 
 @pytest.mark.parametrize("question", [["--help", "all"], ["--find", "moe"]])
-def test_a_reader_that_leaves_early_sees_no_traceback(question):
+def test_a_closed_output_pipe_gives_no_traceback(question):
     command = [sys.executable, str(ROOT / "pretrain_moe.py"), *question]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -160,7 +160,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(question):
 
 @settings(max_examples=300)
 @given(st.data())
-def test_no_words_whatever_give_a_traceback(data):
+def test_no_command_line_gives_a_traceback(data):
     options = st.sampled_from(sorted(REGISTRY.spellings))
     texts = st.sampled_from(["0", "1", "-1", "7", "0.5", "x", "", "1e99", "[0]*3", "true", "none", "fp32", "a b", "'"])
     mutations = data.draw(st.lists(st.tuples(options, st.lists(texts, max_size=3)), max_size=6))

@@ -29,7 +29,7 @@ def layer(more: str = "", index: int = 1, without: str = ""):
     return plan_of(more, without).model.layers[index]
 
 
-def test_layers_are_dense_or_have_experts_as_the_pattern_says():
+def test_the_pattern_selects_dense_and_moe_layers():
     assert [layer.is_moe for layer in plan_of().model.layers] == [False, True, True, True]
     assert [layer.is_moe for layer in plan_of("--moe-layer-freq 2").model.layers] == [True, False, True, False]
     assert not any(layer.is_moe for layer in plan_of("--num-experts 0").model.layers)
@@ -79,7 +79,7 @@ def test_experts_and_router():
     assert moe.latent_size == 64
 
 
-def test_a_negative_capacity_drops_nothing():
+def test_a_negative_capacity_drops_no_tokens():
     assert layer("--moe-expert-capacity-factor -1").feed_forward.capacity is None
 
 
@@ -124,7 +124,7 @@ def test_attention_flags_become_heads_scale_and_sinks():
     assert layer("--no-group-query-attention").mixer.num_query_groups == 4
 
 
-def test_windows_alternate_as_the_pattern_says():
+def test_windows_alternate_by_the_pattern():
     def windows(more: str) -> list[tuple[int, int] | None]:
         return [layer.mixer.core.window for layer in plan_of(more).model.layers]
 
@@ -169,7 +169,7 @@ def test_rotary_flags_become_one_rotation(more, rope):
         ("--position-embedding-type learned_absolute", "learned_absolute", False),
     ],
 )
-def test_positions_are_a_table_a_rotation_or_nothing(more, kind, rotates):
+def test_positions_are_learned_rotary_or_absent(more, kind, rotates):
     model = plan_of(more).model
     assert model.position_embedding == kind
     assert (model.layers[0].mixer.rope is not None) == rotates
@@ -221,7 +221,7 @@ def test_dynamic_context_parallelism_has_its_limit():
     assert plan_of(limit, environ=EIGHT_RANKS).parallel.max_seqlen_per_dp_cp_rank is None
 
 
-def test_masking_between_documents_means_that_positions_begin_anew_too():
+def test_masking_between_documents_also_resets_positions():
     data = plan_of("--dataloader-inter-document-masking").data
     assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, False)
 
@@ -237,7 +237,7 @@ def test_norms_initial_values_and_dropout():
     )
 
 
-def test_a_head_fused_with_the_loss_makes_a_few_logits_at_a_time():
+def test_a_head_fused_with_the_loss_computes_logits_in_chunks():
     linear = "--cross-entropy-fusion-impl linear"
     assert plan_of(linear).model.loss_chunk is None
     assert plan_of(f"--cross-entropy-loss-fusion {linear}").model.loss_chunk == 1024
@@ -251,7 +251,7 @@ def test_multi_token_prediction():
     assert config == MTPConfig(num_layers=2, loss_scaling_factor=0.3, detach_heads=True)
 
 
-def test_rows_that_do_not_hold_the_tokenizers_vocabulary_are_refused():
+def test_too_few_vocabulary_rows_are_rejected():
     (problem,) = problems_of("--padded-vocab-size 999")
     assert problem.what == "--padded-vocab-size 999 is smaller than the tokenizer's vocabulary of 1000 tokens"
     assert plan_of("--padded-vocab-size 1000").model.vocab_size == 1000
@@ -279,7 +279,7 @@ def test_vocabulary_size_comes_from_the_tokenizer():
         read_plan(words(SMALL), {})
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_and_a_larger_one_is_noted():
+def test_a_vocabulary_smaller_than_the_tokenizers_is_rejected_and_a_larger_one_is_noted():
     assert texts_of("--vocab-size 999") == [
         "--vocab-size 999 is smaller than the tokenizer's vocabulary of 1000 tokens"
     ]
@@ -353,7 +353,7 @@ def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
     assert plan.loop.train_iters == steps
 
 
-def test_a_growing_batch_goes_with_a_number_of_iterations():
+def test_a_growing_batch_is_combined_with_a_number_of_iterations():
     """The learning-rate schedule counts full batches, as in Megatron."""
     plan = plan_of("--rampup-batch-size 4 4 60")
     assert (plan.batch.rampup_batch_size, plan.loop.train_iters, plan.loop.train_samples) == ((4, 4, 60), 200, None)
@@ -365,7 +365,7 @@ def test_graphs_compute_at_least_one_step_first():
     assert steps == [1, 1, 2]
 
 
-def test_layers_to_recompute_mean_nothing_without_a_granularity():
+def test_layers_to_recompute_have_no_effect_without_a_granularity():
     assert plan_of("--recompute-num-layers 2 --recompute-method block").memory.recompute.recompute_granularity == "none"
 
 
@@ -398,7 +398,7 @@ def test_default_checkpoint_folder_is_in_the_run_folder():
     assert plan_of(without="--run-dir").checkpoint.save is None
 
 
-def test_a_run_on_mock_data_saves_checkpoints_only_if_a_flag_asks_for_them():
+def test_a_run_on_mock_data_saves_checkpoints_only_on_request():
     plan = plan_of("--mock-data", without="--save-interval")
     assert plan.checkpoint.save is None
     assert "mock data: no checkpoint is saved without --save or --save-interval" in plan.notes
@@ -461,7 +461,7 @@ def test_optimizer_loop_and_kernels():
 
 
 @pytest.mark.parametrize("row", zoo_rows(), ids=str)
-def test_flags_of_public_models_make_models_of_their_size(row):
+def test_flags_of_public_models_give_their_parameter_counts(row):
     model = read_plan(command_line(row), {}).model
     total = count_parameters(model).without_mtp.total
     active = count_parameters(model, active=True).without_mtp.total
@@ -488,7 +488,7 @@ def test_data_parallel_flags_reach_the_config():
     assert plan_of("--ddp-num-buckets 3").data_parallel.ddp_num_buckets == 3
 
 
-def test_nothing_is_overlapped_where_nothing_travels():
+def test_overlap_is_disabled_without_communication():
     """Recipes for many ranks can then be captured as full iterations on one rank."""
     still = "--attention-dropout 0 --hidden-dropout 0"
     for impl in ("full_iteration", "local"):
@@ -518,7 +518,7 @@ def test_the_schedule_of_a_step_follows_from_the_flags():
     assert plan_of("--delay-wgrad-compute").schedule(4).split_backward
 
 
-def test_microbatches_pair_up_when_rows_travel():
+def test_microbatches_overlap_only_with_expert_communication():
     pairs = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
     assert not plan_of(pairs).schedule(4).overlap, "one rank has all experts"
     words = f"{pairs} --expert-model-parallel-size 2 --ep-overlap-early-attn-memory-release --global-batch-size 8"
@@ -553,7 +553,7 @@ def test_the_two_files_of_gpt2():
     assert (str(config.vocab_file), str(config.merge_file)) == ("v.json", "m.txt")
 
 
-def test_numbers_that_a_machine_cannot_count_to_never_reach_it():
+def test_too_large_numbers_are_rejected_or_clamped():
     assert texts_of(f"--seed {2**32}") == [f"--seed {2**32} is not less than 4.29497e+09"]
     assert plan_of(f"--seed {2**32 - 1}").loop.seed == 2**32 - 1
     waits = dict(plan_of(f"--step-deadline {10**30} --exit-deadline 7").resilience.watchdog)
@@ -563,7 +563,7 @@ def test_numbers_that_a_machine_cannot_count_to_never_reach_it():
 @pytest.mark.parametrize(
     ("more", "sentence"), [("--emulate-rank ²", "not a rank of a world"), ("--emulate-plot a.xyz", "not a PNG")]
 )
-def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
+def test_unsupported_emulations_are_rejected(more, sentence):
     (text,) = texts_of(f"--fake-init-process-group {more}")
     assert sentence in text
 
@@ -579,7 +579,7 @@ def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
         ("--bf16 --fp4-format e2m1 --emulate-low-precision", "moe"),
     ],
 )
-def test_experts_are_captured_where_the_host_reads_nothing(more, experts):
+def test_experts_are_captured_without_host_reads(more, experts):
     assert plan_of(f"{GRAPHS} {more}").cuda_graphs.cuda_graph_modules == ("attn", "mlp", experts)
     assert plan_of(f"{GRAPHS} {more} --moe-layer-freq 1").cuda_graphs.cuda_graph_modules == ("attn", experts)
 

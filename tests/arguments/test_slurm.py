@@ -43,7 +43,7 @@ def test_a_container_gets_the_folders_that_the_run_needs_once():
     ]
 
 
-def test_variables_stand_with_their_reasons_and_leave_what_is_set_already(monkeypatch):
+def test_variables_have_reasons_and_keep_values_that_are_set(monkeypatch):
     job = replace(JOB, variables=(Variable("MOE_A", "one", "--a needs it"), Variable("MOE_B", 'q"$}', "--b needs it")))
     script = slurm_script(job, 'printf "%s\\n" "$MOE_A" "$MOE_B"\n')
     assert "# --a needs it\nexport MOE_A=" in script
@@ -70,7 +70,7 @@ def test_variables_stand_with_their_reasons_and_leave_what_is_set_already(monkey
         ({"variables": (Variable("A", "1\n", "r"),)}, "the environment variable A is"),
     ],
 )
-def test_a_value_that_would_become_part_of_the_code_is_refused(changes, message):
+def test_a_value_that_would_be_executed_is_rejected(changes, message):
     with pytest.raises(FlagErrors, match=message):
         replace(JOB, **changes)
 
@@ -80,7 +80,7 @@ def test_every_line_of_the_summary_is_a_comment():
     assert "# one\n# two\n" in script and "# Cannot start yet: three\n# four\n" in script
 
 
-def test_usual_slurm_options_can_be_changed_and_taken_away():
+def test_default_slurm_options_can_be_changed_and_removed():
     settings = ["partition=big", "time=4:00:00", "no-mem", "--gpus-per-node=h100:4", "contiguous"]
     options = slurm_options(replace(JOB, slurm=tuple(map(slurm_setting, settings))))
     assert options["partition"] == "big" and options["time"] == "4:00:00" and options["contiguous"] == ""
@@ -105,5 +105,5 @@ def test_torchrun_gets_the_number_of_machines_and_ranks(nodes):
     assert script.endswith('exec bash /opt/project/scripts/launch.sh "${flags[@]}"\n')
 
 
-def test_the_body_loses_only_what_explains_it_as_a_file():
+def test_the_body_is_the_file_without_its_header():
     assert slurm_script(JOB, BODY).endswith('\nset -uo pipefail\n\nprintf "%s\\n" "${flags[@]}" "${container[@]}"\n')

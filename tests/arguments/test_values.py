@@ -44,7 +44,7 @@ DEEPSEEK = (0,) * 3 + (1,) * 58
         (Literal["h100", "LayerNorm"], ["H100"], "h100"),
     ],
 )
-def test_a_text_becomes_the_value_its_type_promises(annotation, texts, value):
+def test_text_is_converted_to_the_type_of_the_flag(annotation, texts, value):
     parsed = parse(annotation, texts)
     assert parsed == value
     assert type(parsed) is type(value)
@@ -68,7 +68,7 @@ def test_a_text_becomes_the_value_its_type_promises(annotation, texts, value):
         (LayerPattern, ["([0]*3+[1]*99999)"], "exceeds 10000"),
     ],
 )
-def test_a_text_that_does_not_fit_is_refused_with_the_reason(annotation, texts, message):
+def test_invalid_text_is_rejected_with_a_reason(annotation, texts, message):
     with pytest.raises(BadValue, match=message):
         parse(annotation, texts)
 
@@ -103,7 +103,7 @@ def test_a_text_that_does_not_fit_is_refused_with_the_reason(annotation, texts, 
         "[0]*\0",
     ],
 )
-def test_a_pattern_that_is_not_one_is_refused_without_running_it(hostile):
+def test_an_invalid_pattern_is_rejected_without_evaluation(hostile):
     with pytest.raises(BadValue):
         parse(LayerPattern, [hostile])
 
@@ -127,7 +127,7 @@ def test_a_pattern_is_written_as_runs():
     assert words_of(LayerPattern, DEEPSEEK) == ["([0]*3+[1]*58)"]
 
 
-def test_one_level_of_matching_quotes_is_taken_off():
+def test_one_level_of_matching_quotes_is_removed():
     assert strip_quotes("\"'a'\"") == "'a'"
     assert strip_quotes("'a\"") == "'a\""
     assert strip_quotes("'") == "'"
@@ -141,7 +141,7 @@ def test_bounds_hold_for_numbers_and_for_every_one_of_a_list():
         within(1.0, 0, 1)
 
 
-def test_a_text_is_cut_as_a_shell_would():
+def test_text_is_split_like_a_shell_would():
     assert cut("a 'b c' d") == ["a", "b c", "d"]
     with pytest.raises(BadValue, match="quote"):
         cut("a 'b")

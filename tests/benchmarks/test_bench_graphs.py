@@ -30,6 +30,6 @@ def test_the_recipes_that_are_timed_take_every_mode(recipe, mode):
     assert plan.cuda_graphs.full_iteration or plan.cuda_graphs.cuda_graph_modules or mode == "none"
 
 
-def test_without_a_gpu_it_says_so(capsys):
+def test_a_missing_gpu_is_reported(capsys):
     assert bench_graphs.main(["none", "--", "--recipe", "q6"]) == ExitCode.ENVIRONMENT
     assert "torch sees no GPU here" in capsys.readouterr().err

@@ -149,6 +149,6 @@ def test_graph_memory_is_the_part_of_the_pools_that_is_not_allocated(monkeypatch
     assert (graph_pool_bytes(computed), graph_pool_bytes(recorded)) == (0, 50)
 
 
-def test_without_a_gpu_it_says_so(capsys):
+def test_a_missing_gpu_is_reported(capsys):
     assert bench_step.main(["--cases", "q6"]) == ExitCode.ENVIRONMENT
     assert "torch sees no GPU here" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from benchmarks.harness.timed_run import (
         ("something nobody has seen", "other"),
     ],
 )
-def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
+def test_a_kernel_is_classified_by_its_name(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 

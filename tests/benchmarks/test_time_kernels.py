@@ -42,7 +42,7 @@ def test_no_op_with_a_kernel_of_our_own_is_left_out(small_cases: dict[str, Kerne
     assert ours - set(EXCHANGE_OPS) - set(LOW_PRECISION_OPS) <= {case.op for case in small_cases.values()}
 
 
-def test_every_row_says_what_it_must_move(small_cases: dict[str, KernelCase]):
+def test_every_row_has_its_memory_traffic(small_cases: dict[str, KernelCase]):
     assert [name for name, case in small_cases.items() if case.gigabytes <= 0] == []
     products = ("linear", "grouped", "gate", "attention")
     wrong = [name for name, case in small_cases.items() if (case.teraflop > 0) is not name.startswith(products)]

@@ -124,13 +124,13 @@ def test_unsupported_options_are_rejected(name: str, change: dict[str, Any], sai
     assert said in str(caught.value)
 
 
-def test_experts_stand_in_the_layers_that_moe_layer_freq_divides():
+def test_moe_layer_freq_selects_the_moe_layers():
     config = model_config_from_hf({**PUBLISHED["DeepSeek-V3"], "moe_layer_freq": 2, "num_hidden_layers": 8})
     assert [index for index, layer in enumerate(config.layers) if layer.is_moe] == [4, 6]
 
 
 @pytest.mark.parametrize(("given", "dim"), [({}, 64), ({"partial_rotary_factor": 0.25}, 32)])
-def test_half_of_a_head_is_rotated_in_glm_where_the_file_says_nothing(given: dict[str, float], dim: int):
+def test_glm_rotates_half_of_a_head_by_default(given: dict[str, float], dim: int):
     silent = {key: value for key, value in PUBLISHED["GLM-4.5-Air"].items() if key != "partial_rotary_factor"}
     assert model_config_from_hf({**silent, **given}).layers[0].mixer.rope.dim == dim
 
@@ -140,7 +140,7 @@ def test_a_window_without_a_size_is_that_of_the_family():
     assert config.layers[0].mixer.core.window == (4095, 0)
 
 
-def test_latent_norms_may_follow_the_one_epsilon_of_a_config_and_nothing_else():
+def test_only_latent_norms_may_take_the_epsilon_of_a_config():
     published = model_config_from_hf(PUBLISHED["Moonlight-16B-A3B"])
     flags = model_config(ROWS["Moonlight-16B-A3B"])
     assert differences(flags, with_latent_norms_of(flags, published)) == []

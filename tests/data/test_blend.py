@@ -30,7 +30,7 @@ def test_words_are_pairs_exactly_when_every_second_is_a_number(words: list[str],
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf"])
-def test_weight_that_is_not_positive_is_refused(weight: str) -> None:
+def test_a_weight_that_is_not_positive_is_rejected(weight: str) -> None:
     with pytest.raises(DataProblem, match=f"gives b the weight {weight}"):
         parse_blend(["1", "a", weight, "b"])
 

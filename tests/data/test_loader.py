@@ -118,7 +118,7 @@ def test_ramp_up_takes_every_sample_once_and_resumes_inside() -> None:
         assert ids(resumed.next_step()) == seen[number]
 
 
-def test_prefetching_changes_nothing() -> None:
+def test_prefetching_does_not_change_batches() -> None:
     ahead, plain = loader(prefetch=True), loader()
     for _ in range(5):
         for one, other in zip(ahead.next_step(), plain.next_step(), strict=True):

@@ -79,7 +79,7 @@ def test_several_keys_give_several_texts() -> None:
         (b'{"text": "\xff"}', "not UTF-8 .byte 10"),
     ],
 )
-def test_malformed_line_says_why(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_malformed_line_is_reported_with_its_reason(tmp_path: Path, content: bytes, reason: str) -> None:
     with pytest.raises(BadLine, match=reason):
         parse_record(TextRecord(Path("a.jsonl"), 1, content), ["text"])
     path = written(tmp_path / "a.jsonl", b'{"text": "a"}\n' + content + b"\n")

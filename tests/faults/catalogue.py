@@ -140,7 +140,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/parallel/test_agreement.py::test_a_flag_that_differs_is_named_with_both_values_on_every_rank",
         ),
         36: (
-            "tests/arguments/test_launch.py::test_an_environment_that_says_nothing_usable_is_refused",
+            "tests/arguments/test_launch.py::test_an_invalid_environment_is_rejected",
             "tests/arguments/test_checks.py::test_an_impossible_fold_is_rejected_with_the_nearest_sizes",
         ),
         37: (
@@ -198,12 +198,12 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         52: ("tests/data/test_loader.py::test_exhausted_data_is_reported_and_then_rejected",),
         53: (
             "tests/arguments/test_mutations.py::test_six_hundred_mutated_command_lines_give_no_traceback",
-            "tests/arguments/test_parser.py::test_an_unknown_flag_is_answered_with_the_nearest_names",
-            "tests/arguments/test_files.py::test_a_file_that_builds_on_itself_or_on_nothing_is_refused",
+            "tests/arguments/test_parser.py::test_an_unknown_flag_is_rejected_with_similar_names",
+            "tests/arguments/test_files.py::test_cyclic_and_missing_base_files_are_rejected",
         ),
         54: (
             "tests/arguments/test_files.py::test_missing_variables_are_reported_once_each",
-            "tests/arguments/test_values.py::test_a_pattern_that_is_not_one_is_refused_without_running_it",
+            "tests/arguments/test_values.py::test_an_invalid_pattern_is_rejected_without_evaluation",
         ),
         55: (
             _BAD_INPUT + "test_a_missing_tokenizer",

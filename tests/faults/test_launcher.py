@@ -80,7 +80,7 @@ def test_a_rank_ends_when_its_launcher_died_before_it_began(data: str, tmp_path:
     assert status(run)["code"] == ExitCode.LAUNCHER
 
 
-def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
+def test_a_rank_without_a_launcher_continues_after_its_parent_exits(tmp_path: Path) -> None:
     """The parent is the user's shell if torchrun is not used, for example under nohup."""
     code = "import time; print('ready', flush=True); time.sleep(3); print('done', flush=True)"
     watched = (

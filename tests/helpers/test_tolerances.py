@@ -42,7 +42,7 @@ def test_shapes_must_agree():
         EXACT.check(torch.zeros(2), torch.zeros(2, 1))
 
 
-def test_exact_sees_the_last_bit_of_large_integers_and_of_plain_python_numbers():
+def test_exact_compares_every_bit_of_large_integers_and_python_numbers():
     with pytest.raises(AssertionError):
         EXACT.check(torch.tensor(2**53 + 1), torch.tensor(2**53))
     with pytest.raises(AssertionError):

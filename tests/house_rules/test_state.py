@@ -6,7 +6,7 @@ from tests.house_rules.source import PROGRAM, report, source, sources
 from tests.house_rules.state import cache_findings, container_findings, except_findings, global_findings
 
 
-def test_nothing_is_global():
+def test_modules_have_no_mutable_global_state():
     report([finding for file in sources(*PROGRAM) for finding in global_findings(file)], "R2: no global statements")
 
 

@@ -38,7 +38,7 @@ def place(parameters: list[ParamShape], num_ranks: int = 1, bucket_size: int | N
     num_ranks=st.integers(1, 12),
     bucket_size=st.integers(1, 1000),
 )
-def test_places_are_aligned_and_apart_and_buckets_divide_among_the_ranks(
+def test_slots_are_aligned_and_disjoint_and_buckets_divide_among_the_ranks(
     sizes: list[int], num_ranks: int, bucket_size: int
 ) -> None:
     parameters = [parameter(f"p{i}", 1, size) for i, size in enumerate(sizes)]

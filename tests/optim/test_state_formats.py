@@ -131,7 +131,7 @@ EVERY_FORMAT = {"fp64": FP64, "bf16": BF16, "remainders": REMAINDERS, **NARROW}
 
 @pytest.mark.parametrize("precision", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 @pytest.mark.parametrize("away", [None, *AWAY])
-def test_a_rejected_step_keeps_every_bit_whatever_the_gradients_hold(precision, away: str | None) -> None:
+def test_a_rejected_step_keeps_every_bit_for_any_gradients(precision, away: str | None) -> None:
     for num_before in (0, 2):
         rig = Rig(precision, AWAY[away] if away else RESIDENT).steps(1, num_before)
         before = rig.bits()

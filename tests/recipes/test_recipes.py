@@ -152,7 +152,7 @@ def test_corrected_layouts_were_invalid(tmp_path):
     assert "both the number of virtual stages and their number of layers are given" in texts_of(v2, 256)
 
 
-def test_an_unknown_recipe_is_answered_with_similar_names():
+def test_an_unknown_recipe_is_rejected_with_similar_names():
     with pytest.raises(FlagErrors) as caught:
         read_plan(["--recipe", "deepseek-v3-h100-1042"], {})
     (problem,) = caught.value.problems

@@ -31,7 +31,7 @@ def test_the_dockerfile_has_no_finding():
         (" AS kernels", " AS cpu", "names of their own"),
     ],
 )
-def test_the_linter_finds_what_is_planted(old, new, message):
+def test_the_linter_finds_planted_errors(old, new, message):
     assert old in TEXT
     assert any(message in finding for finding in findings(TEXT.replace(old, new), REPOSITORY))
 

@@ -61,20 +61,20 @@ def test_slurm_starts_a_preempted_run_again(tmp_path):
 
 
 @pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.DATA, ExitCode.NUMERICS, ExitCode.MEMORY])
-def test_slurm_leaves_a_users_mistake(tmp_path, code):
+def test_slurm_does_not_requeue_after_a_flag_error(tmp_path, code):
     report = StatusReport(state="failed", code=int(code), sentence="the sentence")
     done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), report, STUB_CODE=str(int(code)))
     assert done.returncode == code
     assert not requeued(tmp_path) and "leave it: exit code" in done.stdout
 
 
-def test_slurm_leaves_a_finished_run_without_asking(tmp_path):
+def test_slurm_does_not_requeue_a_finished_run(tmp_path):
     done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), StatusReport(state="finished", code=0))
     assert done.returncode == 0 and not requeued(tmp_path)
     assert [line.split()[0] for line in logged_commands(tmp_path)] == ["srun", "python"]
 
 
-def test_slurm_gives_up_when_nothing_is_saved_any_more(tmp_path):
+def test_slurm_stops_requeueing_without_progress(tmp_path):
     script, report = slurm_script(job_in(tmp_path), BODY), StatusReport(state="running", iteration=9)
     codes = [start(tmp_path, script, report, STUB_CODE="9").returncode for _ in range(3)]
     assert codes == [0, 0, 9]
@@ -111,7 +111,7 @@ def test_torchrun_is_not_started_again_after_a_users_mistake(tmp_path):
     assert sum("tools/torchrun.py" in line for line in logged_commands(tmp_path)) == 1
 
 
-def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
+def test_torchrun_on_several_machines_needs_a_rendezvous_endpoint(tmp_path):
     script = torchrun_script(replace(job_in(tmp_path), nodes=2))
     alone = start(tmp_path, script, None)
     assert alone.returncode != 0 and "NODE_RANK" in alone.stderr
@@ -143,7 +143,7 @@ def test_a_signal_ends_torchrun_for_good(tmp_path):
     assert done.returncode != 0
 
 
-def test_torchrun_hears_of_ctrl_c_once(tmp_path):
+def test_torchrun_receives_ctrl_c_once(tmp_path):
     """A second signal would end the script while it still waits for its ranks."""
     heard = tmp_path / "heard"
     stand_in = tmp_path / "stub_python"

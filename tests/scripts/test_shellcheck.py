@@ -24,7 +24,7 @@ def test_a_script_has_no_finding(path):
     assert findings(path) == ""
 
 
-def test_shellcheck_finds_what_is_planted(tmp_path):
+def test_shellcheck_finds_planted_errors(tmp_path):
     script = tmp_path / "bad.sh"
     script.write_text("#!/usr/bin/env bash\nfor word in $*; do rm $word/*; done\n")
     assert "SC2086" in findings(script)

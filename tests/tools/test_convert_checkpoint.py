@@ -117,7 +117,7 @@ def test_a_contradictory_model_flag_is_rejected(folder: Path, tmp_path: Path, ca
     assert "another shape: decoder.layers.1.mlp.experts.linear_fc1.weight" in capsys.readouterr().err
 
 
-def test_an_unknown_family_is_refused(folder: Path, tmp_path: Path, capsys):
+def test_an_unknown_family_is_rejected(folder: Path, tmp_path: Path, capsys):
     other = saved(hf_model(configs()[MODEL]), tmp_path / "other")
     change_config(other, model_type="llama")
     assert main(["--load", f"hf:{other}", "--save", str(tmp_path / "ours")]) == ExitCode.CONFIG
@@ -170,7 +170,7 @@ def test_a_config_with_an_invalid_length_is_rejected(tmp_path: Path, capsys):
     assert "max_position_embeddings is 'long', which is not an integer" in capsys.readouterr().err
 
 
-def test_a_question_about_flags_is_answered(folder: Path, tmp_path: Path, capsys):
+def test_help_about_flags_is_printed_by_the_converter(folder: Path, tmp_path: Path, capsys):
     words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--print-config"]
     assert main(words) == ExitCode.OK and capsys.readouterr().out.startswith("model:")
     assert not (tmp_path / "ours").exists()

@@ -112,7 +112,7 @@ def test_a_damaged_tensor_is_not_shown(tmp_path: Path, capsys):
     assert "crc32 is" in capsys.readouterr().err
 
 
-def test_a_pattern_that_is_no_regular_expression_is_refused(tmp_path, capsys):
+def test_an_invalid_regular_expression_is_rejected(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path), "--only", "("])
     assert "is not a regular expression" in capsys.readouterr().err
