@@ -1,5 +1,7 @@
 """Rules about routing and load balancing."""
 
+import os
+
 from arguments.checks.violation import RuleFlags, Violations, divisors, enabled
 from megatron_moe.config.exit_codes import counted
 
@@ -161,6 +163,16 @@ def traced_routing_is_per_token(flags: RuleFlags) -> Violations:
     }
     if flags.num_experts and any(paths.values()) and "expert_choice" in flags.moe_router_load_balancing_type:
         yield f"{enabled(paths)} with --moe-router-load-balancing-type expert_choice", "use another load balancing"
+
+
+def trace_and_replay_have_their_own_folders(flags: RuleFlags) -> Violations:
+    """A run would overwrite the trace that it replays."""
+    trace, replay = flags.moe_routing_trace_path, flags.moe_routing_replay_path
+    if trace is not None and replay is not None and os.path.realpath(trace) == os.path.realpath(replay):
+        yield (
+            f"--moe-routing-trace-path {trace} and --moe-routing-replay-path {replay} are one folder",
+            "write the trace to another folder",
+        )
 
 
 def replayed_tokens_are_whole(flags: RuleFlags) -> Violations:

@@ -47,7 +47,7 @@ class RuleFlags(Flags):
     num_ranks: int
     ranks_per_host: int
     missing_libraries: tuple[str, ...]
-    """Modules of expert transports that are not installed; see `Launch`."""
+    """Modules of expert transports that are not installed; see `ProcessInfo`."""
     data_parallel_size: int
     """Number of data-parallel ranks; undefined if the model-parallel sizes do not divide the number of ranks."""
     forced_routing_of_files: str

@@ -57,7 +57,7 @@ class ParallelConfig:
     shares_memory: bool = False
     """GPUs of one host may exchange the tokens of experts through each other's memory."""
     missing_libraries: tuple[str, ...] = ()
-    """Modules of expert transports that are not installed; see `Launch`."""
+    """Modules of expert transports that are not installed; see `ProcessInfo`."""
     distributed_timeout_minutes: float = 10.0
     """Timeout of collectives, in minutes (`--distributed-timeout-minutes`)."""
     high_priority_a2a_comm_stream: bool = False

@@ -6,12 +6,15 @@ num_tokens, topk, and top_indices [T][K] (-1: no expert). Two fields are our own
 batch), and part: [index, number] of the rank's share of a microbatch's tokens under sequence and context parallelism.
 """
 
+import errno
 import json
+import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +25,11 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.streams import Event, make_host_copies
 
 _INDICES = re.compile(rb'"top_indices":\s*(\[[-\d\s,\[\]]*\])')
+_STEP = re.compile(rb'\{"step": (\d{1,18}),')
 _FILE = "router_trace_rank{}.jsonl"
+_LIMITS = (("step", 1, 1 << 31), ("layer", 1, 1 << 31), ("num_tokens", 0, 1 << 31), ("topk", 1, 1 << 15))
+"""(field that every record has, least value, upper limit)."""
+_MOST_PARTS = 1 << 20
 
 
 class _TracedStep(NamedTuple):
@@ -37,7 +44,8 @@ class RoutingTrace:
     """Writes the expert choices of training steps to this rank's file, without synchronising with the device.
 
     `add` collects the choices of a step on the device, `end_step` starts one copy to host memory, and `write`, called
-    once the results of the step are known, appends them to the file. At most three steps are held at a time.
+    once the results of the step are known, appends them to the file. At most three steps are held at a time. A run that
+    resumes continues the files: records of the iterations that it repeats are removed.
     """
 
     def __init__(
@@ -50,7 +58,7 @@ class RoutingTrace:
         mtp_calls: int = 1,
         last_iteration: int | None = None,
     ) -> None:
-        """Creates the file, or empties an earlier one. Raises EnvironmentProblem if it cannot be written.
+        """Opens or creates the file. Raises EnvironmentProblem if it is not a regular file or cannot be written.
 
         Args:
             num_layers: decoder layers of the model; routers of later layers belong to multi-token prediction.
@@ -65,16 +73,18 @@ class RoutingTrace:
         """(layer, int16 choices) of the calls of the step in progress; None: it is not traced."""
         self._steps: dict[int, _TracedStep] = {}
         self._cells = _cells(num_experts)
+        self._is_cut = False
+        """Records of the first step of this run, and of later ones, have been removed."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "wb")
+            self._file = _open_regular(self.path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise EnvironmentProblem(
-                f"--moe-routing-trace-path {folder}: {error}; use a folder that can be written"
-            ) from error
+            raise self._problem(error) from error
 
     def begin_step(self, iteration: int) -> None:
-        """Starts to collect the choices of a step."""
+        """Starts to collect the choices of a step. Raises EnvironmentProblem if an earlier trace cannot be cut."""
+        if not self._is_cut:
+            self._cut(iteration)
         self._current = [] if self._last_iteration is None or iteration <= self._last_iteration else None
 
     def add(self, layer: int, ids_TK: Tensor) -> None:
@@ -121,6 +131,23 @@ class RoutingTrace:
     def close(self) -> None:
         self._file.close()
 
+    def _cut(self, iteration: int) -> None:
+        """Removes records from `iteration` on; rank 0 also from the files of ranks that this run does not have."""
+        self._is_cut = True
+        try:
+            _cut_records(self._file, iteration)
+            for rank, path in _trace_files(self.path.parent) if self._context.rank == 0 else ():
+                if rank >= self._context.config.world_size:
+                    with _open_regular(path, os.O_RDWR) as file:
+                        _cut_records(file, iteration)
+        except OSError as error:
+            raise self._problem(error) from error
+
+    def _problem(self, error: OSError) -> EnvironmentProblem:
+        return EnvironmentProblem(
+            f"--moe-routing-trace-path {self.path.parent}: {error}; use a folder that can be written"
+        )
+
     def _record(self, iteration: int, layer: int, number: int, ids_TK: Any) -> bytes:
         """One line of the file. `number`: number of earlier calls of this router in the step."""
         dp, tp, cp = (self._context.group(name) for name in ("dp", "tp", "cp"))
@@ -142,6 +169,39 @@ class RoutingTrace:
             fields["mtp_idx"] = layer - self._num_layers + number % per_microbatch
         head = json.dumps(fields).encode()
         return head[:-1] + b', "top_indices": ' + _encode(ids_TK, self._cells) + b"}\n"
+
+
+def _open_regular(path: Path, flags: int) -> BinaryIO:
+    """Opens a file. Raises OSError for links and pipes, which could lead elsewhere or block."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "links are not followed", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(handle, "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "r+b")
+
+
+def _trace_files(folder: Path) -> list[tuple[int, Path]]:
+    """(rank, file) of the traces in a folder, by rank."""
+    pattern = re.compile(re.escape(_FILE).replace(r"\{\}", r"(\d{1,9})"))
+    found = [(pattern.fullmatch(path.name), path) for path in folder.glob(_FILE.format("*"))]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _cut_records(file: BinaryIO, iteration: int) -> None:
+    """Removes everything from the first record of `iteration` or later, or from the first incomplete record, on."""
+    end = 0
+    for line in file:
+        step = _STEP.match(line)
+        if step is None or not line.endswith(b"}\n") or int(step[1]) >= iteration:
+            break
+        end += len(line)
+    file.seek(end)
+    file.truncate()
 
 
 def _cells(num_experts: int) -> Any:
@@ -191,15 +251,17 @@ class RoutingReplay:
         dp, tp = context.group("dp"), context.group("tp")
         self._parts = (tp.rank, tp.size) if context.config.sequence_parallel else (0, 1)
         found = _read(folder, train_iters)
-        self._num_steps = 1 + max(step for step, *_ in found)
-        self._num_microbatches = 1 + max(microbatch for _, microbatch, *_ in found)
+        self._num_steps = _number_of("steps", {step for step, *_ in found}, folder)
+        self._num_microbatches = _number_of("microbatches", {microbatch for _, microbatch, _ in found}, folder)
         wanted = {(index * dp.size + dp.rank) % self._num_microbatches for index in range(num_microbatches)}
         self._choices: dict[tuple[int, int], Tensor] = {}
         """(step, microbatch), each counted from 0 -> int16 [layers, T, K]."""
         for step in range(self._num_steps):
             for microbatch in wanted:
-                parts = [_whole(found, (step, microbatch, layer), folder) for layer in self._layers]
-                whole_LTK = np.stack(parts)
+                per_layer = [_whole(found, (step, microbatch, layer), folder) for layer in self._layers]
+                if len({ids_TK.shape for ids_TK in per_layer}) > 1:
+                    raise DataProblem(f"--moe-routing-replay-path {folder}: layers recorded unequal numbers of tokens")
+                whole_LTK = np.stack(per_layer)
                 _check(whole_LTK, num_experts, topk, num_tokens, folder)
                 index, number = self._parts
                 share = num_tokens // number
@@ -213,46 +275,63 @@ class RoutingReplay:
         return dict(zip(self._layers, ids_LTK.unbind(), strict=True))
 
 
-_Place = tuple[int, int, int, int, int]
-"""(step, microbatch, layer, part, number of parts), each from 0."""
+_RouterCall = tuple[int, int, int]
+"""(step, microbatch, layer), each from 0."""
 
 
 class _Recorded(NamedTuple):
     """Position of a record's top_indices in a file, so that a rank parses only those of its microbatches."""
 
     path: Path
+    line: int
     start: int
     end: int
     shape: tuple[int, int]
+    parts: int
+    """Number of ranks that share the tokens of the microbatch."""
 
     def parse(self) -> Any:
-        """int16 [T, K]."""
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            text = file.read(self.end - self.start).translate(None, b"[] \t")
-        return np.array(text.split(b",") if text else [], dtype=np.int16).reshape(self.shape)
+        """int16 [T, K]. Raises DataProblem."""
+        num_tokens, topk = self.shape
+        try:
+            with _open_regular(self.path, os.O_RDONLY) as file:
+                file.seek(self.start)
+                text = file.read(self.end - self.start).translate(None, b" \t")
+            rows = text[2:-2].split(b"],[") if num_tokens else []
+            if text[:2] + text[-2:] != b"[[]]" and (num_tokens or text != b"[]"):
+                raise ValueError("not a list of lists")
+            if len(rows) != num_tokens or any(row.count(b",") != topk - 1 for row in rows):
+                raise ValueError("lists of other lengths")
+            return np.array(b",".join(rows).split(b",") if rows else [], dtype=np.int16).reshape(self.shape)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DataProblem(
+                f"line {self.line} of {self.path}: top_indices are not {num_tokens} lists of {topk} expert ids: {error}"
+            ) from error
 
 
-def _read(folder: Path, train_iters: int) -> dict[_Place, _Recorded]:
-    """Records of decoder layers in the first `train_iters` recorded steps. Raises DataProblem."""
-    paths = sorted(folder.glob(_FILE.format("*")))
-    if not paths:
+def _read(folder: Path, train_iters: int) -> dict[_RouterCall, dict[int, _Recorded]]:
+    """Records of decoder layers in the first `train_iters` recorded steps, by part. Raises DataProblem."""
+    files = _trace_files(folder)
+    if not files:
         raise DataProblem(f"--moe-routing-replay-path {folder}: no file {_FILE.format('*')} there")
-    found: dict[_Place, _Recorded] = {}
-    first: int | None = None
-    for rank, path in enumerate(paths):
+    num_ranks, first = 1 + files[-1][0], None
+    found: dict[_RouterCall, dict[int, _Recorded]] = {}
+    for rank, path in files:
         calls: Counter[tuple[int, int]] = Counter()
-        for fields, start, end in _records(path):
+        for line, (fields, start, end) in enumerate(_records(path), start=1):
             first = fields["step"] if first is None else first
             step, layer = fields["step"] - first, fields["layer"] - 1
             if fields["block"] != "decoder" or not 0 <= step < train_iters:
                 continue
             # Megatron-LM's traces have no microbatch; without tensor parallelism it follows from the order
-            microbatch = fields.get("microbatch", calls[step, layer] * len(paths) + rank)
+            microbatch = fields.get("microbatch", calls[step, layer] * num_ranks + rank)
             calls[step, layer] += 1
-            part, number = fields.get("part", (0, 1))
-            shape = fields["num_tokens"], fields["topk"]
-            found[step, microbatch, layer, part, number] = _Recorded(path, start, end, shape)
+            part, parts = fields.get("part", (0, 1))
+            recorded = _Recorded(path, line, start, end, (fields["num_tokens"], fields["topk"]), parts)
+            other = found.setdefault((step, microbatch, layer), {}).setdefault(part, recorded)
+            if other is not recorded:
+                repeated = f"repeats line {other.line} of {other.path}"
+                raise DataProblem(f"line {line} of {path} {repeated}; remove one of them")
     if not found:
         raise DataProblem(f"--moe-routing-replay-path {folder}: the files record no decoder layer")
     return found
@@ -260,45 +339,83 @@ def _read(folder: Path, train_iters: int) -> dict[_Place, _Recorded]:
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
     """(fields without top_indices, position and end of top_indices in the file) of every line. Raises DataProblem."""
-    position = 0
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            match = _INDICES.search(line)
-            try:
+    position, number = 0, 0
+    try:
+        with _open_regular(path, os.O_RDONLY) as lines:
+            for line in lines:
+                number += 1
+                match = _INDICES.search(line)
                 if match is None:
                     raise ValueError("it has no top_indices")
                 fields = json.loads(line[: match.start(1)] + b"null" + line[match.end(1) :])
-            except ValueError as error:
-                raise DataProblem(f"line {number} of {path} is not a record of a routing trace: {error}") from error
-            yield fields, position + match.start(1), position + match.end(1)
-            position += len(line)
+                _check_fields(fields)
+                yield fields, position + match.start(1), position + match.end(1)
+                position += len(line)
+    except OSError as error:
+        raise DataProblem(f"--moe-routing-replay-path {path.parent}: {error}; use the files of a trace") from error
+    except (ValueError, RecursionError) as error:
+        raise DataProblem(f"line {number} of {path} is not a record of a routing trace: {error}") from error
 
 
-def _whole(found: Mapping[_Place, _Recorded], call: tuple[int, int, int], folder: Path) -> Any:
+def _check_fields(fields: Any) -> None:
+    """Raises ValueError for a missing field, or a value of another type or beyond its limits."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("block"), str):
+        raise ValueError("it has no block")
+    numbers = {name: (fields.get(name), least, limit) for name, least, limit in _LIMITS}
+    if "microbatch" in fields:
+        numbers["microbatch"] = fields["microbatch"], 0, 1 << 31
+    if "part" in fields:
+        part = fields["part"]
+        if not isinstance(part, list) or len(part) != 2:
+            raise ValueError(f"part is {part!r:.40}, not two numbers")
+        numbers["number of parts"] = part[1], 1, _MOST_PARTS
+        numbers["index of the part"] = part[0], 0, part[1] if type(part[1]) is int else 1
+    for name, (value, least, limit) in numbers.items():
+        if type(value) is not int or not least <= value < limit:
+            raise ValueError(f"{name} is {value!r:.40}, not a whole number from {least} to {limit - 1}")
+
+
+def _number_of(what: str, found: set[int], folder: Path) -> int:
+    """Number of recorded steps or microbatches. Raises DataProblem if they are not 0, 1, ..."""
+    if max(found) + 1 != len(found):
+        missing = next(number for number in range(len(found)) if number not in found)
+        raise DataProblem(
+            f"--moe-routing-replay-path {folder}: {what} 0 to {max(found)} are recorded without number {missing}; the "
+            "files of some ranks may be missing"
+        )
+    return len(found)
+
+
+def _whole(found: Mapping[_RouterCall, dict[int, _Recorded]], call: _RouterCall, folder: Path) -> Any:
     """Choices [T, K] of all tokens of a microbatch, joined from the parts of sequence-parallel ranks."""
-    number = next(iter(found))[4]
-    parts = [found.get((*call, part, number)) for part in range(number)]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    parts = found.get(call, {})
+    if {recorded.parts for recorded in parts.values()} != {len(parts)}:
         step, microbatch, layer = call
         raise DataProblem(
             f"--moe-routing-replay-path {folder}: no record of layer {layer + 1} in step {step + 1} of the trace, "
             f"microbatch {microbatch}; the files of some ranks may be missing, or another model was traced"
         )
-    return np.concatenate([part.parse() for part in known])
+    ids = [parts[part].parse() for part in sorted(parts)]
+    if len({part.shape[1] for part in ids}) > 1:
+        raise DataProblem(f"--moe-routing-replay-path {folder}: ranks recorded different numbers of experts per token")
+    return np.concatenate(ids)
 
 
 def _check(ids_LTK: Any, num_experts: int, topk: int, num_tokens: int, folder: Path) -> None:
     """Raises DataProblem if recorded choices do not fit the run."""
-    recorded, expected = ids_LTK.shape[1:], (num_tokens, topk)
+    given, recorded, expected = f"--moe-routing-replay-path {folder}", ids_LTK.shape[1:], (num_tokens, topk)
     if recorded != expected:
         raise DataProblem(
-            f"--moe-routing-replay-path {folder}: {recorded[0]} tokens per microbatch with top-{recorded[1]} were "
-            f"traced, and this run has {num_tokens} with top-{topk}; use the --micro-batch-size, --seq-length and "
-            "--moe-router-topk of the traced run"
+            f"{given}: {recorded[0]} tokens per microbatch with top-{recorded[1]} were traced, and this run has "
+            f"{num_tokens} with top-{topk}; use the --micro-batch-size, --seq-length and --moe-router-topk of the "
+            "traced run"
         )
     if ids_LTK.size and ids_LTK.max() >= num_experts:
-        raise DataProblem(
-            f"--moe-routing-replay-path {folder}: expert {ids_LTK.max()} was selected, and this run has {num_experts} "
-            "experts"
-        )
+        raise DataProblem(f"{given}: expert {ids_LTK.max()} was selected, and this run has {num_experts} experts")
+    if ids_LTK.size and ids_LTK.min() < -1:
+        raise DataProblem(f"{given}: expert {ids_LTK.min()} was selected; ids are 0 or more, or -1 for no expert")
+    sorted_LTK = np.sort(ids_LTK, axis=-1)
+    repeated = (sorted_LTK[..., 1:] == sorted_LTK[..., :-1]) & (sorted_LTK[..., 1:] >= 0)
+    if repeated.any():
+        expert = sorted_LTK[..., 1:][repeated][0]
+        raise DataProblem(f"{given}: a token selected expert {expert} twice; the trace is damaged")

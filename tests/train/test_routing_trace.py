@@ -1,6 +1,7 @@
 """Expert choices are written to a trace in Megatron-LM's format, one step late, and replayed with any layout."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -250,6 +251,116 @@ def test_traces_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "the files record no decoder layer" in problem(plan, text.replace('"decoder"', '"mtp"'))
     with pytest.raises(DataProblem, match="no file router_trace_rank"):
         train(replayed(plan, tmp_path), steps=1)
+
+
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "no block": lambda text: text.replace('"block": "decoder", ', "", 1),
+    "block of another type": lambda text: text.replace('"block": "decoder"', '"block": 3', 1),
+    "no step": lambda text: text.replace('"step": 1, ', "", 1),
+    "no layer": lambda text: text.replace('"layer": 2, ', "", 1),
+    "text as step": lambda text: text.replace('"step": 1', '"step": "1"', 1),
+    "fraction as step": lambda text: text.replace('"step": 1', '"step": 1.5', 1),
+    "boolean as layer": lambda text: text.replace('"layer": 2', '"layer": true', 1),
+    "step 0": lambda text: text.replace('"step": 1', '"step": 0', 1),
+    "steps that are missing": lambda text: text.replace('"step": 1', '"step": 1000000000', 4)[text.index("\n") + 1 :],
+    "huge step": lambda text: text.replace('"step": 1', f'"step": 1{"0" * 5000}', 1),
+    "negative microbatch": lambda text: text.replace('"microbatch": 0', '"microbatch": -1', 1),
+    "microbatches that are missing": lambda text: text.replace('"microbatch": 3', '"microbatch": 2000000000'),
+    "part of another type": lambda text: text.replace('"part": [0, 1]', '"part": 0', 1),
+    "part with one number": lambda text: text.replace('"part": [0, 1]', '"part": [0]', 1),
+    "part beyond its number": lambda text: text.replace('"part": [0, 1]', '"part": [1, 1]', 1),
+    "parts that are missing": lambda text: text.replace('"part": [0, 1]', '"part": [0, 1000000]'),
+    "too many parts": lambda text: text.replace('"part": [0, 1]', '"part": [0, 1000000000000]', 1),
+    "negative number of tokens": lambda text: text.replace(f'"num_tokens": {TOKENS}', '"num_tokens": -1', 1),
+    "other number of tokens": lambda text: text.replace(f'"num_tokens": {TOKENS}', f'"num_tokens": {TOKENS + 1}', 1),
+    "number of tokens as text": lambda text: text.replace(f'"num_tokens": {TOKENS}', '"num_tokens": "8"', 1),
+    "top-k of another record": lambda text: text.replace('"topk": 2', '"topk": 1', 1),
+    "top-0": lambda text: text.replace('"topk": 2', '"topk": 0', 1),
+    "no top-k": lambda text: text.replace('"topk": 2, ', "", 1),
+    "negative id": lambda text: re.sub(r"\[\[ *\d+", "[[-2", text, count=1),
+    "id beyond 16 bits": lambda text: re.sub(r"\[\[ *\d+", "[[70000", text, count=1),
+    "id of the next number": lambda text: re.sub(r"\[\[ *\d+", "[[8", text, count=1),
+    "same expert twice": lambda text: re.sub(r"\[\[ *(\d+), *\d+", r"[[\1,\1", text, count=1),
+    "no id": lambda text: re.sub(r"\[\[ *\d+", "[[", text, count=1),
+    "minus without number": lambda text: re.sub(r"\[\[ *\d+", "[[-", text, count=1),
+    "flat list": lambda text: re.sub(r"\],\[", ",", text),
+    "one list is longer": lambda text: text.replace("],[", ",0],[", 1),
+    "token without ids": lambda text: re.sub(r"\[\[[^]]*\]", "[[]", text, count=1),
+    "nested too deeply": lambda text: text.replace('"rank": 0', '"rank": ' + "[" * 100_000 + "]" * 100_000, 1),
+    "list instead of a record": lambda text: '[{"top_indices": [[0,1]]}]\n' + text,
+    "repeated record": lambda text: text.splitlines(keepends=True)[0] + text,
+    "line cut in the middle": lambda text: text[: len(text) // 2 - 9],
+    "last record cut off": lambda text: "".join(text.splitlines(keepends=True)[:-1]),
+    "empty": lambda text: "",
+    "binary": lambda text: "\x00\x01" * 1000,
+}
+
+
+def test_damaged_traces_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    train(the_plan(trace=source), steps=2)
+    path, plan = source / "router_trace_rank0.jsonl", replayed(the_plan(), source)
+    context, text = ParallelContext.single(), path.read_text()
+    trainer = build.build_trainer(
+        plan, context, build.build_model(plan, context, reference.bundle()), reference.bundle()
+    )
+    plan = replace(plan, loop=replace(plan.loop, train_iters=10**9))
+    for name, damage in DAMAGES.items():
+        assert damage(text) != text, name
+        path.write_text(damage(text))
+        sentence = ""
+        try:
+            build.build_routing_replay(plan, trainer)
+        except DataProblem as problem:
+            sentence = str(problem)
+        assert 0 < len(sentence) < 600 and "\n" not in sentence, f"{name}: {sentence}"
+    path.unlink()
+    for make in (lambda: path.symlink_to(tmp_path / "other"), lambda: os.mkfifo(path), path.mkdir):
+        (tmp_path / "other").write_text(text)
+        make()
+        with pytest.raises(DataProblem, match="links are not followed|not a regular file|Is a directory"):
+            build.build_routing_replay(plan, trainer)
+        with pytest.raises(EnvironmentProblem, match="links are not followed|not a regular file|Is a directory"):
+            RoutingTrace(source, context, num_experts=8, num_layers=3)
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_a_resumed_run_continues_the_trace(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(the_plan(trace=whole), steps=4)
+    train(the_plan(trace=resumed), steps=4)
+    path = resumed / "router_trace_rank0.jsonl"
+    text, lines = path.read_text(), path.read_text().splitlines(keepends=True)
+    stale = resumed / "router_trace_rank5.jsonl"
+    per_step = len(lines) // 4
+    for kept, left in (("".join(lines[: 3 * per_step]), 2), (text[: len(text) // 2 - 9], 2), (text, 2), (text, 0)):
+        path.write_text(kept)
+        stale.write_text(text)
+        trace = RoutingTrace(resumed, ParallelContext.single(), num_experts=8, num_layers=3)
+        trace.begin_step(left + 1)
+        trace.close()
+        complete = "".join(kept.splitlines(keepends=True)[: left * per_step])
+        assert path.read_text() == "".join(line for line in complete.splitlines(keepends=True) if line.endswith("}\n"))
+        assert stale.read_text() == "".join(lines[: left * per_step])
+    path.write_text(text)
+
+    def run(context: ParallelContext) -> None:
+        with ExitStack() as stack:
+            plan = the_plan(trace=resumed)
+            trainer, loader = setup(plan, context, stack)
+            state, config = TrainState(), build.build_train_state_config(plan)
+            for _ in range(2):  # as in the run before, without a trace
+                state.advance(len(loader.next_step()) * plan.batch.micro_batch_size, config)
+            log = TrainingLog(trainer, Reports(), loader)
+            for _ in range(2):
+                log.after(trainer.step(log.next_step(loader), state))
+                state.advance(plan.batch.global_batch_size, config)
+            log.catch_up()
+
+    run(ParallelContext.single())
+    found = [record["step"] for record in records(resumed) if record["rank"] == 0]
+    assert found == [record["step"] for record in records(whole)]
+    assert path.read_text()[: len("".join(lines[: 2 * per_step]))] == "".join(lines[: 2 * per_step])
 
 
 def test_a_full_disk_ends_the_trace_but_not_the_run(tmp_path: Path) -> None:
