@@ -8,7 +8,7 @@ from types import MappingProxyType
 from arguments.deprecated import old_names
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import Flag, docstrings
-from arguments.flags import GROUPS, Registry, normal
+from arguments.flags import GROUPS, Registry, groups, normal
 from arguments.parser import near, unknown_flag
 from arguments.recipes import recipe_files
 from arguments.recognised import find_recognised, recognised_flags
@@ -93,8 +93,8 @@ def _help(topic: str, registry: Registry) -> str:
     if topic.startswith("--") and topic != "--help":
         return _flag_page(topic, registry)
     if topic == "all":
-        return "\n\n".join(_group_page(group, registry) for group in GROUPS)
-    if topic in GROUPS:
+        return "\n\n".join(_group_page(group, registry) for group in groups())
+    if topic in groups():
         return _group_page(topic, registry)
     if registry.find(f"--{topic}"):
         return _flag_page(f"--{topic}", registry)
@@ -104,8 +104,8 @@ def _help(topic: str, registry: Registry) -> str:
 
 
 def _unknown_topic(topic: str, registry: Registry) -> Problem:
-    close = near(topic, [*GROUPS, *registry.spellings])
-    known = f"groups: {', '.join(GROUPS)}"
+    close = near(topic, [*groups(), *registry.spellings])
+    known = f"groups: {', '.join(groups())}"
     remedy = f"did you mean {' or '.join(close)}? ({known})" if close else f"{known}; search with --find WORD"
     return Problem(what=f"there is no group and no flag {topic!r}", remedy=remedy)
 
@@ -113,13 +113,13 @@ def _unknown_topic(topic: str, registry: Registry) -> Problem:
 def _front_page(registry: Registry) -> str:
     lines = [_FRONT]
     lines += [_one_line(flag, text) for flag, text in _documented(registry) if flag.declaration.essential]
-    counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in GROUPS]
+    counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in groups()]
     lines += ["", *textwrap.wrap("Groups and their numbers of flags: " + ", ".join(counts), _WIDTH), _POINTERS]
     return "\n".join(lines)
 
 
 def _group_page(group: str, registry: Registry) -> str:
-    heading = " ".join((GROUPS[group].__doc__ or "").split())
+    heading = " ".join((groups()[group].__doc__ or "").split())
     lines = [f"{group}: {heading}"]
     for flag, text in _documented(registry, group):
         lines += ["", f"  {_signature(flag)}"]
@@ -141,7 +141,7 @@ def _flag_page(option: str, registry: Registry) -> str:
             return f"{option} {known[0].reason}. {outcome}"
         raise FlagErrors([unknown_flag(option, registry)])
     flag = found[0]
-    text = docstrings(GROUPS[flag.group]).get(flag.name, "")
+    text = docstrings(groups()[flag.group]).get(flag.name, "")
     recipes = recipes_with(flag)
     rows = [
         ("type", describe(flag.type)),

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from arguments.flag import Flag
-from arguments.flags import GROUPS
+from arguments.flags import groups
 from arguments.parser import Settings
 from arguments.values import is_list, words_of
 
@@ -63,7 +63,7 @@ def words_to_set(flag: Flag, value: object) -> list[str]:
 
 def _groups() -> list[str]:
     """Names of the groups whose flags are allowed in files."""
-    return [group for group in GROUPS if group != "start"]
+    return [group for group in groups() if group != "start"]
 
 
 def _flags(settings: Settings, group: str) -> list[Flag]:

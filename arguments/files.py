@@ -19,7 +19,7 @@ import yaml
 
 from arguments.environment import not_allowed, unprintable
 from arguments.errors import Problem
-from arguments.flags import GROUPS, Registry, normal
+from arguments.flags import Registry, groups, normal
 from arguments.parser import Given
 from arguments.recognised import find_recognised
 
@@ -157,7 +157,7 @@ class _Reader:
         for name in foreign:
             self._read_flags(self._pairs(sections[name]), false_is_absent=True)
         if not foreign:
-            self._read_flags(pairs, false_is_absent=False, without=_NO_FLAGS, groups=True)
+            self._read_flags(pairs, false_is_absent=False, without=_NO_FLAGS, in_groups=True)
 
     def _read_texts(
         self, node: yaml.Node, texts: dict[str, str], check: Callable[[str, str, yaml.Node], None] | None = None
@@ -196,12 +196,12 @@ class _Reader:
         *,
         false_is_absent: bool,
         without: tuple[str, ...] = (),
-        groups: bool = False,
+        in_groups: bool = False,
     ) -> None:
         for name, value in pairs:
             if name in without:
                 continue
-            if groups and name in GROUPS and isinstance(value, yaml.MappingNode):
+            if in_groups and name in groups() and isinstance(value, yaml.MappingNode):
                 self._read_flags(self._pairs(value), false_is_absent=false_is_absent)
             else:
                 self._read_flag(name, value, false_is_absent)

@@ -43,6 +43,7 @@ class FlagDeclaration(NamedTuple):
     harmless: bool
     essential: bool
     bare: str | None
+    repeats: bool
 
 
 def flag(
@@ -58,6 +59,7 @@ def flag(
     harmless: bool = False,
     essential: bool = False,
     bare: str | None = None,
+    repeats: bool = False,
 ) -> Any:
     """Declares a dataclass field as a flag.
 
@@ -73,8 +75,9 @@ def flag(
         harmless: whether the flag never affects results, so that `--allow-ignored-flags` ignores it if unavailable.
         essential: whether `--help` without arguments lists the flag.
         bare: value if the flag is given without a value, e.g. `yaml` for `--print-config`.
+        repeats: whether the values of a list accumulate if the flag is given several times, or in files too.
     """
-    declaration = FlagDeclaration(names, off, status, least, below, works, note, harmless, essential, bare)
+    declaration = FlagDeclaration(names, off, status, least, below, works, note, harmless, essential, bare, repeats)
     return field(default=default, metadata={"flag": declaration})
 
 
@@ -109,8 +112,8 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """Main spelling: `--hidden-size`."""
-        return "--" + self.name.replace("_", "-")
+        """Main spelling: `--hidden-size`. A name that is a keyword of Python ends with an underscore: `import_`."""
+        return "--" + self.name.rstrip("_").replace("_", "-")
 
     @property
     def is_switch(self) -> bool:

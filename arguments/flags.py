@@ -1,12 +1,12 @@
 """Registry of all flags, searchable by name."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from arguments.flag import Flag, differs, flags_of, new_flag
 from arguments.groups.attention import AttentionFlags
@@ -22,6 +22,7 @@ from arguments.groups.parallel import ParallelFlags, PipelineFlags
 from arguments.groups.precision import PrecisionFlags
 from arguments.groups.resilience import ResilienceFlags
 from arguments.groups.training import TrainingFlags
+from megatron_moe.config.registry import FLAGS
 
 T = TypeVar("T")
 
@@ -110,17 +111,38 @@ GROUPS: Mapping[str, type] = MappingProxyType(
 """Maps group names to the dataclasses with the flags of the group, e.g. `model` to `ModelFlags`."""
 
 
+def groups() -> dict[str, type]:
+    """`GROUPS`, followed by the groups that imported files have registered."""
+    return {**GROUPS, **{name: FLAGS.get(name) for name in FLAGS.names()}}
+
+
+def flag_values(values: Mapping[str, Any]) -> Flags:
+    """Flags with the given values, which may include those of registered groups."""
+    registered = [name for name in values if name not in _PRODUCT_FLAGS]
+    if not registered:
+        return Flags(**values)
+    kind = make_dataclass("Flags", [(name, Any) for name in registered], bases=(Flags,), frozen=True, kw_only=True)
+    return cast(Flags, kind(**values))
+
+
+_PRODUCT_FLAGS = frozenset(entry.name for entry in fields(Flags))
+
+
 def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
     """Calls a config class or function with the keyword arguments `values`. Every other parameter with the name of a
     flag receives the value of this flag. A `Path | None` parameter receives a path, or None for an empty text."""
-    named = {name: convert(getattr(flags, name)) for name, convert in _flag_parameters(function) if name not in values}
+    parameters = _flag_parameters(function, FLAGS.names())
+    named = {name: convert(getattr(flags, name)) for name, convert in parameters if name not in values}
     return function(**named, **values)
 
 
 @cache
-def _flag_parameters(function: Callable[..., Any]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-    """(name, conversion of the flag's value) for each parameter of `function` that has the name of a flag."""
-    names = {entry.name for entry in fields(Flags)}
+def _flag_parameters(
+    function: Callable[..., Any], registered: tuple[str, ...]
+) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    """(name, conversion of the flag's value) for each parameter of `function` with the name of a flag. `registered`:
+    names of the groups that imported files have registered."""
+    names = _PRODUCT_FLAGS.union(entry.name for group in registered for entry in fields(FLAGS.get(group)))
     return tuple(
         (name, _path if parameter.annotation == Path | None else _unchanged)
         for name, parameter in signature(function).parameters.items()
@@ -148,7 +170,7 @@ class Registry:
 
     @classmethod
     def declared(cls) -> "Registry":
-        return cls.over(entry for name, group in GROUPS.items() for entry in flags_of(name, group))
+        return cls.over(entry for name, group in groups().items() for entry in flags_of(name, group))
 
     @classmethod
     def over(cls, flags: Iterable[Flag]) -> "Registry":

@@ -9,7 +9,7 @@ from arguments import derive
 from arguments.checks.run import MODEL_RULES, broken_rules, missing_flags
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import REQUIRED
-from arguments.flags import Flags, Registry
+from arguments.flags import Flags, Registry, flag_values
 from arguments.parser import Given, Settings
 from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
@@ -65,7 +65,12 @@ def _flags(values: Mapping[str, Any]) -> Flags:
     """Returns all flags: `values`, defaults for the other flags, and 1 for required flags that are not in `values`."""
     flags = Registry.declared().flags.values()
     defaults = {flag.name: 1 if flag.default is REQUIRED else flag.default for flag in flags}
-    return Flags(**{**defaults, **values})
+    return flag_values({**defaults, **values})
+
+
+_GATED, _PLAIN = ("silu", "quick_gelu", "gelu"), ("squared_relu", "gelu_tanh", "gelu")
+_SWITCHED = (*((True, kind) for kind in _GATED), *((False, kind) for kind in _PLAIN))
+"""(gated, kind) of the activations that have a switch, or are the default."""
 
 
 def _activation(activation: ActivationConfig) -> dict[str, Any]:
@@ -76,6 +81,8 @@ def _activation(activation: ActivationConfig) -> dict[str, Any]:
         "geglu": gated and kind == "gelu",
         "squared_relu": not gated and kind == "squared_relu",
         "openai_gelu": not gated and kind == "gelu_tanh",
+        "activation_func": None if (gated, kind) in _SWITCHED else kind,
+        "gated_linear_unit": gated and (gated, kind) not in _SWITCHED,
         "glu_linear_offset": activation.linear_offset,
         "activation_func_clamp_value": activation.clamp,
     }

@@ -4,12 +4,12 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from arguments.deprecated import depends_on_other_flags, translate
 from arguments.errors import Problem
 from arguments.flag import Flag
-from arguments.flags import Flags, Registry, normal
+from arguments.flags import Flags, Registry, flag_values, normal
 from arguments.recognised import find_recognised
 from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse, within
 
@@ -68,7 +68,7 @@ class Settings:
     @property
     def flags(self) -> Flags:
         """Current values as attributes; the value of a missing required flag is `REQUIRED`."""
-        return Flags(**{name: self.setting(name).value for name in self.registry.flags})
+        return flag_values({name: self.setting(name).value for name in self.registry.flags})
 
     def known(self, name: str) -> bool:
         """Whether the flag has a usable value."""
@@ -217,6 +217,10 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
         shown = " ".join((given.option, *(given.words or ())))
         settings.problems.append(Problem(what=f"{shown} {problem}", given=(_row(given),)))
         settings.failed.add(flag.name)
+        return
+    if flag.declaration.repeats:
+        earlier = layer.get(flag.name, settings.setting(flag.name)).value
+        layer[flag.name] = Setting(tuple(dict.fromkeys((*earlier, *cast(tuple[object, ...], value)))), given.origin)
         return
     before = layer.get(flag.name)
     if before and before.value != value and given.state != "extends":

@@ -28,7 +28,7 @@ from arguments.emulation import emulation, planned
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
 from arguments.files import read_files
-from arguments.flags import Flags, Registry, normal
+from arguments.flags import Flags, Registry, flag_values, normal
 from arguments.huggingface import compared_with, published_flags
 from arguments.launch import allocation_note, launch_of, other_ranks
 from arguments.parser import Given, Settings, merge_settings, near, split, start_settings
@@ -37,7 +37,9 @@ from arguments.proxy.rewrite import UNUSED_BY_PROXY, fold_request, proxied
 from arguments.recipes import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_config
 from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.exit_codes import RunError
 from megatron_moe.config.faults import ALLOWED
+from megatron_moe.config.imports import digests, import_file
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import LIBRARIES, if_not_installed
@@ -61,7 +63,7 @@ def read_plan(
         Finished: the command line requests a text instead of a run (`--help`, `--find`, `--print-config`, `--dry-run`).
         AnotherModel: `--check-against-hf` found a different model.
     """
-    registry = Registry.declared()
+    registry = flag_registry(argv, environ)
     answer = explain.answer(argv, registry)
     if answer is not None:
         raise Finished(answer)
@@ -91,6 +93,24 @@ def read_plan(
     if request:
         raise dry_run.finished_report(plan, request, parsed.settings)
     return planned(plan, emulated) if emulated else plan
+
+
+def flag_registry(argv: Sequence[str], environ: Mapping[str, str]) -> Registry:
+    """All flags, after the files of `--import` on the command line and in its files were imported. Raises FlagErrors if
+    one of them cannot be imported."""
+    registry = Registry.declared()
+    paths, _ = config_files(start_settings(argv, registry))
+    given = [flag for path in paths for file in read_files(path, registry, environ) for flag in file.flags]
+    found = [words for each in (*given, *split(argv)[0]) if normal(each.option) == "--import" and (words := each.words)]
+    names = dict.fromkeys(name for words in found for name in words)
+    if not names:
+        return registry
+    try:
+        for name in names:
+            import_file(name)
+    except RunError as problem:
+        raise FlagErrors.of(str(problem)) from problem
+    return Registry.declared()
 
 
 def _reasons(problems: Sequence[Problem], kind: str) -> tuple[str, ...]:
@@ -149,14 +169,14 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
 def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:
     """Full-size layout of a command line with `--proxy`, for callers that choose the number of ranks to fold it to.
     Raises FlagErrors if the command line is invalid."""
-    unfolded = _parsed(argv, environ, Registry.declared()).unfolded
+    unfolded = _parsed(argv, environ, flag_registry(argv, environ)).unfolded
     assert unfolded is not None, f"no --proxy in {argv}"
     return unfolded
 
 
 def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Minimum number of ranks that the layout of a command line needs. Raises FlagErrors if it is invalid."""
-    flags = _parsed(argv, environ, Registry.declared()).settings.flags
+    flags = _parsed(argv, environ, flag_registry(argv, environ)).settings.flags
     dense = flags.tensor_model_parallel_size * flags.context_parallel_size
     return lcm(dense, derive.expert_ranks(flags)) * flags.pipeline_model_parallel_size
 
@@ -241,7 +261,7 @@ def _checked(
         ignored = ignored_flags(settings)
         settings.notes += ignored.values()
         values |= {name: settings.registry.flags[name].default for name in ignored}
-    return Flags(**values), launch, blocking
+    return flag_values(values), launch, blocking
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -299,7 +319,8 @@ def _plan(
     )
     plan = replace(plan, unknown_layers=unknown_layers(parsed.settings))
     replaced = _replaced_transport(plan, checks_packages=checks_packages)
-    text = yaml_text(parsed.settings, parsed.environment, [*explain.derived(plan), *replaced])
+    heading = [*explain.derived(plan), *replaced, *digests(flags.import_)]
+    text = yaml_text(parsed.settings, parsed.environment, heading)
     notes = (*filter(None, [plan.warning]), *plan.notes, *replaced, *slow_sizes(flags, plan))
     return replace(plan, resolved_yaml=text, notes=notes)
 

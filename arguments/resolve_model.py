@@ -13,6 +13,7 @@ from megatron_moe.config.attention import (
     RopeConfig,
     yarn_mscale,
 )
+from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
@@ -25,6 +26,7 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.config.precision import ROW_ALIGNMENT
+from megatron_moe.config.registry import ACTIVATIONS, BALANCING, METRICS, SCORE_FUNCTIONS
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Original context length in tokens of Llama 3's RoPE scaling. Megatron has no flag for it."""
@@ -186,6 +188,9 @@ def _mla(flags: Flags, windowed: bool) -> MLAConfig:
 
 def _activation(flags: Flags) -> ActivationConfig:
     gated = ActivationConfig(gated=True, clamp=flags.activation_func_clamp_value, linear_offset=flags.glu_linear_offset)
+    if flags.activation_func is not None:
+        base, kind = gated if flags.gated_linear_unit else ActivationConfig(), flags.activation_func
+        return replace(base, kind=kind, options=_options(flags, ACTIVATIONS.get(kind)))
     if flags.swiglu:
         return replace(gated, kind="silu")
     if flags.quick_geglu:
@@ -195,6 +200,12 @@ def _activation(flags: Flags) -> ActivationConfig:
     if flags.squared_relu:
         return ActivationConfig(kind="squared_relu")
     return ActivationConfig(kind="gelu_tanh" if flags.openai_gelu else "gelu")
+
+
+def _options(flags: Flags, *entries: FunctionEntry) -> Options:
+    """Values of the flags that registered functions request."""
+    names = dict.fromkeys(name for entry in entries for name in entry.options)
+    return tuple((name, getattr(flags, name)) for name in names)
 
 
 def _dense(flags: Flags) -> MLPConfig:
@@ -260,6 +271,12 @@ def _router(flags: Flags) -> RouterConfig:
         force_skew=flags.moe_router_force_skew,
         linear_bias=flags.add_bias_linear,
         quantile_ema=flags.moe_router_quantile_balancing_ema,
+        options=_options(
+            flags,
+            SCORE_FUNCTIONS.get(flags.moe_router_score_function),
+            *map(BALANCING.get, flags.moe_router_load_balancing_type),
+            *map(METRICS.get, METRICS.names()),
+        ),
     )
 
 

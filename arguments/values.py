@@ -6,7 +6,9 @@ import shlex
 import types
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+from megatron_moe.config.registry import ComponentRegistry
 
 LayerPattern = int | tuple[int, ...]
 """Interval n (every n-th layer), or one number per layer. Text form: an expression such as `([0]*3+[1]*58)`."""
@@ -92,17 +94,25 @@ def describe(annotation: Any) -> str:
     if get_origin(kind) is tuple:
         items = get_args(kind)
         return f"{describe(items[0])} ..." if items[-1] is Ellipsis else " ".join(describe(item) for item in items)
-    if get_origin(kind) is Literal:
-        return " | ".join(str(choice) for choice in get_args(kind))
+    if choices(kind):
+        return " | ".join(choices(kind))
     return "text" if kind is str else str(kind.__name__)
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Allowed values of a `Literal`, or of the elements of a tuple of `Literal`s; empty for other types."""
+    """Allowed values of a `Literal` or of `Annotated[str, registry]`, or of the elements of a tuple of them; empty for
+    other types."""
     kind = without_none(annotation)
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
-    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
+    return tuple(map(str, _allowed(kind)))
+
+
+def _allowed(kind: Any) -> tuple[Any, ...]:
+    if get_origin(kind) is Annotated:
+        registries = [each for each in get_args(kind) if isinstance(each, ComponentRegistry)]
+        return tuple(name for registry in registries for name in registry.names())
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def is_optional(annotation: Any) -> bool:
@@ -141,8 +151,8 @@ def _entry(kind: Any, word: str, words: Sequence[str]) -> Any:
 
 
 def _scalar(kind: Any, word: str) -> Any:
-    if get_origin(kind) is Literal:
-        return _choice(get_args(kind), word)
+    if allowed := _allowed(kind):
+        return _choice(allowed, word)
     if kind is bool:
         return _switch(word)
     if kind is str:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: identical sums everywhere, fast ranks as threads
@@ -21,6 +22,8 @@ if str(ROOT) not in sys.path:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+import arguments.flags  # noqa: E402, F401  registers all components of the product, which tests must not remove
+from megatron_moe.config import registry  # noqa: E402
 from tests.helpers.sampling import SAMPLED, sample  # noqa: E402
 
 settings.register_profile(
@@ -49,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, case in enumerate(cases):
             if place not in taken:
                 case.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def no_registration_outlives_a_test() -> Iterator[None]:
+    with registry.restored():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from arguments import derive
 from arguments.checks.memory import given_recompute_layer_flags
 from arguments.checks.violation import enabled
 from arguments.flags import Flags
+from megatron_moe.config.registry import ACTIVATIONS, BALANCING, SCORE_FUNCTIONS
 
 
 def query_groups_without_gqa(flags: Flags) -> Iterator[str]:
@@ -30,10 +31,19 @@ def bf16_router_with_many_experts(flags: Flags) -> Iterator[str]:
 def no_load_balancing(flags: Flags) -> Iterator[str]:
     """An auxiliary loss with coefficient 0 has no effect."""
     kinds = flags.moe_router_load_balancing_type
-    losses = all(kind == "none" or kind.endswith("aux_loss") for kind in kinds)
+    losses = not any(BALANCING.get(kind).replaces_topk for kind in kinds)
     weighted = any(coeff for kind, coeff in zip(kinds, flags.moe_aux_loss_coeff, strict=False) if kind != "none")
     if flags.num_experts and losses and not weighted and not flags.moe_router_enable_expert_bias:
         yield "the experts are not balanced: all balancing losses have coefficient 0, and there is no expert bias"
+
+
+def functions_without_kernels(flags: Flags) -> Iterator[str]:
+    """A registered function that no kernel fuses is computed by plain torch, in several passes over memory."""
+    score, activation = flags.moe_router_score_function, flags.activation_func
+    found = [f"score function {score}"] if flags.num_experts and not SCORE_FUNCTIONS.get(score).fused else []
+    found += [f"activation {activation}"] if activation and not ACTIVATIONS.get(activation).fused else []
+    if found:
+        yield f"{' and '.join(found)}: computed by plain torch, because no kernel fuses it"
 
 
 def router_groups_without_limit(flags: Flags) -> Iterator[str]:

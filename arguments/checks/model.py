@@ -18,13 +18,25 @@ def sequence_fits_positions(flags: RuleFlags) -> Violations:
 
 def one_activation(flags: RuleFlags) -> Violations:
     """A feed-forward block has one activation."""
-    if flags.swiglu + flags.quick_geglu + flags.geglu + flags.squared_relu + flags.openai_gelu > 1:
+    switches = flags.swiglu + flags.quick_geglu + flags.geglu + flags.squared_relu + flags.openai_gelu
+    if switches + (flags.activation_func is not None) > 1:
         yield "several activations are requested", "use one of them; the default is GELU"
+
+
+def is_gated(flags: RuleFlags) -> bool:
+    """Whether the flags request a gated activation."""
+    return bool(flags.swiglu or flags.quick_geglu or flags.geglu or (flags.activation_func and flags.gated_linear_unit))
+
+
+def gate_needs_activation(flags: RuleFlags) -> Violations:
+    """--gated-linear-unit adds a gate to the function of --activation-func."""
+    if flags.gated_linear_unit and flags.activation_func is None:
+        yield "--gated-linear-unit needs --activation-func", "use --swiglu or --geglu, or add --activation-func"
 
 
 def glu_offset_needs_gate(flags: RuleFlags) -> Violations:
     """--glu-linear-offset is added to the linear half of a gated activation."""
-    if flags.glu_linear_offset and not flags.swiglu and not flags.quick_geglu and not flags.geglu:
+    if flags.glu_linear_offset and not is_gated(flags):
         yield (
             f"--glu-linear-offset {flags.glu_linear_offset:g} needs a gated activation",
             "add --swiglu or --quick-geglu",
@@ -33,7 +45,7 @@ def glu_offset_needs_gate(flags: RuleFlags) -> Violations:
 
 def clamp_needs_gate(flags: RuleFlags) -> Violations:
     """Only the inputs of gated activations can be clamped."""
-    if flags.activation_func_clamp_value is not None and not flags.swiglu and not flags.quick_geglu and not flags.geglu:
+    if flags.activation_func_clamp_value is not None and not is_gated(flags):
         yield (
             f"--activation-func-clamp-value {flags.activation_func_clamp_value:g} needs a gated activation",
             "add --swiglu or --quick-geglu",

@@ -3,9 +3,8 @@
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, divisors, unfit_pattern
 from megatron_moe.config.exit_codes import counted
+from megatron_moe.config.registry import BALANCING
 from megatron_moe.config.transport import DEEPEP
-
-_BALANCING_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
 
 
 def moe_layer_pattern_matches_layers(flags: RuleFlags) -> Violations:
@@ -40,7 +39,7 @@ def padding_needs_capacity(flags: RuleFlags) -> Violations:
 
 def capacity_supports_balancing(flags: RuleFlags) -> Violations:
     """Sinkhorn and quantile balancing already balance the experts and do not support dropping tokens."""
-    unsupported = set(flags.moe_router_load_balancing_type).difference(_BALANCING_WITH_CAPACITY)
+    unsupported = {name for name in flags.moe_router_load_balancing_type if not BALANCING.get(name).allows_capacity}
     if derive.capacity_factor(flags) is not None and unsupported:
         yield (
             f"{', '.join(sorted(unsupported))} does not support a capacity",

@@ -4,8 +4,8 @@ import os
 
 from arguments.checks.violation import RuleFlags, Violations, divisors, enabled
 from megatron_moe.config.exit_codes import counted
-
-_EXCLUSIVE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
+from megatron_moe.config.functions import ScoreFunction
+from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
 
 
 def forced_routing_of_data_is_requested(flags: RuleFlags) -> Violations:
@@ -73,9 +73,9 @@ def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violations:
 
 def expert_bias_needs_independent_scores(flags: RuleFlags) -> Violations:
     """An expert bias needs scores that do not depend on other experts; a softmax score depends on all experts."""
-    if flags.num_experts and flags.moe_router_enable_expert_bias and flags.moe_router_score_function == "softmax":
+    if flags.num_experts and flags.moe_router_enable_expert_bias and _scores(flags).over_experts:
         yield (
-            "--moe-router-enable-expert-bias does not support softmax scores",
+            f"--moe-router-enable-expert-bias does not support {flags.moe_router_score_function} scores",
             "use --moe-router-score-function sigmoid",
         )
 
@@ -84,10 +84,14 @@ def top1_needs_pre_softmax(flags: RuleFlags) -> Violations:
     """The softmax over one selected expert is always 1, so the router would have no gradient."""
     if flags.skip_train or not flags.num_experts or flags.moe_router_topk != 1 or flags.moe_router_pre_softmax:
         return
-    if flags.moe_router_score_function == "softmax" and (
-        not {"sinkhorn", "expert_choice"} & set(flags.moe_router_load_balancing_type)
-    ):
-        yield "top-1 with softmax after the selection gives the router no gradient", "use --moe-router-pre-softmax"
+    if _scores(flags).over_experts and not {"sinkhorn", "expert_choice"} & set(flags.moe_router_load_balancing_type):
+        kind = flags.moe_router_score_function
+        yield f"top-1 with {kind} after the selection gives the router no gradient", "use --moe-router-pre-softmax"
+
+
+def _scores(flags: RuleFlags) -> ScoreFunction:
+    entry: ScoreFunction = SCORE_FUNCTIONS.get(flags.moe_router_score_function)
+    return entry
 
 
 def one_coefficient_per_balancing_type(flags: RuleFlags) -> Violations:
@@ -107,7 +111,7 @@ def balancing_types_combine(flags: RuleFlags) -> Violations:
         yield "no balancing type is given", "use --moe-router-load-balancing-type none"
     elif len(set(kinds)) < len(kinds):
         yield f"a balancing type is given twice: {' '.join(kinds)}", "give each type once"
-    exclusive = [kind for kind in kinds if kind in _EXCLUSIVE]
+    exclusive = [kind for kind in kinds if BALANCING.get(kind).function is None]
     if exclusive and len(kinds) > 1:
         yield (
             f"{exclusive[0]} cannot be combined with other balancing types: {' '.join(kinds)}",
@@ -117,7 +121,7 @@ def balancing_types_combine(flags: RuleFlags) -> Violations:
 
 def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
     """Balanced selection methods support no auxiliary loss, expert bias or groups."""
-    kinds = [kind for kind in flags.moe_router_load_balancing_type if kind in _EXCLUSIVE and kind != "none"]
+    kinds = [kind for kind in flags.moe_router_load_balancing_type if BALANCING.get(kind).replaces_topk]
     if not flags.num_experts or not kinds:
         return
     if any(flags.moe_aux_loss_coeff) or flags.moe_router_enable_expert_bias or flags.moe_router_group_topk:

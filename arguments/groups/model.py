@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from arguments.flag import REQUIRED, differs, flag, new_flag, refused, unsupported
 from arguments.values import LayerPattern
+from megatron_moe.config.registry import ACTIVATIONS
 
 _GATED = "applies to all gated MLPs, dense ones included"
 
@@ -16,6 +17,10 @@ _hyper_connections = partial(unsupported, note="only one residual stream is impl
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
     """Layers, widths, positions, norms, activations, vocabulary, initial values and multi-token prediction."""
+
+    import_: tuple[str, ...] = new_flag((), repeats=True)
+    """Python files that register components or flags (docs/development.md). They are imported before the other flags
+    are read, on every rank, in dry runs, and by tools that read the run.yaml of a run."""
 
     num_layers: int = flag(REQUIRED, least=1, below=100_000, essential=True)
     """Number of transformer layers, without multi-token prediction layers."""
@@ -79,6 +84,11 @@ class ModelFlags:
     """Use MLPs with squared ReLU and without a gate."""
     openai_gelu: bool = flag(False)
     """Use the tanh approximation of GELU."""
+    activation_func: Annotated[str, ACTIVATIONS] | None = new_flag(None)
+    """Activation function of MLPs and experts, instead of one of the switches above; imported files may add functions
+    (see `--import`). Not set: GELU without a switch."""
+    gated_linear_unit: bool = new_flag(False)
+    """With `--activation-func`: apply the function to a gate, by which a second projection is multiplied."""
     glu_linear_offset: float = differs(0.0, _GATED)
     """Offset added to the linear half of a gated MLP, e.g. 1 for GPT-OSS."""
     activation_func_clamp_value: float | None = differs(None, _GATED, least=0)

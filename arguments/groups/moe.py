@@ -1,10 +1,11 @@
 """Mixture-of-Experts flags."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from arguments.flag import differs, flag, new_flag, unsupported
 from arguments.values import LayerPattern
+from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
 
 _WIRE = "needs the flex dispatcher, over symmetric memory or deepep; Megatron-LM has only mxfp8, with ncclep"
 
@@ -21,8 +22,8 @@ class MoEFlags:
     """Hidden size of each routed expert. Not set: `--ffn-hidden-size`."""
     moe_router_topk: int = flag(2, least=1, essential=True)
     """Number of experts each token is routed to."""
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag("softmax")
-    """Function that converts router logits to scores."""
+    moe_router_score_function: Annotated[str, SCORE_FUNCTIONS] = flag("softmax")
+    """Function that converts router logits to scores; imported files may add functions (see `--import`)."""
     moe_router_pre_softmax: bool = flag(False)
     """Apply softmax over all experts before the top-k selection, without renormalizing the selected probabilities."""
     moe_router_num_groups: int | None = flag(None, least=1)
@@ -49,18 +50,14 @@ class MoEFlags:
     moe_enable_routing_replay: bool = unsupported(False, "routing is computed in every forward pass", harmless=True)
     """Record and replay routing decisions."""
 
-    moe_router_load_balancing_type: tuple[
-        Literal[
-            "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "expert_choice", "none"
-        ],
-        ...,
-    ] = differs(
+    moe_router_load_balancing_type: tuple[Annotated[str, BALANCING], ...] = differs(
         ("aux_loss",),
         "Megatron-LM has no expert_choice; global_aux_loss is independent of the number of data-parallel ranks, while "
         "Megatron-LM divides it by that number (docs/moe.md)",
     )
     """Load balancing: `none`, one or more auxiliary losses, or one method that replaces the top-k selection. The losses
-    are computed per microbatch (aux_loss), sequence (seq_aux_loss) or global batch (global_aux_loss)."""
+    are computed per microbatch (aux_loss), sequence (seq_aux_loss) or global batch (global_aux_loss). Imported files
+    may add losses (see `--import`)."""
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), least=0)
     """Coefficient of each balancing loss, in the order of `--moe-router-load-balancing-type`."""
     moe_z_loss_coeff: float | None = flag(None, least=0)

@@ -1,24 +1,25 @@
 """Dense feed-forward module and its activation function."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from megatron_moe.config.functions import Options
 from megatron_moe.config.parallel import ParallelConfig
-
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationConfig:
     """Activation function: act(gate) * (up + linear_offset) if gated, else act(x)."""
 
-    kind: ActivationKind = "gelu"
+    kind: str = "gelu"
+    """Name of the function act in registry `ACTIVATIONS`."""
     gated: bool = False
     clamp: float | None = None
     """Limit c (`--activation-func-clamp-value`): the gate projection is clamped to (-inf, c] and the up projection to
     [-c, c]; None: no clamping."""
     linear_offset: float = 0.0
     """Offset that is added to the up projection (`--glu-linear-offset`). GPT-OSS uses 1."""
+    options: Options = ()
+    """Flags that the function requests."""
 
     @property
     def fan(self) -> int:

@@ -120,7 +120,7 @@ def _canonical(config: Any) -> Any:
             config,
             num_groups=config.num_groups if grouped else None,
             group_topk=config.group_topk if grouped else None,
-            pre_softmax=config.pre_softmax and config.score_function == "softmax",
+            pre_softmax=config.pre_softmax and config.scores.over_experts,
             scaling_factor=None if config.scaling_factor == 1.0 else config.scaling_factor,
         )
     if isinstance(config, RopeConfig) and (config.scaling == "none" or config.scaling_factor == 1.0):

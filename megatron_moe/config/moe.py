@@ -3,15 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_moe.config.functions import Balancing, Options, ScoreFunction
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
+from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
 from megatron_moe.config.transport import ExpertTransport, TransportChoice, choose_transport
-
-ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-Balancing = Literal[
-    "none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "expert_choice"
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +18,8 @@ class RouterConfig:
     hidden_size: int
     num_experts: int
     topk: int
-    score_function: ScoreFunction = "softmax"
+    score_function: str = "softmax"
+    """Name in registry `SCORE_FUNCTIONS`."""
     pre_softmax: bool = False
     """Applies the softmax to all logits before the top-k, instead of to the selected logits after it."""
     num_groups: int | None = None
@@ -34,8 +32,8 @@ class RouterConfig:
     """Balancing without auxiliary loss (arXiv 2408.15664): a per-expert bias is added to the scores for selection only,
     and updated once per global batch."""
     bias_update_rate: float = 1e-3
-    balancing: tuple[Balancing, ...] = ("none",)
-    """Load-balancing methods (`--moe-router-load-balancing-type`)."""
+    balancing: tuple[str, ...] = ("none",)
+    """Load-balancing methods (`--moe-router-load-balancing-type`): names in registry `BALANCING`."""
     aux_loss_coeffs: tuple[float, ...] = (0.0,)
     """Coefficients of the balancing losses (`--moe-aux-loss-coeff`), one per entry of `balancing`."""
     z_loss_coeff: float | None = None
@@ -54,6 +52,26 @@ class RouterConfig:
     """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
     quantile_ema: float = 0.0
     """Weight of old thresholds in quantile balancing's moving average (`--moe-router-quantile-balancing-ema`)."""
+
+    options: Options = ()
+    """Flags that the score function, the balancing losses and registered metrics request."""
+
+    @property
+    def scores(self) -> ScoreFunction:
+        entry: ScoreFunction = SCORE_FUNCTIONS.get(self.score_function)
+        return entry
+
+    @property
+    def selects_on_logits(self) -> bool:
+        """Whether experts are selected by their logits, and the score function is applied to the selected ones only."""
+        return self.scores.over_experts and not self.pre_softmax
+
+    @property
+    def balancing_losses(self) -> tuple[tuple[Balancing, float], ...]:
+        """(loss, coefficient) of the balancing losses whose coefficient is not 0, in order of registration."""
+        coeffs = dict(zip(self.balancing, self.aux_loss_coeffs, strict=True))
+        entries = [(BALANCING.get(name), coeffs[name]) for name in BALANCING.names() if coeffs.get(name)]
+        return tuple((entry, coeff) for entry, coeff in entries if entry.function is not None)
 
     @property
     def forced_by(self) -> str:

@@ -10,7 +10,7 @@ built. Tables are append-only and complete before the command line is parsed (do
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 from megatron_moe.config.exit_codes import ExitCode, RunError
@@ -56,7 +56,7 @@ class ComponentRegistry(Generic[T]):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Removes, at the end of the `with` block, what was registered in it; for tests and notebooks."""
+        """See `restored`."""
         before = dict(self._entries)
         try:
             yield
@@ -75,11 +75,22 @@ ACTIVATIONS: ComponentRegistry[Any] = ComponentRegistry("activation")
 METRICS: ComponentRegistry[Any] = ComponentRegistry("metric")
 FLAGS: ComponentRegistry[type] = ComponentRegistry("flag group")
 """Dataclasses of flags (`arguments/flag.py`) that imported files add."""
+IMPORTED: ComponentRegistry[str] = ComponentRegistry("imported file")
+"""Absolute paths of imported files, with the SHA-256 of their contents."""
 
 REGISTRIES: tuple[ComponentRegistry[Any], ...] = (
     *(MIXERS, FEED_FORWARDS, UPDATE_RULES, TRANSPORTS, QUANTIZATION_RECIPES),
-    *(SCORE_FUNCTIONS, BALANCING, ACTIVATIONS, METRICS, FLAGS),
+    *(SCORE_FUNCTIONS, BALANCING, ACTIVATIONS, METRICS, FLAGS, IMPORTED),
 )
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Removes, at the end of the `with` block, all that was registered in it; for tests and notebooks."""
+    with ExitStack() as stack:
+        for registry in REGISTRIES:
+            stack.enter_context(registry.restored())
+        yield
 
 
 def resolve(target: Any) -> Any:

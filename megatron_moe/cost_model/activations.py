@@ -307,11 +307,10 @@ def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) ->
 def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Tensors that the router saves, except its input, which is counted as the output of the norm."""
     router, tokens = config.router, sizes.residual
-    losses = any(router.aux_loss_coeffs) and any(kind.endswith("aux_loss") for kind in router.balancing)
     number = sizes.activation if router.dtype is None else num_bytes(router.dtype)
     scores = tokens * router.num_experts
     yield _tensor("router", "scores", "T E", scores, sizes.internal)
-    if losses:
+    if router.balancing_losses:
         yield _tensor("router", "scores of the balancing loss", "T E", scores, sizes.internal)
     yield _tensor("router", "choices", "T K", tokens * router.topk, _INDEX + number)
 

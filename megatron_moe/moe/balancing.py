@@ -16,23 +16,16 @@ tokens of the whole microbatch, but only the scores of its local tokens. It comp
 its local tokens; the loss is the sum over ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import Balancing
 from megatron_moe.kernels.ops import BalanceSums
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-
-LOSS_NAMES: tuple[tuple[Balancing, str], ...] = (
-    ("aux_loss", "load_balancing_loss"),
-    ("seq_aux_loss", "seq_load_balancing_loss"),
-    ("global_aux_loss", "global_load_balancing_loss"),
-)
-"""(balancing method, name of its loss in the log, as in Megatron)."""
+from megatron_moe.parallel.tensor_parallel import reduce_from
 
 
 class AttachLosses(torch.autograd.Function):
@@ -79,16 +72,37 @@ class BatchTokens:
 
 
 class BalancingLosses:
-    """Balancing losses of one microbatch, computed from sums of scores and choices over G sets of this rank's tokens.
+    """Load of the experts in one microbatch, from which registered balancing losses are computed (`Balancing`).
 
-    G is 1 (all tokens are one set) or B (each sequence is one set). The fractions f have no gradient, so every loss is
-    a weighted sum of the score sums."""
+    It has sums of scores and choices over G sets of this rank's tokens; G is 1 (all tokens are one set) or B (each
+    sequence is one set). The built-in losses are weighted sums of the local score sums, because the fractions f have no
+    gradient. A loss that is not linear in the mean scores uses `fractions` and `mean_scores`."""
 
-    def __init__(self, sums: BalanceSums, topk: int, tokens: BatchTokens) -> None:
+    def __init__(
+        self, sums: BalanceSums, topk: int, tokens: BatchTokens, batch_counts: Callable[[Tensor], Tensor]
+    ) -> None:
+        """`batch_counts`: adds this microbatch's choices [E] of all ranks and returns those of the global batch."""
         self._tokens = tokens
         self._topk = topk
         self._scores_GE, self._counts_GE = sums
+        self._batch_counts = batch_counts
         self._whole_counts_GE: Tensor | None = None
+
+    def fractions(self, *, per_sequence: bool = False) -> Tensor:
+        """f [G, E]: fraction of the choices in the microbatch, or in each sequence, that select expert e; sums to 1."""
+        counts_GE = self._whole_counts() if per_sequence else self._whole_counts().sum(dim=0, keepdim=True)
+        return counts_GE.to(self._scores_GE.dtype) / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
+
+    def mean_scores(self, *, per_sequence: bool = False) -> Tensor:
+        """P [G, E]: mean normalised score of expert e over the tokens of the microbatch, or of each sequence.
+        Differentiable; its backward gives the gradients of this rank's tokens."""
+        scores_GE = self._scores_GE if per_sequence else self._scores_GE.sum(dim=0, keepdim=True)
+        # tp x cp: G * E values in the internal dtype per layer and microbatch; backward: identity
+        scores_GE = reduce_from(scores_GE, self._tokens.group)
+        if self._tokens.valid_T is None:
+            return scores_GE / max(self._tokens.num_whole // len(scores_GE), 1)
+        num_tokens_G = self._tokens.per_sequence() if per_sequence else self._tokens.per_sequence().sum(0, keepdim=True)
+        return scores_GE / num_tokens_G.clamp(min=1)[:, None]
 
     def _whole_counts(self) -> Tensor:
         """Number of choices of each expert per set of tokens, summed over the ranks of the microbatch: int64 [G, E]."""
@@ -108,9 +122,9 @@ class BalancingLosses:
         """Loss of `seq_aux_loss`: mean of the losses of the individual sequences that have valid tokens."""
         return self._mean_loss(self._whole_counts(), self._topk)
 
-    def with_shares_of(self, counts_E: Tensor) -> Tensor:
-        """Loss of `global_aux_loss`: mean scores P are of this microbatch; load fractions f follow from `counts_E`."""
-        return self._mean_loss(counts_E[None], None)
+    def over_batch(self) -> Tensor:
+        """Loss of `global_aux_loss`: mean scores P are of this microbatch; load fractions f of the batch so far."""
+        return self._mean_loss(self._batch_counts(self._counts_GE.sum(dim=0))[None], None)
 
     def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> Tensor:
         """E * sum_e f_e P_e, averaged over the sets (the microbatch or its sequences) that have valid tokens.
@@ -134,10 +148,13 @@ class BalancingLosses:
         divisor_G = (num_tokens_G.clamp(min=1) * num_held).to(share_GE.dtype)
         return (self._scores_GE * (share_GE * (num_experts / divisor_G)[:, None])).sum()
 
-    def counts_over(self, group: ProcessGroup) -> Tensor:
-        """Number of choices per expert, int64 [E], summed over the current microbatches of all ranks of `group`."""
-        # tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
-        return all_reduce_(self._counts_GE.sum(dim=0), group)
+
+over_microbatch, over_sequences, over_batch = (
+    BalancingLosses.over_microbatch,
+    BalancingLosses.over_sequences,
+    BalancingLosses.over_batch,
+)
+"""Functions of the built-in losses in registry `BALANCING`."""
 
 
 class BalancedRouter(Protocol):

@@ -5,27 +5,33 @@ computes all sums over tokens), capacity limit, auxiliary losses, token counts.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import Balancing, CapacityConfig, RouterConfig
+from megatron_moe.config.functions import Balancing
+from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.registry import BALANCING
 from megatron_moe.cost_model.expert_load import skewed_log_popularity
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference.routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe import routing_methods
-from megatron_moe.moe.balancing import LOSS_NAMES, AttachLosses, BalancingLosses, BatchTokens
-from megatron_moe.moe.router_metrics import record_drops, record_load
+from megatron_moe.moe.balancing import AttachLosses, BalancingLosses, BatchTokens
+from megatron_moe.moe.router_metrics import record_drops, record_load, record_tokens, token_metrics
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel import rng
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
+
+_Z_LOSS = Balancing(metric="z_loss", is_partial=True)
 
 
 class ExpertSelection:
@@ -129,6 +135,7 @@ class Router(nn.Module):
         self.layer = layer
         self.ctx = ctx
         self.kernels = kernels
+        self._counts_batch = any(BALANCING.get(name).counts_batch for name in config.balancing)
         self.selection = ExpertSelection(config, capacity, kernels)
         """Selects the experts. The layout check replaces it to imitate the selection of another parallel layout."""
         num_experts = config.num_experts
@@ -141,8 +148,8 @@ class Router(nn.Module):
             meta = ParamMeta(role="bias", fan_in=config.hidden_size, decay=False, partial_over_tp=partial)
             self.bias = new_parameter((num_experts,), meta, ctx)
 
-        coeffs = dict(zip(config.balancing, config.aux_loss_coeffs, strict=True))
-        self._balancing_losses = [(kind, name, coeffs[kind]) for kind, name in LOSS_NAMES if coeffs.get(kind)]
+        self._balancing_losses = [(loss, loss.bound(config.options), c) for loss, c in config.balancing_losses]
+        self._token_metrics = token_metrics(config.options)
 
         self._state("expert_bias", torch.float32, num_experts, config.expert_bias, saved=True)
         self._state("tokens_since_update", torch.int64, num_experts, config.expert_bias)
@@ -150,14 +157,14 @@ class Router(nn.Module):
         self._state("quantile_thresholds", torch.float32, num_experts, quantile, saved=True)
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
-        self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
+        self._state("global_counts", torch.int64, num_experts, self._counts_batch)
         self._forces_logits = bool(config.forced_by)
         self._log_popularity_E: Tensor | None = None
         if config.force_skew is not None:
             popularity = skewed_log_popularity(num_experts, config.topk, config.force_skew)
             self._log_popularity_E = torch.tensor(popularity, device=ctx.device)
         self.counts_ahead: dict[RNGKey | None, Tensor] = {}
-        """Choices per expert for global_aux_loss, by microbatch RNG key. A forward stores them for its recompute."""
+        """Choices per expert in the global batch, by microbatch RNG key. A forward stores them for its recompute."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
@@ -183,7 +190,7 @@ class Router(nn.Module):
             routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
         else:
             # token t belongs to sequence t % B
-            sets = batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
+            sets = batch_size if any(loss.per_sequence for loss, *_ in self._balancing_losses) else 1
             routed = self.selection.by_token(
                 logits_TE,
                 valid_T,
@@ -207,7 +214,7 @@ class Router(nn.Module):
         if torch.is_grad_enabled():
             self._count(routing, logits_TE, valid_T)
         if mb.metrics is not None:
-            self._record(mb.metrics, routing, valid_T)
+            self._record(mb.metrics, routing, logits_TE, valid_T)
         return routing
 
     def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
@@ -265,46 +272,47 @@ class Router(nn.Module):
 
     def _losses(
         self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, mb: MicrobatchContext
-    ) -> list[tuple[str, Tensor, float]]:
-        """Returns (name in the log, loss, coefficient) of every enabled loss: the z loss and the balancing losses.
-        `routed`: None for expert choice, which has no balancing losses."""
-        made: list[tuple[str, Tensor, float]] = []
+    ) -> list[tuple[Balancing, Tensor, float]]:
+        """Returns (loss, its value, coefficient) of every enabled loss: the z loss and the balancing losses. `routed`:
+        None for expert choice, which has no balancing losses."""
+        made: list[tuple[Balancing, Tensor, float]] = []
         if self.config.z_loss_coeff:
             z_sum = None if routed is None else routed.z_sum
             z_sum = squared_logsumexp(logits_TE, tokens.valid_T) if z_sum is None else z_sum
-            made.append(("z_loss", z_sum / tokens.number(), self.config.z_loss_coeff))
+            made.append((_Z_LOSS, z_sum / tokens.number(), self.config.z_loss_coeff))
         if routed is not None and routed.balance is not None:
-            sums = BalancingLosses(routed.balance, self.config.topk, tokens)
-            kinds = self._balancing_losses
-            made += [(name, self._balancing_loss(kind, sums, mb), coeff) for kind, name, coeff in kinds]
+            load = BalancingLosses(routed.balance, self.config.topk, tokens, partial(self._batch_counts, mb))
+            made += [(loss, function(load), coeff) for loss, function, coeff in self._balancing_losses]
         return made
 
-    def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], mb: MicrobatchContext) -> Routing:
+    def _attach_losses(
+        self, routing: Routing, made: list[tuple[Balancing, Tensor, float]], mb: MicrobatchContext
+    ) -> Routing:
         """Records the losses in `mb.metrics` (if set) and attaches their gradients to the probabilities."""
         if not made:
             return routing
-        names, losses, coeffs = zip(*made, strict=True)
+        entries, losses, coeffs = zip(*made, strict=True)
         if mb.metrics is not None:
             size = self.ctx.group("tp_cp").size
-            for name, loss in zip(names, losses, strict=True):
+            for entry, loss in zip(entries, losses, strict=True):
                 # scaled so that the mean over ranks is the sum of the partial losses
-                mb.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
+                value = loss * size if size > 1 and entry.is_partial else loss
+                mb.metrics.record(entry.metric, value, layer=self.layer)
         probs = AttachLosses.apply(routing.probs, coeffs, mb.aux_loss_scale, *losses)  # type: ignore[no-untyped-call]
         return replace(routing, probs_TE=probs) if routing.probs_TK is None else replace(routing, probs_TK=probs)
 
-    def _balancing_loss(self, kind: Balancing, losses: BalancingLosses, mb: MicrobatchContext) -> Tensor:
-        if kind == "seq_aux_loss":
-            return losses.over_sequences()
-        if kind == "aux_loss":
-            return losses.over_microbatch()
+    def _batch_counts(self, mb: MicrobatchContext, local_E: Tensor) -> Tensor:
+        """Adds the choices of all ranks' tokens to those of the global batch so far and returns the sum, int64 [E].
+        `local_E`: choices of this rank's tokens."""
         counts_E = self.counts_ahead.pop(mb.rng, None)
         if counts_E is None:
-            counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
+            # tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
+            counts_E = self.global_counts + all_reduce_(local_E, self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():
                 # by the recomputed forward, global_counts also includes later microbatches and MTP depths
                 self.counts_ahead[mb.rng] = counts_E
-        return losses.with_shares_of(counts_E)
+        return counts_E
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         """Accumulates the statistics that update expert bias and thresholds at the end of the global batch."""
@@ -319,7 +327,7 @@ class Router(nn.Module):
             self.threshold_sums.add_(thresholds_E)
             self.threshold_count.add_(counted)
 
-    def _record(self, metrics: MetricAccumulator, routing: Routing, valid_T: Tensor | None) -> None:
+    def _record(self, metrics: MetricAccumulator, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         if metrics.trace_routing is not None and routing.chosen_TK is not None:
             metrics.trace_routing(self.layer, routing.chosen_TK)
         if routing.map_TE is not None:
@@ -330,7 +338,11 @@ class Router(nn.Module):
         if routing.chosen_TK is not None and not dropless:
             requested_E = self.kernels.count_tokens(routing.chosen_TK, self.config.num_experts)
             record_drops(metrics, self.layer, (requested_E - routing.counts_E).sum(), requested_E.sum())
-        record_load(metrics, self.layer, requested_E, self.ctx.group("tp_cp"), dropless=dropless)
+        record_load(metrics, self.layer, requested_E, self.ctx.group("tp_cp"), self.config.options, dropless=dropless)
+        if self._token_metrics and routing.ids_TK is not None and routing.probs_TK is not None:
+            record_tokens(
+                metrics, self.layer, self._token_metrics, (logits_TE, routing.ids_TK, routing.probs_TK), valid_T
+            )
 
     def record_bias(self, metrics: MetricAccumulator) -> None:
         """Records max - min of the expert bias as metric moe/expert_bias_range. Called once per step."""
@@ -365,7 +377,7 @@ class Router(nn.Module):
             self._set(self.quantile_thresholds, moved_E - moved_E.mean(), apply_update)
             self.threshold_sums.zero_()
             self.threshold_count.zero_()
-        if "global_aux_loss" in self.config.balancing:
+        if self._counts_batch:
             self.global_counts.zero_()
             self.counts_ahead.clear()
 
@@ -377,13 +389,14 @@ def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
     """Asserts that the options are compatible. Flag checks reject incompatible options earlier, with an explanation."""
     assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
     assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} and {config.aux_loss_coeffs}"
-    assert not config.expert_bias or config.score_function != "softmax", "softmax scores do not support expert bias"
-    for kind in ("sinkhorn", "quantile_balancing", "expert_choice"):
+    assert not config.expert_bias or not config.scores.over_experts, f"{config.score_function} excludes an expert bias"
+    for kind in (name for name in config.balancing if BALANCING.get(name).replaces_topk):
         alone = config.balancing == (kind,) and not config.aux_loss_coeffs[0] and not config.expert_bias
-        assert kind not in config.balancing or alone, f"{kind} excludes other balancing: {config}"
-        assert kind not in config.balancing or not config.group_topk, f"{kind} does not support groups: {config}"
-    unlimited = {"sinkhorn", "quantile_balancing"} & set(config.balancing)
-    assert not unlimited or capacity is None, f"{unlimited} does not support a capacity: {capacity}"
+        assert alone, f"{kind} excludes other balancing: {config}"
+        assert not config.group_topk, f"{kind} does not support groups: {config}"
+        assert capacity is None or BALANCING.get(kind).allows_capacity, (
+            f"{kind} does not support a capacity: {capacity}"
+        )
     if "quantile_balancing" in config.balancing:
         assert config.topk < config.num_experts, f"quantile balancing needs topk < num_experts: {config}"
 

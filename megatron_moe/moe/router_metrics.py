@@ -1,17 +1,27 @@
 """Expert load metrics of the router of each layer, recorded on the device in every training step."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from megatron_moe.config.functions import Options
+from megatron_moe.config.registry import METRICS
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ProcessGroup
 
 
 def record_load(
-    metrics: MetricAccumulator, layer: int, counts_E: Tensor, group: ProcessGroup, *, dropless: bool = False
+    metrics: MetricAccumulator,
+    layer: int,
+    counts_E: Tensor,
+    group: ProcessGroup,
+    options: Options = (),
+    *,
+    dropless: bool = False,
 ) -> None:
     """Records load metrics of one microbatch, whose tokens are split over the ranks of `group`.
 
@@ -21,8 +31,22 @@ def record_load(
     moe/dead_experts       number of experts without tokens
     moe/tokens_per_expert  number of tokens of each expert [E], summed over microbatches and ranks
     moe/dropped_tokens     0 if `dropless`; otherwise the caller records it with `record_drops`
+    Metrics that imported files register for loads are recorded too. `options`: flags that these request.
     """
-    metrics.collect("moe/load", layer, counts_E, _Loads(group, dropless))
+    metrics.collect("moe/load", layer, counts_E, _Loads(group, options, dropless))
+
+
+def max_violation(shares_nE: Tensor) -> Tensor:
+    return (shares_nE.amax(dim=1) * shares_nE.shape[1] - 1).clamp(min=0)
+
+
+def load_entropy(shares_nE: Tensor) -> Tensor:
+    # the clamp makes 0 log 0 = 0
+    return -(shares_nE * shares_nE.clamp(min=1e-300).log()).sum(dim=1) / math.log(max(shares_nE.shape[1], 2))
+
+
+def dead_experts(shares_nE: Tensor) -> Tensor:
+    return (shares_nE == 0).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -30,24 +54,20 @@ class _Loads:
     """Callback of `MetricAccumulator.collect` that computes load metrics of many layers and microbatches at once."""
 
     group: ProcessGroup
+    options: Options
     dropless: bool
 
     def __call__(self, metrics: MetricAccumulator, numbers: dict[int, int], counts_nE: Tensor) -> None:
         # tp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
         loads_nE = all_reduce_(counts_nE.clone(), self.group).double()
         shares_nE = loads_nE / loads_nE.sum(dim=1, keepdim=True).clamp(min=1)
-        num_experts = counts_nE.shape[1]
-        # the clamp makes 0 log 0 = 0
-        entropy_n = -(shares_nE * shares_nE.clamp(min=1e-300).log()).sum(dim=1) / math.log(max(num_experts, 2))
-        violation_n = (shares_nE.amax(dim=1) * num_experts - 1).clamp(min=0)
-        dead_n = (loads_nE == 0).sum(dim=1)
+        values = {name: function(shares_nE) for name, function in _functions_of("loads", self.options)}
         end = 0
         for layer, number in numbers.items():
             mine, end = slice(end, end + number), end + number
             count = loads_nE.new_full((), number)
-            metrics.record("moe/max_violation", violation_n[mine].sum(), layer=layer, count=count)
-            metrics.record("moe/load_entropy", entropy_n[mine].sum(), layer=layer, count=count)
-            metrics.record("moe/dead_experts", dead_n[mine].sum(), layer=layer, count=count)
+            for name, value_n in values.items():
+                metrics.record(name, value_n[mine].sum(), layer=layer, count=count)
             tokens_E = counts_nE[mine].sum(dim=0)
             metrics.record("moe/tokens_per_expert", tokens_E, layer=layer, reduction="sum")
             if self.dropless:
@@ -57,3 +77,35 @@ class _Loads:
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:
     """Records moe/dropped_tokens: the fraction of dropped choices, or of unselected tokens with expert choice."""
     metrics.record("moe/dropped_tokens", dropped, layer=layer, count=total)
+
+
+TokenMetrics = Sequence[tuple[str, Callable[..., Tensor]]]
+"""(name in the log, function) of registered metrics of tokens."""
+
+
+def token_metrics(options: Options) -> TokenMetrics:
+    """Registered metrics of tokens, with the flags that they request in `options`."""
+    return _functions_of("tokens", options)
+
+
+@torch.no_grad()
+def record_tokens(
+    metrics: MetricAccumulator,
+    layer: int,
+    functions: TokenMetrics,
+    routed: tuple[Tensor, Tensor, Tensor],
+    valid_T: Tensor | None,
+) -> None:
+    """Records the mean of every metric over valid tokens. `routed`: logits [T, E], ids [T, K] and probabilities [T, K]
+    of this rank's tokens."""
+    logits_TE = routed[0]
+    count = logits_TE.new_full((), len(logits_TE), dtype=torch.float64) if valid_T is None else valid_T.sum()
+    for name, function in functions:
+        value_T = function(*routed)
+        value_T = value_T if valid_T is None else torch.where(valid_T, value_T, 0)
+        metrics.record(name, value_T.double().sum(), layer=layer, count=count)
+
+
+def _functions_of(kind: str, options: Options) -> list[tuple[str, Callable[..., Tensor]]]:
+    entries = [(f"moe/{name}", METRICS.get(name)) for name in METRICS.names()]
+    return [(name, entry.bound(options)) for name, entry in entries if entry.of == kind]

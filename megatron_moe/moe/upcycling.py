@@ -9,14 +9,15 @@ groups). This is MLP(x) for scale = g / (sum of the token's K weights). The scal
 because a gated activation is not linear in the first.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.moe import MoEConfig, RouterConfig
+from megatron_moe.kernels.reference.routing import score
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ def expected_weight_sum(router: RouterConfig) -> float:
     if "sinkhorn" in router.balancing:
         return even if router.topk > 1 else 0.5
     factor = router.scaling_factor or 1.0
-    if "expert_choice" in router.balancing or (router.score_function == "softmax" and router.pre_softmax):
+    if "expert_choice" in router.balancing or (router.scores.over_experts and router.pre_softmax):
         return factor * even
-    if router.score_function == "softmax" or router.topk > 1:
+    if router.scores.over_experts or router.topk > 1:
         return factor
-    return factor * (0.5 if router.score_function == "sigmoid" else math.sqrt(math.log(2)))
+    return factor * score(torch.zeros(1, 1, dtype=torch.float64), router).item()
 
 
 def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
@@ -76,9 +77,9 @@ def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
     for kind in ("sinkhorn", "expert_choice"):
         if kind in router.balancing:
             return f"with {kind} the weights of a token do not sum to a constant"
-    if router.score_function == "softmax" and router.pre_softmax:
-        return "with softmax before top-k the weights of a token do not sum to a constant"
-    if router.score_function != "softmax" and router.topk == 1:
+    if router.scores.over_experts and router.pre_softmax:
+        return f"with {router.score_function} before top-k the weights of a token do not sum to a constant"
+    if not router.scores.over_experts and router.topk == 1:
         return f"with top-1 the {router.score_function} score is not normalised"
     if router.topk % granularity:
         return f"top-{router.topk} does not select whole virtual groups of {granularity} experts"

@@ -92,6 +92,11 @@ HINT_CASES = (
     ("--bf16 --num-experts 32", "", "--moe-router-dtype fp32 is better for 32 experts"),
     ("--moe-aux-loss-coeff 0", "", "the experts are not balanced"),
     (f"{BALANCING} none --moe-aux-loss-coeff 0.01", "", "the experts are not balanced"),
+    (
+        "--import tests/examples/score_function.py --moe-router-score-function softsign",
+        "",
+        "score function softsign: computed by plain torch, because no kernel fuses it",
+    ),
     ("--moe-router-num-groups 2", "", "no effect without --moe-router-group-topk"),
     ("--rotary-scaling-factor 4", "", "--rotary-scaling-factor 4 without effect"),
     ("--position-embedding-type none --use-rope-scaling", "", "--use-rope-scaling without effect"),

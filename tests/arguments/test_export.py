@@ -17,7 +17,7 @@ from arguments.flag import Flag
 from arguments.flags import Registry
 from arguments.parser import Setting, Settings, merge_settings, split
 from arguments.read import read_plan
-from arguments.values import LayerPattern, is_optional, without_none
+from arguments.values import LayerPattern, choices, is_optional, without_none
 from megatron_moe.config.run import RunPlan
 from tests.helpers.check_cases import CASES
 from tests.helpers.command_lines import SMALL, VOCAB_SIZE, plan_of, words
@@ -49,7 +49,7 @@ def value_of(flag: Flag, text: st.SearchStrategy) -> st.SearchStrategy:
         values = st.integers(0, 99) | st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
     elif get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
         item = scalar(get_args(kind)[0], least, below, text)
-        values = st.lists(item.filter(bool), max_size=4).map(tuple)
+        values = st.lists(item.filter(bool), max_size=4, unique=flag.declaration.repeats).map(tuple)
     elif get_origin(kind) is tuple:
         values = st.tuples(*(scalar(item, least, below, text) for item in get_args(kind)))
     else:
@@ -58,8 +58,8 @@ def value_of(flag: Flag, text: st.SearchStrategy) -> st.SearchStrategy:
 
 
 def scalar(kind: object, least: float | None, below: float | None, text: st.SearchStrategy) -> st.SearchStrategy:
-    if get_origin(kind) is Literal:
-        return st.sampled_from(get_args(kind))
+    if choices(kind):
+        return st.sampled_from(get_args(kind) if get_origin(kind) is Literal else choices(kind))
     if kind is bool:
         return st.booleans()
     if kind is int:

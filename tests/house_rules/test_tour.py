@@ -30,12 +30,12 @@ def listed_files() -> list[str]:
 
 
 def executed_files(run: Callable[[], Any]) -> set[str]:
-    """Files below megatron_moe with a function that `run` calls on this thread, without kernel backends."""
+    """Files below megatron_moe with a function that `run` calls on this thread, without kernel backends and configs."""
     files: set[str] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename.partition("/megatron_moe/")[2]
-        if event == "call" and path and not BACKENDS.match(path):
+        if event == "call" and path and not path.startswith("config/") and not BACKENDS.match(path):
             files.add(path)
 
     sys.setprofile(note)

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.config.mlp import ActivationConfig, ActivationKind
+from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
+from megatron_moe.config.registry import ACTIVATIONS
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 from megatron_moe.kernels.ops import (
     AdamWState,
@@ -250,7 +251,7 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
     if probs_R is not None:
         probs = probs_R.to(wide.dtype)[..., None]
         wide = torch.where(probs != 0, wide, 0)  # first, because padding rows may contain nan
-    out = gated(wide, config) if config.gated else nonlinearity(wide, config.kind)
+    out = gated(wide, config) if config.gated else nonlinearity(wide, config)
     return (out if probs_R is None else out * probs).to(x_RF.dtype)
 
 
@@ -259,24 +260,25 @@ def gated(x_RF: Tensor, config: ActivationConfig) -> Tensor:
     gate, up = x_RF.chunk(2, dim=-1)
     if config.clamp is not None:
         gate, up = gate.clamp(max=config.clamp), up.clamp(-config.clamp, config.clamp)
-    return nonlinearity(gate, config.kind) * (up + config.linear_offset)
+    return nonlinearity(gate, config) * (up + config.linear_offset)
 
 
-def nonlinearity(x: Tensor, kind: ActivationKind) -> Tensor:
-    """Activation function of MLPs; every kind maps 0 to 0."""
-    match kind:
-        case "silu":
-            return F.silu(x)
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "quick_gelu":
-            return x * torch.sigmoid(1.702 * x)
-        case "relu":
-            return F.relu(x)
-        case "squared_relu":
-            return F.relu(x).square()
+def nonlinearity(x: Tensor, config: ActivationConfig) -> Tensor:
+    """The configured function of registry `ACTIVATIONS`."""
+    out: Tensor = ACTIVATIONS.get(config.kind).bound(config.options)(x)
+    return out
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
 
 
 def quantize_permuted(
@@ -311,16 +313,18 @@ def quantize_activation_grad(
     *,
     columns: OperandFormat | None = None,
     offsets_e: Tensor | None = None,
+    quantize: Callable[..., QuantizedTensor] = quantize_rows,
 ) -> QuantizedActivationGrads:
+    """See `Kernels.quantize_activation_grad`. `quantize`: `quantize_rows` of a backend."""
     inputs = [each.detach().requires_grad_() for each in (x_RF, probs_R) if each is not None]
     with torch.enable_grad():
         out_RF = activation(inputs[0], None if probs_R is None else inputs[1], config)
     grad_x_RF, *grad_probs_R = torch.autograd.grad(out_RF, inputs, grad_RF)
     grad_probs, out_RF = grad_probs_R[0] if grad_probs_R else None, out_RF.detach()
-    grad_x_q = quantize_rows(grad_x_RF, form, rowwise=True, columnwise=columns is not None, offsets_e=offsets_e)
+    grad_x_q = quantize(grad_x_RF, form, rowwise=True, columnwise=columns is not None, offsets_e=offsets_e)
     if columns is None:
         return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs, out_RF)
-    out_q = quantize_rows(out_RF, columns, rowwise=False, columnwise=True, offsets_e=offsets_e)
+    out_q = quantize(out_RF, columns, rowwise=False, columnwise=True, offsets_e=offsets_e)
     return QuantizedActivationGrads(grad_x_q, None, grad_probs, out_q)
 
 

@@ -50,7 +50,7 @@ def route(
 ) -> RoutedTokens:
     """See `Kernels.route`. Sigmoid scores, groups and bias follow DeepSeek-V3, arXiv 2412.19437 section 2.1.2."""
     wide_TE = valid_or_zero(logits_TE.to(internal_dtype(logits_TE.dtype)), valid_T)
-    scores_TE = wide_TE if selects_on_logits(config) else score(wide_TE, config)
+    scores_TE = wide_TE if config.selects_on_logits else score(wide_TE, config)
     plain_TE = scores_TE.detach()
     if given_ids_TK is None:
         ranking_TE = plain_TE if bias_E is None else plain_TE + bias_E.to(plain_TE.dtype)
@@ -78,7 +78,7 @@ def route(
 def balance_scores(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     """Scores normalised to a sum of 1 per token, in the internal dtype."""
     scores_TE = score(logits_TE.to(internal_dtype(logits_TE.dtype)), config)
-    if config.score_function != "softmax":
+    if not config.scores.over_experts:
         scores_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + EPSILON)
     return scores_TE
 
@@ -120,23 +120,21 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_experts]
 
 
-def selects_on_logits(config: RouterConfig) -> bool:
-    """True if experts are selected by their logits and the softmax is then computed over the selected experts only."""
-    return config.score_function == "softmax" and not config.pre_softmax
-
-
 def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     """Scores of all experts [T, E]: the configured score function, applied to the logits."""
-    match config.score_function:
-        case "softmax":
-            return logits_TE.softmax(dim=-1)
-        case "sigmoid":
-            return logits_TE.sigmoid()
-        case "sqrtsoftplus":
-            softplus_TE = torch.logaddexp(logits_TE, torch.zeros_like(logits_TE))
-            # sqrt has an infinite derivative at 0, which times a gradient of 0 is nan
-            underflows_TE = softplus_TE == 0
-            return softplus_TE.masked_fill(underflows_TE, 1).sqrt().masked_fill(underflows_TE, 0)
+    scores_TE: Tensor = config.scores.bound(config.options)(logits_TE)
+    return scores_TE
+
+
+def softmax(logits_TE: Tensor) -> Tensor:
+    return logits_TE.softmax(dim=-1)
+
+
+def sqrtsoftplus(logits_TE: Tensor) -> Tensor:
+    softplus_TE = torch.logaddexp(logits_TE, torch.zeros_like(logits_TE))
+    # sqrt has an infinite derivative at 0, which times a gradient of 0 is nan
+    underflows_TE = softplus_TE == 0
+    return softplus_TE.masked_fill(underflows_TE, 1).sqrt().masked_fill(underflows_TE, 0)
 
 
 def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
@@ -162,12 +160,12 @@ def topk_probs(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tenso
     """Probability of every choice, not yet multiplied by `scaling_factor`; 0 where the id is -1."""
     none = ids_TK < 0
     chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))
-    if selects_on_logits(config):
+    if config.selects_on_logits:
         # the lowest finite number instead of -inf: a token without any expert must get 0, not nan
-        chosen_TK = chosen_TK.masked_fill(none, torch.finfo(chosen_TK.dtype).min).softmax(dim=-1)
+        chosen_TK = score(chosen_TK.masked_fill(none, torch.finfo(chosen_TK.dtype).min), config)
         return chosen_TK.masked_fill(none, 0)
     chosen_TK = chosen_TK.masked_fill(none, 0)
-    if config.score_function != "softmax" and config.topk > 1:
+    if not config.scores.over_experts and config.topk > 1:
         chosen_TK = chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + EPSILON)
     return chosen_TK
 

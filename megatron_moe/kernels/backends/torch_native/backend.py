@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.kernel_set import Priority, Support
@@ -25,8 +26,10 @@ from megatron_moe.kernels.ops import (
     AttentionBlock,
     AttentionInputs,
     AttentionResult,
+    BalanceSums,
     GroupedPart,
     QueryKeyTransform,
+    RoutedTokens,
     RowIndex,
     VocabShard,
     internal_dtype,
@@ -279,7 +282,7 @@ class _NativeActivation(torch.autograd.Function):
 
 def _activate(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
     wide = x_RF.to(internal_dtype(x_RF.dtype))
-    out = reference.gated(wide, config) if config.gated else reference.nonlinearity(wide, config.kind)
+    out = reference.gated(wide, config) if config.gated else reference.nonlinearity(wide, config)
     return (out if probs_R is None else out * probs_R.to(wide.dtype)[..., None]).to(x_RF.dtype)
 
 
@@ -294,6 +297,62 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None 
 
 
 # routing
+
+
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    config: RouterConfig,
+    *,
+    given_ids_TK: Tensor | None = None,
+    valid_T: Tensor | None = None,
+    balance_sets: int = 0,
+    z: bool = False,
+) -> RoutedTokens:
+    """`Kernels.route` for score functions that no kernel fuses. Only logits and ids are saved for backward."""
+    ids_TK, counts_E, probs_TK, scores_GE, counts_GE, z_sum = _NativeRoute.apply(  # type: ignore[no-untyped-call]
+        logits_TE, bias_E, config, given_ids_TK, valid_T, balance_sets, z
+    )
+    balance = BalanceSums(scores_GE, counts_GE) if balance_sets else None
+    return RoutedTokens(ids_TK, probs_TK, counts_E, balance, z_sum)
+
+
+class _NativeRoute(torch.autograd.Function):
+    """Reference routing that is computed again in backward, with the ids of forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        config: RouterConfig,
+        given_ids_TK: Tensor | None,
+        valid_T: Tensor | None,
+        balance_sets: int,
+        z: bool,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.options = {"balance_sets": balance_sets, "z": z}
+        found = reference.route(logits_TE, bias_E, config, given_ids_TK=given_ids_TK, valid_T=valid_T, **ctx.options)
+        ctx.save_for_backward(logits_TE, found.ids_TK, valid_T)
+        ctx.config = config
+        ctx.set_materialize_grads(False)
+        scores_GE, counts_GE = found.balance or (None, None)
+        ctx.mark_non_differentiable(*(each for each in (found.ids_TK, found.counts_E, counts_GE) if each is not None))
+        return found.ids_TK, found.counts_E, found.probs_TK, scores_GE, counts_GE, found.z_sum
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits_TE, ids_TK, valid_T = ctx.saved_tensors
+        logits_TE = logits_TE.detach().requires_grad_()
+        with torch.enable_grad():
+            found = reference.route(logits_TE, None, ctx.config, given_ids_TK=ids_TK, valid_T=valid_T, **ctx.options)
+        scores_GE = None if found.balance is None else found.balance.scores_GE
+        pairs = zip((found.probs_TK, scores_GE, found.z_sum), (grads[2], grads[3], grads[5]), strict=True)
+        outputs = [(out, grad) for out, grad in pairs if out is not None and grad is not None]
+        if not outputs:
+            return None, None, None, None, None, None, None
+        (grad_TE,) = torch.autograd.grad([out for out, _ in outputs], logits_TE, [grad for _, grad in outputs])
+        return grad_TE, None, None, None, None, None, None
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 Only the input and the probabilities are saved; backward recomputes the rest. Results can be stored in FP8 directly.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
+from megatron_moe.config.registry import ACTIVATIONS
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
 from megatron_moe.kernels.backends.triton.quantize import (
     BLOCK,
@@ -20,9 +23,11 @@ from megatron_moe.kernels.backends.triton.quantize import (
     columnwise_copy,
     constants,
     empty_rows,
+    quantize_rows,
     store_tile,
 )
 from megatron_moe.kernels.ops import QuantizedActivationGrads
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
@@ -36,11 +41,13 @@ NO_CLAMP = float("inf")
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
     """See `Kernels.activation`."""
-    out: Tensor = _Activation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
+    if not ACTIVATIONS.get(config.kind).fused:
+        return torch_native.activation(x_RF, probs_R, config)
+    out: Tensor = _FusedActivation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Activation(torch.autograd.Function):
+class _FusedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, config: ActivationConfig) -> Tensor:
         x_RF, probs_R = rows_of(x), None if probs is None else probs.reshape(-1).contiguous()
@@ -65,6 +72,8 @@ def quantize_activation(
     x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
 ) -> QuantizedTensor:
     """Activation with FP8 results: equals `quantize_rows(activation(...))` without the bf16 result in memory."""
+    if not ACTIVATIONS.get(config.kind).fused:
+        return quantize_rows(activation(x_RF, probs_R, config), form, rowwise=True, columnwise=False)
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
     out = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, form)
     _forward(x_RF, probs_R, config, out.data, QUANTIZED_FORWARD_TILE, out.scales, form)
@@ -84,6 +93,11 @@ def quantize_activation_grad(
 ) -> QuantizedActivationGrads:
     """See `Kernels.quantize_activation_grad`. For gated activations, the width must be a multiple of 128, because
     no scale block may contain gradients of both halves."""
+    if not ACTIVATIONS.get(config.kind).fused:
+        quantize = partial(quantize_rows, make_columns=make_columns)
+        return reference.quantize_activation_grad(
+            grad_RF, x_RF, probs_R, config, form, columns=columns, offsets_e=offsets_e, quantize=quantize
+        )
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
     assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
     quantized = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, form)

@@ -7,12 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
+from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two
 from megatron_moe.kernels.backends.triton.routing.backward import route_backward
 from megatron_moe.kernels.backends.triton.routing.forward import route_forward
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.reference.routing import EPSILON, selects_on_logits
+from megatron_moe.kernels.reference.routing import EPSILON
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 """Number of elements (tokens times columns) of an fp32 tile. An fp64 tile has half as many elements."""
@@ -31,8 +32,9 @@ def route(
     z: bool = False,
 ) -> RoutedTokens:
     """See `Kernels.route`."""
-    if not len(logits_TE):
-        return reference.route(
+    if not len(logits_TE) or not config.scores.fused:
+        plain = torch_native.route if len(logits_TE) else reference.route
+        return plain(
             logits_TE, bias_E, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
     probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(  # type: ignore[no-untyped-call]
@@ -119,8 +121,8 @@ def _kind(config: RouterConfig, wide: torch.dtype) -> dict[str, Any]:
     return {
         "TOPK": config.topk,
         "SCORE": config.score_function,
-        "ON_LOGITS": selects_on_logits(config),
-        "NORMALISED": config.score_function != "softmax" and config.topk > 1,
+        "ON_LOGITS": config.selects_on_logits,
+        "NORMALISED": not config.scores.over_experts and config.topk > 1,
         "SCALING": 1.0 if config.scaling_factor is None else float(config.scaling_factor),
         "EPSILON": EPSILON,
         "WIDE": tl.float64 if wide is torch.float64 else tl.float32,

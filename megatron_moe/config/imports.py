@@ -1,0 +1,41 @@
+"""Imports the files of `--import`, which register components and flags."""
+
+import hashlib
+import sys
+import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.config.registry import IMPORTED
+
+
+class ImportProblem(RunError):
+    """A file of `--import` cannot be read or executed."""
+
+    code = ExitCode.CONFIG
+
+
+def import_file(name: str) -> None:
+    """Imports a Python file, once per process. Raises ImportProblem if it cannot be read, or raises an exception."""
+    path = Path(name).resolve()
+    if str(path) in IMPORTED:
+        return
+    if path.suffix != ".py" or not path.is_file():
+        raise ImportProblem(f"--import {name}: there is no such Python file; correct the path")
+    module_name = f"imported_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, name
+    module = sys.modules[module_name] = module_from_spec(spec)  # dataclasses of the file look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f"{name}:{lines[-1]}" if lines else name
+        raise ImportProblem(f"--import {place} raised {type(error).__name__}: {error}; correct the file") from error
+    IMPORTED.register(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def digests(names: tuple[str, ...]) -> list[str]:
+    """Lines for run.yaml with the first digits of the SHA-256 of imported files."""
+    return [f"imported {name}: sha256 {IMPORTED.get(str(Path(name).resolve()))[:16]}" for name in names]
