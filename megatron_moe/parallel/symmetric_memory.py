@@ -4,8 +4,11 @@ On GPUs of one NVLink host the buffers are those of `torch.distributed._symmetri
 multicast). CPU ranks of one host map files in shared memory.
 """
 
+import fcntl
 import os
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
+from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 
 SHARED_FOLDER = Path("/dev/shm")
+_PREFIX = "megatron_moe_"
 
 
 def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext) -> tuple[Tensor, ...]:
@@ -60,13 +65,47 @@ def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tu
 
 
 def _from_files(num_bytes: int, group: ProcessGroup) -> tuple[Tensor, ...]:
-    handle, name = tempfile.mkstemp(prefix="megatron_moe_", dir=SHARED_FOLDER)
+    """Maps a file of every rank. Raises EnvironmentProblem, on all ranks, if one cannot create or find a file."""
+    remove_stale_files()
+    handle, name, problem = -1, "", ""
     try:
-        os.ftruncate(handle, num_bytes)
-        names = gather_objects(name, group)
+        handle, name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}_", dir=SHARED_FOLDER)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.posix_fallocate(handle, 0, num_bytes)  # writing to a page without memory would end the process by SIGBUS
+    except OSError as error:
+        problem = f"{error.strerror} for {num_bytes:,} bytes"
+    try:
+        names, problems = zip(*gather_objects((name, problem), group), strict=True)
+        _raise_first(problems, group)
+        unseen = next((rank for rank, each in zip(group.ranks, names, strict=True) if not os.path.exists(each)), None)
+        _raise_first(gather_objects("" if unseen is None else f"no file of rank {unseen} there", group), group)
         parts = tuple(torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in names)
         gather_objects(None, group)  # every rank has mapped every file
     finally:
-        os.close(handle)
-        os.unlink(name)
+        if name:
+            os.unlink(name)
+            os.close(handle)
     return parts
+
+
+def _raise_first(problems: Sequence[str], group: ProcessGroup) -> None:
+    """Raises EnvironmentProblem for the first problem of a rank, if there is one."""
+    for rank, problem in zip(group.ranks, problems, strict=True):
+        if problem:
+            raise EnvironmentProblem(
+                f"rank {rank} cannot exchange tokens through {SHARED_FOLDER}: {problem}; give all ranks of the host "
+                "the same folder with enough space (docker run --shm-size or --ipc host), or use "
+                "--moe-token-dispatcher-type alltoall"
+            )
+
+
+def remove_stale_files() -> None:
+    """Removes files of processes that were killed before they could remove them. A living process holds a lock."""
+    for path in SHARED_FOLDER.glob(f"{_PREFIX}*"):
+        with suppress(OSError, ValueError):
+            process = int(path.name[len(_PREFIX) :].partition("_")[0])
+            if path.is_symlink() or path.stat().st_uid != os.getuid() or Path(f"/proc/{process}").exists():
+                continue
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # processes of other containers have other ids
+                path.unlink()
