@@ -348,9 +348,17 @@ def missing(config: object) -> int:
 
 def test_an_unreadable_tokenizer_is_reported_with_the_vocab_size_flag():
     with pytest.raises(FlagErrors) as caught:
-        read_plan(["--recipe", "quickstart", "--dry-run"], {}, vocab_size_of=missing)
+        read_plan([*words(SMALL), "--dry-run"], {}, vocab_size_of=missing)
     (problem,) = caught.value.problems
     assert problem.what == "the tokenizer is not here" and "--vocab-size" in problem.remedy
+
+
+def test_the_quickstart_is_estimated_before_its_tokenizer_is_trained():
+    with pytest.raises(Finished) as caught:
+        read_plan(["--recipe", "quickstart", "--dry-run=json"], {}, vocab_size_of=missing)
+    report = json.loads(caught.value.text)
+    assert "the tokenizer is not here" in report["missing_inputs"]
+    assert report["model"]["parameters"] > 5e6
 
 
 @pytest.mark.parametrize(
