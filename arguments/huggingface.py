@@ -14,7 +14,7 @@ from arguments.parser import Given, Settings
 from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, RopeConfig, SoftmaxMixerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
@@ -30,7 +30,7 @@ _MAX_PERIOD = 8
 def model_flags(model: ModelConfig) -> dict[str, Any]:
     """Returns flag name -> value for the flags that describe a model."""
     first = model.layers[0]
-    moe = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)), None)
+    moe = next(iter(model.moe_configs), None)
     dense = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MLPConfig)), None)
     blocks = [block for block in (dense, moe.experts if moe else None) if block]
     biased = any(block.bias for block in blocks)
@@ -90,14 +90,16 @@ def _activation(activation: ActivationConfig) -> dict[str, Any]:
 
 def _mixer(model: ModelConfig, biased: bool) -> dict[str, Any]:
     mixer = model.layers[0].mixer
+    assert isinstance(mixer, AttentionConfig | MLAConfig), f"no flags describe {mixer}"
     latent = isinstance(mixer, MLAConfig)
     kind = "learned_absolute" if model.position_embedding == "learned_absolute" else "none"
-    rotations = [layer.mixer.rope for layer in model.layers if layer.mixer.rope]
+    rotations = [rope for layer in model.layers for rope in layer.mixer.rotary_tables]
+    windows = [layer.mixer.core.window for layer in model.layers if isinstance(layer.mixer, SoftmaxMixerConfig)]
     return {
         "num_attention_heads": mixer.num_heads,
         "multi_latent_attention": latent,
         "position_embedding_type": kind,
-        **_core(mixer.core, [layer.mixer.core.window for layer in model.layers]),
+        **_core(mixer.core, windows),
         **(_latent(mixer) if isinstance(mixer, MLAConfig) else _grouped(mixer, biased)),
         **(_rotation(rotations[0], mixer) if rotations else {}),
         **({} if latent or not rotations else _unrotated(model.layers)),
@@ -176,7 +178,7 @@ def _yarn(rope: RopeConfig, latent: bool) -> dict[str, Any]:
 
 
 def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
-    rotated = tuple(layer.mixer.rope is not None for layer in layers)
+    rotated = tuple(bool(layer.mixer.rotary_tables) for layer in layers)
     if all(rotated):
         return {"no_rope_freq": None}
     pattern = _pattern(rotated, lambda every: derive.rotated_layers(len(layers), every))

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from arguments.flags import Flags
-from megatron_moe.config.attention import AttentionConfig
-from megatron_moe.config.mla import MLAConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 
 MULTIPLE = 8
@@ -66,31 +63,7 @@ def _padding(flags: Flags, plan: RunPlan) -> str:
 
 def _sizes(plan: RunPlan) -> Iterator[Size]:
     """Yields the GEMM dimensions of all layers in execution order. Equal layers yield the same dimensions again."""
-    tp = plan.parallel.tp
     yield Size("--hidden-size", plan.model.hidden_size)
     for layer in plan.model.layers:
-        yield from _of_mixer(layer.mixer)
-        if isinstance(layer.feed_forward, MoEConfig):
-            yield from _of_experts(layer.feed_forward, plan)
-        else:
-            yield Size("--ffn-hidden-size", layer.feed_forward.ffn_hidden_size, tp)
-
-
-def _of_mixer(mixer: AttentionConfig | MLAConfig) -> Iterator[Size]:
-    if isinstance(mixer, AttentionConfig):
-        yield Size("--kv-channels", mixer.head_dim)
-        return
-    if mixer.q_lora_rank is not None:
-        yield Size("--q-lora-rank", mixer.q_lora_rank)
-    yield Size("--kv-lora-rank", mixer.kv_lora_rank)
-    yield Size("--qk-head-dim", mixer.qk_head_dim)
-    yield Size("--qk-pos-emb-head-dim", mixer.qk_rope_dim)
-    yield Size("--v-head-dim", mixer.v_head_dim)
-
-
-def _of_experts(moe: MoEConfig, plan: RunPlan) -> Iterator[Size]:
-    if moe.latent_size is not None:
-        yield Size("--moe-latent-size", moe.latent_size)
-    yield Size("--moe-ffn-hidden-size", moe.experts.ffn_hidden_size, plan.parallel.etp)
-    if moe.shared is not None:
-        yield Size("--moe-shared-expert-intermediate-size", moe.shared.mlp.ffn_hidden_size, plan.parallel.tp)
+        for component in (layer.mixer, layer.feed_forward):
+            yield from (Size(*size) for size in component.gemm_sizes(plan.parallel))

@@ -132,9 +132,7 @@ def broken_rules(
             listed = [name for name in flags.names if name in facts or _is_listed(name, settings, only_given)]
             given = tuple(_row(name, settings, facts) for name in listed)
             reason = " ".join((rule.__doc__ or "").split())
-            yield Problem(
-                what=what, remedy=remedy, rule=rule.__name__, reason=reason, given=given, waits=_waits(rule)
-            )
+            yield Problem(what=what, remedy=remedy, rule=rule.__name__, reason=reason, given=given, waits=_waits(rule))
 
 
 def _waits(rule: Rule) -> Waits:

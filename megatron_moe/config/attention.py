@@ -1,8 +1,28 @@
 """Attention: norms, rotary embeddings, grouped-query attention and multi-latent attention (MLA)."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+from megatron_moe.config.component import MixerConfig, NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.costs import (
+    TRAINING_FLOPS,
+    ActivationSizes,
+    FlopCount,
+    LowCopies,
+    SavedActivation,
+    saved_tensor,
+)
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.precision import LowPrecisionConfig
+
+_PAIR_GRADS = 2
+"""Values per query-key pair that the backward of attention with dropout needs in addition to the saved values."""
+_PAIRS_OF_A_BLOCK = 5
+"""Values per query-key pair if attention with dropout runs backward in blocks: probability, mask, 3 gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +35,32 @@ class NormConfig:
     """Constant added to the variance or mean square (`--norm-epsilon`)."""
     zero_centered: bool = False
     """Stores the weight as gamma - 1, initialised to 0 (`--apply-layernorm-1p`)."""
+
+    def parameters(
+        self, name: str, width: int, parallel: ParallelConfig, *, over_heads: bool = False
+    ) -> Iterator[ParamSpec]:
+        """Parameters of a norm over `width` channels. `over_heads`: True if its input is q or k of this rank's heads,
+        False for the residual stream or a latent."""
+        partial = parallel.tp > 1 if over_heads else parallel.sequence_parallel
+        init: Literal["zeros", "ones"] = "zeros" if self.zero_centered else "ones"
+        meta = ParamMeta(role="norm", init=init, decay=False, partial_over_tp=partial)
+        yield ParamSpec(name=f"{name}.weight", shape=(width,), meta=meta, counted="norms")
+        if self.kind == "LayerNorm":
+            meta = replace(meta, role="bias", init="zeros")
+            yield ParamSpec(name=f"{name}.bias", shape=(width,), meta=meta, counted="norms")
+
+    def saved_tensors(
+        self, module: str, width: int, sizes: ActivationSizes, *, input_by: str = "", **output: Any
+    ) -> Iterator[SavedActivation]:
+        """Tensors saved for a norm of the residual stream: input, statistics, and output (the next module's input).
+
+        `input_by`: value of `--offload-modules` for the input; `output`: fields of `SavedActivation` for the output.
+        """
+        count, size = sizes.residual * width, sizes.activation
+        numbers = 2 if self.kind == "LayerNorm" else 1
+        yield saved_tensor(module, "input", "T H", count, size, {"offloaded_by": input_by})
+        yield saved_tensor(module, "statistics", "T", sizes.residual * numbers, sizes.internal)
+        yield saved_tensor(module, "output", "T H", count, size, output)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +127,174 @@ class CoreAttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """Multi-head or grouped-query attention."""
+class SoftmaxMixerConfig(MixerConfig):
+    """Base of the configs of mixers that end in softmax attention and an output projection `linear_proj`."""
 
-    hidden_size: int
     num_heads: int
     """Number of query heads (`--num-attention-heads`)."""
+    core: CoreAttentionConfig
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        return ("core_attn",)
+
+    @property
+    def q_head_dim(self) -> int:
+        """Channels per head of q and k."""
+        raise NotImplementedError
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels per head of v."""
+        raise NotImplementedError
+
+    @property
+    def keys_values_width(self) -> int:
+        """Width of k and v together, over all heads or query groups."""
+        raise NotImplementedError
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether several heads share k and v."""
+        return False
+
+    @property
+    def saves_output_in_full(self) -> bool:
+        """Whether another op than the output projection and the backward of attention reads attention's output."""
+        return False
+
+    @property
+    def q_width(self) -> int:
+        """Width of q over all heads."""
+        return self.num_heads * self.q_head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Width of the attention output over all heads."""
+        return self.num_heads * self.value_head_dim
+
+    @property
+    def hides_context_exchange(self) -> bool:
+        """Whether the context-parallel exchange overlaps with attention: only that of the ring does."""
+        return self.core.context_exchange == "p2p"
+
+    def sink_parameters(self) -> Iterator[ParamSpec]:
+        """One learned logit per head in the softmax denominator, if enabled."""
+        if self.core.sinks:
+            meta = ParamMeta(role="sink", tp_dim=0, decay=False)
+            yield ParamSpec(name="sinks", shape=(self.num_heads,), meta=meta, counted="attention")
+
+    def flops(self, seq_length: int) -> FlopCount:
+        """FLOPs of the two GEMMs of attention, which count only the pairs inside the mask."""
+        pairs = _doubled_num_pairs(self.core, seq_length)
+        return FlopCount(core_attention=(self.q_width + self.out_width) * pairs * TRAINING_FLOPS // 2)
+
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        if self.num_heads % parallel.tp:
+            return f"{parallel.tp} tensor-parallel ranks cannot share {self.num_heads} attention heads equally"
+        return None
+
+    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+        """Bytes of k and v (for all-to-all: q, k, v and output) and their gradients."""
+        cp, shard = parallel.cp, self.shard(parallel.tp)
+        keys, heads = shard.keys_values_width, shard.q_width + shard.keys_values_width + shard.out_width
+        narrow, wide = sizes.inner * sizes.activation, sizes.inner * sizes.internal
+        match self.core.context_exchange:
+            case "p2p":
+                return (2 * (cp - 1) * keys * narrow + cp * keys * wide) if cp > 1 else 0.0
+            case "allgather":
+                return (cp - 1) * keys * (narrow + wide)
+            case _:
+                return 2 * heads * narrow * (cp - 1) / cp
+
+    def shard(self, tp: int) -> "SoftmaxMixerConfig":
+        """Config with the heads of one of `tp` tensor-parallel ranks."""
+        return replace(self, num_heads=self.num_heads // tp)
+
+    def saves_pairs(self, parallel: ParallelConfig) -> bool:
+        """Whether attention saves tensors with one element per query-key pair. Only attention with dropout does, unless
+        a context-parallel exchange other than "a2a" recomputes attention blocks in backward."""
+        return self.core.dropout > 0.0 and (parallel.cp == 1 or self.core.context_exchange == "a2a")
+
+    def core_tensors(self, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Tensors that fused attention on one rank's heads saves in addition to q, k and v."""
+        rows = sizes.inner * self.num_heads
+        marks: dict[str, Any] = {"offloaded_by": "attn_proj"}
+        if not self.saves_output_in_full:
+            marks |= {"low": "attn_proj", "read_unless": "core_attn"}
+        yield saved_tensor("attention", "output", "U N E", sizes.inner * self.out_width, sizes.activation, marks)
+        marks = {"recomputed_by": ("core_attn",)}
+        yield saved_tensor("attention", "log-sum-exp", "U N", rows, sizes.internal, marks)
+
+    def pair_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Tensors that unfused attention on one rank's heads saves: q, k, v, and three [U, N, S]: softmax, dropout mask
+        and their product."""
+        if not self.saves_pairs(parallel):
+            return
+        marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
+        rows, size = sizes.inner * self.num_heads, sizes.internal
+        pairs = 3 * rows * sizes.length
+        yield saved_tensor("attention", "probabilities with dropout", "3 U N S", pairs, size, marks)
+        width = (1 if sizes.activation == size else 2) * self.q_head_dim + self.value_head_dim
+        yield saved_tensor("attention", "q, k and v by head", "U N (2D+E)", rows * width, size, marks)
+
+    def attention_workspace(
+        self, latent: int, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """Peak bytes in the backward of the output projection, of attention, and of the projection of an input with
+        `latent` channels to q, k and v."""
+        shard, size, tokens = self.shard(parallel.tp), sizes.activation, sizes.inner
+        gathered, copies = sizes.gathered(parallel), LowCopies.of(low)
+        projection = (gathered + tokens * copies.grad) * self.hidden_size + tokens * shard.out_width * size
+        inputs = (gathered + (tokens * copies.column if gathered else 0)) * latent
+        return max(shard.core_workspace(parallel, sizes), projection, inputs)
+
+    def core_workspace(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+        """Peak bytes of gradients and kernel workspace in the backward of attention on one rank's heads. With context
+        parallelism, attention may be split into blocks of keys; gradients are then summed over blocks in fp32 or
+        wider."""
+        q_width, kv_copies, wide = self.q_width, 0, 0
+        if self.core.window is None:
+            # cuDNN's workspace: the gradient of q in the internal format, and the gradients of k and v expanded to all
+            # heads if heads share them. Our sliding-window kernel needs no workspace of this size.
+            wide = q_width * sizes.internal
+            if self.shares_keys:
+                kv_copies = 2 * q_width
+        per_query = (self.out_width + q_width) * sizes.activation + wide
+        per_key = (self.keys_values_width + kv_copies) * sizes.activation
+        exchange, tokens = self.core.context_exchange, sizes.inner
+        if self.saves_pairs(parallel):
+            pairs = _PAIR_GRADS * self.num_heads * sizes.length
+            return float(tokens * (pairs + 2 * q_width + self.out_width) * sizes.internal)
+        if parallel.cp == 1 or exchange == "a2a":
+            return float(tokens * (per_query + per_key))
+        per_query, key_sums = per_query + q_width * sizes.internal, self.keys_values_width * sizes.internal
+        # with dropout, the recomputed pairs of one block
+        pairs = _PAIRS_OF_A_BLOCK * self.num_heads * sizes.length * sizes.internal if self.core.dropout else 0
+        if exchange == "allgather":  # per chunk of queries, which may attend to the keys of all ranks
+            chunk = tokens // 2 if parallel.cp_split == "zigzag" else tokens
+            return float(chunk * (per_query + pairs) + tokens * parallel.cp * (per_key + key_sums))
+        # ring: key gradients being accumulated, received and sent; keys being received and sent
+        per_token = per_query + per_key + 3 * key_sums + 2 * self.keys_values_width * sizes.activation
+        return float(tokens * (per_token + pairs / parallel.cp))
+
+
+def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
+    """Twice the number of query-key pairs of one sequence, as an integer. The number of pairs is approximated by an
+    area: S^2 / 2 for causal attention, and w S - w^2 / 2 with a window of w tokens."""
+    if not core.causal:
+        return 2 * seq_length * seq_length
+    left = core.window[0] if core.window else -1
+    window = seq_length if left < 0 else min(left + 1, seq_length)
+    return 2 * window * seq_length - window * window
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(SoftmaxMixerConfig):
+    """Multi-head or grouped-query attention."""
+
     num_query_groups: int
     head_dim: int
-    core: CoreAttentionConfig
     rope: RopeConfig | None
     """Rotary embedding of q and k. None: no rotation (learned absolute positions or no position embedding)."""
     qk_norm: Literal["none", "per_head", "full", "l2"] = "none"
@@ -103,23 +308,18 @@ class AttentionConfig:
     output_gate: bool = False
     """Multiplies the output by sigmoid(gate); the QKV projection also computes `gate` (`--attention-output-gate`)."""
 
+    module: ClassVar[str] = "megatron_moe.model.attention:Attention"
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",)}
+    )
+
     @property
     def q_head_dim(self) -> int:
         return self.head_dim
 
     @property
-    def v_head_dim(self) -> int:
+    def value_head_dim(self) -> int:
         return self.head_dim
-
-    @property
-    def q_width(self) -> int:
-        """Width of q over all heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def out_width(self) -> int:
-        """Width of the attention output over all heads."""
-        return self.q_width
 
     @property
     def kv_width(self) -> int:
@@ -128,26 +328,139 @@ class AttentionConfig:
 
     @property
     def keys_values_width(self) -> int:
-        """Width of k and v together, over all query groups."""
         return 2 * self.kv_width
+
+    @property
+    def shares_keys(self) -> bool:
+        return self.num_query_groups < self.num_heads
+
+    @property
+    def saves_output_in_full(self) -> bool:
+        return self.output_gate
 
     @property
     def qkv_width(self) -> int:
         """Output width of the fused projection to q, the optional output gate, k and v."""
-        return (2 if self.output_gate else 1) * self.q_width + 2 * self.kv_width
+        return self.num_query_groups * sum(self.group_rows)
 
     @property
-    def matrix_elements(self) -> int:
-        """Number of elements of all projection matrices."""
-        return self.hidden_size * (self.qkv_width + self.q_width)
+    def group_rows(self) -> tuple[int, ...]:
+        """Numbers of rows of `linear_qkv` for one query group: (q, output gate if enabled, k, v). A query group is the
+        unit of tensor-parallel sharding and of per-matrix optimizers."""
+        q_rows = self.num_heads // self.num_query_groups * self.head_dim
+        return (q_rows, *((q_rows,) if self.output_gate else ()), self.head_dim, self.head_dim)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the fused kernel for norm and rotary embedding of q and k supports this config."""
+        normed = self.qk_norm == "per_head" and self.norm.kind == "RMSNorm"
+        return self.rope is not None and not self.output_gate and (normed or self.qk_norm == "none")
+
+    @property
+    def rotary_tables(self) -> tuple[RopeConfig, ...]:
+        return () if self.rope is None else (self.rope,)
 
     def groups_divide_over(self, tp: int) -> bool:
         """True if `tp` ranks can shard the query groups: `tp` divides the number of groups or is a multiple of it."""
         groups = self.num_query_groups
         return groups % tp == 0 or tp % groups == 0 and 2 * self.kv_width % tp == 0
 
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        if not self.groups_divide_over(parallel.tp):
+            return f"{parallel.tp} tensor-parallel ranks cannot shard {self.num_query_groups} query groups"
+        return super().layout_problem(parallel)
+
+    def shares_groups(self, tp: int) -> bool:
+        """Whether several of `tp` ranks share a query group; they all-gather the output of the QKV projection."""
+        return self.num_query_groups < tp
+
     def shard(self, tp: int) -> "AttentionConfig":
         """Config with the heads and query groups of one of `tp` tensor-parallel ranks. If several ranks share a query
         group, the config has one group, although each rank holds only a part of the group's k and v projection."""
         groups = max(self.num_query_groups // tp, 1)
         return replace(self, num_heads=self.num_heads // tp, num_query_groups=groups)
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        yield from linear_parameters(
+            "linear_qkv",
+            (self.qkv_width, self.hidden_size),
+            parallel,
+            counted="attention",
+            low="qkv_linear",
+            bias=self.qkv_bias,
+            tp_dim=0,
+            splits=() if self.shares_groups(parallel.tp) else self.group_rows,
+        )
+        yield from linear_parameters(
+            "linear_proj",
+            (self.hidden_size, self.q_width),
+            parallel,
+            counted="attention",
+            low="attn_proj",
+            bias=self.out_bias,
+            tp_dim=1,
+            init="output",
+        )
+        if self.qk_norm in ("per_head", "full"):
+            full = self.qk_norm == "full"
+            for name, width in (("q_layernorm", self.q_width), ("k_layernorm", self.kv_width)):
+                yield from self.norm.parameters(name, width if full else self.head_dim, parallel, over_heads=True)
+        yield from self.sink_parameters()
+
+    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+        return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """The output of the QKV projection is saved because v is a view of this output. If q and k have neither norm
+        nor rotation, k is also a view of this output; with one query group, q is too."""
+        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation
+        marks, several_groups = {"offloaded_by": "core_attn"}, shard.num_query_groups > 1
+        # the fused kernel normalises, rotates and splits the projection's output, and reads it again in backward
+        is_normed = self.qk_norm != "none" and not self.is_fused
+        yield saved_tensor("attention", "qkv", "U (N+2G) D", tokens * shard.qkv_width, size, marks)
+        if self.qk_norm == "full":
+            all_heads = tokens * (self.q_width + self.kv_width)
+            yield saved_tensor("attention", "q and k before their norm", "U (N+G) D", all_heads, size)
+        elif is_normed and several_groups:
+            yield saved_tensor("attention", "q before its norm", "U N D", tokens * shard.q_width, size)
+        if is_normed:
+            rows = tokens * (2 if self.qk_norm == "full" else shard.num_heads + shard.num_query_groups)
+            yield saved_tensor("attention", "statistics of q and k", "U (N+G)", rows, sizes.internal)
+        changed = self.qk_norm != "none" or self.rope is not None
+        if changed or several_groups:
+            yield saved_tensor("attention", "q", "U N D", tokens * shard.q_width, size, marks)
+        if changed:
+            yield saved_tensor("attention", "k", "U G D", tokens * shard.kv_width, size, marks)
+        yield from shard.core_tensors(sizes)
+        if self.output_gate:
+            # both factors in the internal format; the attention output is one of them if the formats are equal
+            count, factors = tokens * shard.q_width, 1 if size == sizes.internal else 2
+            yield saved_tensor("attention", "gate and output", "U N D", factors * count, sizes.internal)
+            yield saved_tensor("attention", "gated output", "U N D", count, size, {"low": "attn_proj"})
+        yield from shard.pair_tensors(parallel, sizes)
+
+    def backward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        peak = self.attention_workspace(self.hidden_size, parallel, sizes, low)
+        if self.shares_groups(parallel.tp):
+            # gradients of the local q, k and v, and of q, k and v of all heads before and after the reduce-scatter
+            widths = self.shard(parallel.tp).qkv_width + 2 * self.qkv_width
+            peak = max(peak, sizes.inner * sizes.activation * widths)
+        return peak
+
+    def gathered_channels(self, parallel: ParallelConfig) -> int:
+        return self.qkv_width if self.shares_groups(parallel.tp) else 0
+
+    def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
+        yield "--kv-channels", self.head_dim, 1
+
+    def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        sizes = (self.num_query_groups, self.num_heads // self.num_query_groups)
+        for kind in ("weight", "bias"):
+            names = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv")
+            yield NameRule(f"linear_qkv.{kind}", names, "query_key_value", sizes)
+            yield NameRule(f"linear_proj.{kind}", (f"self_attn.o_proj.{kind}",))
+        for part in "qk":
+            yield NameRule(f"{part}_layernorm.weight", (f"self_attn.{part}_norm.weight",))
+        yield NameRule("sinks", ("self_attn.sinks",))

@@ -1,9 +1,39 @@
-"""Base class of dataclasses with one number per kind of cost."""
+"""Value types of the cost model that the configs of components return: FLOPs, saved tensors, token counts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import LowPrecisionConfig
 
 Number = TypeVar("Number", int, float)
+TRAINING_FLOPS = 6
+"""Training FLOPs per multiply-add of a GEMM: 2 in forward, 2 for the input gradient, 2 for the weight gradient."""
+_BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
+_LOW_BYTES = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
+"""FP8 or FP4 recipe -> bytes per element of a quantised activation, including scales; 1 for recipes not listed."""
+WHOLE_LAYER = "whole layer"
+"""Entry in `SavedActivation.recomputed_by`: the tensor is in an MTP layer and is freed by uniform full recompute."""
+INDEX = 8
+"""Bytes per index (int64)."""
+
+
+def num_bytes(name: str) -> int:
+    """Bytes per element of a number format."""
+    return _BYTES[name]
+
+
+def bytes_per_fp8_element(config: LowPrecisionConfig) -> float:
+    """Bytes per element of an activation or gradient that is quantised by an FP8 or FP4 recipe."""
+    return _LOW_BYTES.get(config.recipe, 1.0)
+
+
+def row_padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:
+    """Size of a columnwise copy of expert rows, whose experts are padded to whole blocks, relative to its rows."""
+    length = config.inputs.block[1]
+    return (num_rows // length + num_experts) * length / num_rows if length and num_rows else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,3 +51,111 @@ class CostSum(Generic[Number]):
         """Sum of all fields."""
         total: Number = sum(vars(self).values())
         return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopCount(CostSum[int]):
+    """FLOPs of forward and backward by part of the model, excluding recompute."""
+
+    attention: int = 0
+    """Linear projections of attention and other mixers."""
+    core_attention: int = 0
+    """Work of a mixer outside its projections; for attention, the GEMMs of queries times keys and of probabilities
+    times values."""
+    dense_mlp: int = 0
+    experts: int = 0
+    """Routed experts (`topk` per token) and the projections into and out of their latent space."""
+    shared: int = 0
+    mtp: int = 0
+    """Layers and input projections of multi-token prediction. The logits of multi-token prediction are in `head`."""
+    head: int = 0
+    """Projection to logits, for the next token and for every depth of multi-token prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSizes:
+    """Token counts of one microbatch on one rank, and bytes per element."""
+
+    residual: int
+    """Number of tokens in this rank's shard of the residual stream (dimension T)."""
+    inner: int
+    """Number of tokens inside attention and MLP, after the all-gather of sequence parallelism (dimension U)."""
+    activation: int
+    """Bytes per activation element."""
+    internal: int
+    """Bytes per element of values that are computed in fp32, or in fp64 if activations are fp64."""
+    length: int
+    """Full sequence length S, before context parallelism splits it."""
+    imbalance: float = 1.0
+    """Number of expert rows of the most loaded expert-parallel rank, divided by the mean over ranks."""
+
+    def gathered(self, parallel: ParallelConfig) -> float:
+        """Bytes per channel of an activation that is all-gathered over tp; 0 without sequence parallelism."""
+        return float(self.inner * self.activation) if parallel.sequence_parallel and parallel.tp > 1 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedActivation:
+    """One tensor saved for backward."""
+
+    module: str
+    """input_norm, attention, mlp_norm, mlp, router, experts, shared, final_norm, head, mtp, embedding or positions."""
+    name: str
+    shape: str
+    bytes: int
+    elements: int
+    rows_of_experts: tuple[int, int] | None = None
+    """Numbers of rows and of experts, for rows of experts, whose low-precision copies are padded per expert."""
+    low: str = ""
+    """Value of `--low-precision-activation-modules` with which the tensor is saved in the format of an FP8 or FP4
+    recipe, because only GEMMs read it; empty: it is never saved in that format."""
+    shared: bool = False
+    """True if two layers save the tensor, which have a common copy in formats with `LowPrecisionConfig.fused_block`."""
+    read_unless: str = ""
+    """Value of `--recompute-modules` without which another op than a GEMM also reads the tensor in backward."""
+    is_activation_input: bool = False
+    """Whether `LowPrecisionConfig.activation_inputs` applies to the tensor."""
+    fused_bytes: int | None = None
+    """Bytes if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None: as without
+    fusion."""
+    recomputed_by: tuple[str, ...] = ()
+    """Values of `--recompute-modules` that free this tensor after forward, and possibly `WHOLE_LAYER`."""
+    offloaded_by: str = ""
+    """Value of `--offload-modules` that moves this tensor to host memory; empty: the tensor is never offloaded."""
+    even_rows: int = 0
+    """Number of rows at an even expert load, for sizing the paged stash. 0: the tensor is never stashed."""
+    row_width: int = 0
+    """Elements per row of a tensor that the paged stash may hold."""
+
+    @property
+    def even_bytes(self) -> int:
+        """Bytes of the tensor if the expert load is even."""
+        return self.even_rows * self.row_width * self.bytes // max(self.elements, 1)
+
+
+def saved_tensor(
+    module: str, name: str, shape: str, elements: float, size: int, marks: Mapping[str, Any] = MappingProxyType({})
+) -> SavedActivation:
+    """Tensor of `elements` elements of `size` bytes. `marks`: further fields of `SavedActivation`."""
+    count = int(elements)
+    return SavedActivation(module=module, name=name, shape=shape, bytes=count * size, elements=count, **marks)
+
+
+class LowCopies(NamedTuple):
+    """Bytes per element of the quantised copies of a tensor; 0 without FP8 or FP4."""
+
+    row: float
+    """Rowwise copy."""
+    column: float
+    """Columnwise copy, for weight gradients; 0 if these are not computed in FP8 or FP4."""
+
+    @classmethod
+    def of(cls, low: LowPrecisionConfig | None) -> "LowCopies":
+        if low is None:
+            return cls(0.0, 0.0)
+        return cls(bytes_per_fp8_element(low), bytes_per_fp8_element(low) if low.weight_grad else 0.0)
+
+    @property
+    def grad(self) -> float:
+        """Both copies, which one kernel makes of an output gradient."""
+        return self.row + self.column

@@ -1,17 +1,22 @@
 """Multi-latent attention (MLA)."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-from megatron_moe.config.attention import CoreAttentionConfig, NormConfig, RopeConfig
+from megatron_moe.config.attention import NormConfig, RopeConfig, SoftmaxMixerConfig
+from megatron_moe.config.component import NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.costs import TRAINING_FLOPS, ActivationSizes, FlopCount, SavedActivation, saved_tensor
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import LowPrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLAConfig:
+class MLAConfig(SoftmaxMixerConfig):
     """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
 
-    hidden_size: int
-    num_heads: int
-    """Number of heads of q, k and v (`--num-attention-heads`)."""
     q_lora_rank: int | None
     """Width of the compressed q. None: q is projected from the hidden state without compression."""
     kv_lora_rank: int
@@ -21,30 +26,34 @@ class MLAConfig:
     qk_rope_dim: int
     """Rotated channels per q or k head (`--qk-pos-emb-head-dim`). All k heads share the same rotated channels."""
     v_head_dim: int
-    core: CoreAttentionConfig
     rope: RopeConfig
     qk_norm: bool
     """Normalises the compressed q and the compressed kv (`--qk-layernorm`)."""
     norm: NormConfig = NormConfig(kind="RMSNorm")
     """Kind and epsilon of the norm that `qk_norm` enables."""
 
+    module: ClassVar[str] = "megatron_moe.model.mla:MLA"
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            "self_attention.q_layernorm.weight": ("self_attention.linear_q_up_proj.layer_norm_weight",),
+            "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight",),
+        }
+    )
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        return ("core_attn", "mla_up_proj")
+
     @property
     def q_head_dim(self) -> int:
         return self.qk_head_dim + self.qk_rope_dim
 
     @property
-    def q_width(self) -> int:
-        """Width of q over all heads."""
-        return self.num_heads * self.q_head_dim
-
-    @property
-    def out_width(self) -> int:
-        """Width of the attention output over all heads."""
-        return self.num_heads * self.v_head_dim
+    def value_head_dim(self) -> int:
+        return self.v_head_dim
 
     @property
     def keys_values_width(self) -> int:
-        """Width of k and v together, over all heads."""
         return self.q_width + self.out_width
 
     @property
@@ -53,15 +62,95 @@ class MLAConfig:
         return self.num_heads * (self.qk_head_dim + self.v_head_dim)
 
     @property
-    def matrix_elements(self) -> int:
-        """Number of elements of all projection matrices."""
-        down = self.kv_lora_rank + self.qk_rope_dim + self.out_width
-        if self.q_lora_rank is None:
-            query = self.hidden_size * self.q_width
-        else:
-            query = self.q_lora_rank * (self.hidden_size + self.q_width)
-        return query + self.hidden_size * down + self.kv_lora_rank * self.kv_up_width
+    def rotary_tables(self) -> tuple[RopeConfig, ...]:
+        return (self.rope,)
 
     def shard(self, tp: int) -> "MLAConfig":
         """Config with the heads of one of `tp` tensor-parallel ranks."""
         return replace(self, num_heads=self.num_heads // tp)
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        linear = partial(linear_parameters, parallel=parallel, counted="attention", low="qkv_linear")
+        up = partial(linear, recomputed_by=("mla_up_proj",), tp_dim=0)
+        if self.q_lora_rank is None:
+            yield from up("linear_q_proj", (self.q_width, self.hidden_size))
+        else:
+            yield from linear("linear_q_down_proj", (self.q_lora_rank, self.hidden_size))
+            yield from up("linear_q_up_proj", (self.q_width, self.q_lora_rank))
+            if self.qk_norm:
+                yield from self.norm.parameters("q_layernorm", self.q_lora_rank, parallel)
+        yield from linear("linear_kv_down_proj", (self.kv_lora_rank + self.qk_rope_dim, self.hidden_size))
+        if self.qk_norm:
+            yield from self.norm.parameters("kv_layernorm", self.kv_lora_rank, parallel)
+        yield from up("linear_kv_up_proj", (self.kv_up_width, self.kv_lora_rank))
+        shape = (self.hidden_size, self.out_width)
+        yield from linear("linear_proj", shape, low="attn_proj", tp_dim=1, init="output")
+        yield from self.sink_parameters()
+
+    def flops(self, seq_length: int) -> FlopCount:
+        """Adds the norms of the compressed q and kv, as Megatron does, to the FLOPs of attention."""
+        latents = self.kv_lora_rank + (self.q_lora_rank or 0) if self.qk_norm else 0
+        return super().flops(seq_length) + FlopCount(attention=seq_length * TRAINING_FLOPS * latents)
+
+    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+        # with sequence parallelism, the input of a column-parallel matrix is saved as a shard, before quantisation; the
+        # two down projections save their common input once
+        low = (not parallel.sequence_parallel and parallel.tp == 1) or self.q_lora_rank is not None
+        return {"low": "qkv_linear" if low else "", "shared": True}
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Latents are saved for this rank's T tokens; backward gathers them for all U tokens."""
+        shard, tokens, local = self.shard(parallel.tp), sizes.inner, sizes.residual
+        tensor, marks = (
+            partial(saved_tensor, "attention"),
+            {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"},
+        )
+        normed, size = {"low": "" if parallel.sequence_parallel else "qkv_linear"}, sizes.activation
+        if self.q_lora_rank is not None:
+            yield tensor("q latent", "T Q", local * self.q_lora_rank, size)
+            if self.qk_norm:
+                yield tensor("q latent, normed", "T Q", local * self.q_lora_rank, size, normed)
+        yield tensor("kv latent", "T (L+P)", local * (self.kv_lora_rank + self.qk_rope_dim), size)
+        if self.qk_norm:
+            yield tensor("kv latent, normed", "T L", local * self.kv_lora_rank, size, normed)
+            statistics = 2 if self.q_lora_rank is not None else 1
+            yield tensor("statistics of latents", "T", local * statistics, sizes.internal)
+        yield tensor("q", "U N D", tokens * shard.q_width, size, marks)
+        yield tensor("k", "U N D", tokens * shard.q_width, size, marks)
+        yield tensor("kv, of which v is a view", "U N (D-P+E)", tokens * shard.kv_up_width, size, marks)
+        yield from shard.core_tensors(sizes)
+        yield from shard.pair_tensors(parallel, sizes)
+
+    def backward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        return self.attention_workspace(self.q_lora_rank or self.kv_lora_rank, parallel, sizes, low)
+
+    def gathered_channels(self, parallel: ParallelConfig) -> int:
+        return self.qk_rope_dim
+
+    def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
+        if self.q_lora_rank is not None:
+            yield "--q-lora-rank", self.q_lora_rank, 1
+        yield "--kv-lora-rank", self.kv_lora_rank, 1
+        yield "--qk-head-dim", self.qk_head_dim, 1
+        yield "--qk-pos-emb-head-dim", self.qk_rope_dim, 1
+        yield "--v-head-dim", self.v_head_dim, 1
+
+    def published_as(self, own: Any, norm: NormConfig) -> "MLAConfig":
+        """A config.json has no epsilon for the norms of the latents: transformers uses 1e-6; Megatron-LM, vLLM and
+        SGLang use rms_norm_eps."""
+        return replace(self, norm=norm) if getattr(own, "norm", None) == norm else self
+
+    def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        for name, hf_name in (
+            ("linear_q_proj", "q_proj"),
+            ("linear_q_down_proj", "q_a_proj"),
+            ("q_layernorm", "q_a_layernorm"),
+            ("linear_q_up_proj", "q_b_proj"),
+            ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+            ("kv_layernorm", "kv_a_layernorm"),
+            ("linear_kv_up_proj", "kv_b_proj"),
+            ("linear_proj", "o_proj"),
+        ):
+            yield NameRule(f"{name}.weight", (f"self_attn.{hf_name}.weight",))

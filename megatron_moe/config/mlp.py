@@ -1,9 +1,15 @@
 """Dense feed-forward module and its activation function."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
+from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.costs import ActivationSizes, LowCopies, SavedActivation, saved_tensor
 from megatron_moe.config.functions import Options
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import LowPrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +34,7 @@ class ActivationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPConfig:
+class MLPConfig(FeedForwardConfig):
     """A dense feed-forward block, or the shared experts of an MoE layer."""
 
     hidden_size: int
@@ -38,17 +44,82 @@ class MLPConfig:
     bias: bool = False
     """Adds biases to fc1 and fc2 (`--add-bias-linear`)."""
 
-    @property
-    def matrix_elements(self) -> int:
-        """Number of elements of fc1 and fc2, without biases."""
-        return (self.activation.fan + 1) * self.ffn_hidden_size * self.hidden_size
+    module: ClassVar[str] = "megatron_moe.layers.mlp:MLP"
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",)}
+    )
 
     @property
-    def num_params(self) -> int:
-        """Number of elements of fc1 and fc2, including biases."""
-        biases = self.activation.fan * self.ffn_hidden_size + self.hidden_size
-        return self.matrix_elements + (biases if self.bias else 0)
+    def recompute_modules(self) -> tuple[str, ...]:
+        return ("mlp",)
 
-    def shard(self, parallel: ParallelConfig) -> "MLPConfig":
-        """Config of one tensor-parallel rank's shard: 1 / tp of the ffn channels."""
-        return replace(self, ffn_hidden_size=self.ffn_hidden_size // parallel.tp)
+    def matrices(self) -> tuple[tuple[str, tuple[int, int], dict[str, Any]], ...]:
+        """(name, shape (outputs, inputs), options of `linear_metas`) of the two matrices."""
+        hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size, self.activation.fan
+        return (
+            ("linear_fc1", (fan * ffn, hidden), {"tp_dim": 0, "splits": (ffn,) * fan}),
+            ("linear_fc2", (hidden, ffn), {"tp_dim": 1, "init": "output"}),
+        )
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        return self.parameters_as(parallel, counted="dense_mlp", low="mlp", recomputed_by=("mlp",))
+
+    def parameters_as(self, parallel: ParallelConfig, **facts: Any) -> Iterator[ParamSpec]:
+        """Parameters with these fields of `ParamSpec`."""
+        for name, shape, options in self.matrices():
+            yield from linear_parameters(name, shape, parallel, bias=self.bias, **facts, **options)
+
+    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+        return {"low": "" if parallel.sequence_parallel else "mlp"}
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        return self.saved_as("mlp", "mlp", parallel, sizes)
+
+    def saved_as(
+        self, module: str, recomputed_by: str, parallel: ParallelConfig, sizes: ActivationSizes
+    ) -> Iterator[SavedActivation]:
+        """Tensors that an MLP saves, which is `module` in reports and has this value of `--recompute-modules`."""
+        ffn, fan, mark = self.ffn_hidden_size // parallel.tp, self.activation.fan, {"recomputed_by": (recomputed_by,)}
+        fused: dict[str, object] = {} if self.bias else {"fused_bytes": 0}
+        shape, marks = "U 2F" if fan == 2 else "U F", {**mark, "is_activation_input": not self.bias}
+        yield saved_tensor(module, "first product", shape, sizes.inner * fan * ffn, sizes.activation, marks)
+        marks = {**mark, **fused, "low": recomputed_by}
+        yield saved_tensor(module, "activation", "U F", sizes.inner * ffn, sizes.activation, marks)
+
+    def backward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """These tensors exist one after the other: (gathered output gradient, its copies, gradient of fc2's input),
+        (gradients of fc2's input and of fc1's output), (gathered input, its copy, gradient of fc1's output and its
+        copies). With fused casts, the first two exist at the same time, with the activation and its columnwise copy,
+        and the activation input if it was saved in FP8."""
+        tokens, gathered, copies = sizes.inner, sizes.gathered(parallel), LowCopies.of(low)
+        hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size // parallel.tp, self.activation.fan
+        products: float = tokens * (1 + fan) * ffn * sizes.activation
+        outer = (gathered + tokens * copies.grad) * hidden + tokens * ffn * sizes.activation
+        inner = (gathered + (tokens * copies.column if gathered else 0)) * hidden
+        if low is not None and low.fused_block is not None and not self.bias:
+            products += outer + tokens * ffn * (copies.column + fan * copies.row)
+            if low.activation_inputs:
+                products += tokens * fan * ffn * sizes.activation
+        return max(products, outer, inner + tokens * fan * ffn * (sizes.activation + copies.grad))
+
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        if self.ffn_hidden_size % parallel.tp:
+            return f"{parallel.tp} tensor-parallel ranks cannot share {self.ffn_hidden_size} ffn channels equally"
+        return None
+
+    def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
+        yield "--ffn-hidden-size", self.ffn_hidden_size, parallel.tp
+
+    def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        return mlp_names("", "mlp")
+
+
+def mlp_names(
+    name: str, hf_name: str, matrices: Sequence[str] = ("gate_proj", "up_proj", "down_proj"), num_experts: int = 0
+) -> Iterator[NameRule]:
+    """Hugging Face names of a gated MLP `name` (empty, or with a dot at the end)."""
+    gate, up, down = (f"{hf_name}.{matrix}.weight" for matrix in matrices)
+    yield NameRule(f"{name}linear_fc1.weight", (gate, up), "gate_up", num_experts=num_experts)
+    yield NameRule(f"{name}linear_fc2.weight", (down,), num_experts=num_experts)

@@ -1,35 +1,56 @@
 """Model architecture: transformer layers, multi-token prediction, initial weights and the complete GPT."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_moe.config.attention import AttentionConfig, NormConfig
-from megatron_moe.config.mla import MLAConfig
-from megatron_moe.config.mlp import MLPConfig
+from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.component import FeedForwardConfig, MixerConfig, ParamSpec, linear_parameters
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Pre-norm transformer layer: attention and feed-forward, each with a norm and a residual connection."""
+    """Pre-norm transformer layer: a mixer and a feed-forward module, each with a norm and a residual connection."""
 
-    mixer: AttentionConfig | MLAConfig
-    feed_forward: MLPConfig | MoEConfig
+    mixer: MixerConfig
+    feed_forward: FeedForwardConfig
     norm: NormConfig
     hidden_dropout: float = 0.0
     residual_from_norm: bool = False
     """Uses the norm's output, not its input, as the residual (`--apply-residual-connection-post-layernorm`)."""
 
     @property
-    def is_moe(self) -> bool:
-        return isinstance(self.feed_forward, MoEConfig)
+    def hidden_size(self) -> int:
+        return self.mixer.hidden_size
 
-    def shard(self, parallel: ParallelConfig) -> "LayerConfig":
-        """Config of the part of the layer that one rank holds."""
-        mixer, feed_forward = self.mixer.shard(parallel.tp), self.feed_forward.shard(parallel)
-        return replace(self, mixer=mixer, feed_forward=feed_forward)
+    @property
+    def moe(self) -> MoEConfig | None:
+        """Routed experts of the layer; None if it has none."""
+        experts: MoEConfig | None = self.feed_forward.routed_experts
+        return experts
+
+    @property
+    def is_moe(self) -> bool:
+        return self.moe is not None
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        """Parameters by their name in the layer."""
+        yield from self.norm.parameters("input_layernorm", self.hidden_size, parallel)
+        yield from _within("self_attention", self.mixer.parameters(parallel))
+        yield from self.norm.parameters("pre_mlp_layernorm", self.hidden_size, parallel)
+        yield from _within("mlp", self.feed_forward.parameters(parallel))
+
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        """See `Component.layout_problem`."""
+        return self.mixer.layout_problem(parallel) or self.feed_forward.layout_problem(parallel)
+
+
+def _within(prefix: str, parameters: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
+    for spec in parameters:
+        yield replace(spec, name=f"{prefix}.{spec.name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +117,55 @@ class ModelConfig:
     @property
     def moe_configs(self) -> tuple[MoEConfig, ...]:
         """Config of each MoE layer, in the order of the layers."""
-        return tuple(layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig))
+        return tuple(layer.moe for layer in self.layers if layer.moe is not None)
+
+    def embedding_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        """Parameters of the embedding: words, and positions if they are learned."""
+        meta = ParamMeta(
+            role="embedding",
+            init="embedding",
+            # a tied head sums over hidden_size inputs, which decides the fan-in of unit-gain initialisation
+            fan_in=self.hidden_size if self.tied_embeddings else 1,
+            tp_dim=0,
+            # as in Megatron, the embedding has no weight decay with --embedding-init-method-std, which sets its scale
+            decay=self.init.embedding_std is None,
+            shared_stages=parallel.pp > 1 and (self.tied_embeddings or self.mtp is not None),
+        )
+        shape = (self.vocab_size, self.hidden_size)
+        yield ParamSpec(name="word_embeddings.weight", shape=shape, meta=meta, counted="embedding")
+        if self.position_embedding == "learned_absolute":
+            partial = parallel.sequence_parallel
+            meta = replace(meta, role="position", fan_in=1, tp_dim=None, partial_over_tp=partial)
+            shape = (self.max_positions, self.hidden_size)
+            yield ParamSpec(name="position_embeddings.weight", shape=shape, meta=meta, counted="embedding")
+
+    def head_parameters(self) -> Iterator[ParamSpec]:
+        """Parameters of the output layer, which has no weight if that of the embedding is tied to it."""
+        if not self.tied_embeddings:
+            meta = ParamMeta(role="head", fan_in=self.hidden_size, tp_dim=0)
+            yield ParamSpec(name="weight", shape=(self.vocab_size, self.hidden_size), meta=meta, counted="head")
+        if self.head_bias:
+            meta = ParamMeta(role="bias", init="zeros", tp_dim=0, decay=False)
+            yield ParamSpec(name="bias", shape=(self.vocab_size,), meta=meta, counted="head")
+
+    def final_norm_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        """Parameters of the norm after the last layer."""
+        return self.norm.parameters("final_layernorm", self.hidden_size, parallel)
+
+    def mtp_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        """Parameters of one MTP layer: three norms, a projection [H, 2H] and a copy of the last layer."""
+        hidden = self.hidden_size
+        for name in ("enorm", "hnorm", "final_layernorm"):
+            yield from self.norm.parameters(name, hidden, parallel)
+        shape = (hidden, 2 * hidden)
+        yield from linear_parameters("eh_proj", shape, parallel, counted="attention", low="mtp", tp_dim=0)
+        yield from _within("transformer_layer", self.layers[-1].parameters(parallel))
 
 
 def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) -> ModelConfig:
     """Returns a copy of the model config in which `change` is applied to the config of every MoE layer."""
 
     def changed(layer: LayerConfig) -> LayerConfig:
-        if not isinstance(layer.feed_forward, MoEConfig):
-            return layer
-        return replace(layer, feed_forward=change(layer.feed_forward))
+        return layer if layer.moe is None else replace(layer, feed_forward=change(layer.moe))
 
     return replace(config, layers=tuple(map(changed, config.layers)))

@@ -1,14 +1,29 @@
 """Mixture of Experts: router, experts, shared experts and token dispatch."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from math import ceil
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
+from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.costs import (
+    INDEX,
+    ActivationSizes,
+    SavedActivation,
+    bytes_per_fp8_element,
+    num_bytes,
+    row_padding,
+    saved_tensor,
+)
 from megatron_moe.config.functions import Balancing, Options, ScoreFunction
-from megatron_moe.config.mlp import MLPConfig
+from megatron_moe.config.mlp import MLPConfig, mlp_names
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
-from megatron_moe.config.transport import ExpertTransport, TransportChoice, choose_transport
+from megatron_moe.config.transport import ExpertTransport, RowBound, TransportChoice, choose_transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +98,28 @@ class RouterConfig:
         }
         return next((option for option, is_on in options.items() if is_on), "")
 
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        """Weight [E, H] and bias [E]. The expert bias of balancing without auxiliary loss is a buffer."""
+        meta = ParamMeta(role="router", fan_in=self.hidden_size, partial_over_tp=parallel.sequence_parallel)
+        shape = (self.num_experts, self.hidden_size)
+        yield ParamSpec(name="router.weight", shape=shape, meta=meta, counted="router")
+        if self.linear_bias:
+            meta = replace(meta, role="bias", decay=False)
+            yield ParamSpec(name="router.bias", shape=shape[:1], meta=meta, counted="router")
+
+    def saved_tensors(self, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Tensors that the router saves, except its input, which is counted as the output of the norm."""
+        tokens = sizes.residual
+        scores = tokens * self.num_experts
+        yield saved_tensor("router", "scores", "T E", scores, sizes.internal)
+        if self.balancing_losses:
+            yield saved_tensor("router", "scores of the balancing loss", "T E", scores, sizes.internal)
+        yield saved_tensor("router", "choices", "T K", tokens * self.topk, INDEX + self.probability_bytes(sizes))
+
+    def probability_bytes(self, sizes: ActivationSizes) -> int:
+        """Bytes per probability."""
+        return sizes.activation if self.dtype is None else num_bytes(self.dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
@@ -109,6 +146,27 @@ class ExpertsConfig(MLPConfig):
     """Multiplies rows by their router probability after fc2, not before it; fc2's output is then saved for backward
     (`--no-moe-memory-efficient-permutation`)."""
 
+    @property
+    def may_fuse(self) -> bool:
+        """Whether FP8 formats that ops can write are fused into the ops between the GEMMs, for an ffn size that is a
+        multiple of the block length."""
+        return self.grouped and not self.bias and not self.probs_on_output
+
+    def parameters_as(self, parallel: ParallelConfig, **facts: Any) -> Iterator[ParamSpec]:
+        num = self.num_experts
+        for name, shape, options in self.matrices():
+            meta = ParamMeta(role="matrix", grid="expert", num_experts=num, fan_in=shape[1], **options)
+            yield ParamSpec(name=f"{name}.weight", shape=(num, *shape), meta=meta, **facts)
+            if self.bias:
+                meta = expert_bias_meta(meta)
+                facts_of_bias = {**facts, "low": "", "recomputed_by": ()}
+                yield ParamSpec(name=f"{name}.bias", shape=(num, shape[0]), meta=meta, **facts_of_bias)
+
+
+def expert_bias_meta(weight: ParamMeta) -> ParamMeta:
+    """Metadata of the biases [n, outputs] of experts with weights [n, outputs, inputs]."""
+    return replace(weight, role="bias", init="zeros", fan_in=1, tp_dim=0 if weight.tp_dim == 0 else None, decay=False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertsConfig:
@@ -117,10 +175,22 @@ class SharedExpertsConfig:
     mlp: MLPConfig
     gate: bool = False
 
-    @property
-    def num_params(self) -> int:
-        """Number of parameters of the MLP and the gate."""
-        return self.mlp.num_params + (self.mlp.hidden_size if self.gate else 0)
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        """Parameters of the MLP and the gate."""
+        recomputed = ("shared_experts", "moe")
+        yield from self.mlp.parameters_as(parallel, counted="shared", low="shared_experts", recomputed_by=recomputed)
+        if self.gate:
+            hidden = self.mlp.hidden_size
+            meta = ParamMeta(role="gate", fan_in=hidden, partial_over_tp=parallel.sequence_parallel)
+            yield ParamSpec(name="gate_weight", shape=(1, hidden), meta=meta, counted="shared")
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        yield from self.mlp.saved_as("shared", "shared_experts", parallel, sizes)
+        if self.gate:
+            hidden = self.mlp.hidden_size
+            mark = {"recomputed_by": ("shared_experts",)}
+            yield saved_tensor("shared", "output", "T H", sizes.residual * hidden, sizes.activation, mark)
+            yield saved_tensor("shared", "gate", "T", sizes.residual * 2, sizes.internal, mark)
 
 
 DEEPEP_SMS = 20
@@ -140,7 +210,7 @@ class HybridEPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(FeedForwardConfig):
     """An MoE layer: router, token dispatch, experts, combine, and optional shared experts."""
 
     router: RouterConfig
@@ -170,6 +240,18 @@ class MoEConfig:
     """Multiple to which the rows of an expert are padded (`--moe-router-padding-for-quantization`)."""
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
+
+    module: ClassVar[str] = "megatron_moe.moe.moe_layer:MoELayer"
+    whole_module: ClassVar[str] = "moe"
+    memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"": "mlp", "router": "router", "experts": "experts", "shared_experts": "shared"}
+    )
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            "mlp.experts.linear_fc1.weight": ("mlp.experts.experts.linear_fc1.weight",),
+            "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
+        }
+    )
 
     def choose_transport(self, parallel: ParallelConfig, *, has_peer_access: bool = True) -> TransportChoice:
         """Transport over the ranks of `parallel`; see the function."""
@@ -201,16 +283,153 @@ class MoEConfig:
         return tokens if self.fp8_dispatch else None, grads if self.fp8_combine_grad else None
 
     @property
-    def latent_elements(self) -> int:
-        """Number of weight elements of the projections into and out of the latent space."""
-        return 2 * self.router.hidden_size * self.latent_size if self.latent_size else 0
+    def recompute_modules(self) -> tuple[str, ...]:
+        """Overlapped shared experts run in two nodes and cannot be recomputed alone."""
+        alone = self.shared is not None and not self.shared_overlap
+        return ("moe_act", "shared_experts", "moe") if alone else ("moe_act", "moe")
 
-    def shard(self, parallel: ParallelConfig) -> "MoEConfig":
-        """Config of one rank's shard: experts sharded over ep, their channels over etp, shared experts over tp."""
-        experts = replace(
-            self.experts,
-            num_experts=self.experts.num_experts // parallel.ep,
-            ffn_hidden_size=self.experts.ffn_hidden_size // parallel.etp,
-        )
-        shared = self.shared and replace(self.shared, mlp=self.shared.mlp.shard(parallel))
-        return replace(self, experts=experts, shared=shared)
+    @property
+    def routed_experts(self) -> "MoEConfig":
+        return self
+
+    def rows(self, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
+        """Number of rows R (pairs of token and selected expert) that the experts of the most loaded rank process for
+        one microbatch with `num_tokens` tokens per rank. With expert parallelism, R is `imbalance` times the even load,
+        with three exceptions: padding to the expert capacity makes R constant, the all-gather dispatcher allocates
+        buffers for the largest possible R, and the flex dispatcher for the R of `--moe-expert-rank-capacity-factor`.
+        """
+        ranks, router = parallel.ep * parallel.etp, self.router
+        local = router.num_experts // parallel.ep
+        if self.capacity is not None and self.capacity.pad:
+            even = num_tokens * router.topk / router.num_experts * self.capacity.factor
+            return ranks * local * min(num_tokens, ceil(even))
+        most = ranks * num_tokens * min(router.topk, local)
+        bound = self.transport(parallel).rows
+        if bound is RowBound.ANY_ROUTING:
+            return most
+        if bound is RowBound.BOUNDED:
+            factor = self.expert_rank_capacity_factor
+            return most if factor is None else min(most, int(factor * parallel.etp * num_tokens * router.topk))
+        return parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        yield from self.router.parameters(parallel)
+        facts: dict[str, Any] = {"active_experts": self.router.topk, "recomputed_by": ("moe",)}
+        for spec in self.experts.parameters_as(parallel, counted="experts", low="experts", **facts):
+            yield replace(spec, name=f"experts.{spec.name}")
+        for spec in () if self.shared is None else self.shared.parameters(parallel):
+            yield replace(spec, name=f"shared_experts.{spec.name}")
+        if self.latent_size is not None:
+            hidden, latent = self.router.hidden_size, self.latent_size
+            facts = {"counted": "latent", "low": "experts", "recomputed_by": ("moe",)}
+            yield from linear_parameters("fc1_latent_proj", (latent, hidden), parallel, **facts)
+            yield from linear_parameters("fc2_latent_proj", (hidden, latent), parallel, init="output", **facts)
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        shared = () if self.shared is None else self.shared.saved_tensors(parallel, sizes)
+        for each in (*self.router.saved_tensors(sizes), *self._saved_by_experts(parallel, sizes), *shared):
+            yield replace(each, recomputed_by=(*each.recomputed_by, "moe"))
+
+    def _saved_by_experts(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Tensors that routed experts save. The output of fc2 is saved only with `probs_on_output`."""
+        experts, size, tensor = self.experts, sizes.activation, partial(saved_tensor, "experts")
+        rows, hidden = self.rows(parallel, sizes.residual, sizes.imbalance), experts.hidden_size
+        fan, ffn = experts.activation.fan, experts.ffn_hidden_size // parallel.etp
+        yield tensor("row index", "R", rows * 2, INDEX)
+        yield tensor("probabilities", "R", rows, self.router.probability_bytes(sizes))
+        even = {"even_rows": parallel.etp * sizes.residual * self.router.topk}
+        padded = {"low": "experts", "rows_of_experts": (int(rows), self.router.num_experts // parallel.ep)}
+        # on one rank, fc1 gathers tokens that the router saves anyway
+        fused = {"fused_bytes": 0} if experts.may_fuse else {}
+        gathered = fused if parallel.ep * parallel.etp == 1 else {}
+        marks = {**even, **padded, **gathered, "row_width": hidden, "offloaded_by": "expert_fc1"}
+        yield tensor("rows", "R H", rows * hidden, size, marks)
+        marks = {**even, "row_width": fan * ffn, "offloaded_by": "moe_act", "is_activation_input": experts.may_fuse}
+        yield tensor("first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, marks)
+        marks = {**even, **padded, **fused, "row_width": ffn, "recomputed_by": ("moe_act",)}
+        yield tensor("activation", "R F", rows * ffn, size, marks)
+        if experts.probs_on_output:
+            yield tensor("results before their probability", "R H", rows * hidden, size)
+        elif experts.bias:
+            # fc2's bias, expanded to rows, is multiplied by each row's probability
+            yield tensor("bias of rows", "R H", rows * hidden, sizes.internal)
+        if experts.probs_on_input:
+            yield tensor("rows before their probability", "R H", rows * hidden, sizes.internal)
+        if self.latent_size:
+            yield tensor("latent sum", "T L", sizes.residual * self.latent_size, size, {"low": "experts"})
+
+    def backward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """Peak of routed and shared experts, without the buffers of the token dispatcher."""
+        shared = 0.0 if self.shared is None else self.shared.mlp.backward_workspace(parallel, sizes, low)
+        return max(self._workspace_of_experts(parallel, sizes, low), shared)
+
+    def _workspace_of_experts(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """Gradient of fc1's output plus the larger of the gradients of fc2's and fc1's input. With fused casts: the
+        activation, gradients of the outputs of fc2, the activation and fc1, and their FP8 copies. With FP8 weight
+        gradients, most of them exist in FP8 only, on one rank also the gradient of fc2's output. Fused casts also
+        restore an activation input that was saved in FP8."""
+        experts, size = self.experts, sizes.activation
+        rows = self.rows(parallel, sizes.residual, sizes.imbalance)
+        ffn, fan, hidden = experts.ffn_hidden_size // parallel.etp, experts.activation.fan, experts.hidden_size
+        if low is None or low.fused_block is None or not experts.may_fuse:
+            return rows * size * (fan * ffn + max(ffn, hidden))
+        copied, wide = hidden + fan * ffn, hidden + (2 + fan) * ffn
+        if low.weight_grad:
+            copied, wide = 2 * copied + ffn, ffn + (0 if parallel.ep * parallel.etp == 1 else hidden)
+        if low.activation_inputs:
+            wide += fan * ffn
+        return rows * (size * wide + bytes_per_fp8_element(low) * copied)
+
+    def delayed_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
+        """Inputs and output gradients of fc1 and fc2."""
+        experts, rows = self.experts, self.rows(parallel, sizes.residual, sizes.imbalance)
+        hidden = 2 * experts.hidden_size
+        ffn, tokens = (1 + experts.activation.fan) * (experts.ffn_hidden_size // parallel.etp), 0.0
+        if low is not None and low.fused_block and experts.may_fuse and parallel.ep * parallel.etp == 1:
+            # fc1's input and the gradient of fc2's output are kept as tokens
+            tokens, hidden = float(sizes.residual * hidden * sizes.activation), 0
+        width = hidden + ffn
+        if low is not None and low.of_experts.weight_grad:
+            padding = row_padding(low, int(rows), self.router.num_experts // parallel.ep)
+            return tokens + rows * width * bytes_per_fp8_element(low) * padding
+        return tokens + rows * width * sizes.activation
+
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        if self.experts.num_experts % parallel.ep:
+            return f"{parallel.ep} expert-parallel ranks cannot share {self.experts.num_experts} experts equally"
+        if self.experts.ffn_hidden_size % parallel.etp:
+            width = self.experts.ffn_hidden_size
+            return f"{parallel.etp} expert-tensor-parallel ranks cannot share {width} expert channels equally"
+        return None if self.shared is None else self.shared.mlp.layout_problem(parallel)
+
+    def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
+        if self.latent_size is not None:
+            yield "--moe-latent-size", self.latent_size, 1
+        yield "--moe-ffn-hidden-size", self.experts.ffn_hidden_size, parallel.etp
+        if self.shared is not None:
+            yield "--moe-shared-expert-intermediate-size", self.shared.mlp.ffn_hidden_size, parallel.tp
+
+    def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        num = self.experts.num_experts
+        if model_type == "gpt_oss":
+            for kind in ("weight", "bias"):
+                yield NameRule(f"router.{kind}", (f"mlp.router.{kind}",))
+            first = ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias")
+            yield NameRule("experts.linear_fc1.weight", first[:1], "interleaved_gate_up")
+            yield NameRule("experts.linear_fc1.bias", first[1:], "interleaved_gate_up")
+            yield NameRule("experts.linear_fc2.weight", ("mlp.experts.down_proj",), "transposed")
+            yield NameRule("experts.linear_fc2.bias", ("mlp.experts.down_proj_bias",))
+        elif model_type == "mixtral":
+            yield NameRule("router.weight", ("block_sparse_moe.gate.weight",))
+            yield from mlp_names("experts.", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2"), num)
+        else:
+            yield NameRule("router.weight", ("mlp.gate.weight",))
+            yield from mlp_names("experts.", "mlp.experts.{e}", num_experts=num)
+            shared = "mlp.shared_expert" if model_type == "qwen2_moe" else "mlp.shared_experts"
+            yield from mlp_names("shared_experts.", shared)
+            yield NameRule("shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",))
+            yield NameRule("router.expert_bias", ("mlp.gate.e_score_correction_bias",))

@@ -1,35 +1,19 @@
 """Floating-point operations of a training step, and peak rates of devices."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.config.costs import CostSum
-from megatron_moe.config.mla import MLAConfig
-from megatron_moe.config.mlp import MLPConfig
+from megatron_moe.config.component import UNSHARDED, ParamSpec
+from megatron_moe.config.costs import TRAINING_FLOPS, FlopCount
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.precision import FloatName
 
-_PER_MULTIPLY_ADD = 6
-"""Training FLOPs per multiply-add of a GEMM: 2 in forward, 2 for the input gradient, 2 for the weight gradient."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlopCount(CostSum[int]):
-    """FLOPs of forward and backward by part of the model, excluding recompute."""
-
-    attention: int = 0
-    """Linear projections of attention."""
-    core_attention: int = 0
-    """The two GEMMs of attention: queries times keys, and probabilities times values."""
-    dense_mlp: int = 0
-    experts: int = 0
-    """Routed experts (`topk` per token) and the projections into and out of their latent space."""
-    shared: int = 0
-    mtp: int = 0
-    """Layers and input projections of multi-token prediction. The logits of multi-token prediction are in `head`."""
-    head: int = 0
-    """Projection to logits, for the next token and for every depth of multi-token prediction."""
+_PROJECTIONS = MappingProxyType(
+    {"attention": "attention", "dense_mlp": "dense_mlp", "experts": "experts", "latent": "experts", "shared": "shared"}
+)
+"""Field of `ParamCount` -> field of `FlopCount` for the products with its matrices."""
 
 
 def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
@@ -39,7 +23,7 @@ def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> Flop
     router's are counted, and also the norms of MLA latents and of multi-token prediction. Recompute is not counted.
     Causal attention has S^2 / 2 query-key pairs.
     """
-    head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * _PER_MULTIPLY_ADD
+    head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * TRAINING_FLOPS
     count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length))
     for layer, times in Counter(model.layers).items():
         count += count_layer_flops(layer, seq_length) * times
@@ -54,37 +38,23 @@ def flops_per_step(model: ModelConfig, num_sequences: int, seq_length: int) -> i
 def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
     """FLOPs of one MTP depth for one sequence: a decoder layer, the projection [H, 2H] and, as in Megatron, 3 norms."""
     hidden = model.hidden_size
-    own = seq_length * (2 * hidden * hidden + 3 * hidden) * _PER_MULTIPLY_ADD
+    own = seq_length * (2 * hidden * hidden + 3 * hidden) * TRAINING_FLOPS
     return own + count_layer_flops(model.layers[-1], seq_length).total
 
 
 def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
     """FLOPs of one layer for one sequence, forward and backward."""
-    mixer, feed_forward = layer.mixer, layer.feed_forward
-    per_token = seq_length * _PER_MULTIPLY_ADD
-    projections = mixer.matrix_elements
-    if isinstance(mixer, MLAConfig) and mixer.qk_norm:  # Megatron counts the norms of the compressed q and kv
-        projections += mixer.kv_lora_rank + (mixer.q_lora_rank or 0)
-    pairs = _doubled_num_pairs(mixer.core, seq_length)
-    attention = FlopCount(
-        attention=per_token * projections,
-        core_attention=(mixer.q_width + mixer.out_width) * pairs * _PER_MULTIPLY_ADD // 2,
-    )
-    if isinstance(feed_forward, MLPConfig):
-        return attention + FlopCount(dense_mlp=per_token * feed_forward.matrix_elements)
-    experts = feed_forward.router.topk * feed_forward.experts.matrix_elements + feed_forward.latent_elements
-    shared = feed_forward.shared.mlp.matrix_elements if feed_forward.shared else 0
-    return attention + FlopCount(experts=per_token * experts, shared=per_token * shared)
+    products = product_flops(layer.parameters(UNSHARDED), seq_length * TRAINING_FLOPS)
+    return products + layer.mixer.flops(seq_length) + layer.feed_forward.flops(seq_length)
 
 
-def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
-    """Twice the number of query-key pairs of one sequence, as an integer. The number of pairs is approximated by an
-    area: S^2 / 2 for causal attention, and w S - w^2 / 2 with a window of w tokens."""
-    if not core.causal:
-        return 2 * seq_length * seq_length
-    left = core.window[0] if core.window else -1
-    window = seq_length if left < 0 else min(left + 1, seq_length)
-    return 2 * window * seq_length - window * window
+def product_flops(parameters: Iterable[ParamSpec], per_element: int) -> FlopCount:
+    """FLOPs of the products of tokens with matrices, `per_element` for every element that processes one token."""
+    found: Counter[str] = Counter()
+    for spec in parameters:
+        if spec.meta.role == "matrix":
+            found[_PROJECTIONS[spec.counted]] += spec.active_elements * per_element
+    return FlopCount(**found)
 
 
 @dataclass(frozen=True)

@@ -11,26 +11,20 @@ from operator import mul
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron_moe.config.costs import CostSum
+from megatron_moe.config.costs import (
+    WHOLE_LAYER,
+    CostSum,
+    SavedActivation,
+    bytes_per_fp8_element,
+    num_bytes,
+    row_padding,
+)
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
-from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import (
-    WHOLE_LAYER,
-    ActivationSizes,
-    SavedActivation,
-    bytes_per_fp8_element,
-    expert_rows,
-    head_tensors,
-    layer_tensors,
-    may_fuse,
-    num_bytes,
-    stage_tensors,
-)
+from megatron_moe.cost_model.activations import activation_sizes, head_tensors, layer_tensors, stage_tensors
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, layer_recipes, low_by_rank, stored_bytes
 from megatron_moe.cost_model.workspace import (
@@ -160,7 +154,7 @@ class RankMemory:
     def __init__(self, plan: RunPlan, imbalance: float = 1.0) -> None:
         """`imbalance`: number of expert rows of the most loaded expert-parallel rank, divided by the mean."""
         self.plan = plan
-        self.sizes = ActivationSizes.of(plan, imbalance)
+        self.sizes = activation_sizes(plan, imbalance)
         self._layers: dict[LayerConfig, list[SavedActivation]] = {}
         self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
         self._moments: dict[tuple[int, int, int], list[Moment]] = {}
@@ -302,7 +296,7 @@ class RankMemory:
             freed_by = (WHOLE_LAYER,)
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(0.0, recomputed=tensor.bytes)
-        size, in_pages = float(tensor.bytes), memory.paged_stash is not None and tensor.even_bytes
+        size, in_pages = float(tensor.bytes), memory.paged_stash is not None and tensor.even_rows
         if config is not None and tensor.rows_of_experts is not None:
             config = config.of_experts
         if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
@@ -312,8 +306,8 @@ class RankMemory:
         elif config is not None and _is_saved_in(config, tensor, freed_by) and not in_pages:
             size = tensor.elements * bytes_per_fp8_element(config)
             if tensor.rows_of_experts is not None:
-                size *= _padding(config, *tensor.rows_of_experts)
-        if memory.paged_stash is not None and tensor.even_bytes:
+                size *= row_padding(config, *tensor.rows_of_experts)
+        if memory.paged_stash is not None and tensor.even_rows:
             # rows restored from the stash do not raise the peak: the earlier dispatch needs more memory
             return _Placed(
                 size * memory.paged_stash.moe_paged_stash_buffer_size_factor_cuda * tensor.even_bytes / tensor.bytes
@@ -337,23 +331,8 @@ class RankMemory:
 
     def _late(self, layer: LayerConfig, *, low: bool) -> float:
         """Bytes per microbatch that an MoE layer keeps after backward. `low`: whether its GEMMs use FP8 or FP4."""
-        feed_forward = layer.shard(self.plan.parallel).feed_forward
-        if not isinstance(feed_forward, MoEConfig):
-            return 0.0
-        experts = feed_forward.experts
-        rows = expert_rows(feed_forward, self.plan.parallel, self.sizes.residual, self.sizes.imbalance)
-        # inputs and output gradients of fc1 and fc2
-        hidden, ffn = 2 * experts.hidden_size, (1 + experts.activation.fan) * experts.ffn_hidden_size
-        config, tokens = self.plan.precision.low_precision, 0.0
-        ranks = self.plan.parallel.ep * self.plan.parallel.etp
-        if low and config is not None and config.fused_block and may_fuse(experts) and ranks == 1:
-            # fc1's input and the gradient of fc2's output are kept as tokens
-            tokens, hidden = float(self.sizes.residual * hidden * self.sizes.activation), 0
-        width = hidden + ffn
-        if low and config is not None and config.of_experts.weight_grad:
-            experts_here = feed_forward.router.num_experts // self.plan.parallel.ep
-            return tokens + rows * width * bytes_per_fp8_element(config) * _padding(config, int(rows), experts_here)
-        return tokens + rows * width * self.sizes.activation
+        config = self.plan.precision.low_precision if low else None
+        return layer.feed_forward.delayed_bytes(self.plan.parallel, self.sizes, config)
 
     def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
         """Peak temporary memory of a layer's backward. `longest`: number of layers of the largest model chunk."""
@@ -379,9 +358,8 @@ class RankMemory:
         an input gradient."""
         if not self.plan.precision.low_precision_params:
             return 0.0
-        config = layer.feed_forward.shard(self.plan.parallel)
-        mlp, num = (config, 1) if isinstance(config, MLPConfig) else (config.experts, config.experts.num_experts)
-        elements = num * layer.mixer.hidden_size * mlp.activation.fan * mlp.ffn_hidden_size
+        parameters = layer.feed_forward.parameters(self.plan.parallel)
+        elements = max((spec.held(self.plan.parallel) for spec in parameters if spec.low), default=0)
         return elements * stored_bytes(self.plan.precision).transposed
 
     def _staging(self, rank: int) -> float:
@@ -443,12 +421,6 @@ def _is_saved_in(config: LowPrecisionConfig, tensor: SavedActivation, recomputed
     return has_one_copy and (not tensor.read_unless or tensor.read_unless in recomputed)
 
 
-def _padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:
-    """Size of a columnwise copy of expert rows, whose experts are padded to whole blocks, relative to its rows."""
-    length = config.inputs.block[1]
-    return (num_rows // length + num_experts) * length / num_rows if length and num_rows else 1.0
-
-
 def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:
     """Memory of the pipeline rank with the highest peak."""
     return max(ranks, key=lambda rank: rank.total)
@@ -481,19 +453,11 @@ def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
 
 def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashConfig) -> Counter[int]:
     """Row width in elements -> number of paged-stash pages that `layers` need for one microbatch."""
-    plan, found = memory.plan, Counter[int]()
-    for layer in layers:
-        feed_forward = layer.shard(plan.parallel).feed_forward
-        if not isinstance(feed_forward, MoEConfig):
-            continue
-        experts = feed_forward.experts
-        even = plan.parallel.etp * memory.sizes.residual * feed_forward.router.topk
-        padding = experts.num_experts * (feed_forward.row_alignment - 1)
-        widths = [experts.hidden_size, experts.activation.fan * experts.ffn_hidden_size]
-        recompute = plan.memory.recompute
-        if not (recompute.recompute_granularity == "selective" and "moe_act" in recompute.recompute_modules):
-            widths.append(experts.ffn_hidden_size)
-        for width in widths:
-            rows = config.moe_paged_stash_buffer_size_factor_cuda * even + padding
-            found[width] += ceil(rows / config.moe_paged_stash_page_size) + 1
+    found = Counter[int]()
+    recompute = memory.plan.memory.recompute
+    recomputed = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    for tensor in (tensor for layer in layers for tensor in memory.tensors(layer)):
+        if tensor.even_rows and not set(tensor.recomputed_by) & set(recomputed):
+            rows = config.moe_paged_stash_buffer_size_factor_cuda * tensor.even_rows
+            found[tensor.row_width] += ceil(rows / config.moe_paged_stash_page_size) + 1
     return found

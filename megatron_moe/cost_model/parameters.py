@@ -1,13 +1,12 @@
 """Parameter counts, computed from a model's configuration without building it."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_moe.config.attention import AttentionConfig, NormConfig
+from megatron_moe.config.component import UNSHARDED, ParamSpec
 from megatron_moe.config.costs import CostSum
-from megatron_moe.config.mla import MLAConfig
-from megatron_moe.config.mlp import MLPConfig
-from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +38,24 @@ class ParamCount(CostSum[int]):
         return replace(self, mtp=0)
 
 
+def count(parameters: Iterable[ParamSpec], *, active: bool = False) -> ParamCount:
+    """Number of elements by kind. `active`: counts only the routed experts that process a token."""
+    found: Counter[str] = Counter()
+    for spec in parameters:
+        found[spec.counted] += spec.active_elements if active else spec.elements
+    return ParamCount(**found)
+
+
 def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
     """Parameter counts of the model. `active`: counts only the `topk` routed experts per layer that process a token."""
-    layers = sum((count_layer(layer, active=active) for layer in model.layers), ParamCount())
-    positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
-    ends = ParamCount(
-        embedding=(model.vocab_size + positions) * model.hidden_size,
-        norms=count_norm(model.norm, model.hidden_size),
-        head=_head(model),
-        mtp=_mtp(model, active),
-    )
-    return layers + ends
+    total = ParamCount()
+    for layer, times in Counter(model.layers).items():
+        total += count(layer.parameters(UNSHARDED), active=active) * times
+    ends = (*model.embedding_parameters(UNSHARDED), *model.final_norm_parameters(UNSHARDED), *model.head_parameters())
+    if model.mtp is not None:
+        depth = count(model.mtp_parameters(UNSHARDED), active=active).total
+        total += ParamCount(mtp=depth * model.mtp.num_distinct_layers)
+    return total + count(ends)
 
 
 def count_expert_elements(model: ModelConfig) -> int:
@@ -57,58 +63,4 @@ def count_expert_elements(model: ModelConfig) -> int:
     layers = list(model.layers)
     if model.mtp is not None:
         layers += [model.layers[-1]] * model.mtp.num_distinct_layers
-    return sum(count_layer(layer).experts for layer in layers)
-
-
-def _head(model: ModelConfig) -> int:
-    matrix = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    return matrix + (model.vocab_size if model.head_bias else 0)
-
-
-def _mtp(model: ModelConfig, active: bool) -> int:
-    """Number of MTP parameters. Each layer has 3 norms, a projection [H, 2H] and a copy of the last layer."""
-    if model.mtp is None:
-        return 0
-    hidden = model.hidden_size
-    one = 3 * count_norm(model.norm, hidden) + 2 * hidden * hidden + count_layer(model.layers[-1], active=active).total
-    return one * model.mtp.num_distinct_layers
-
-
-def count_layer(layer: LayerConfig, *, active: bool = False) -> ParamCount:
-    """Parameter counts of one layer. `active`: counts only `topk` of the routed experts."""
-    mixer, feed_forward = layer.mixer, layer.feed_forward
-    attention = _mla(mixer) if isinstance(mixer, MLAConfig) else _attention(mixer)
-    norms = ParamCount(norms=2 * count_norm(layer.norm, mixer.hidden_size))
-    return attention + norms + _feed_forward(feed_forward, active)
-
-
-def count_norm(norm: NormConfig, width: int) -> int:
-    """Number of parameters of a norm over `width` channels."""
-    return width * (2 if norm.kind == "LayerNorm" else 1)
-
-
-def _attention(config: AttentionConfig) -> ParamCount:
-    biases = (config.qkv_width if config.qkv_bias else 0) + (config.hidden_size if config.out_bias else 0)
-    sinks = config.num_heads if config.core.sinks else 0
-    normed = {"none": 0, "per_head": 2 * config.head_dim, "full": config.q_width + config.kv_width, "l2": 0}[
-        config.qk_norm
-    ]
-    return ParamCount(attention=config.matrix_elements + biases + sinks, norms=count_norm(config.norm, normed))
-
-
-def _mla(config: MLAConfig) -> ParamCount:
-    sinks = config.num_heads if config.core.sinks else 0
-    normed = config.kv_lora_rank + (config.q_lora_rank or 0) if config.qk_norm else 0
-    return ParamCount(attention=config.matrix_elements + sinks, norms=count_norm(config.norm, normed))
-
-
-def _feed_forward(config: MLPConfig | MoEConfig, active: bool) -> ParamCount:
-    if isinstance(config, MLPConfig):
-        return ParamCount(dense_mlp=config.num_params)
-    router = config.router
-    return ParamCount(
-        router=router.num_experts * (router.hidden_size + (1 if router.linear_bias else 0)),
-        experts=(router.topk if active else config.experts.num_experts) * config.experts.num_params,
-        shared=config.shared.num_params if config.shared else 0,
-        latent=config.latent_elements,
-    )
+    return sum(count(layer.parameters(UNSHARDED)).experts * times for layer, times in Counter(layers).items())

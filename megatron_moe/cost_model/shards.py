@@ -1,19 +1,18 @@
 """Number of parameters on one rank: its shards of the layers, embedding, norms and head of its pipeline stages."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
-from megatron_moe.config.attention import AttentionConfig
-from megatron_moe.config.costs import CostSum
+from megatron_moe.config.component import ParamSpec
+from megatron_moe.config.costs import CostSum, num_bytes
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout, StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import num_bytes
-from megatron_moe.cost_model.parameters import count_layer, count_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,44 +23,31 @@ class HeldElements(CostSum[int]):
     expert: int = 0
 
 
-def held_by_layer(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:
-    """Number of parameters in one rank's shard of a layer."""
-    count, mixer = count_layer(layer.shard(parallel)), layer.mixer
-    attention = count.total - count.experts
-    if isinstance(mixer, AttentionConfig):
-        attention -= _kv_rows_elsewhere(layer, parallel.tp) * (mixer.hidden_size + mixer.qkv_bias)
-        if mixer.qk_norm == "full":  # replicated, though the heads are sharded
-            shard = mixer.shard(parallel.tp)
-            attention += count_norm(mixer.norm, mixer.q_width + mixer.kv_width - shard.q_width - shard.kv_width)
-    return HeldElements(attention=attention, expert=count.experts)
+def held(parameters: Iterable[ParamSpec], parallel: ParallelConfig, *, low: bool = False) -> HeldElements:
+    """Number of elements of `parameters` on one rank. `low`: only those that FP8 or FP4 recipes may quantise."""
+    found = {"attention": 0, "expert": 0}
+    for spec in parameters:
+        if spec.low or not low:
+            found[spec.meta.grid] += spec.held(parallel)
+    return HeldElements(**found)
 
 
-def _kv_rows_elsewhere(layer: LayerConfig, tp: int) -> int:
-    """Number of k and v weight rows that a rank uses but does not store, because several ranks share a query group."""
-    mixer = layer.mixer
-    return mixer.shard(tp).qkv_width - mixer.qkv_width // tp if isinstance(mixer, AttentionConfig) else 0
+@cache
+def held_by_layer(layer: LayerConfig, parallel: ParallelConfig, *, low: bool = False) -> HeldElements:
+    """Number of parameters in one rank's shard of a layer. `low`: see `held`."""
+    return held(layer.parameters(parallel), parallel, low=low)
 
 
 def held_by_stage(model: ModelConfig, stage: StageLayout, parallel: ParallelConfig) -> HeldElements:
     """Number of parameters in one rank's shard of a stage: layers and, if present, embedding, final norm and head."""
-    layers = Counter(model.layers[index] for index in stage.layers)
-    held = sum((held_by_layer(layer, parallel) * count for layer, count in layers.items()), HeldElements())
-    hidden, rows = model.hidden_size, model.vocab_size // parallel.tp
-    own = held_by_embedding(model, parallel) if stage.embedding else 0
-    own += count_norm(model.norm, hidden) if stage.final_norm else 0
-    if stage.loss:
-        own += (0 if model.tied_embeddings else rows * hidden) + (rows if model.head_bias else 0)
+    layers, ends = Counter(model.layers[index] for index in stage.layers), list[ParamSpec]()
+    total = sum((held_by_layer(layer, parallel) * count for layer, count in layers.items()), HeldElements())
+    ends += model.embedding_parameters(parallel) if stage.embedding else ()
+    ends += model.final_norm_parameters(parallel) if stage.final_norm else ()
+    ends += model.head_parameters() if stage.loss else ()
     if stage.num_mtp and model.mtp is not None:
-        projection = 3 * count_norm(model.norm, hidden) + 2 * hidden * hidden // parallel.tp
-        layer = held_by_layer(model.layers[-1], parallel) + HeldElements(attention=projection)
-        held += layer * model.mtp.num_distinct_layers
-    return held + HeldElements(attention=own)
-
-
-def held_by_embedding(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Number of parameters on one rank: word embedding, sharded over tp, and position embedding, replicated."""
-    positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
-    return (model.vocab_size // parallel.tp + positions) * model.hidden_size
+        total += held(model.mtp_parameters(parallel), parallel) * model.mtp.num_distinct_layers
+    return total + held(ends, parallel)
 
 
 def held_by_rank(
@@ -69,11 +55,11 @@ def held_by_rank(
 ) -> HeldElements:
     """Number of parameters on one rank, including the copy of the embedding that a tied head or MTP layers need."""
     chunks = layout.chunks(pipeline_rank)
-    held = sum((held_by_stage(model, chunk, parallel) for chunk in chunks), HeldElements())
+    total = sum((held_by_stage(model, chunk, parallel) for chunk in chunks), HeldElements())
     copied = pipeline_rank in layout.embedding_ranks(tied=model.tied_embeddings)
     if copied and not any(chunk.embedding for chunk in chunks):
-        held += HeldElements(attention=held_by_embedding(model, parallel))
-    return held
+        total += held(model.embedding_parameters(parallel), parallel)
+    return total
 
 
 def is_low(plan: RunPlan, index: int) -> bool:
@@ -97,7 +83,7 @@ def low_by_rank(plan: RunPlan, rank: int) -> HeldElements:
         return HeldElements()
     num_mtp = sum(stage.num_mtp for stage in stages)
     kinds = Counter(layer for layer, recipe in layer_recipes(plan, rank) if recipe is not None).items()
-    low = sum((low_elements(layer, plan.parallel) * count for layer, count in kinds), HeldElements())
+    low = sum((held_by_layer(layer, plan.parallel, low=True) * count for layer, count in kinds), HeldElements())
     attention = 2 * model.hidden_size**2 // plan.parallel.tp * num_mtp
     if config.output_layer and any(stage.loss for stage in stages):
         attention += model.hidden_size * model.vocab_size // plan.parallel.tp
@@ -133,13 +119,3 @@ def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
             return StoredBytes(0.5, 1 / 16**2, amax / 16**2, 0.5)
         case _:
             return StoredBytes(1.0, 0.0, 0.0)
-
-
-def low_elements(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:
-    """Number of one rank's parameters that FP8 or FP4 recipes may quantize: all but norms, router and shared gate."""
-    shard = layer.shard(parallel)
-    count, hidden = count_layer(shard), shard.mixer.hidden_size
-    high = count.norms + count.router + _kv_rows_elsewhere(layer, parallel.tp) * hidden
-    if isinstance(shard.feed_forward, MoEConfig) and shard.feed_forward.shared and shard.feed_forward.shared.gate:
-        high += hidden
-    return HeldElements(attention=count.total - count.experts - high, expert=count.experts)

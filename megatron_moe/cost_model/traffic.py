@@ -7,14 +7,15 @@ sends N (n - 1) / n bytes; in an all-reduce, twice as many. docs/communication-v
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.costs import ActivationSizes, num_bytes
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import SentCopies
-from megatron_moe.cost_model.activations import ActivationSizes, num_bytes
+from megatron_moe.cost_model.activations import activation_sizes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
@@ -24,6 +25,8 @@ _PROBABILITY = 4
 """Bytes of the fp32 routing probability that is sent with each row."""
 _ID = 4
 """Bytes of an expert id."""
+_SHARDED = MappingProxyType({"dense_mlp": "MLP", "shared": "shared experts"})
+"""Field of `ParamCount` -> module in reports, if they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,7 @@ class Communication:
 
     @property
     def _sizes(self) -> ActivationSizes:
-        return ActivationSizes.of(self.plan)
+        return activation_sizes(self.plan)
 
     def _layers(self, rank: int) -> Iterator[Traffic]:
         for (layer, recipe), count in Counter(layer_recipes(self.plan, rank)).items():
@@ -153,17 +156,17 @@ class Communication:
         """Yields the traffic of tensor-parallel linears. Without sequence parallelism, each linear has one all-reduce.
         With it, a column-parallel linear has an all-gather in forward, and an all-gather and a reduce-scatter in
         backward; a row-parallel linear has a reduce-scatter in forward and an all-gather in backward."""
-        mixer, feed_forward, hidden = layer.mixer, layer.feed_forward, layer.mixer.hidden_size
-        if isinstance(mixer, MLAConfig):
-            columns = mixer.kv_lora_rank + (hidden if mixer.q_lora_rank is None else mixer.q_lora_rank)
-            yield self._sharded_linears("attention", columns, hidden, other=mixer.qk_rope_dim)
-        else:
-            shared = mixer.num_query_groups < self.plan.parallel.tp
-            yield self._sharded_linears("attention", hidden, hidden, other=mixer.qkv_width if shared else 0)
-        if not isinstance(feed_forward, MoEConfig):
-            yield self._sharded_linears("MLP", hidden, hidden)
-        elif feed_forward.shared is not None:
-            yield self._sharded_linears("shared experts", hidden, hidden)
+        columns, rows = Counter[str](), Counter[str]()
+        for spec in layer.parameters(self.plan.parallel):
+            if spec.meta.role == "matrix" and spec.meta.grid == "attention" and spec.meta.tp_dim is not None:
+                (rows if spec.meta.tp_dim else columns)[spec.counted] += spec.shape[1 - spec.meta.tp_dim]
+        gathered = {
+            "attention": layer.mixer.gathered_channels(self.plan.parallel),
+            "dense_mlp": layer.feed_forward.gathered_channels(self.plan.parallel),
+        }
+        for counted in {**columns, **rows}:
+            what, other = _SHARDED.get(counted, counted), gathered.get(counted, 0)
+            yield self._sharded_linears(what, columns[counted], rows[counted], other=other)
 
     def _sharded_linears(self, what: str, columns: int, rows: int, *, other: int = 0) -> Traffic:
         """Traffic of a module's tensor-parallel linears. `columns`: input channels of all column-parallel linears.
@@ -177,25 +180,15 @@ class Communication:
         return ring(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
 
     def _context_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
-        """Yields the context-parallel traffic of k and v (for all-to-all: q, k, v and output) and their gradients."""
-        cp, sizes = self.plan.parallel.cp, self._sizes
-        mixer = layer.mixer.shard(self.plan.parallel.tp)
-        keys, heads = mixer.keys_values_width, mixer.q_width + mixer.keys_values_width + mixer.out_width
-        narrow, wide = sizes.inner * sizes.activation, sizes.inner * sizes.internal
-        match mixer.core.context_exchange:
-            case "p2p":
-                size = (2 * (cp - 1) * keys * narrow + cp * keys * wide) if cp > 1 else 0.0
-            case "allgather":
-                size = (cp - 1) * keys * (narrow + wide)
-            case _:
-                size = 2 * heads * narrow * (cp - 1) / cp
+        """Yields the traffic of the mixer between context-parallel ranks."""
+        size = layer.mixer.context_parallel_bytes(self.plan.parallel, self._sizes)
         far = size * _crossing_share(self.placements["cp"])
         yield Traffic(group="cp", what="keys and values", bytes=size, far=far, hidden=True)
 
     def _experts(self, layer: LayerConfig, low: LowPrecisionConfig | None) -> Iterator[Traffic]:
         """Yields the traffic of the token dispatcher. `low`: recipe of the layer's experts."""
-        config, parallel, sizes = layer.feed_forward, self.plan.parallel, self._sizes
-        if not isinstance(config, MoEConfig) or parallel.ep * parallel.etp == 1:
+        config, parallel, sizes = layer.moe, self.plan.parallel, self._sizes
+        if config is None or parallel.ep * parallel.etp == 1:
             return
         copies = config.transport(parallel).copies
         if copies is SentCopies.ALL_RANKS:

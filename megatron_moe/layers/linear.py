@@ -1,14 +1,13 @@
 """Linear layer, sharded over tensor-parallel ranks by columns, by rows, or not at all."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.config.component import linear_metas
 from megatron_moe.config.mlp import ActivationConfig
-from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ShardedInput
 from megatron_moe.kernels.ops import Kernels
@@ -56,27 +55,9 @@ class Linear(nn.Module):
         self.kernels = kernels
         self.tp_dim = tp_dim
         self.quantizer = None
-        weight_meta = ParamMeta(
-            role="matrix",
-            init=init,
-            fan_in=inputs,
-            tp_dim=tp_dim,
-            splits=splits,
-            partial_over_tp=ctx.config.sequence_parallel and tp_dim is None,
-        )
+        weight_meta, bias_meta = linear_metas(inputs, ctx.config, tp_dim=tp_dim, splits=splits, init=init)
         self.weight = new_parameter((outputs, inputs), weight_meta, ctx)
-        self.bias = None
-        if bias:
-            bias_meta = replace(
-                weight_meta,
-                role="bias",
-                init="zeros",
-                fan_in=1,
-                tp_dim=0 if tp_dim == 0 else None,
-                decay=False,
-                partial_over_tp=ctx.config.sequence_parallel and tp_dim != 0,
-            )
-            self.bias = new_parameter((outputs,), bias_meta, ctx)
+        self.bias = new_parameter((outputs,), bias_meta, ctx) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [S, ..., inputs] to y [S, ..., outputs]. A sharded dim contains only this rank's shard."""

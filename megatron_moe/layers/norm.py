@@ -1,12 +1,8 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) over the last dim."""
 
-from dataclasses import replace
-from typing import Literal
-
 from torch import Tensor, nn
 
 from megatron_moe.config.attention import NormConfig
-from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
@@ -22,18 +18,14 @@ class Norm(nn.Module):
     ) -> None:
         """`over_heads`: True if the input is q or k of this rank's heads, False for the residual stream or a latent."""
         super().__init__()
-        partial = ctx.group("tp").size > 1 if over_heads else ctx.config.sequence_parallel
         self.config = config
         self.kernels = kernels
         self.copy_format: OperandFormat | None = None
         """FP8 format in which an RMSNorm also quantises its result for the linear layers behind it; None: it does not.
         Set after the model is built."""
-        init: Literal["zeros", "ones"] = "zeros" if config.zero_centered else "ones"
-        meta = ParamMeta(role="norm", init=init, decay=False, partial_over_tp=partial)
-        self.weight = new_parameter((width,), meta, ctx)
-        self.bias = None
-        if config.kind == "LayerNorm":
-            self.bias = new_parameter((width,), replace(meta, role="bias", init="zeros"), ctx)
+        weight, *bias = config.parameters("norm", width, ctx.config, over_heads=over_heads)
+        self.weight = new_parameter(weight.shape, weight.meta, ctx)
+        self.bias = new_parameter(bias[0].shape, bias[0].meta, ctx) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Returns norm(x) [..., width], a `QuantizedActivation` with `copy_format`. With `residual`, returns

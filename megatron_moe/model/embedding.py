@@ -1,11 +1,9 @@
 """Input embedding: word embedding, optional learned position embedding, and dropout."""
 
-from dataclasses import replace
-
 from torch import Tensor, nn
 
+from megatron_moe.config.component import ParamSpec
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import Kernels
@@ -16,12 +14,12 @@ from megatron_moe.parallel.tensor_parallel import leave_tensor_parallel, my_posi
 
 
 class Table(nn.Module):
-    """Embedding table with one learned row per id. If `meta.tp_dim` is 0, rows are sharded (vocabulary-parallel)."""
+    """Embedding table with one learned row per id, sharded by rows (vocabulary-parallel) if its `tp_dim` is 0."""
 
-    def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, weight: ParamSpec, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
-        self.weight = new_parameter((rows, width), meta, ctx)
+        self.weight = new_parameter(weight.shape, weight.meta, ctx)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Maps int64 ids [...] to their rows [..., width], or to zeros if the row is on another rank."""
@@ -43,18 +41,9 @@ class Embedding(nn.Module):
         super().__init__()
         self.ctx = ctx
         self.dropout = config.embedding_dropout
-        # As in Megatron, the embedding has no weight decay with --embedding-init-method-std, which sets its scale.
-        decay = config.init.embedding_std is None
-        # A tied head sums over hidden_size inputs, which decides the fan-in of unit-gain initialisation.
-        fan_in = config.hidden_size if config.tied_embeddings else 1
-        shared = ctx.group("pp").size > 1 and (config.tied_embeddings or config.mtp is not None)
-        meta = ParamMeta(role="embedding", init="embedding", fan_in=fan_in, tp_dim=0, decay=decay, shared_stages=shared)
-        self.word_embeddings = Table(config.vocab_size, config.hidden_size, meta, ctx, kernels)
-        self.position_embeddings = None
-        if config.position_embedding == "learned_absolute":
-            partial = ctx.config.sequence_parallel
-            meta = replace(meta, role="position", fan_in=1, tp_dim=None, partial_over_tp=partial)
-            self.position_embeddings = Table(config.max_positions, config.hidden_size, meta, ctx, kernels)
+        words, *positions = config.embedding_parameters(ctx.config)
+        self.word_embeddings = Table(words, ctx, kernels)
+        self.position_embeddings = Table(positions[0], ctx, kernels) if positions else None
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, mb: MicrobatchContext) -> Tensor:
         """Maps tokens and positions [B, S] to [S, B, H], or with sequence parallelism to this rank's [S / tp, B, H]."""

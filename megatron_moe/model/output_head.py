@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, VocabShard, internal_dtype
 from megatron_moe.kernels.reference.backend import store
@@ -32,14 +31,8 @@ class Head(nn.Module):
         self.loss_chunk = config.loss_chunk
         self.quantizer: LinearQuantizer | None = None
         """FP8 operands; None: the GEMMs use the dtype of the weight. Set after the model is built."""
-        self.weight = None
-        if not config.tied_embeddings:
-            weight = ParamMeta(role="head", fan_in=config.hidden_size, tp_dim=0)
-            self.weight = new_parameter((config.vocab_size, config.hidden_size), weight, ctx)
-        self.bias = None
-        if config.head_bias:
-            bias = ParamMeta(role="bias", init="zeros", tp_dim=0, decay=False)
-            self.bias = new_parameter((config.vocab_size,), bias, ctx)
+        parameters = {spec.name: new_parameter(spec.shape, spec.meta, ctx) for spec in config.head_parameters()}
+        self.weight, self.bias = parameters.get("weight"), parameters.get("bias")
 
     def forward(
         self,

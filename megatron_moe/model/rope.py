@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import AttentionConfig, RopeConfig, yarn_mscale
-from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.attention import RopeConfig, yarn_mscale
+from megatron_moe.config.component import MixerConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.parallel.context import ParallelContext
@@ -21,8 +21,8 @@ from megatron_moe.parallel.context import ParallelContext
 class Rotations:
     """Builds the cos/sin tables of every distinct `RopeConfig` among the attention modules of a stage."""
 
-    def __init__(self, mixers: Iterable[AttentionConfig | MLAConfig], ctx: ParallelContext) -> None:
-        configs = dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None)
+    def __init__(self, mixers: Iterable[MixerConfig], ctx: ParallelContext) -> None:
+        configs = dict.fromkeys(rope for mixer in mixers for rope in mixer.rotary_tables)
         self.dtype = internal_dtype(ctx.dtype)
         self.frequencies = {config: inverse_frequencies(config).to(ctx.device) for config in configs}
 

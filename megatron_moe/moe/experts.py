@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import ExpertsConfig
+from megatron_moe.config.moe import ExpertsConfig, expert_bias_meta
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ExpertRows
@@ -138,8 +138,7 @@ class ExpertStack(nn.Module):
         self.weight = new_parameter((num, outputs, inputs), replace(meta, fan_in=inputs), ctx)
         self.bias = None
         if config.bias:
-            meta = replace(meta, role="bias", init="zeros", tp_dim=0 if tp_dim == 0 else None, decay=False)
-            self.bias = new_parameter((num, outputs), meta, ctx)
+            self.bias = new_parameter((num, outputs), expert_bias_meta(meta), ctx)
         # combine sums the outputs of the etp ranks, so only the first etp rank adds the bias
         self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
 

@@ -7,8 +7,8 @@ stages. Launch overhead, uneven routing, and interference of concurrent kernels 
 
 from dataclasses import dataclass, replace
 
+from megatron_moe.config.costs import num_bytes
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import num_bytes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.hardware import GPU
@@ -131,9 +131,9 @@ class Estimator:
 
     def _context(self, work: Work) -> float:
         """Exposed seconds of context parallelism. Only the ring ("p2p") overlaps communication with attention."""
-        core = self.plan.model.layers[0].mixer.core
         found = self._in_layers("cp")
-        return max(0.0, found - work.core_attention) if core.context_exchange == "p2p" else found
+        hides = self.plan.model.layers[0].mixer.hides_context_exchange
+        return max(0.0, found - work.core_attention) if hides else found
 
     def _pipeline(self) -> float:
         """Exposed seconds of pipeline transfers: one pass through all ranks at the start and at the end of a step."""

@@ -7,8 +7,6 @@ from itertools import product
 from math import isqrt
 from typing import NamedTuple
 
-from megatron_moe.config.attention import AttentionConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.pipeline_layout import LayoutError, PipelineLayout
@@ -90,14 +88,7 @@ class Layouts:
         if model.vocab_size % tp or self.plan.data.seq_length % (tp * cp * (2 if cp > 1 else 1)):
             return False
         for layer in dict.fromkeys(model.layers):
-            mixer, feed_forward = layer.mixer, layer.feed_forward
-            if mixer.num_heads % tp or isinstance(mixer, AttentionConfig) and not mixer.groups_divide_over(tp):
-                return False
-            if isinstance(feed_forward, MoEConfig):
-                wide = feed_forward.shared.mlp.ffn_hidden_size if feed_forward.shared else 0
-                if wide % tp or feed_forward.experts.ffn_hidden_size % etp:
-                    return False
-            elif feed_forward.ffn_hidden_size % tp:
+            if layer.layout_problem(ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)) is not None:
                 return False
         return True
 

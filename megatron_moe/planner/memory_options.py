@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_moe.config.memory import ActivationOffloadConfig, RecomputeConfig
-from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.run import RunPlan
@@ -28,15 +27,10 @@ class MemoryOption:
 
 def modules_of(model: ModelConfig) -> tuple[str, ...]:
     """Modules of `SELECTIVE` that the model has and can recompute."""
-    moe = model.moe_configs
-    absent = {
-        "moe_act": not moe,
-        "moe": not moe,
-        "mla_up_proj": not any(isinstance(layer.mixer, MLAConfig) for layer in model.layers),
-        "shared_experts": not any(config.shared and not config.shared_overlap for config in moe),
-        "mlp": len(moe) == len(model.layers),
-    }
-    return tuple(name for name in SELECTIVE if not absent.get(name, False))
+    present = {"layernorm"}
+    for layer in dict.fromkeys(model.layers):
+        present |= {*layer.mixer.recompute_modules, *layer.feed_forward.recompute_modules}
+    return tuple(name for name in SELECTIVE if name in present)
 
 
 def with_recompute(plan: RunPlan, modules: Iterable[str]) -> RunPlan:

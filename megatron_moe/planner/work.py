@@ -9,14 +9,14 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
 
-from megatron_moe.config.costs import CostSum
-from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.component import UNSHARDED
+from megatron_moe.config.costs import TRAINING_FLOPS, CostSum, FlopCount, num_bytes
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import ActivationSizes, layer_tensors, num_bytes
-from megatron_moe.cost_model.flops import FlopCount, count_layer_flops
+from megatron_moe.cost_model.activations import activation_sizes, layer_tensors
+from megatron_moe.cost_model.flops import count_layer_flops, product_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.shards import held_by_layer
 
@@ -98,7 +98,7 @@ class LayerWork:
     def __init__(self, plan: RunPlan, rates: Rates) -> None:
         self.plan = plan
         self.rates = rates
-        self.sizes = ActivationSizes.of(plan)
+        self.sizes = activation_sizes(plan)
         self._share = plan.batch.micro_batch_size / (plan.parallel.tp * plan.parallel.cp)
         """A rank's FLOPs for one microbatch, divided by the FLOPs of one whole sequence."""
         self.of_layer = cache(self._of_layer)
@@ -192,18 +192,8 @@ class LayerWork:
 
     def _forward_of(self, layer: LayerConfig, modules: set[str]) -> FlopCount:
         """FLOPs to repeat the forward of modules in a layer, for one sequence."""
-        flops = count_layer_flops(layer, self.plan.data.seq_length)
-        moe = "moe" in modules
-        return FlopCount(
-            attention=self._up_projections(layer) if "mla_up_proj" in modules else 0,
-            core_attention=flops.core_attention // 3 if "core_attn" in modules else 0,
-            dense_mlp=flops.dense_mlp // 3 if "mlp" in modules else 0,
-            experts=flops.experts // 3 if moe else 0,
-            shared=flops.shared // 3 if moe or "shared_experts" in modules else 0,
-        )
-
-    def _up_projections(self, layer: LayerConfig) -> int:
-        config, seq = layer.mixer, self.plan.data.seq_length
-        if not isinstance(config, MLAConfig):
-            return 0
-        return 2 * seq * ((config.q_lora_rank or 0) * config.q_width + config.kv_lora_rank * config.kv_up_width)
+        length = self.plan.data.seq_length
+        parameters = layer.parameters(UNSHARDED)
+        repeated = (spec for spec in parameters if modules & set(spec.recomputed_by))
+        core = layer.mixer.flops(length).core_attention // 3 if modules & {"core_attn"} else 0
+        return product_flops(repeated, length * TRAINING_FLOPS // 3) + FlopCount(core_attention=core)

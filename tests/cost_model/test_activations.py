@@ -10,19 +10,14 @@ import pytest
 import torch
 
 from megatron_moe.config.attention import AttentionConfig, RopeConfig
+from megatron_moe.config.costs import ActivationSizes, SavedActivation
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.cost_model.activations import (
-    ActivationSizes,
-    SavedActivation,
-    expert_rows,
-    layer_tensors,
-    stage_tensors,
-)
+from megatron_moe.cost_model.activations import layer_tensors, stage_tensors
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.gpt import GPT, LossOutput
@@ -164,10 +159,10 @@ def test_tensor_parallelism_divides_saved_bytes():
 def test_expert_rows_by_dispatcher():
     config, tokens = moe(), 100
     over_four = ParallelConfig(ep=4, world_size=4)
-    assert expert_rows(config, ALONE, tokens) == 300
-    assert expert_rows(replace(config, dispatcher="alltoall"), over_four, tokens) == 300
-    assert expert_rows(replace(config, dispatcher="allgather"), over_four, tokens) == 4 * 100 * 2  # 2 local experts
+    assert config.rows(ALONE, tokens) == 300
+    assert replace(config, dispatcher="alltoall").rows(over_four, tokens) == 300
+    assert replace(config, dispatcher="allgather").rows(over_four, tokens) == 4 * 100 * 2  # 2 local experts
     padded = replace(config, dispatcher="alltoall", capacity=CapacityConfig(factor=1.0, pad=True))
-    assert expert_rows(padded, over_four, tokens) == 4 * 2 * 38  # ceil(37.5) of every rank for every local expert
+    assert padded.rows(over_four, tokens) == 4 * 2 * 38  # ceil(37.5) of every rank for every local expert
     sliced = ParallelConfig(ep=2, etp=2, tp=2, world_size=4, sequence_parallel=True)
-    assert expert_rows(replace(config, dispatcher="alltoall"), sliced, tokens) == 600  # those of both slices' ranks
+    assert replace(config, dispatcher="alltoall").rows(sliced, tokens) == 600  # those of both slices' ranks

@@ -16,7 +16,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GIB
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest, state_bytes
-from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_elements
+from megatron_moe.cost_model.shards import HeldElements, held_by_layer, held_by_rank
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.optim.distributed_optimizer import Optimizer
@@ -167,7 +167,7 @@ def test_state_bytes_per_parameter(precision, replicated, sharded):
 
 def test_norms_and_router_are_not_stored_in_low_precision():
     layer = DEEPSEEK.model.layers[30]
-    low = low_elements(layer, DEEPSEEK.parallel)
+    low = held_by_layer(layer, DEEPSEEK.parallel, low=True)
     whole = held_by_rank(DEEPSEEK.model, DEEPSEEK.layout, 1, DEEPSEEK.parallel)
     norms = 2 * 7168 + 1536 + 512
     assert low.attention == whole.attention // 16 - norms - 256 * 7168

@@ -6,9 +6,16 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.component import ParamSpec
 from megatron_moe.config.mlp import ActivationConfig
-from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig, with_experts
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.cost_model.parameters import count_parameters
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers.tiny_models import (
     attention_config,
     build,
@@ -90,6 +97,55 @@ def test_counts_by_kind_equal_those_of_the_built_model(name: str):
         built[kind_of(parameter)] += value.numel()
     counted = asdict(count_parameters(MODELS[name]))
     assert {kind: number for kind, number in counted.items() if number} == dict(built)
+
+
+LAYOUTS = {
+    "one rank": ParallelConfig(),
+    "tp": ParallelConfig(tp=2, world_size=2, sequence_parallel=True),
+    "tp without sequence parallelism": ParallelConfig(tp=2, world_size=2),
+    "tp beyond the query groups": ParallelConfig(tp=6, world_size=6),
+    "ep": ParallelConfig(ep=4, world_size=4),
+    "ep and etp": ParallelConfig(tp=2, ep=2, etp=2, world_size=4, sequence_parallel=True),
+    "pp": ParallelConfig(pp=2, world_size=2),
+}
+
+
+def specs_of(model: ModelConfig, parallel: ParallelConfig) -> dict[str, ParamSpec]:
+    """Parameters that the config declares, by global name."""
+    groups = {
+        "embedding": model.embedding_parameters(parallel),
+        "decoder": model.final_norm_parameters(parallel),
+        "output_layer": model.head_parameters(),
+    }
+    groups |= {f"decoder.layers.{index}": layer.parameters(parallel) for index, layer in enumerate(model.layers)}
+    for depth in range(model.mtp.num_distinct_layers if model.mtp else 0):
+        groups[f"mtp.layers.{depth}"] = model.mtp_parameters(parallel)
+    return {f"{prefix}.{spec.name}": spec for prefix, specs in groups.items() for spec in specs}
+
+
+def divides(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    replicated = parallel.tp > 1 and not parallel.sequence_parallel and bool(model.moe_configs)
+    return not replicated and all(layer.layout_problem(parallel) is None for layer in model.layers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_declared_parameters_are_those_of_the_built_model(name: str, layout: str):
+    """Names, global shapes, metadata, and the number of elements that a rank holds."""
+    model, parallel = MODELS[name], LAYOUTS[layout]
+    model = with_experts(model, lambda moe: replace(moe, dispatcher="allgather"))
+    if not divides(model, parallel):
+        return
+    context = ParallelContext.fake(parallel, parallel.world_size - 1)
+    try:
+        stages = even_layout(len(model.layers), num_mtp=model.num_mtp).stages
+        built = dict(named_parameters(GPT(model, context, reference.bundle(), chunks=stages)))
+    finally:
+        context.stop()
+    declared = specs_of(model, parallel)
+    assert {name: (spec.shape, spec.meta, spec.held(parallel)) for name, spec in declared.items()} == {
+        name: (parameter.global_shape, parameter.meta, parameter.numel()) for name, parameter in built.items()
+    }
 
 
 def test_active_parameters_have_topk_experts():

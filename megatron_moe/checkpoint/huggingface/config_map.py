@@ -71,9 +71,7 @@ def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelCo
     Callers compare `config` with this copy, so that `config` may use either epsilon.
     """
     layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, norm=layer.norm))
-        if isinstance(layer.mixer, MLAConfig) and own.mixer.norm == layer.norm
-        else layer
+        replace(layer, mixer=layer.mixer.published_as(own.mixer, layer.norm))
         for own, layer in zip(config.layers, published.layers, strict=False)
     )
     return replace(published, layers=(*layers, *published.layers[len(layers) :]))

@@ -1,0 +1,232 @@
+"""Protocol of components: the mixer and the feed-forward module of a transformer layer.
+
+A component is a frozen config without torch, which states every fact that other parts of the program need, and a module
+that computes it. Cost model, planner, memory emulation, checkpoints and builders only call the methods of this file, so
+a new component is one config and one module, registered by name (`config/registry.py`). `tests/examples/` has examples.
+
+Sizes that methods return are those of one rank. Letters in shapes, as in docs/shapes.md:
+
+  T tokens of the residual stream: S / (cp * tp) * B with sequence parallelism, else S / cp * B
+  U tokens inside attention and MLP: S / cp * B
+  R rows of the local experts     N, G local heads and query groups     D, E q and v head dims
+  H hidden size                   F local ffn channels
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+from megatron_moe.config.costs import ActivationSizes, FlopCount, SavedActivation
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta, local_boxes
+from megatron_moe.config.precision import LowPrecisionConfig
+
+UNSHARDED = ParallelConfig()
+"""One rank, for facts of whole modules."""
+Counted = Literal["embedding", "attention", "dense_mlp", "router", "experts", "shared", "latent", "norms", "head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One parameter of a module."""
+
+    name: str
+    """Name relative to the module: "linear_qkv.weight"."""
+    shape: tuple[int, ...]
+    """Shape of the global tensor."""
+    meta: ParamMeta
+    counted: Counted
+    """Field of `ParamCount` in which the parameter is counted."""
+    low: str = ""
+    """Value of `--low-precision-activation-modules` of the linear layer; empty: never quantised by FP8 or FP4
+    recipes."""
+    active_experts: int | None = None
+    """Number of experts that process a token, for parameters with an expert dim."""
+    recomputed_by: tuple[str, ...] = ()
+    """Values of `--recompute-modules` that repeat the linear layer in backward."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the global tensor."""
+        return prod(self.shape)
+
+    @property
+    def active_elements(self) -> int:
+        """Number of elements that process one token."""
+        return self.elements if self.active_experts is None else self.elements // self.shape[0] * self.active_experts
+
+    def held(self, parallel: ParallelConfig) -> int:
+        """Number of elements that one rank stores."""
+        tp = parallel.etp if self.meta.grid == "expert" else parallel.tp
+        boxes = local_boxes(self.shape, self.meta, tp=(0, tp), ep=(0, parallel.ep))
+        return sum(prod(box.size) for box in boxes)
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """Hugging Face tensors of one parameter. If `hf_names` contain the placeholder `{e}` (expert index), the rule maps
+    each expert's slice of our stacked tensor."""
+
+    name: str
+    """Name relative to the component."""
+    hf_names: tuple[str, ...]
+    """Names relative to the layer."""
+    transform: str = "copy"
+    """Key of `TRANSFORMS` in checkpoint/huggingface/weight_map.py, or "package.module:name" of another `Transform`."""
+    arguments: tuple[int, ...] = ()
+    """Arguments of a transform that depends on sizes."""
+    num_experts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Base of the configs of mixers and feed-forward modules. The defaults suit a module without the feature."""
+
+    module: ClassVar[str]
+    """Class of the module: "package.file:Class", imported when the model is built."""
+    memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Path of a submodule -> `SavedActivation.module` of what it allocates; empty path: the module itself."""
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    """Parameter name relative to the layer -> other names in Megatron checkpoints."""
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        """Values of `--recompute-modules` that apply to the module."""
+        return ()
+
+    def parameters(self, parallel: ParallelConfig) -> Iterable[ParamSpec]:
+        """All parameters of the module, in any order."""
+        raise NotImplementedError
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterable[SavedActivation]:
+        """Tensors that the module saves for backward, without its input, which is the output of a norm."""
+        raise NotImplementedError
+
+    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+        """Fields of `SavedActivation` for the module's input."""
+        return {}
+
+    def backward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """Peak bytes of gradients and kernel workspace in backward, without the gradients of the residual stream and of
+        the module's input. `low`: FP8 or FP4 recipe of the layer."""
+        raise NotImplementedError
+
+    def flops(self, seq_length: int) -> FlopCount:
+        """Training FLOPs of one sequence in addition to the products with the parameters of role "matrix"."""
+        return FlopCount()
+
+    def gathered_channels(self, parallel: ParallelConfig) -> int:
+        """Channels that tensor parallelism all-gathers in forward, and reduce-scatters in backward, in addition to the
+        inputs of column-parallel and the outputs of row-parallel linear layers."""
+        return 0
+
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        """Sentence that says why the sizes of the module cannot be sharded over these ranks; None if they can."""
+        return None
+
+    def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
+        """Yields (flag, size, number of ranks that shard it) of GEMM dimensions that a user may choose badly."""
+        yield from ()
+
+    def name_rules(self, model_type: str) -> Iterable[NameRule]:
+        """Names of the parameters in Hugging Face folders of a `model_type`."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerConfig(Component):
+    """Base of the configs of mixers, which map the tokens of a sequence to tokens: attention or a replacement."""
+
+    hidden_size: int
+
+    memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({"": "attention"})
+
+    @property
+    def hides_context_exchange(self) -> bool:
+        """Whether the context-parallel exchange overlaps with computation."""
+        return False
+
+    @property
+    def rotary_tables(self) -> tuple[Any, ...]:
+        """`RopeConfig`s whose cos and sin tables the module reads from the microbatch context."""
+        return ()
+
+    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+        """Bytes that one rank sends to other context-parallel ranks for one microbatch, forward and backward."""
+        return 0.0
+
+    def published_as(self, own: "MixerConfig", norm: Any) -> "MixerConfig":
+        """This config, read from a config.json, with the settings of `own` that a config.json does not contain.
+        `norm`: norm of the layer."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardConfig(Component):
+    """Base of the configs of feed-forward modules, which map every token on its own."""
+
+    memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({"": "mlp"})
+    whole_module: ClassVar[str] = "mlp"
+    """Value of `--recompute-modules` that recomputes the whole module."""
+
+    @property
+    def routed_experts(self) -> Any:
+        """`MoEConfig` of the experts among which tokens are exchanged; None if there are none."""
+        return None
+
+    def delayed_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
+        """Bytes that one microbatch keeps after its backward for delayed weight gradients of experts."""
+        return 0.0
+
+
+def linear_metas(
+    inputs: int,
+    parallel: ParallelConfig,
+    *,
+    tp_dim: Literal[0, 1] | None = None,
+    splits: tuple[int, ...] = (),
+    init: Literal["normal", "output"] = "normal",
+) -> tuple[ParamMeta, ParamMeta]:
+    """Metadata of the weight [outputs, inputs] and the bias of a `Linear` with these arguments."""
+    weight = ParamMeta(
+        role="matrix",
+        init=init,
+        fan_in=inputs,
+        tp_dim=tp_dim,
+        splits=splits,
+        partial_over_tp=parallel.sequence_parallel and tp_dim is None,
+    )
+    bias = replace(
+        weight,
+        role="bias",
+        init="zeros",
+        fan_in=1,
+        tp_dim=0 if tp_dim == 0 else None,
+        decay=False,
+        partial_over_tp=parallel.sequence_parallel and tp_dim != 0,
+    )
+    return weight, bias
+
+
+def linear_parameters(
+    name: str,
+    shape: tuple[int, int],
+    parallel: ParallelConfig,
+    *,
+    counted: Counted,
+    low: str,
+    bias: bool = False,
+    recomputed_by: tuple[str, ...] = (),
+    **options: Any,
+) -> Iterator[ParamSpec]:
+    """Parameters of a `Linear`. `shape`: (outputs, inputs); `options`: those of `linear_metas`."""
+    weight_meta, bias_meta = linear_metas(shape[1], parallel, **options)
+    yield ParamSpec(
+        name=f"{name}.weight", shape=shape, meta=weight_meta, counted=counted, low=low, recomputed_by=recomputed_by
+    )
+    if bias:
+        yield ParamSpec(name=f"{name}.bias", shape=shape[:1], meta=bias_meta, counted=counted)
