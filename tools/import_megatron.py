@@ -55,7 +55,9 @@ def convert(folder: Path, save: Path, flags: Sequence[str], *, optimizer: bool) 
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
     plan = plan_of_run(flags)
-    source = import_model(open_megatron(folder), skeleton(plan, folder).state_dict(), optimizer=optimizer)
+    found = open_megatron(folder)
+    tensors = skeleton(plan, folder).state_dict()
+    source = import_model(found, tensors, plan.model.megatron_names, optimizer=optimizer)
     state = TrainState()
     if optimizer:
         state.iteration, state.consumed_samples = source.iteration, source.consumed_samples

@@ -170,6 +170,9 @@ class FeedForwardConfig(Component):
     """Base of the configs of feed-forward modules, which map every token on its own."""
 
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({"": "mlp"})
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",)}
+    )
     whole_module: ClassVar[str] = "mlp"
     """Value of `--recompute-modules` that recomputes the whole module."""
 

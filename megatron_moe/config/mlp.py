@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, linear_parameters
@@ -45,9 +44,6 @@ class MLPConfig(FeedForwardConfig):
     """Adds biases to fc1 and fc2 (`--add-bias-linear`)."""
 
     module: ClassVar[str] = "megatron_moe.layers.mlp:MLP"
-    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",)}
-    )
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:

@@ -119,6 +119,13 @@ class ModelConfig:
         """Config of each MoE layer, in the order of the layers."""
         return tuple(layer.moe for layer in self.layers if layer.moe is not None)
 
+    @property
+    def megatron_names(self) -> dict[str, tuple[str, ...]]:
+        """Parameter name within a layer -> alternative names in Megatron checkpoints."""
+        layers = dict.fromkeys(self.layers)
+        components = (each for layer in layers for each in (layer.mixer, layer.feed_forward))
+        return {name: names for component in components for name, names in component.megatron_names.items()}
+
     def embedding_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Parameters of the embedding: words, and positions if they are learned."""
         meta = ParamMeta(

@@ -248,6 +248,7 @@ class MoEConfig(FeedForwardConfig):
     )
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
+            **FeedForwardConfig.megatron_names,
             "mlp.experts.linear_fc1.weight": ("mlp.experts.experts.linear_fc1.weight",),
             "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
         }

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from megatron_moe.config.component import ParamSpec
@@ -32,7 +31,6 @@ def held(parameters: Iterable[ParamSpec], parallel: ParallelConfig, *, low: bool
     return HeldElements(**found)
 
 
-@cache
 def held_by_layer(layer: LayerConfig, parallel: ParallelConfig, *, low: bool = False) -> HeldElements:
     """Number of parameters in one rank's shard of a layer. `low`: see `held`."""
     return held(layer.parameters(parallel), parallel, low=low)

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
@@ -50,6 +51,7 @@ class TransformerLayer(nn.Module):
             self.mlp = MoELayer(config.feed_forward, layer, *resources)
             feed_forward = self.mlp.nodes
         else:
+            assert isinstance(config.feed_forward, MLPConfig), config.feed_forward
             self.mlp = MLP(config.feed_forward, ctx, kernels)
             feed_forward = (Node("mlp", "experts", self._mlp, parameters_of(self.mlp)),)
         if saved_tensors.is_recomputed("moe" if config.is_moe else "mlp"):

@@ -1,6 +1,7 @@
-"""Mapping between our parameters and Hugging Face tensors, in both directions, as tables of rules by model family.
+"""Mapping between our parameters and Hugging Face tensors, in both directions.
 
 A rule contains the name of our parameter, the names of its Hugging Face tensors, and the transform between them.
+Configs of components have the rules of their parameters; those outside transformer layers are here.
 """
 
 import re
@@ -11,9 +12,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import AttentionConfig
-from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.component import NameRule
+from megatron_moe.config.model import LayerConfig, ModelConfig
+from megatron_moe.config.registry import resolve
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,16 @@ def padded_rows(num_rows: int, num_padded: int) -> Transform:
     return Transform(from_hf, lambda tensor: [tensor[:num_rows]])
 
 
-@dataclass(frozen=True)
-class NameRule:
-    """Rule for one parameter. Names are relative to the layer, or to the model for parameters outside layers. If
-    `hf_names` contain the placeholder `{e}` (expert index), the rule maps each expert's slice of our stacked tensor."""
-
-    name: str
-    hf_names: tuple[str, ...]
-    transform: Transform | None = COPY
-    """Transform of the tensors. None selects `query_key_value` with the head counts of the layer."""
+TRANSFORMS: Mapping[str, Transform | Callable[..., Transform]] = MappingProxyType(
+    {
+        "copy": COPY,
+        "gate_up": GATE_UP,
+        "transposed": TRANSPOSED,
+        "interleaved_gate_up": INTERLEAVED_GATE_UP,
+        "query_key_value": query_key_value,
+    }
+)
+"""Transforms, and functions from sizes to transforms, by their name in `NameRule`."""
 
 
 @dataclass(frozen=True)
@@ -92,89 +94,10 @@ class WeightMapping:
     transform: Transform
 
 
-def _weight_and_bias(name: str, *hf_names: str, transform: Transform | None = COPY) -> tuple[NameRule, ...]:
-    return tuple(
-        NameRule(f"{name}.{kind}", tuple(f"{hf_name}.{kind}" for hf_name in hf_names), transform)
-        for kind in ("weight", "bias")
-    )
-
-
 _NORMS = (
     NameRule("input_layernorm.weight", ("input_layernorm.weight",)),
     NameRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
 )
-
-_GROUPED_QUERY = (
-    *_weight_and_bias("self_attention.linear_qkv", *(f"self_attn.{part}_proj" for part in "qkv"), transform=None),
-    *_weight_and_bias("self_attention.linear_proj", "self_attn.o_proj"),
-    NameRule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
-    NameRule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
-    NameRule("self_attention.sinks", ("self_attn.sinks",)),
-)
-
-_LATENT = (
-    NameRule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",)),
-    NameRule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
-    NameRule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
-    NameRule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",)),
-    NameRule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",)),
-    NameRule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
-    NameRule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",)),
-    NameRule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
-)
-
-
-def _mlp(
-    name: str, hf_name: str, matrices: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
-) -> tuple[NameRule, ...]:
-    gate, up, down = (f"{hf_name}.{matrix}.weight" for matrix in matrices)
-    return (NameRule(f"{name}.linear_fc1.weight", (gate, up), GATE_UP), NameRule(f"{name}.linear_fc2.weight", (down,)))
-
-
-_DENSE = _mlp("mlp", "mlp")
-_EXPERTS = (NameRule("mlp.router.weight", ("mlp.gate.weight",)), *_mlp("mlp.experts", "mlp.experts.{e}"))
-_SHARED_AND_BIAS = (
-    *_mlp("mlp.shared_experts", "mlp.shared_experts"),
-    NameRule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
-)
-
-_MIXTRAL = (
-    *_NORMS,
-    *_GROUPED_QUERY,
-    NameRule("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
-    *_mlp("mlp.experts", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2")),
-)
-_QWEN_AND_OLMOE = (
-    *_NORMS,
-    *_GROUPED_QUERY,
-    *_DENSE,
-    *_EXPERTS,
-    *_mlp("mlp.shared_experts", "mlp.shared_expert"),
-    NameRule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),
-)
-_GLM = (*_NORMS, *_GROUPED_QUERY, *_DENSE, *_EXPERTS, *_SHARED_AND_BIAS)
-_DEEPSEEK = (*_NORMS, *_LATENT, *_DENSE, *_EXPERTS, *_SHARED_AND_BIAS)
-_GPT_OSS = (
-    *_NORMS,
-    *_GROUPED_QUERY,
-    *_weight_and_bias("mlp.router", "mlp.router"),
-    NameRule("mlp.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",), INTERLEAVED_GATE_UP),
-    NameRule("mlp.experts.linear_fc1.bias", ("mlp.experts.gate_up_proj_bias",), INTERLEAVED_GATE_UP),
-    NameRule("mlp.experts.linear_fc2.weight", ("mlp.experts.down_proj",), TRANSPOSED),
-    NameRule("mlp.experts.linear_fc2.bias", ("mlp.experts.down_proj_bias",)),
-)
-
-_LAYER_RULES: Mapping[str, tuple[NameRule, ...]] = MappingProxyType(
-    {
-        "mixtral": _MIXTRAL,
-        **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_AND_OLMOE),
-        "gpt_oss": _GPT_OSS,
-        "glm4_moe": _GLM,
-        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _DEEPSEEK),
-    }
-)
-"""Rules for the parameters of a layer, by `model_type` of config.json."""
-
 _MODEL_RULES = (
     NameRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
     NameRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
@@ -207,18 +130,13 @@ def map_names(
 
     `published` is the config of the Hugging Face folder, whose vocabulary is not padded.
     """
-    rules = _by_name(_LAYER_RULES[model_type])
     num_layers = len(published.layers)
-    tables = (
-        (_LAYER_NAME, rules, 0),
-        (_MTP_LAYER_NAME, rules, num_layers),
-        (_MTP_NAME, _by_name(_MTP), num_layers),
-        (_MODEL_NAME, _by_name(_MODEL_RULES), 0),
-    )
+    by_layer = [_layer_rules(model_type, layer) for layer in model.layers]
+    tables = ((_MTP_NAME, _by_name(_MTP), num_layers), (_MODEL_NAME, _by_name(_MODEL_RULES), 0))
     mappings: list[WeightMapping] = []
     unknown: list[str] = []
     for name in names:
-        found = _find(name, tables)
+        found = _find_in_layer(name, by_layer, num_layers) or _find(name, tables)
         if found is None:
             unknown.append(name)
         else:
@@ -242,23 +160,40 @@ def _find(
     return None
 
 
+def _layer_rules(model_type: str, layer: LayerConfig) -> dict[str, NameRule]:
+    """Rules of a layer's parameters, by their name in the layer."""
+    rules = {rule.name: rule for rule in _NORMS}
+    for prefix, component in (("self_attention", layer.mixer), ("mlp", layer.feed_forward)):
+        rules |= {f"{prefix}.{rule.name}": rule for rule in component.name_rules(model_type)}
+    return rules
+
+
+def _find_in_layer(
+    name: str, by_layer: Sequence[Mapping[str, NameRule]], num_layers: int
+) -> tuple[NameRule, int | None] | None:
+    """As `_find`, for the parameters of a transformer layer; those of MTP have the config of the last layer."""
+    for pattern, offset in ((_LAYER_NAME, 0), (_MTP_LAYER_NAME, num_layers)):
+        match = pattern.fullmatch(name)
+        if match:
+            layer = int(match["layer"])
+            rule = by_layer[-1 if offset else layer].get(match["rest"])
+            return None if rule is None else (rule, layer + offset)
+    return None
+
+
 def _expand(
     name: str, rule: NameRule, layer: int | None, model: ModelConfig, published: ModelConfig
 ) -> list[WeightMapping]:
     if layer is None:
         vocabulary = padded_rows(published.vocab_size, model.vocab_size)
         return [WeightMapping(name, None, rule.hf_names, vocabulary if name in _VOCABULARY else COPY)]
-    config = model.layers[min(layer, len(model.layers) - 1)]  # MTP layers have the config of the last layer
-    transform = rule.transform
-    if transform is None:
-        assert isinstance(config.mixer, AttentionConfig), f"layer {layer} is not a q, k, v attention: {config.mixer}"
-        groups = config.mixer.num_query_groups
-        transform = query_key_value(groups, config.mixer.num_heads // groups)
+    transform = TRANSFORMS[rule.transform] if rule.transform in TRANSFORMS else resolve(rule.transform)
+    if not isinstance(transform, Transform):
+        transform = transform(*rule.arguments)
     mapping = WeightMapping(name, None, tuple(f"model.layers.{layer}.{part}" for part in rule.hf_names), transform)
     if "{e}" not in rule.hf_names[0]:
         return [mapping]
-    assert isinstance(config.feed_forward, MoEConfig), f"layer {layer} has no experts: {config.feed_forward}"
     return [
         replace(mapping, expert=expert, hf_names=tuple(part.replace("{e}", str(expert)) for part in mapping.hf_names))
-        for expert in range(config.feed_forward.experts.num_experts)
+        for expert in range(rule.num_experts)
     ]

@@ -5,7 +5,7 @@ fuse a norm into the linear layer that follows it, which changes the name of the
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -26,17 +26,6 @@ _MAX_COUNT = 1 << 48
 _VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
 _MTP_LAYER = re.compile(r"(?P<depth>mtp\.layers\.\d+)\.transformer_layer\.(?P<rest>.+)")
 
-_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",),
-        "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
-        "self_attention.q_layernorm.weight": ("self_attention.linear_q_up_proj.layer_norm_weight",),
-        "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight",),
-        "mlp.experts.linear_fc1.weight": ("mlp.experts.experts.linear_fc1.weight",),
-        "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
-    }
-)
-"""Our name of a parameter within its layer -> alternative names in Megatron checkpoints."""
 _QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
 """Name suffix of a norm that our models lack: Megatron-Core adds it to multi-latent attention without a q latent."""
 
@@ -61,15 +50,15 @@ class Location:
     """Index along dim 0 if the tensor stacks all layers; else None."""
 
 
-def _candidate_locations(name: str) -> Iterator[Location]:
-    """Yields the places at which Megatron may store the parameter `name`."""
+def _candidate_locations(name: str, other_names: Mapping[str, tuple[str, ...]]) -> Iterator[Location]:
+    """Yields the places at which Megatron may store the parameter `name`. `other_names`: see `import_model`."""
     decoder, mtp = LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
     if decoder is not None:
-        for rest in (decoder["rest"], *_ALIASES.get(decoder["rest"], ())):
+        for rest in (decoder["rest"], *other_names.get(decoder["rest"], ())):
             yield Location(f"decoder.layers.{decoder['layer']}.{rest}")
             yield Location(f"decoder.layers.{rest}", int(decoder["layer"]))
     elif mtp is not None:
-        for rest in (mtp["rest"], *_ALIASES.get(mtp["rest"], ())):
+        for rest in (mtp["rest"], *other_names.get(mtp["rest"], ())):
             for inner in ("transformer_layer", "mtp_model_layer"):
                 yield Location(f"{mtp['depth']}.{inner}.{rest}")
     else:
@@ -86,8 +75,12 @@ class ImportedModel:
     consumed_samples: int
 
 
-def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool) -> ImportedModel:
+def import_model(
+    source: Source, model: Mapping[str, Tensor], other_names: Mapping[str, tuple[str, ...]], *, optimizer: bool
+) -> ImportedModel:
     """Maps a checkpoint to the parameters and buffers in `model` and, with `optimizer`, to their optimizer state.
+
+    `other_names`: our name of a parameter within its layer -> alternative names in Megatron checkpoints.
 
     Raises CheckpointProblem that lists all tensors that are missing, unexpected, or have a wrong shape.
     """
@@ -108,15 +101,16 @@ def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool
     problems: list[str] = []
     tensors: dict[str, TensorShard] = {}
     notes: list[str] = []
+    locations = {name: tuple(_candidate_locations(name, other_names)) for name in model}
     for name, like in model.items():
-        location = next((found for found in _candidate_locations(name) if found.name in source.tensors), None)
+        location = next((found for found in locations[name] if found.name in source.tensors), None)
         if location is None:
             problems.append(f"missing: {name}")
             continue
         used.add(location.name)
         tensors[tensor_key("model", name)] = _pending(source, location, name, like, like.dtype, problems, notes)
     if optimizer:
-        tensors |= _optimizer(source, model, used, problems)
+        tensors |= _optimizer(source, model, locations, used, problems)
     unused = [name for name in source.tensors if name not in used and not _IGNORED.fullmatch(name)]
     problems += [f"left over: {name}" for name in unused if optimizer or not _STATE.fullmatch(name)]
     if problems:
@@ -148,7 +142,11 @@ def open_megatron(folder: Path) -> Source:
 
 
 def _optimizer(
-    source: Source, model: Mapping[str, Tensor], used: set[str], problems: list[str]
+    source: Source,
+    model: Mapping[str, Tensor],
+    locations: Mapping[str, Sequence[Location]],
+    used: set[str],
+    problems: list[str],
 ) -> dict[str, TensorShard]:
     """Maps master weights, moments and the step count. Weights that are fp32 are replaced by their master weights."""
     states: dict[tuple[str, str], str] = {}
@@ -164,10 +162,8 @@ def _optimizer(
     tensors = {}
     for kind in dict.fromkeys(_KINDS.values()):
         for name, like in model.items():
-            locations = (
-                Location(states[kind, p.name], p.layer) for p in _candidate_locations(name) if (kind, p.name) in states
-            )
-            location = next(locations, None)
+            found = (Location(states[kind, p.name], p.layer) for p in locations[name] if (kind, p.name) in states)
+            location = next(found, None)
             if location is None:
                 problems += [f"missing: {kind} of {name}"] if not name.endswith("expert_bias") else []
                 continue
