@@ -317,7 +317,7 @@ def _plan(
         command_line=shlex.join(argv),
         notes=(*parsed.settings.notes, *environment.notes(wanted, environ)),
     )
-    plan = replace(plan, unknown_layers=unknown_layers(parsed.settings))
+    plan = replace(plan, unknown_layers=unknown_layers(parsed.settings), imports=flags.import_)
     replaced = _replaced_transport(plan, checks_packages=checks_packages)
     heading = [*explain.derived(plan), *replaced, *digests(flags.import_)]
     text = yaml_text(parsed.settings, parsed.environment, heading)

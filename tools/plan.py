@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from arguments import plan_search
 from arguments.errors import FlagErrors
-from arguments.flags import Registry
 from arguments.parser import Settings
+from arguments.read import flag_registry
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.cost_model.hardware import GIB, GPU, GPUS
 from megatron_moe.planner.search import PlannedLayout
@@ -81,7 +81,7 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 
 
 def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int]:
-    settings = plan_search.settings_of(words, Registry.declared())
+    settings = plan_search.settings_of(words, flag_registry(words, {}))
     if problems := settings.problems or plan_search.unplannable(settings):
         raise FlagErrors(problems)
     cluster = requested_cluster(options, words, {})

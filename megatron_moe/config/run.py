@@ -72,6 +72,8 @@ class RunPlan:
     """Inputs that are missing or invalid, so that the run cannot start; filled in dry runs only."""
     blockers: tuple[str, ...] = ()
     """Requested features that are not available, so that the run cannot train; filled in dry runs only."""
+    imports: tuple[str, ...] = ()
+    """Python files that register components of this run (`--import`)."""
     unknown_layers: tuple[str, ...] = ()
     """Flags that request unsupported layers, which are missing in `model`; filled in dry runs only."""
 

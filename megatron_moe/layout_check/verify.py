@@ -13,6 +13,7 @@ import torch
 
 from megatron_moe import build
 from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.config.imports import import_file
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
@@ -75,7 +76,8 @@ class RankProcesses:
         for rank in range(plan.parallel.world_size):
             launch = replace(plan.process, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
             ours, theirs = host.Pipe(duplex=False)
-            arguments = (theirs, replace(plan, process=launch), num_steps, fault_seed)
+            # pickled here, because a rank imports the files that define the plan's components before it unpickles them
+            arguments = (theirs, plan.imports, pickle.dumps(replace(plan, process=launch)), num_steps, fault_seed)
             process = host.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -114,8 +116,13 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
     return record
 
 
-def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: FaultSeed | None) -> None:
+def _run_rank(
+    pipe: Connection, imports: tuple[str, ...], pickled: bytes, num_steps: int, fault_seed: FaultSeed | None
+) -> None:
     """Main function of a rank's process: trains and sends the record through `pipe`. Errors are printed to stderr."""
+    for name in imports:
+        import_file(name)
+    plan: RunPlan = pickle.loads(pickled)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # every rank would print torch's warnings on renamed collectives
     context = build.build_context(plan)
