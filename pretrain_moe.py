@@ -105,6 +105,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     stop = ExitConditions(
         plan.loop, context, iteration=state.iteration, last_iteration=last, signals=signals, begun=begun
     )
+    signals.begin_training()
     while loader and not stop.now(state.iteration):
         events.enter("step", state.iteration + 1)
         if state.iteration + 1 in plan.loop.iterations_to_skip:

@@ -103,7 +103,8 @@ def supervise(
 
     Must be called before anything that can fail. Raises EnvironmentProblem if another job writes into the run folder.
     """
-    signals = stack.enter_context(Signals(exit_signals))
+    has_launcher = launch.launcher != "none"
+    signals = stack.enter_context(Signals(exit_signals, has_launcher=has_launcher, says=launch.rank == 0))
     if run_dir is not None:
         refuse_held(run_dir, **RUN_FOLDER)
     status = stack.enter_context(RunStatus(run_dir, rank=launch.rank))

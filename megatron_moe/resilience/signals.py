@@ -1,7 +1,9 @@
 """Exit signals: the handler records the first one, and the training loop saves and exits.
 
-A second signal exits at once, without saving. Signals within two seconds of the first count as the same request, since
-launchers forward signals that the terminal has already sent to every process.
+Ctrl-C (SIGINT) is one from the first step on, the other signals with `--exit-signal-handler` only, from the start of
+the process. A second signal exits at once, without saving. If a launcher started the rank, signals within two seconds
+of the first count as the same request, since launchers forward signals that the terminal has already sent to every
+process.
 """
 
 import os
@@ -16,6 +18,7 @@ from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.resilience.run_status import RunStatus
 
 _SAME_REQUEST_SECONDS = 2.0
+_AGAIN = "a second signal exits at once, without a checkpoint"
 
 
 class Signals:
@@ -23,22 +26,38 @@ class Signals:
 
     Args:
         names: signal names such as "SIGTERM". Signals that the process ignores (nohup, background jobs) stay ignored.
+        has_launcher: True if signals may arrive twice.
+        says: True on the rank that prints a line about the first signal.
         clock: monotonic clock, seconds.
     """
 
-    def __init__(self, names: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        *,
+        has_launcher: bool = True,
+        says: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.received: int | None = None
         """Number of the first received signal; None if no signal was received."""
         self._numbers = tuple(dict.fromkeys(signal.Signals[name] for name in names))
+        self._has_launcher = has_launcher
+        self._says = says
         self._clock = clock
         self._since = 0.0
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     @property
-    def active(self) -> bool:
-        """True if there are signals to handle."""
+    def needs_grace(self) -> bool:
+        """True if signals must be handled after the current step, because SIGKILL may follow them."""
         return bool(self._numbers)
+
+    def begin_training(self) -> None:
+        """Makes Ctrl-C an exit signal. Before, it ends the process at once, as there is nothing to save."""
+        if signal.SIGINT not in self._before and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self.take)
 
     def __enter__(self) -> "Signals":
         for number in self._numbers:
@@ -82,7 +101,9 @@ class Signals:
             return
         if self.received is None:
             self.received, self._since = number, self._clock()
-        elif self._clock() - self._since >= _SAME_REQUEST_SECONDS:
+            if self._says:  # os.write, because the signal may have interrupted a print
+                os.write(2, f"\n{signal.Signals(number).name}: exiting after this step; {_AGAIN}\n".encode())
+        elif not self._has_launcher or self._clock() - self._since >= _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt(f"{signal.Signals(number).name}, the second signal")
 
 

@@ -165,7 +165,8 @@ class Checkpointing:
             suffix = f"; {problem}"
         if self._last_saved == state.iteration:
             raise Preempted(f"{reason}; nothing is lost, the same command continues from here", saved=True)
-        where = "no --save folder" if self.saver is None else self._newest()
+        none = "no --save folder, so its iterations are lost; give --save or --save-interval to keep them"
+        where = none if self.saver is None else self._newest()
         raise Preempted(f"{reason}, without a checkpoint of this iteration: {where}{suffix}", saved=False)
 
     def close(self) -> None:

@@ -1,12 +1,13 @@
 """Exit conditions of the training loop: last iteration, exit interval, exit duration and signals."""
 
+import signal
 import time
 from collections.abc import Callable
 
 import torch
 
 from megatron_moe.config.training import LoopConfig
-from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.collectives import PendingCollective, all_reduce_, start_all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.signals import Signals, signal_name
 
@@ -43,8 +44,11 @@ class ExitConditions:
         self._signals = signals or Signals()
         self._clock = clock
         self._start = clock() if begun is None else begun
-        self._needs_agreement = self._signals.active or config.exit_duration_in_mins is not None
-        self._group = context.host_group() if self._needs_agreement else context.group("world")
+        self._agrees_at_once = self._signals.needs_grace or config.exit_duration_in_mins is not None
+        self._group = context.host_group()
+        self._interrupted = torch.zeros(())
+        """Number of ranks that had received Ctrl-C before the previous call of `now`; being summed until its `wait`."""
+        self._pending = PendingCollective()
 
     def now(self, iteration: int) -> bool:
         """True if the run ends after `iteration` steps."""
@@ -54,7 +58,7 @@ class ExitConditions:
 
     def _reason(self, iteration: int) -> str | None:
         config = self._config
-        minutes, signal_number = self._agreed() if self._needs_agreement else (0.0, 0)
+        minutes, signal_number = self._agreed() if self._agrees_at_once else (0.0, self._interrupted_before())
         if signal_number:
             self.preempted = True
             return f"exiting program at iteration {iteration} because of {signal_name(signal_number)}"
@@ -65,6 +69,18 @@ class ExitConditions:
         if iteration >= self._last:
             return f"finished after {iteration} iterations"
         return None
+
+    def _interrupted_before(self) -> int:
+        """SIGINT if a rank had received it when `now` was called for the previous iteration, else 0: the host does not
+        wait for other ranks. A single rank sees its own at once."""
+        if self._group.size == 1:
+            return self._signals.received or 0
+        self._pending.wait()
+        interrupted = bool(self._interrupted.item())
+        self._interrupted = torch.tensor(float(self._signals.received is not None))
+        # world: 4 bytes, in host memory
+        self._pending = start_all_reduce_(self._interrupted, self._group)
+        return int(signal.SIGINT) if interrupted else 0
 
     def _agreed(self) -> tuple[float, int]:
         """Maxima over all ranks of the elapsed minutes and of the received signal number (0 for none). All ranks get

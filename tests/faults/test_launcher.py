@@ -136,4 +136,4 @@ def test_a_start_in_a_locked_folder_keeps_the_status_of_the_other_job(data: str,
     assert json.loads((run / "status.json").read_text())["state"] == "running"
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=TIMEOUT)
-    assert first.returncode == ExitCode.INTERRUPTED == status(run)["code"]
+    assert first.returncode == ExitCode.PREEMPTED_SAVED == status(run)["code"]

@@ -20,18 +20,21 @@ def saved(run: Path) -> list[int]:
     return [int(folder.name.removeprefix("iter_")) for folder in folders]
 
 
-def test_a_signal_to_one_rank_ends_both_with_a_checkpoint(data: str, tmp_path: Path) -> None:
-    """P12; faults 27 and 28: exit code 75 on every rank, and the same command resumes."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_ends_both_with_a_checkpoint(data: str, tmp_path: Path, number: int) -> None:
+    """P12; faults 27 and 28: exit code 75 on every rank, and the same command resumes. Ctrl-C needs no flag."""
     run, port = tmp_path / "run", free_port()
-    argv = arguments(data, run, *ENDLESS)
+    argv = arguments(data, run, *(ENDLESS if number == signal.SIGTERM else ENDLESS[:-1]))
     ranks = [start(argv, rank, 2, port) for rank in range(2)]
     read_until(ranks[1], " iteration        3/")
-    ranks[1].send_signal(signal.SIGTERM)
+    ranks[1].send_signal(number)
     said = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [ExitCode.PREEMPTED_SAVED] * 2, said
     found = status(run)
-    assert (found["state"], found["code"]) == ("preempted", 75) and "because of SIGTERM" in found["sentence"]
+    assert (found["state"], found["code"]) == ("preempted", 75) and f"because of {signal.Signals(number).name}" in found["sentence"]
     assert saved(run) == [found["iteration"]] == [found["last_checkpoint"]]
+    if number == signal.SIGINT:
+        return
     more = ["--train-iters", str(found["iteration"] + 1), "--override-opt-param-scheduler"]
     resumed = run_program([*argv, *more], cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
@@ -57,4 +60,4 @@ def test_a_run_without_checkpoints_reports_lost_steps(data: str, tmp_path: Path)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=TIMEOUT)[0]
     assert process.returncode == ExitCode.PREEMPTED_UNSAVED, said
-    assert "without a checkpoint of this iteration: no --save folder" in said
+    assert "without a checkpoint of this iteration: no --save folder, so its iterations are lost; give --save" in said

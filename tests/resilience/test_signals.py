@@ -17,12 +17,12 @@ from tests.helpers.ranks import REPOSITORY
 def test_signal_is_recorded_and_its_handler_restored() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with Signals(("SIGUSR1", "SIGUSR1")) as signals:
-        assert signals.active and signals.received is None
+        assert signals.needs_grace and signals.received is None
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signals.received == signal.SIGUSR1
     assert signal.getsignal(signal.SIGUSR1) is before
     with Signals() as signals:
-        assert not signals.active and signal.getsignal(signal.SIGUSR1) is before
+        assert not signals.needs_grace and signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
@@ -35,6 +35,20 @@ def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
     now[0] += 0.1
     with pytest.raises(KeyboardInterrupt, match="SIGTERM, the second signal"):
         signals.take(signal.SIGTERM)
+
+
+def test_ctrl_c_is_an_exit_signal_from_the_first_step_on(capfd: pytest.CaptureFixture) -> None:
+    """Before, there is nothing to save."""
+    before = signal.getsignal(signal.SIGINT)
+    with Signals(has_launcher=False, says=True) as signals:
+        assert signal.getsignal(signal.SIGINT) is before
+        signals.begin_training()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        assert "SIGINT: exiting after this step; a second signal exits at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt, match="SIGINT, the second signal"):
+            os.kill(os.getpid(), signal.SIGINT)  # at once, as no launcher repeats signals
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_during_imports_writes_the_status(tmp_path: Path) -> None:

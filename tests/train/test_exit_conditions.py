@@ -68,6 +68,23 @@ def test_signal_to_one_rank_ends_all_ranks_after_the_same_iteration():
     assert on_threads(ParallelConfig(world_size=3), exit_of) == [expected] * 3
 
 
+def test_ctrl_c_on_one_rank_ends_all_ranks_one_iteration_later():
+    """Without `--exit-signal-handler`, hosts do not wait for one another in every step."""
+
+    def exit_of(context):
+        signals = Signals()
+        conditions = ExitConditions(tiny.plan().loop, context, iteration=0, last_iteration=20, signals=signals)
+        for iteration in range(20):
+            if context.rank == 1 and iteration == 7:
+                signals.take(signal.SIGINT)
+            if conditions.now(iteration):
+                return iteration, conditions.reason, conditions.preempted
+        return None
+
+    expected = (8, "exiting program at iteration 8 because of SIGINT", True)
+    assert on_threads(ParallelConfig(world_size=3), exit_of) == [expected] * 3
+
+
 def test_exit_duration_uses_the_latest_clock_of_all_ranks():
     """Fault 12."""
 
