@@ -5,8 +5,9 @@ A script contains all resolved values: flags, number of ranks, and environment v
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from os.path import normpath
 from pathlib import Path
 
 from arguments.environment import Variable, misnamed, unprintable
@@ -45,6 +46,8 @@ class Job:
     """Container image, started with SLURM's pyxis plugin; None: no container."""
     mounts: tuple[str, ...] = ()
     """HOST:CONTAINER mounts in addition to `root`, `folder` and `run_dir`, which are always mounted."""
+    setup: str = ""
+    """Shell commands before everything else, such as `module load` and `conda activate`."""
 
     def __post_init__(self) -> None:
         """Raises FlagErrors if a name or value cannot be written safely into a script."""
@@ -84,9 +87,11 @@ def slurm_script(job: Job, body: str) -> str:
             _SHEBANG,
             *(f"#SBATCH {_option(name, value)}\n" for name, value in options.items()),
             _comment(job),
+            job.setup,
             _exports(job.variables),  # before the script's own variables, which must override equal names
             *(f"{name}={shlex.quote(value)}\n" for name, value in settings.items()),
             _array("container", _container(job)),
+            _array("needed", _needed_on_nodes(job)),
             _array("flags", job.flags),
             f"cd {shlex.quote(str(job.folder))} || exit 3\n",
             "\n",
@@ -103,6 +108,7 @@ def torchrun_script(job: Job) -> str:
         (
             _SHEBANG,
             _comment(job),
+            job.setup,  # before the strict mode, which scripts of modules and conda may not survive
             "set -euo pipefail\n",
             _exports(job.variables),
             _array("flags", job.flags),
@@ -191,16 +197,44 @@ def _container(job: Job) -> list[str]:
     """srun options that start the container with pyxis; empty if the job has no container."""
     if job.container is None:
         return []
+    return [
+        f"--container-image={job.container}",
+        f"--container-mounts={','.join(_mounts(job))}",
+        f"--container-workdir={job.folder}",
+    ]
+
+
+def _mounts(job: Job) -> list[str]:
     folders: list[Path] = []
     for path in (job.root, job.folder, job.run_dir):
         if not any(path.is_relative_to(known) for known in folders):
             folders.append(path)
-    mounts = [*(f"{path}:{path}" for path in folders), *job.mounts]
-    return [
-        f"--container-image={job.container}",
-        f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={job.folder}",
+    return [*(f"{path}:{path}" for path in folders), *job.mounts]
+
+
+def refuse_unmounted(job: Job, paths: Iterable[tuple[str, str]]) -> None:
+    """Raises FlagErrors if the job has a container and paths are in no folder that it mounts.
+
+    `paths`: (flag, path as in the container, absolute or relative to `Job.folder`).
+    """
+    inside = [Path((mount.split(":") * 2)[1]) for mount in _mounts(job)]  # HOST, HOST:INSIDE or HOST:INSIDE:OPTIONS
+    absolute = [(flag, Path(normpath(job.folder / path))) for flag, path in paths if job.container is not None]
+    problems = [
+        Problem(
+            what=f"{flag} {path} is in no folder that the container mounts",
+            remedy=f"add --mounts {path.parent}:{path.parent}",
+        )
+        for flag, path in absolute
+        if not any(path.is_relative_to(folder) for folder in inside)
     ]
+    if problems:
+        raise FlagErrors(problems)
+
+
+def _needed_on_nodes(job: Job) -> list[str]:
+    """Files that must exist on every node: the program, and interpreter and image if they are given as paths."""
+    given = job.python if job.container is None else job.container
+    return [str(job.root / "pretrain_moe.py"), *([given] if given.startswith(("/", "./", "../")) else [])]
 
 
 def _without_head(body: str) -> str:

@@ -15,17 +15,19 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
+from arguments.dry_run.inputs import data_prefixes
 from arguments.environment import Variable
 from arguments.errors import FlagErrors, Problem
 from arguments.explain import derived
+from arguments.flags import normal
 from arguments.parser import split
 from arguments.read import read_plan
-from arguments.slurm import Job, slurm_script, slurm_setting, torchrun_script
+from arguments.slurm import Job, refuse_unmounted, slurm_script, slurm_setting, torchrun_script
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.tokenizer import vocab_size_of
@@ -57,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slurm", nargs="+", default=[], metavar="X=Y", help="sbatch options; no-mem omits mem")
     parser.add_argument("--container", help="image for pyxis")
     parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="container mounts")
+    parser.add_argument("--setup", type=Path, metavar="FILE", help="shell commands before the run (modules, conda)")
     parser.add_argument("--grace", type=positive, default=300, help="seconds from SIGTERM to the end of the job (300)")
     parser.add_argument("--python", help="interpreter of the ranks (default: this one; python in a container)")
     return parser
@@ -86,7 +89,9 @@ def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
     """Checks the flags and returns the job. Without --name, the job is named after the recipe or config file."""
-    given = {each.option: each.words for each in split(flags)[0]}
+    given = {normal(each.option): each.words or () for each in split(flags)[0]}
+    if "--no-exit-signal-handler" not in given:  # the signal before the end of a job would end it without a save
+        flags = [*flags, "--exit-signal-handler"]
     source = given.get("--recipe") or given.get("--config")
     name = options.name or (Path(source[0]).stem if source else "megatron-moe")
     nodes, ranks_per_node = size_of(options, flags, environ)
@@ -96,7 +101,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
     assert plan.logging.run_dir is not None, f"no run folder in {flags}"
     pairs = zip(plan.environment, plan.environment_reasons, strict=True)
-    return Job(
+    job = Job(
         name=name,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -112,7 +117,43 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         slurm=tuple(map(slurm_setting, options.slurm)),
         container=options.container,
         mounts=tuple(options.mounts),
+        setup=setup_commands(options.setup),
     )
+    refuse_unmounted(job, used_paths(plan, given.get("--config", ())))
+    return job
+
+
+def setup_commands(path: Path | None) -> str:
+    """Text of the file with set-up commands, with a comment that names it; empty without a file."""
+    if path is None:
+        return ""
+    try:
+        return f"# from {path}:\n{path.read_text(encoding='utf-8').rstrip()}\n\n"
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnvironmentProblem(f"--setup {path} cannot be read: {error}") from error
+
+
+def used_paths(plan: RunPlan, configs: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields (flag, path) for the files and folders that the ranks read or write. `configs`: values of `--config`."""
+    yield from (("--config", path) for path in configs)
+    for flag, prefixes in data_prefixes(plan.data):
+        yield from ((flag, prefix) for prefix in prefixes)
+    tokenizer, checkpoint = plan.data.tokenizer, plan.checkpoint
+    for flag, path in (
+        ("--tokenizer-model", tokenizer.tokenizer_model),
+        ("--vocab-file", tokenizer.vocab_file),
+        ("--merge-file", tokenizer.merge_file),
+        ("--save", checkpoint.save),
+        ("--load", checkpoint.load and checkpoint.load.removeprefix("hf:")),
+        (
+            "--pretrained-checkpoint",
+            checkpoint.pretrained_checkpoint and checkpoint.pretrained_checkpoint.removeprefix("hf:"),
+        ),
+        ("--save-hf-config", checkpoint.save_hf_config),
+        ("--data-cache-path", plan.data.data_cache_path),
+    ):
+        if path:
+            yield flag, str(path)
 
 
 def write(job: Job, script: str, launcher: str) -> Path:

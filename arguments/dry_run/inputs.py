@@ -53,16 +53,19 @@ def _selects(settings: Settings, option: str, value: str) -> bool:
     return given is not None and value in (flag.text(given), "NAME")
 
 
-def _data_files(data: DataConfig) -> Iterator[str]:
+def data_prefixes(data: DataConfig) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yields the data flags and their file prefixes; nothing if the run has mock data."""
     if data.mock_data:
         return
-    for flag, words in (
-        ("--data-path", data.data_path),
-        ("--train-data-path", data.train_data_path),
-        ("--valid-data-path", data.valid_data_path),
-        ("--test-data-path", data.test_data_path),
-    ):
-        files = [f"{prefix}{ending}" for prefix in _prefixes(words) for ending in (".idx", ".bin")]
+    yield "--data-path", _prefixes(data.data_path)
+    yield "--train-data-path", _prefixes(data.train_data_path)
+    yield "--valid-data-path", _prefixes(data.valid_data_path)
+    yield "--test-data-path", _prefixes(data.test_data_path)
+
+
+def _data_files(data: DataConfig) -> Iterator[str]:
+    for flag, prefixes in data_prefixes(data):
+        files = [f"{prefix}{ending}" for prefix in prefixes for ending in (".idx", ".bin")]
         missing = [file for file in files if not Path(file).is_file()]
         if missing:
             yield f"{len(missing)} of {len(files)} files of {flag} do not exist, such as {missing[0]}"

@@ -34,7 +34,9 @@ class ResilienceFlags:
     )
     """validate_results: if a step fails validation and would end the run, recompute it to detect hardware faults.
     report_stats: recompute every step for statistics. disabled: never recompute."""
-    exit_signal_handler: bool = differs(False, "always handles SIGTERM, SIGINT and SIGUSR1; exit code 75; Ctrl-C needs no flag")
+    exit_signal_handler: bool = differs(
+        False, "always handles SIGTERM, SIGINT and SIGUSR1; exit code 75; Ctrl-C needs no flag"
+    )
     """On a signal, all ranks save after the same iteration and exit; on a second signal they exit immediately."""
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = differs(
         "SIGTERM", "added to the signals that are always handled"

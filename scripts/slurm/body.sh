@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What every SLURM job does. tools/launch.py puts the job's own part above it: the #SBATCH lines, the environment,
-# and root, python, run_dir, grace, excluded, container and flags.
+# and root, python, run_dir, grace, excluded, container, needed and flags.
 # shellcheck disable=SC2154
 set -uo pipefail
 
@@ -11,6 +11,9 @@ trap 'stopped=yes' TERM # SLURM ends the whole job, batch script included: cance
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 echo "job $SLURM_JOB_ID, restarted ${SLURM_RESTART_COUNT:-0} times, on $SLURM_JOB_NODELIST"
+# shellcheck disable=SC2016
+check='for path; do [ -e "$path" ] || { echo "$path does not exist on $(hostname)" >&2; exit 3; }; done'
+srun --ntasks="${SLURM_JOB_NUM_NODES:-1}" --ntasks-per-node=1 bash -c "$check" check "${needed[@]}" || exit 3
 since=$(date +%s)
 code=0
 # the first rank to leave may not end the others: rank 0 may still commit a checkpoint; but none waits for ever

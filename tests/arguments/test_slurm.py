@@ -9,7 +9,7 @@ import pytest
 
 from arguments.environment import Variable
 from arguments.errors import FlagErrors
-from arguments.slurm import Job, slurm_options, slurm_script, slurm_setting, torchrun_script
+from arguments.slurm import Job, refuse_unmounted, slurm_options, slurm_script, slurm_setting, torchrun_script
 
 BODY = '#!/usr/bin/env bash\n# What it is.\nset -uo pipefail\n\nprintf "%s\\n" "${flags[@]}" "${container[@]}"\n'
 JOB = Job(
@@ -41,6 +41,22 @@ def test_a_container_gets_the_folders_that_the_run_needs_once():
         "--container-mounts=/opt/project:/opt/project,/usr:/usr,/data:/data",
         "--container-workdir=/usr",
     ]
+
+
+def test_a_path_that_no_mount_covers_is_rejected():
+    job = replace(JOB, container="image.sqsh", mounts=("/lustre/data:/data:ro", "/models"))
+    covered = ("/data/a_document", "/models/m/tokenizer.json", "runs/x", "/opt/project/scripts/a.yaml")
+    refuse_unmounted(job, [("--data-path", path) for path in covered])
+    elsewhere = [("--save", "/scratch/runs/mine"), ("--data-path", "/lustre/data/a"), ("--load", "../usr2/x")]
+    with pytest.raises(FlagErrors) as caught:
+        refuse_unmounted(job, elsewhere)
+    where = "is in no folder that the container mounts"
+    assert [(problem.what, problem.remedy) for problem in caught.value.problems] == [
+        (f"--save /scratch/runs/mine {where}", "add --mounts /scratch/runs:/scratch/runs"),
+        (f"--data-path /lustre/data/a {where}", "add --mounts /lustre/data:/lustre/data"),
+        (f"--load /usr2/x {where}", "add --mounts /usr2:/usr2"),
+    ]
+    refuse_unmounted(JOB, elsewhere)
 
 
 def test_variables_have_reasons_and_keep_values_that_are_set(monkeypatch):

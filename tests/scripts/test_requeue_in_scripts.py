@@ -68,10 +68,21 @@ def test_slurm_does_not_requeue_after_a_flag_error(tmp_path, code):
     assert not requeued(tmp_path) and "leave it: exit code" in done.stdout
 
 
+def test_slurm_starts_no_rank_on_nodes_without_the_project(tmp_path):
+    image = tmp_path / "image.sqsh"
+    job = replace(job_in(tmp_path), container=str(image))
+    done = start(tmp_path, slurm_script(job, BODY), None)
+    assert done.returncode == 3 and f"{image} does not exist on " in done.stderr
+    assert [line.split()[0] for line in logged_commands(tmp_path)] == ["srun"]
+    image.touch()
+    assert start(tmp_path, slurm_script(job, BODY), None).returncode == 0
+    assert [line.split()[0] for line in logged_commands(tmp_path)] == ["srun", "srun", "srun", "python"]
+
+
 def test_slurm_does_not_requeue_a_finished_run(tmp_path):
     done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), StatusReport(state="finished", code=0))
     assert done.returncode == 0 and not requeued(tmp_path)
-    assert [line.split()[0] for line in logged_commands(tmp_path)] == ["srun", "python"]
+    assert [line.split()[0] for line in logged_commands(tmp_path)] == ["srun", "srun", "python"]
 
 
 def test_slurm_stops_requeueing_without_progress(tmp_path):

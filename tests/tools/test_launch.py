@@ -1,6 +1,8 @@
 """tools/launch.py: printed and submitted scripts, cluster sizes and rejected plans."""
 
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,37 @@ def test_dry_run_prints_the_submitted_script_and_writes_nothing(here, capsys):
     assert (path.parent / "slurm").is_dir(), "SLURM makes no folder for its logs"
 
 
+def test_setup_commands_come_first_and_the_run_handles_signals(here, capsys):
+    Path("site.sh").write_text("module load cuda\nexport SITE=$UNSET_NAME")
+    for launcher in ("slurm", "torchrun"):
+        words = ["--dry-run", "--launcher", launcher, "--gpus-per-node", "4", "--setup", "site.sh", *FLAGS]
+        script = printed(capsys, *words)
+        assert script.index("export SITE=$UNSET_NAME\n") < script.index("set -") and "# from site.sh:\n" in script
+        assert "    --exit-signal-handler\n" in script
+        assert "    --exit-signal-handler\n" not in printed(capsys, *words, "--no-exit-signal-handler")
+    assert main(["--setup", "none.sh", "--gpus-per-node", "4", *FLAGS]) == ExitCode.ENVIRONMENT
+    assert "--setup none.sh cannot be read" in capsys.readouterr().err
+
+
+def test_paths_outside_of_the_mounts_of_a_container_are_rejected(here, capsys, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    words = ["--dry-run", "--gpus-per-node", "4", *FLAGS, "--save", str(elsewhere / "saves")]
+    printed(capsys, *words)
+    assert main([*words, "--container", "image.sqsh"]) == ExitCode.CONFIG
+    assert f"--save {elsewhere}/saves is in no folder that the container mounts" in capsys.readouterr().err
+    printed(capsys, *words, "--container", "image.sqsh", "--mounts", f"{elsewhere}:{elsewhere}")
+
+
+def test_the_loop_over_learning_rates_of_the_readme_runs(here):
+    (loop,) = re.findall(r"^ *(for lr in .*; done)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    recipe = ROOT / "scripts" / "recipes" / "olmoe" / "olmoe-1b-7b-h100-8.yaml"
+    Path("my.yaml").write_text(f"base: [{recipe}]\nmock-data: true\ntokenizer-type: ByteTokenizer\n")
+    Path("tools").symlink_to(ROOT / "tools")
+    done = subprocess.run(["bash", "-c", loop], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert logged_commands(here) == [f"sbatch {here}/runs/lr-{lr}/job.sbatch" for lr in ("1e-4", "3e-4")]
+
+
 def test_script_is_written_with_the_command_to_start_it(here, capsys):
     out = printed(capsys, "--launcher", "torchrun", "--gpus-per-node", "2", *FLAGS, "--run-dir", "runs/x")
     assert out == f"wrote {here}/runs/x/job.sh; start it with: bash {here}/runs/x/job.sh\n"
@@ -77,7 +110,7 @@ def test_unavailable_features_are_listed_in_a_dry_run_and_rejected_otherwise(her
     flags = ["--recipe", "deepseek-v3-gb200-256"]
     script = printed(capsys, "--dry-run", *flags, code=ExitCode.NOT_READY)
     reasons = [line for line in script.splitlines() if line.startswith("# Cannot start yet: ")]
-    assert any("--moe-token-dispatcher-type flex over 64 expert ranks" in line for line in reasons)
+    assert any("--cuda-graph-impl transformer_engine" in line for line in reasons)
     assert script.index(reasons[0]) < script.index("flags=(") and "#SBATCH --nodes=64\n" in script
     for more in ([], ["--submit"]):
         assert main([*more, *flags]) == ExitCode.CONFIG
