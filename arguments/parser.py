@@ -258,7 +258,7 @@ def unknown_flag(option: str, registry: Registry) -> Problem:
 
 
 def _meant(option: str, registry: Registry) -> set[str]:
-    """Name of the required flag that an unknown option is most similar to, which is therefore not missing as well."""
+    """Required flag that an unknown option probably misspells, as a set; it is then not reported as missing."""
     close = _near_options(option, registry)[:1]
     return {flag.name for flag, _ in (registry.spellings[f"--{name}"] for name in close) if flag.required}
 

@@ -112,7 +112,8 @@ class SavedActivation:
     shared: bool = False
     """True if two layers save the tensor, which have a common copy in formats with `LowPrecisionConfig.fused_block`."""
     read_unless: str = ""
-    """Value of `--recompute-modules` without which another op than a GEMM also reads the tensor in backward."""
+    """Module whose backward also reads the unquantised tensor unless `--recompute-modules` contains the module; empty:
+    only GEMMs read it."""
     is_activation_input: bool = False
     """Whether `LowPrecisionConfig.activation_inputs` applies to the tensor."""
     fused_bytes: int | None = None

@@ -120,7 +120,7 @@ class ModulePrecision:
     config: LowPrecisionConfig | None
     """Recipe of the modules; None: their GEMMs use the format of the parameters."""
     in_low_precision: bool = True
-    """Whether `config` replaces the recipe of the run."""
+    """Whether `config` applies to modules that would use the recipe of the run."""
     in_params_dtype: bool = False
     """Whether `config` applies to modules that would use the format of the parameters, as in excluded layers."""
 

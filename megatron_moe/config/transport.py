@@ -40,7 +40,7 @@ class ExpertTransport:
     is_captured: bool = False
     """CUDA graphs can contain the exchange: no host reads, no collectives, static shapes."""
     pads_experts: bool = True
-    """Delivers experts padded to their capacity (`--moe-pad-expert-input-to-capacity`)."""
+    """Whether it supports `--moe-pad-expert-input-to-capacity`: every expert receives as many rows as its capacity."""
     has_receive_slots: bool = False
     """Tokens arrive in slots that are allocated for the whole run."""
     sums_before_sending: bool = False

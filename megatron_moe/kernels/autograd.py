@@ -403,7 +403,7 @@ class _Tokens(NamedTuple):
 
 
 def _merges(weight: Tensor, num_tokens: int, index: RowIndex | None) -> bool:
-    """Whether an operand of expert weight gradients is kept for a later backward as tokens, fewer than its rows."""
+    """Whether the weight gradient may be computed in a later backward and tokens take less memory than expert rows."""
     accumulator: GradAccumulator | None = getattr(weight, "grad_accumulator", None)
     if accumulator is None or index is None:
         return False

@@ -216,12 +216,12 @@ class QuantizedActivationGrads(NamedTuple):
     """Gradients of an activation, and operands of the GEMMs next to it in backward."""
 
     grad_x_q: QuantizedTensor
-    """Rowwise copy of the gradient of the activation's input; with `columns`, also the columnwise copy."""
+    """Rowwise copy of the gradient of the activation's input; if `columns` is given, also the columnwise copy."""
     grad_x_RF: Tensor | None
-    """Unquantised gradient of the activation's input; None with `columns`."""
+    """Unquantised gradient of the activation's input; None if `columns` is given."""
     grad_probs_R: Tensor | None
     out_RF: "MatrixOperand"
-    """Result of the activation, computed again; with `columns`, its columnwise copy."""
+    """Recomputed result of the activation; if `columns` is given, a tensor with only its columnwise copy."""
 
 
 class VocabShard(NamedTuple):
@@ -459,7 +459,7 @@ class Kernels(Quantizers, Protocol):
         """Gathers each row's probability from probs [T, K] or [T, E] -> [R]; 0 for padding rows. Differentiable."""
         ...
 
-    # exchanges between the ranks of one host through symmetric memory; see `push_channel.py`
+    # Ops of exchanges through symmetric memory; see `parallel/push_channel.py`.
     def mark_ranks(self, ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
         """int32 [T]: bit p is set if `owner_EP` (bool) is True for one of the token's experts and rank p. P <= 31."""
         ...
@@ -475,9 +475,11 @@ class Kernels(Quantizers, Protocol):
     def push_sums(
         self, rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
     ) -> None:
-        """Sums the rows [R, H] of each of the G = P * T tokens of `index` in promote(fp32, dtype) and stores the sum in
-        slot [this rank, t] of the token's rank, if it has rows; likewise the values of the choices that have rows.
-        `is_summed`: `rows` are the sums [G, H]."""
+        """Sums the rows [R, H] of each token in promote(fp32, dtype) and sends the sums to the tokens' ranks.
+
+        `index` refers to the G = P * T tokens of all ranks. The sum of token t of rank p is stored in slot [this rank,
+        t] of rank p if the token has rows here; the values of choices with rows are sent in the same way. If
+        `is_summed`, `rows` contains the sums [G, H]."""
         ...
 
     def sum_partials(

@@ -54,8 +54,8 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
-        """Returns the expert output of each row, sorted by expert, or the sums of `DispatchedTokens.sums_tokens`. The
-        contents of padding rows are undefined."""
+        """Returns the output of each row's expert, in the order of the rows. If `rows.sums_tokens`, returns the sum of
+        each token's outputs instead. The contents of padding rows are undefined."""
         data, index, offsets_e = rows.data, rows.index, rows.offsets_e
         probs_R: Tensor | None = rows.probs_R
         if self.config.probs_on_input:

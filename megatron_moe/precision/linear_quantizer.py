@@ -216,7 +216,7 @@ class LinearQuantizer:
         return weight_q if stored is None else stored.with_columns(self._kernels.transpose_weight)
 
     def weight_scale(self, amax: Tensor) -> Tensor:
-        """Scale of the recipe delayed for the weight, [] or [e], without recording `amax`."""
+        """Weight scale of the recipe "delayed", [], or [e] for experts; does not add `amax` to the history."""
         assert self.delayed is not None, "scales of the other recipes depend on the weight"
         return self.delayed.scale(_WEIGHT, amax, record=False)
 

@@ -18,7 +18,7 @@ class QuantizedCopy(NamedTuple):
     scales: Tensor
     """Scale of every block; see `QuantizedTensor`."""
     factor: Tensor | None = None
-    """fp32 [...]: factor of all scales of a matrix (nvfp4); None: 1."""
+    """Second-level scale of each matrix (nvfp4), fp32 [...]; None for other formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class QuantizedTensor:
     dtype: torch.dtype = torch.bfloat16
     """Dtype of the tensor that was quantised, and of the results of GEMMs."""
     rowwise_factor: Tensor | None = None
-    """Factor of all `rowwise_scales`, fp32 (nvfp4); None: 1."""
+    """Second-level scale of each matrix (nvfp4), fp32; None for other formats."""
     columnwise_factor: Tensor | None = None
 
     @classmethod

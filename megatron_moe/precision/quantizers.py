@@ -135,7 +135,9 @@ def scale_of(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
 
     1 for an amax of 0, nan for inf or nan. `dtype`: dtype of the tensor; its largest number replaces an infinite scale.
     """
-    scale = torch.full_like(amax, LARGEST[form.element]) / amax  # number / tensor would multiply by the reciprocal
+    scale = (
+        torch.full_like(amax, LARGEST[form.element]) / amax
+    )  # `number / tensor` rounds twice: it multiplies by the reciprocal
     bound = torch.finfo(torch.float32 if form.block == WHOLE or dtype == torch.float64 else dtype).max
     scale = torch.where(scale.isinf(), bound, scale)
     if form.scale == "power of 2":

@@ -145,11 +145,11 @@ def decide_and_record(
     patience: int = 3,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Decision:
-    """Decides whether to restart the run of this folder and appends how it ended to the folder's history.
+    """Decides whether to restart the run in `run_dir`, and appends the exit code and the decision to its history.
 
-    If another job has locked the folder, after this job's ranks have had time to end, decides against a restart and
-    leaves the history unchanged. `since` (time of the last start) and `now` are seconds since the epoch by the same
-    clock, which may differ from other hosts' clocks.
+    If another job still holds the lock of the folder after a delay in which this job's ranks can end, the run is not
+    restarted and the history remains unchanged. `since` (time of the last start) and `now` are seconds since the epoch
+    by the same clock, which may differ from other hosts' clocks.
     """
     holder = held_by(run_dir)
     if holder is not None:

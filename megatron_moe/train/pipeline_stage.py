@@ -35,8 +35,9 @@ class Pipeline:
         self.links = connect(context)
         self._streams = Streams()
         if model.blocks_host:
-            # lets the device compute while the host waits; other dispatchers have a stream for the exchange alone, and
-            # kernels that sort and copy rows would wait for persistent kernels of the compute stream
+            # The device computes while the host waits for sizes. Dispatchers that do not block the host run only the
+            # exchange on a stream of their own: on a second stream, their kernels that sort and copy rows would wait
+            # for persistent kernels of the compute stream.
             priority = context.config.high_priority_a2a_comm_stream
             self._streams = make_streams(context.device, "communication", high_priority=priority)
         self.graph_instances: GraphInstancePool | None = None

@@ -66,8 +66,10 @@ def _by_expert(rows: MatrixOperand, weight_eIO: Tensor, offsets_e: Tensor) -> Te
 
 
 def _blocks_of(rows: Tensor, offsets_e: Tensor) -> RowBlocks:
-    """Blocks of the mean number of rows of an expert: at most 2e products of equal size, for any number of rows per
-    expert, which the host does not know."""
+    """Divides the rows into blocks as long as an expert's mean number of rows.
+
+    For any distribution of rows over experts, which the host does not know, at most 2e products of equal size result.
+    """
     return RowBlocks.of(offsets_e, len(rows), max(1, -(-len(rows) // len(offsets_e))))
 
 
@@ -97,7 +99,7 @@ def _expert_columns(operand: MatrixOperand, offsets_e: Tensor) -> tuple[Tensor, 
 
 
 def _expert_values(operand: MatrixOperand, offsets_e: Tensor, *, columnwise: bool) -> Tensor:
-    """Values of all rows [R, C], or of the columnwise copy, in promote(fp32, dtype)."""
+    """Values of the rows [R, C] or, if `columnwise`, of the transposed copy [C, R], in promote(fp32, dtype)."""
     wide = internal_dtype(operand.dtype)
     if isinstance(operand, Tensor):
         return (operand.T if columnwise else operand).to(wide)

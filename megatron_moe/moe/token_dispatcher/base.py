@@ -164,8 +164,8 @@ class ExpertComm:
 
         Args:
             dispatcher: dispatcher class that every layer instantiates.
-            row_capacity_factor: bound on the rows of a rank, relative to T * K; None: what no routing exceeds. Only for
-                dispatchers that can overflow.
+            row_capacity_factor: bound on the rows of a rank, relative to T * K, for dispatchers that can overflow.
+                None: any routing fits.
             num_sms: multiprocessors of an exchange; None: all, or the library's default.
             hybridep: settings of the HybridEP library; None: its defaults.
             row_alignment: multiple to which the rows of an expert are padded.

@@ -51,7 +51,7 @@ class ReceivedTokens(NamedTuple):
     tokens_GH: MatrixOperand
     """In the format in which they were sent."""
     ids_GK: Tensor | None
-    """int64 local expert ids, -1 elsewhere; None: the exchange was one of gradients."""
+    """Local expert ids, int64; -1 for experts of other ranks. None in exchanges of gradients."""
     probs_GK: Tensor | None
     num_rows: int | None = None
     """Number of rows of this rank's experts; None: the host does not know it."""

@@ -93,7 +93,7 @@ class HybridEPTransport:
         return rows_RH, None if probs_R is None else probs_R.masked_fill(unused_R, 0)
 
     def start_combine(self, rows_RH: Tensor, probs_R: Tensor | None, handle: HybridEPHandle) -> Work:
-        """Starts to sum the rows of each token, and to return `probs_R`, gradients of the probabilities."""
+        """Starts to sum the rows of each token, and to send the gradients `probs_R` of probabilities back."""
 
         def combine() -> tuple[Tensor, Tensor | None]:
             probs = None if probs_R is None else probs_R.to(internal_dtype(rows_RH.dtype))

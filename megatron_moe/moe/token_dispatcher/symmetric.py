@@ -144,7 +144,7 @@ class SymmetricTransport:
     def _channel(
         self, content: str, in_backward: bool, rows: Tensor, route: ExchangeRoute, form: OperandFormat | None = None
     ) -> PushChannel:
-        """The channel of tokens or sums. Collective over the group when the shape is new."""
+        """Returns the channel for tokens or sums of this shape; creates it on first use (collective over the group)."""
         num_tokens, topk = route.ids_TK.shape
         sizes = {"num_ranks": self._group.size, "num_tokens": num_tokens, "width": rows.shape[1], "topk": topk}
         shape = ChannelShape(**sizes, dtype=rows.dtype, form=form)

@@ -275,7 +275,7 @@ def _our_copy(made: _Storage, form: OperandFormat, num_rows: int, width: int, *,
 
 
 def _storage(copy: QuantizedCopy, like: QuantizedTensor, *, columnwise: bool) -> _Storage:
-    """Transformer Engine's tensor with one copy of (a part of) the matrix `like`."""
+    """Converts a copy of the matrix `like`, or of a part of it, to Transformer Engine's tensor."""
     block = like.block
     options: Any = {"quantizer": None, "fake_dtype": like.dtype}
     data, element = copy.data.view(torch.uint8).contiguous(), TE_DType[copy.data.dtype]
@@ -332,14 +332,14 @@ def _stack_bytes(parts: list[Tensor]) -> Tensor:
 
 
 def _cut(scales: Tensor, block: tuple[int, int], num_rows: int, width: int) -> Tensor:
-    """Our scales from padded ones."""
+    """Removes the padding of Transformer Engine's scales."""
     num_blocks = -(-width // block[1])
     shape = (num_blocks, num_rows) if block[0] == 1 else (-(-num_rows // block[0]), num_blocks)
     return scales[: shape[0], : shape[1]].contiguous()
 
 
 def _cut_transposed(scales: Tensor, block: tuple[int, int], num_rows: int, width: int) -> Tensor:
-    """Our scales from padded ones [rows, blocks of a row]; those of square blocks are repeated for every row."""
+    """Removes the padding of scales [rows, blocks of a row]. Square blocks have equal scales in all their rows."""
     cut = scales[: num_rows : block[0], : -(-width // block[1])]
     return (cut.T if block[0] == 1 else cut).contiguous()
 

@@ -269,7 +269,7 @@ def _store_grad(
 
 @triton.jit
 def _load_probs(probs_ptr, rows, end, WEIGHTED: tl.constexpr):
-    """Returns the probabilities [ROWS] and whether rows are read: rows of probability 0 are padding."""
+    """Returns the probabilities [ROWS], and a mask of the rows to read, without padding rows (probability 0)."""
     held = rows < end
     probs = tl.full(rows.shape, 1.0, tl.float32)
     if WEIGHTED:

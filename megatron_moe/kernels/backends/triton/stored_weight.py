@@ -42,8 +42,11 @@ def transpose_weight(data: Tensor) -> Tensor:
 
 
 def _launch(part: WeightPart, block: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, ...], dict[str, bool]]:
-    """(Grid over the blocks along I and over the block rows of the range, sizes that the kernels need, their constants:
-    whether values are rounded to bf16, and whether the range is aligned to 16 elements, which allows wide stores)."""
+    """Returns launch grid, size arguments and constants of the kernels that process one range of a weight.
+
+    The grid has the blocks along I and the block rows of the range. `ROUND`: values are rounded to bf16 first.
+    `ALIGNED`: the range is aligned to 16 elements, which allows wide stores.
+    """
     assert part.values.dtype is torch.float32 and part.dtype in (torch.float32, torch.bfloat16), f"{part.dtype}"
     assert block == (BLOCK, BLOCK), f"blocks of {block}"
     outputs, inputs = part.shape[-2:]

@@ -70,7 +70,7 @@ class _Route(torch.autograd.Function):
         most_programs = FORWARD_PROGRAMS * num_multiprocessors(device)
         # every set of tokens gets the same number of programs
         programs = sets * max(min(cdiv(num_tokens // sets, tokens), most_programs // sets), 1)
-        # counts per expert, plain top-k counts per set for balancing, and the ticket
+        # counts per expert, plain top-k counts per set for balancing, and the counter of finished programs
         counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
         ids_TK = torch.empty(num_tokens, config.topk, device=device, dtype=torch.int64)
         probs_TK = torch.empty(num_tokens, config.topk, device=device, dtype=logits_TE.dtype)
