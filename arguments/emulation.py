@@ -8,7 +8,6 @@ from arguments.dry_run.request import machine
 from arguments.errors import FlagErrors, Problem
 from arguments.parser import Settings
 from megatron_moe.config.emulation import EmulationConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 
 _OPTIONS = ("emulate_rank", "emulate_imbalance", "emulate_json", "emulate_plot")
@@ -70,7 +69,7 @@ def _path(name: str | None) -> Path | None:
 def planned(plan: RunPlan, emulated: Emulation) -> RunPlan:
     """Returns the plan with the emulation added. Raises FlagErrors if the requested expert load cannot be emulated."""
     imbalance, problems = emulated.config.emulate_imbalance, []
-    for config in {layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}:
+    for config in dict.fromkeys(plan.model.moe_configs):
         experts, topk = config.router.num_experts, config.router.topk
         most = min(plan.parallel.ep, experts / topk)
         if imbalance > most:

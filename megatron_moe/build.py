@@ -10,7 +10,6 @@ import torch
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.train_state import TrainStateConfig, training_settings
 from megatron_moe.cost_model.flops import flops_per_step
@@ -194,7 +193,7 @@ def build_model(
 
 def _expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
     """Communication state that all token dispatchers share; None for a model without MoE layers."""
-    moe = [layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)]
+    moe = plan.model.moe_configs
     kinds = {config.dispatcher for config in moe}
     assert len(kinds) <= 1, f"different token dispatchers: {sorted(kinds)}"
     if not moe:
@@ -353,7 +352,8 @@ def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
         return None
     num_samples = plan.batch.global_batch_size / plan.parallel.world_size
     flops = flops_per_step(plan.model, 1, plan.data.seq_length) * num_samples
-    return Stragglers(trainer.model, trainer.context, num_named=plan.logging.straggler_minmax_count, flops=flops)
+    mixer = trainer.model.decoder.first_mixer
+    return Stragglers(mixer, trainer.context, num_named=plan.logging.straggler_minmax_count, flops=flops)
 
 
 def build_run_events(

@@ -25,7 +25,9 @@ from megatron_moe import build  # noqa: E402
 from megatron_moe.config.moe import MoEConfig  # noqa: E402
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
+from megatron_moe.layers.components import Site  # noqa: E402
 from megatron_moe.layers.node_chain import LayerState, run_nodes  # noqa: E402
+from megatron_moe.layers.resources import ModelResources  # noqa: E402
 from megatron_moe.moe.moe_layer import MoELayer  # noqa: E402
 from megatron_moe.parallel.rng import RNGKey  # noqa: E402
 
@@ -56,7 +58,7 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
     context = build.build_context(plan)
     config = plan.model.layers[-1].feed_forward
     assert isinstance(config, MoEConfig), f"the last layer of {recipe} is dense"
-    layer = MoELayer(config, 0, context, build.build_kernels(plan, context))
+    layer = MoELayer(config, Site("layer", 0), ModelResources.alone(context, build.build_kernels(plan, context)))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)  # type: ignore[attr-defined]
         parameter.grad_accumulator = FP32Accumulator(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.logging import LoggingConfig, ProfileConfig
 from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig, ScheduleConfig
@@ -88,9 +87,7 @@ class RunPlan:
     @property
     def warning(self) -> str:
         """Sentence for the user if the run is a benchmark that does not train its router; else empty."""
-        routers = [
-            layer.feed_forward.router for layer in self.model.layers if isinstance(layer.feed_forward, MoEConfig)
-        ]
+        routers = [moe.router for moe in self.model.moe_configs]
         forced = next((router.forced_by for router in routers if router.forced_by), "")
         return f"benchmark: {forced} replaces the router by random logits, so the model learns no routing" * bool(
             forced

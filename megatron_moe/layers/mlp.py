@@ -1,22 +1,23 @@
 """Dense feed-forward module."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_moe.config.mlp import MLPConfig
-from megatron_moe.kernels.ops import Kernels
+from megatron_moe.layers.components import FeedForward, Site
 from megatron_moe.layers.linear import Linear
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.layers.resources import ModelResources
 
 
-class MLP(nn.Module):
+class MLP(FeedForward):
     """Dense MLP fc2(act(fc1(x))); a gated fc1 (arXiv 2002.05202) has the gate rows first, then the up rows."""
 
-    def __init__(self, config: MLPConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, config: MLPConfig, site: Site, resources: ModelResources) -> None:
         super().__init__()
+        ctx, kernels = resources.ctx, resources.kernels
         self.config = config
-        hidden, ffn, fan = config.hidden_size, config.ffn_hidden_size, config.activation.fan
-        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, bias=config.bias, tp_dim=0, splits=(ffn,) * fan)
-        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, bias=config.bias, tp_dim=1, init="output")
+        (_, (ffn, hidden), first), (_, _, second) = config.matrices()
+        self.linear_fc1 = Linear(hidden, ffn, ctx, kernels, bias=config.bias, **first)
+        self.linear_fc2 = Linear(config.ffn_hidden_size, hidden, ctx, kernels, bias=config.bias, **second)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""

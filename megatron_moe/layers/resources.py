@@ -16,3 +16,8 @@ class ModelResources(NamedTuple):
     expert_comm: Any = None
     """`ExpertComm` with the communication state that the token dispatchers of all layers share; opaque to all modules
     but MoE layers. If None, every MoE layer creates its own."""
+
+    @classmethod
+    def alone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":
+        """Resources of a module outside a model, without recompute and offload."""
+        return cls(ctx, kernels, SavedTensorPolicy())

@@ -5,47 +5,44 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
-
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.layers.components import FeedForward
 from megatron_moe.memory_emulation.tracker import Tracker
-from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.model.gpt import GPT
 from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.trainer import Trainer
 
 _METHODS = ("forward", "loss", "logits", "first", "second")
 """Module methods that are wrapped to set the label."""
 _OUTSIDE_LAYERS = MappingProxyType({"mtp": "mtp", "embedding": "embedding", "output_layer": "head"})
-_IN_LAYER = MappingProxyType(
-    {
-        "": "residual",
-        "input_layernorm": "input_norm",
-        "self_attention": "attention",
-        "pre_mlp_layernorm": "mlp_norm",
-        "mlp": "mlp",
-        "mlp.router": "router",
-        "mlp.experts": "experts",
-        "mlp.shared_experts": "shared",
-    }
-)
+_IN_LAYER = MappingProxyType({"": "residual", "input_layernorm": "input_norm", "pre_mlp_layernorm": "mlp_norm"})
 _EXCHANGE = ("start_dispatch", "finish_dispatch", "start_combine", "finish_combine")
 
 
-def label_model(model: nn.Module, tracker: Tracker) -> None:
+def label_model(model: GPT, tracker: Tracker) -> None:
     """Labels the memory that each module allocates. Labels are the module names of the dry-run report."""
     for path, module in model.named_modules():
-        label = _label(path)
+        label = _label(path, model.config)
         if label:
             _enter(module, _METHODS, label, tracker)
-        if isinstance(module, MoELayer):
+        if isinstance(module, FeedForward) and module.dispatcher is not None:
             _enter(module.dispatcher, _EXCHANGE, "dispatch", tracker)
 
 
-def _label(path: str) -> str:
+def _label(path: str, model: ModelConfig) -> str:
     """Label of the module at `path`; empty if its allocations get the label of the enclosing module."""
     words = path.split(".")
     if words[0] in _OUTSIDE_LAYERS:
         return _OUTSIDE_LAYERS[words[0]]
-    return "final_norm" if words[1:] == ["final_layernorm"] else _IN_LAYER.get(".".join(words[3:]), "")
+    if words[1:] == ["final_layernorm"]:
+        return "final_norm"
+    if words[1:2] != ["layers"] or len(words) < 3:
+        return ""
+    layer = model.layers[int(words[2])]
+    labels = dict(_IN_LAYER)
+    for name, component in (("self_attention", layer.mixer), ("mlp", layer.feed_forward)):
+        labels |= {f"{name}.{part}".rstrip("."): label for part, label in component.memory_labels.items()}
+    return labels.get(".".join(words[3:]), "")
 
 
 def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) -> None:

@@ -11,13 +11,13 @@
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_moe.config.attention import AttentionConfig, RopeConfig
-from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.attention import AttentionConfig, RopeConfig, SoftmaxMixerConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, QueryKeyTransform, internal_dtype
+from megatron_moe.layers.components import Mixer, Site
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.norm import Norm, UnitNorm
 from megatron_moe.layers.resources import ModelResources
@@ -50,16 +50,14 @@ def rotate(
     return kernels.rope(x_SBND, cos_SBD, sin_SBD, config.interleaved, start)
 
 
-class Mixer(nn.Module):
-    """Base class of the attention modules. `site`: path of the module in the model, used in its dropout key."""
+class SoftmaxAttention(Mixer):
+    """Base class of mixers that compute softmax attention."""
 
     sinks: Parameter | None
 
-    def __init__(self, config: AttentionConfig | MLAConfig, site: str, resources: ModelResources) -> None:
-        super().__init__()
-        self.ctx, self.kernels, self.saved_tensors, _ = resources
+    def __init__(self, config: SoftmaxMixerConfig, site: Site, resources: ModelResources) -> None:
+        super().__init__(site, resources)
         self.core = config.core
-        self.site = site
         self.num_heads = local_heads(config.num_heads, self.ctx)
 
     def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
@@ -67,7 +65,7 @@ class Mixer(nn.Module):
         return core_attention(q_SBND, k_SBGD, v_SBGE, self.sinks, self.core, mb, self.site, self.ctx, self.kernels)
 
 
-class Attention(Mixer):
+class Attention(SoftmaxAttention):
     """Multi-head or grouped-query self-attention.
 
     N and G are the numbers of heads and query groups on this tensor-parallel rank. If there are fewer query groups than
@@ -75,23 +73,21 @@ class Attention(Mixer):
     each rank holds an equal share of the rows of `linear_qkv`, whose outputs are all-gathered, as in Megatron-Core.
     """
 
-    def __init__(self, config: AttentionConfig, site: str, resources: ModelResources) -> None:
+    def __init__(self, config: AttentionConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
         ctx, kernels = self.ctx, self.kernels
         self.config = config
         self.ranks_per_group = max(ctx.group("tp").size // config.num_query_groups, 1)
         self.num_groups = local_heads(config.num_query_groups * self.ranks_per_group, ctx)
         self.heads_per_group = self.num_heads // self.num_groups
-        # Rows of one query group: the unit of tensor-parallel sharding and of per-matrix optimizers.
-        self.group_rows = self._rows(config.num_heads // config.num_query_groups)
         self.linear_qkv = Linear(
             config.hidden_size,
-            config.num_query_groups * sum(self.group_rows),
+            config.qkv_width,
             ctx,
             kernels,
             bias=config.qkv_bias,
             tp_dim=0,
-            splits=self.group_rows if self.ranks_per_group == 1 else (),
+            splits=config.group_rows if self.ranks_per_group == 1 else (),
         )
         self.linear_proj = Linear(
             config.q_width, config.hidden_size, ctx, kernels, bias=config.out_bias, tp_dim=1, init="output"
@@ -112,7 +108,7 @@ class Attention(Mixer):
         with self.saved_tensors.offload_scope("qkv_linear"):
             qkv_SBGC = self._own_groups(self.linear_qkv(hidden_SBH))
         gate_SBND = None
-        if self._is_fused:
+        if self.config.is_fused:
             q_SBND, k_SBGD, v_SBGD = self._fused_qkv(qkv_SBGC, mb)
         else:
             q_SBND, gate_SBND, k_SBGD, v_SBGD = self._unfused_qkv(qkv_SBGC, mb)
@@ -124,11 +120,6 @@ class Attention(Mixer):
         with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBND.flatten(2))
 
-    def _rows(self, num_heads: int) -> tuple[int, ...]:
-        """Numbers of `linear_qkv` rows for `num_heads` heads of one query group: (q, output gate if enabled, k, v)."""
-        q_rows, kv_rows = num_heads * self.config.head_dim, self.config.head_dim
-        return (q_rows, *((q_rows,) if self.config.output_gate else ()), kv_rows, kv_rows)
-
     def _own_groups(self, qkv_SBC: Tensor) -> Tensor:
         """Converts the local output of `linear_qkv` to [S, B, G, C]: C channels for each query group of this rank."""
         if self.ranks_per_group == 1:
@@ -138,16 +129,9 @@ class Attention(Mixer):
         # tp: all-gather of S * B * (N + 2 G) * D elements of the whole model; backward reduce-scatter, which sums the
         # gradients of k and v over the ranks that share a group
         whole_SBGC = all_gather(qkv_SBC, tp, dim=-1).unflatten(-1, (self.config.num_query_groups, -1))
-        *of_q, k_SBD, v_SBD = whole_SBGC[:, :, group].split(self.group_rows, dim=-1)
+        *of_q, k_SBD, v_SBD = whole_SBGC[:, :, group].split(self.config.group_rows, dim=-1)
         own = [x.chunk(self.ranks_per_group, dim=-1)[part] for x in of_q]
         return torch.cat([*own, k_SBD, v_SBD], dim=-1).unsqueeze(2)
-
-    @property
-    def _is_fused(self) -> bool:
-        """Whether this config is supported by the fused kernel for norm and rotary embedding of q and k."""
-        config = self.config
-        normed = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm"
-        return config.rope is not None and not config.output_gate and (normed or config.qk_norm == "none")
 
     def _fused_qkv(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [S, B, N, D], k [S, B, G, D] and v [S, B, G, D], after norm and rotary embedding of q and k."""
@@ -162,7 +146,7 @@ class Attention(Mixer):
 
     def _unfused_qkv(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Returns q [S, B, N, D], the output gate [S, B, N, D] or None, k [S, B, G, D] and v [S, B, G, D]."""
-        *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self._rows(self.heads_per_group), dim=-1)
+        *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self.config.shard(self.ctx.group("tp").size).group_rows, dim=-1)
         q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.config.head_dim)) for x in of_q)
         if self.config.qk_norm != "none":
             q_SBND = self._norm(self.q_layernorm, q_SBND)

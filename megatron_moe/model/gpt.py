@@ -16,6 +16,7 @@ from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.pipeline_layout import StageLayout, even_layout
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.layers.components import FeedForward, Mixer
 from megatron_moe.layers.node_chain import (
     BoundNodes,
     LayerState,
@@ -38,7 +39,6 @@ from megatron_moe.model.mtp import MTP, targets
 from megatron_moe.model.output_head import Head
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import gather_from, sequence_part
@@ -74,6 +74,11 @@ class Decoder(nn.Module):
         if any(chunk.final_norm for chunk in chunks):
             self.final_layernorm = Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels)
             self._final_nodes = (norm_node(self.final_layernorm),)
+
+    @property
+    def first_mixer(self) -> Mixer | None:
+        """Mixer of the first layer on this rank; None if it has no layers."""
+        return next((layer.self_attention for layer in self.by_index.values()), None)
 
     def chain(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
         """Nodes of one chunk's layers and, in the last stage, of the final norm. `by_node`: True returns every node
@@ -191,16 +196,13 @@ class GPT(nn.Module):
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
         """Draws the random logits of routers with a forced load and adds them to the microbatch, because CUDA graphs
         cannot draw random numbers in a replay."""
-        sites: list[tuple[int, nn.Module, MicrobatchContext]]
+        sites: list[tuple[int, FeedForward, MicrobatchContext]]
         sites = [(i, layer.mlp, batch.context) for i, layer in self.decoder.by_index.items()]
         if self.mtp is not None:
             sites += self.mtp.feed_forwards(batch.context)
         num_tokens = batch.tokens_BS.numel() // sequence_part(self.ctx)[1]
-        drawn = {
-            index: module.router.draw(num_tokens, dtype, mb)
-            for index, module, mb in sites
-            if isinstance(module, MoELayer) and module.router.config.forced_by
-        }
+        found = ((index, module.draw_logits(num_tokens, dtype, mb)) for index, module, mb in sites)
+        drawn = {index: logits_TE for index, logits_TE in found if logits_TE is not None}
         return replace(batch, context=replace(batch.context, forced_logits=drawn)) if drawn else batch
 
     def _chain(self, batch: MicroBatch, chunk: int, *, by_node: bool) -> list[BoundNodes]:

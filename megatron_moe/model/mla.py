@@ -13,21 +13,22 @@ from torch import Tensor, nn
 
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.layers.components import Site
 from megatron_moe.layers.linear import Linear, with_common_copy
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.model.attention import Mixer, new_sinks, rotate
+from megatron_moe.model.attention import SoftmaxAttention, new_sinks, rotate
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
-class MLA(Mixer):
+class MLA(SoftmaxAttention):
     """Multi-latent self-attention.
 
     Every tensor-parallel rank computes q, k and v of its N heads, and the latents that all heads share. With sequence
     parallelism, it computes the latents only for its local positions.
     """
 
-    def __init__(self, config: MLAConfig, site: str, resources: ModelResources) -> None:
+    def __init__(self, config: MLAConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
         ctx, kernels = self.ctx, self.kernels
         self.config = config

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
+from megatron_moe.layers.components import FeedForward
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.node_chain import (
     BoundNodes,
@@ -117,8 +118,8 @@ class MTP(nn.Module):
             nodes = self.by_index[index].nodes if by_node else [self._layer_nodes[index]]
             yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
 
-    def feed_forwards(self, mb: MicrobatchContext) -> list[tuple[int, nn.Module, MicrobatchContext]]:
-        """(layer index, counted over depths; MLP or MoE layer; context) of every depth."""
+    def feed_forwards(self, mb: MicrobatchContext) -> list[tuple[int, FeedForward, MicrobatchContext]]:
+        """(layer index, counted over depths; feed-forward module; context) of every depth."""
         modules = [self.by_index[number % self.num_layers] for number in range(self.config.num_layers)]
         return [
             (self._first + number, module.transformer_layer.mlp, self._depth_context(mb, None, number))

@@ -1,33 +1,26 @@
 """A transformer layer: a mixer and a feed-forward module, each with a norm and a residual connection."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
-from megatron_moe.config.mla import MLAConfig
-from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.layers.mlp import MLP
+from megatron_moe.layers.components import FeedForward, Mixer, Site, new_module
 from megatron_moe.layers.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.model.attention import Attention
-from megatron_moe.model.mla import MLA
-from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.tensor_parallel import sequence_part
 
 
 class TransformerLayer(nn.Module):
-    """Computes x = x + attention(norm(x)), then x = x + mlp(norm(x)), where mlp is an MLP or an MoE layer.
+    """Computes x = x + self_attention(norm(x)), then x = x + mlp(norm(x)).
 
-    `nodes` contains the steps of this computation: attention, then mlp or the nodes of the MoE layer, then residual.
-    `forward` runs them in order.
+    `self_attention` is the module of `config.mixer`, and `mlp` that of `config.feed_forward`. `nodes` contains the
+    steps of this computation: attention, then the nodes of the feed-forward module, then residual. `forward` runs them
+    in order.
 
     Args:
-        layer: global layer index, which an MoE layer uses to report metrics.
+        layer: global layer index, under which modules report metrics.
         site: path of the module in the model, used in the dropout keys of both residual connections.
     """
 
@@ -36,25 +29,17 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: LayerConfig, layer: int, site: str, resources: ModelResources) -> None:
         super().__init__()
-        ctx, kernels, saved_tensors, _ = resources
+        ctx, kernels, saved_tensors = resources.ctx, resources.kernels, resources.saved_tensors
         self.config = config
         self.site = site
         self.saved_tensors = saved_tensors
         self.positions = sequence_part(ctx)
-        self.input_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
-        mixer: Any = MLA if isinstance(config.mixer, MLAConfig) else Attention
-        self.self_attention = mixer(config.mixer, f"{site}.self_attention", resources)
-        self.pre_mlp_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
-        self.mlp: MoELayer | MLP
-        feed_forward: tuple[Node, ...]
-        if isinstance(config.feed_forward, MoEConfig):
-            self.mlp = MoELayer(config.feed_forward, layer, *resources)
-            feed_forward = self.mlp.nodes
-        else:
-            assert isinstance(config.feed_forward, MLPConfig), config.feed_forward
-            self.mlp = MLP(config.feed_forward, ctx, kernels)
-            feed_forward = (Node("mlp", "experts", self._mlp, parameters_of(self.mlp)),)
-        if saved_tensors.is_recomputed("moe" if config.is_moe else "mlp"):
+        self.input_layernorm = Norm(config.norm, config.hidden_size, ctx, kernels)
+        self.self_attention: Mixer = new_module(config.mixer, Site(f"{site}.self_attention", layer), resources)
+        self.pre_mlp_layernorm = Norm(config.norm, config.hidden_size, ctx, kernels)
+        self.mlp: FeedForward = new_module(config.feed_forward, Site(f"{site}.mlp", layer), resources)
+        feed_forward = self.mlp.node_chain()
+        if saved_tensors.is_recomputed(config.feed_forward.whole_module):
             feed_forward = (
                 recompute_nodes(feed_forward, saved_tensors, "experts", inputs=("normed_SBH",), output="out_SBH"),
             )
@@ -84,10 +69,6 @@ class TransformerLayer(nn.Module):
             discard = self.saved_tensors.discard_output("layernorm", recompute, (hidden_SBH,), normed_SBH)
         hidden_SBH = self._residual_of(hidden_SBH, normed_SBH)
         return state.evolve(hidden_SBH=hidden_SBH, normed_SBH=normed_SBH, discard=discard)
-
-    def _mlp(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        with state.discard:
-            return state.evolve(out_SBH=self.mlp(state.normed_SBH), normed_SBH=None)
 
     def _residual(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Adds the output of the feed-forward module to the residual stream."""

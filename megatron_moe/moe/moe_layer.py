@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.registry import resolve
 from megatron_moe.config.transport import SYMMETRIC
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.layers.components import FeedForward, Site
 from megatron_moe.layers.linear import Linear, with_common_copy
 from megatron_moe.layers.node_chain import LayerState, Node, parameters_of, run_nodes
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
@@ -20,7 +22,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.symmetric_memory import has_peer_access, is_emulated
 
 
-class MoELayer(nn.Module):
+class MoELayer(FeedForward):
     """Sparse feed-forward module: each token is processed by K of E experts.
 
     For the tokens x_t of a microbatch:
@@ -41,18 +43,9 @@ class MoELayer(nn.Module):
     fc2_latent_proj: Linear | None
     shared_experts: SharedExperts | None
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        layer: int,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy | None = None,
-        expert_comm: ExpertComm | None = None,
-    ) -> None:
-        """`layer`: global layer index, for metrics and RNG keys. `expert_comm`: if None, the layer creates its own."""
+    def __init__(self, config: MoEConfig, site: Site, resources: ModelResources) -> None:
         super().__init__()
-        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+        ctx, kernels, self.saved_tensors, expert_comm = resources
         hidden_size = config.router.hidden_size
         width = config.latent_size or hidden_size
         assert config.experts.hidden_size == width, f"expert width {config.experts.hidden_size}, not {width}"
@@ -61,7 +54,7 @@ class MoELayer(nn.Module):
         assert not config.experts.probs_on_input or config.router.topk == 1, "probabilities on the input need top-1"
         replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
         assert not replicated, "tensor parallelism with MoE layers needs sequence parallelism"
-        self.router = Router(config.router, config.capacity, layer, ctx, kernels)
+        self.router = Router(config.router, config.capacity, site.layer, ctx, kernels)
         self.experts = Experts(config.experts, ctx, kernels, self.saved_tensors)
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, ctx, kernels)
         self.fc1_latent_proj = self.fc2_latent_proj = None
@@ -76,6 +69,9 @@ class MoELayer(nn.Module):
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
         """Returns [S, B, H]. `given_ids_TK`: expert ids to use instead of selecting (`chosen_TK` of a `Routing`)."""
         return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb).out_SBH
+
+    def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
+        return self.router.draw(num_tokens, dtype, mb) if self.router.config.forced_by else None
 
     def _make_nodes(self, *, overlap_shared: bool) -> tuple[Node, ...]:
         shared, in_dispatch, in_combine = self.shared_experts, [], []

@@ -97,7 +97,8 @@ def _readers_of_norms(module: nn.Module) -> Iterator[tuple[nn.Module, list[Linea
         yield module.input_layernorm, [mixer.linear_qkv]
     if isinstance(mlp, MLP):
         yield module.pre_mlp_layernorm, [mlp.linear_fc1]
-    elif not mlp.expert_comm.overlaps_microbatches:  # other microbatches replace the copy, and may use another stream
+    elif isinstance(mlp, MoELayer) and not mlp.expert_comm.overlaps_microbatches:
+        # other microbatches replace the copy, and may use another stream
         of_shared = None if mlp.shared_experts is None else mlp.shared_experts.linear_fc1
         yield module.pre_mlp_layernorm, [each for each in (mlp.fc1_latent_proj, of_shared) if each is not None]
 

@@ -23,11 +23,12 @@ class Stragglers:
     """Measures times on this rank and reports the times of all ranks. Construction and `report` are collective.
 
     Args:
+        mixer: module whose forward and backward are timed; None: neither is.
         num_named: number of slowest ranks to name (`--straggler-minmax-count`).
         flops: FLOPs of one step on one rank.
     """
 
-    def __init__(self, model: nn.Module, context: ParallelContext, *, num_named: int, flops: float) -> None:
+    def __init__(self, mixer: nn.Module | None, context: ParallelContext, *, num_named: int, flops: float) -> None:
         self._context = context
         self._group = context.host_group()
         self._num_named = num_named
@@ -35,7 +36,6 @@ class Stragglers:
         self._begun: list[Moment] = []
         self._spans: dict[str, list[tuple[Moment, Moment]]] = {"forward": [], "backward": []}
         self._seconds: dict[str, list[float]] = {"data": [], "step": []}
-        mixer = _first_mixer(model)
         if mixer is not None:
             mixer.register_forward_pre_hook(self._begin_forward, prepend=True)
             mixer.register_forward_hook(self._end_forward)
@@ -99,8 +99,3 @@ def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> lis
             named = ", ".join(f"rank {rank} ({values[rank] / middle:.2f} x the median)" for rank in slowest)
             lines.append(f"    slowest by {name}: {named}")
     return lines
-
-
-def _first_mixer(model: nn.Module) -> nn.Module | None:
-    """First attention module on this rank; None if there is none."""
-    return next((module for name, module in model.named_modules() if name.endswith(".self_attention")), None)

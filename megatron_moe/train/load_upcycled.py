@@ -83,10 +83,10 @@ def _moe_layers(model: GPT) -> Iterator[tuple[str, MoEConfig]]:
     """(name prefix, config) of every MoE layer on this rank, MTP layers included."""
     config = model.config
     for layer in sorted(index for chunk in model.chunks for index in chunk.layers):
-        feed_forward = config.layers[layer].feed_forward
-        if isinstance(feed_forward, MoEConfig):
-            yield f"decoder.layers.{layer}.mlp.", feed_forward
-    last = config.layers[-1].feed_forward
-    if model.mtp is not None and isinstance(last, MoEConfig):
+        moe = config.layers[layer].moe
+        if moe is not None:
+            yield f"decoder.layers.{layer}.mlp.", moe
+    last = config.layers[-1].moe
+    if model.mtp is not None and last is not None:
         for depth in range(model.mtp.num_layers):
             yield f"mtp.layers.{depth}.transformer_layer.mlp.", last

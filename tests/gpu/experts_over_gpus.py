@@ -32,6 +32,7 @@ from megatron_moe.precision.apply import exchange_formats
 from megatron_moe.precision.carried_copies import carried_grad, values_of
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
+from tests.helpers.modules import module_of
 from tests.helpers.ranks import free_port
 from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_one_rank, on_this_rank
 
@@ -82,7 +83,7 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
             dispatcher=dispatcher, router={"dtype": "fp32"}, capacity=capacity, shared=True, overlap=True
         )
         config = replace(config, flex_dispatcher_num_sms=8 if dispatcher == "flex" else None)
-        layer = MoELayer(config, 0, ctx, kernels)
+        layer = module_of(config, ctx, kernels)
         init_parameters(layer, 5, InitConfig(method="unit_gain"))
         hidden = torch.randn(64, 2, HIDDEN, device=ctx.device).bfloat16()
         for mode in ("default", "error"):
@@ -232,12 +233,8 @@ def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
 def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
     """Whether a captured layer, replayed with new inputs, gives the bits of eager execution."""
     ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
-    layer = MoELayer(
-        moe_config(dispatcher="flex", router={"dtype": "fp32"}),
-        0,
-        ctx,
-        select_kernels(KernelConfig(), ctx.device, ctx.dtype),
-    )
+    kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
+    layer = module_of(moe_config(dispatcher="flex", router={"dtype": "fp32"}), ctx, kernels)
     init_parameters(layer, 5, InitConfig(method="unit_gain"))
     static = torch.empty(64, 2, HIDDEN, device=ctx.device, dtype=ctx.dtype, requires_grad=True)
     return eager_and_replayed(layer, static, [static], ctx.rank, 20)[1]
@@ -288,7 +285,7 @@ def fp8_layer(ctx: ParallelContext, *, sent_in_fp8: bool) -> MoELayer:
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
     router = {"dtype": "fp32", "hidden_size": WIDE}
     moe = moe_config(dispatcher="flex", router=router, hidden_size=WIDE, ffn_hidden_size=WIDE)
-    layer = MoELayer(replace(moe, fp8_dispatch=sent_in_fp8, fp8_combine_grad=sent_in_fp8), 0, ctx, kernels)
+    layer = module_of(replace(moe, fp8_dispatch=sent_in_fp8, fp8_combine_grad=sent_in_fp8), ctx, kernels)
     init_parameters(layer, 5, InitConfig(method="unit_gain"))
     for stack in (layer.experts.linear_fc1, layer.experts.linear_fc2):
         stack.quantizer = LinearQuantizer(config, kernels)

@@ -24,6 +24,7 @@ from megatron_moe.parallel.context import ParallelContext
 from tests.gpu.host_sync import no_host_sync
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import REFERENCE, adamw_step, differentiable, draw, route_and_pull, with_gradients
+from tests.helpers.modules import module_of
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, FP64_REF, Tolerance
 
 pytestmark = pytest.mark.gpu1
@@ -418,7 +419,7 @@ def make_layer(device: str, dtype: torch.dtype, kernels: Kernels, **fields: Any)
         latent_size=32,
         **fields,
     )  # fmt: skip
-    layer = MoELayer(config, 0, ParallelContext.single(dtype=dtype, device=device), kernels)
+    layer = module_of(config, ParallelContext.single(dtype=dtype, device=device), kernels)
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
             parameter.copy_(draw(*parameter.shape, seed=number).to(BF16) * parameter.meta.fan_in**-0.5)

@@ -6,22 +6,19 @@ from torch import Tensor
 from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.layers.resources import ModelResources
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.rope import Rotations
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import naive_layers
+from tests.helpers.modules import module_of
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, randn
 from tests.helpers.tolerances import FP64_REF
 
 
 def make(config: AttentionConfig | MLAConfig) -> Attention | MLA:
-    kind = MLA if isinstance(config, MLAConfig) else Attention
-    module = kind(config, "layer", ModelResources(ParallelContext.single(), reference.bundle(), SavedTensorPolicy()))
+    module = module_of(config, ParallelContext.single())
     init_parameters(module, 5, UNIT_GAIN)
     return module
 

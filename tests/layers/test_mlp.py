@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from megatron_moe.config.mlp import ActivationConfig
-from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.layers.mlp import MLP
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.modules import module_of
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, mlp_config, randn
 from tests.helpers.tolerances import FP64_REF
 from tests.moe.oracle import ACTIVATIONS, loop_mlp
@@ -24,7 +23,7 @@ CASES = {
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_mlp_equals_its_formula_in_values_and_gradients(activation, bias):
     config = mlp_config(activation=activation, bias=bias)
-    module = MLP(config, ParallelContext.single(), reference.bundle())
+    module = module_of(config, ParallelContext.single())
     init_parameters(module, 5, UNIT_GAIN)
     weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
     x, oracle_x = randn(4, 2, HIDDEN).requires_grad_(), randn(4, 2, HIDDEN).requires_grad_()
@@ -45,7 +44,7 @@ def test_an_mlp_equals_its_formula_in_values_and_gradients(activation, bias):
 
 
 def test_tensor_parallelism_shards_gate_and_up_separately():
-    module = MLP(mlp_config(bias=True), ParallelContext.single(), reference.bundle())
+    module = module_of(mlp_config(bias=True), ParallelContext.single())
     for parameter in (module.linear_fc1.weight, module.linear_fc1.bias):
         assert (parameter.meta.tp_dim, parameter.meta.splits) == (0, (20, 20))
     assert module.linear_fc2.weight.meta.tp_dim == 1

@@ -49,7 +49,7 @@ def test_full_qk_norm_is_over_all_heads():
     plain.linear_qkv.weight.data.copy_(module.linear_qkv.weight)
     plain.linear_proj.weight.data.copy_(module.linear_proj.weight)
     x, mb = randn(5, 2, HIDDEN), make_mb(2, 5)
-    q, k, v = module.linear_qkv(x).unflatten(-1, (module.num_groups, -1)).split(module.group_rows, dim=-1)
+    q, k, v = module.linear_qkv(x).unflatten(-1, (module.num_groups, -1)).split(config.group_rows, dim=-1)
     q = q.flatten(2).unflatten(-1, (module.num_heads, -1))
     widths = (config.q_width, config.kv_width)
     assert (module.q_layernorm.weight.shape[0], module.k_layernorm.weight.shape[0]) == widths

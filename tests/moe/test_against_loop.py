@@ -11,10 +11,9 @@ import torch
 
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
-from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.modules import module_of
 from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.oracle import loop_moe
@@ -69,7 +68,7 @@ def make_config(
 def compare(config: MoEConfig, *, seed: int = 5, valid_BS: torch.Tensor | None = None) -> None:
     """Runs layer and loop on the same weights and input and compares everything."""
     draw = torch.Generator().manual_seed(seed)
-    layer = MoELayer(config, 0, ParallelContext.single(), reference.bundle())
+    layer = module_of(config, ParallelContext.single())
     with torch.no_grad():
         for tensor in (*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())):
             tensor.copy_(torch.randn(tensor.shape, generator=draw, dtype=torch.float64))

@@ -19,6 +19,7 @@ from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.overlap import Step
 from megatron_moe.pipeline.segment import SegmentedMicrobatch
 from tests.helpers import tiny_models
+from tests.helpers.modules import module_of
 from tests.helpers.tolerances import EXACT, FP32_MODEL, FP64_REF
 from tests.moe.routings import draw, fill
 
@@ -40,7 +41,7 @@ def spec_of(*, latent: int | None = None, capacity=None, shared=None, router=Non
 
 
 def make(config: MoEConfig, *, dtype=torch.float64, kernels=None) -> MoELayer:
-    layer = MoELayer(config, 0, ParallelContext.single(dtype=dtype), kernels or reference.bundle())
+    layer = module_of(config, ParallelContext.single(dtype=dtype), kernels)
     fill(layer)
     return layer
 

@@ -13,13 +13,13 @@ from megatron_moe.config.moe import ExpertsConfig, SharedExpertsConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.layers.mlp import MLP
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
+from tests.helpers.modules import module_of
 from tests.helpers.tolerances import EXACT
 from tests.moe.routings import fill
 
@@ -149,7 +149,7 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
     kernels, ffn = counted(calls), 32 if config.recipe == "mxfp8" else FFN
     mlp = MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=ffn, activation=KINDS[kind])
     ctx = ParallelContext.single(dtype=torch.float32)
-    made = SharedExperts(SharedExpertsConfig(mlp=mlp), ctx, kernels) if shared else MLP(mlp, ctx, kernels)
+    made = SharedExperts(SharedExpertsConfig(mlp=mlp), ctx, kernels) if shared else module_of(mlp, ctx, kernels)
     fill(made)
     for linear in (made.linear_fc1, made.linear_fc2):
         linear.quantizer = LinearQuantizer(config, kernels)

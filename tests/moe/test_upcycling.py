@@ -8,11 +8,10 @@ import torch
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
-from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.mlp import MLP
-from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.upcycling import upcycle
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.modules import module_of
 from tests.helpers.tolerances import FP32_MODEL, FP64_REF
 from tests.moe.routers import make_mb
 
@@ -46,13 +45,13 @@ def _fill(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 def _dense(ctx: ParallelContext, config: MoEConfig) -> MLP:
     experts = config.experts
     mlp = MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=DENSE_FFN, activation=experts.activation, bias=experts.bias)
-    return _fill(MLP(mlp, ctx, reference.bundle()), 1)
+    return _fill(module_of(mlp, ctx), 1)
 
 
 def _outputs(config: MoEConfig, dtype: torch.dtype = torch.float32):
     """(dense output, MoE output, why they may differ)."""
     ctx = ParallelContext.single(dtype=dtype)
-    dense, layer = _dense(ctx, config), _fill(MoELayer(config, 0, ctx, reference.bundle()), 2)
+    dense, layer = _dense(ctx, config), _fill(module_of(config, ctx), 2)
     router = {name: value for name, value in layer.router.state_dict().items() if name != "expert_bias"}
     result = upcycle(dense.state_dict(), router, config)
     missing, unexpected = layer.load_state_dict(result.weights, strict=False)
@@ -126,7 +125,7 @@ def test_inexact_upcycling_has_a_reason(granularity, fields, why):
 def test_zero_logits_are_exact_for_all_score_functions(fields):
     """The scale of inexact routers assumes logits of 0."""
     ctx, config = ParallelContext.single(), _config(1, **fields)
-    dense, layer = _dense(ctx, config), MoELayer(config, 0, ctx, reference.bundle())
+    dense, layer = _dense(ctx, config), module_of(config, ctx)
     router = {"weight": torch.zeros(EXPERTS, HIDDEN, dtype=torch.float64)}
     layer.load_state_dict(upcycle(dense.state_dict(), router, config).weights)
     hidden = torch.randn(6, 3, HIDDEN, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

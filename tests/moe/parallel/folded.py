@@ -20,6 +20,7 @@ from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters, write_part
 from tests.helpers import tiny_models
+from tests.helpers.modules import module_of
 from tests.helpers.ranks import on_threads
 
 HIDDEN, LATENT, FFN, EXPERTS, STEPS, BATCH = 8, 6, 8, 8, 8, 2
@@ -127,7 +128,7 @@ def leave(layer: MoELayer) -> None:
 
 
 def make_layer(config: MoEConfig, ctx: ParallelContext, change: Change = leave, kernels: Kernels = KERNELS) -> MoELayer:
-    layer = MoELayer(config, 3, ctx, kernels)
+    layer = module_of(config, ctx, kernels, layer=3)
     init_parameters(layer, 5, InitConfig(method="unit_gain"))
     change(layer)
     return layer

@@ -1,0 +1,64 @@
+"""Base classes of the modules of components, and their construction from configs (`config/component.py`)."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.config.component import Component
+from megatron_moe.config.registry import resolve
+from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.layers.node_chain import LayerState, Node, parameters_of
+from megatron_moe.layers.resources import ModelResources
+
+
+class Site(NamedTuple):
+    """Position of a module in the model."""
+
+    path: str
+    """Path in the module tree, used in RNG keys: "decoder.layers.7.self_attention"."""
+    layer: int
+    """Global layer index, under which the module reports metrics. Those of MTP layers follow those of the decoder."""
+
+
+class Mixer(nn.Module):
+    """Base class of mixers, which are constructed as `Class(config, site, resources)`.
+
+    `forward(hidden_SBH, mb)` maps the normed residual stream to the mixer's output, both [S, B, H]. With sequence
+    parallelism, S contains this rank's positions only.
+    """
+
+    def __init__(self, site: Site, resources: ModelResources) -> None:
+        super().__init__()
+        self.ctx, self.kernels, self.saved_tensors = resources.ctx, resources.kernels, resources.saved_tensors
+        self.site = site.path
+
+
+class FeedForward(nn.Module):
+    """Base class of feed-forward modules, which are constructed as `Class(config, site, resources)`.
+
+    `forward(hidden_SBH)` maps the normed residual stream to the module's output, both [S, B, H]. With sequence
+    parallelism, S contains this rank's positions only.
+    """
+
+    dispatcher: Any = None
+    """Token dispatcher of routed experts; None if there are none."""
+    nodes: tuple[Node, ...] = ()
+    """Node chain, which computes `LayerState.out_SBH` from `normed_SBH`. By default, one node that calls `forward`."""
+
+    def node_chain(self) -> tuple[Node, ...]:
+        """`nodes`, or the default."""
+        return self.nodes or (Node("mlp", "experts", self._run, parameters_of(self)),)
+
+    def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
+        """Random logits that replace those of a router (`--moe-router-force-load-balancing`); None: no logits."""
+        return None
+
+    def _run(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        with state.discard:
+            return state.evolve(out_SBH=self(state.normed_SBH), normed_SBH=None)
+
+
+def new_module(config: Component, site: Site, resources: ModelResources) -> Any:
+    """Module of a component."""
+    return resolve(config.module)(config, site, resources)
