@@ -38,40 +38,42 @@ def block_offsets(offsets_e: Tensor, length: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RowBlocks:
-    """Blocks of `length` rows, of which each contains rows of one expert, padded with zeros. Their number b = R //
-    length + e does not depend on the offsets; the last blocks may be empty."""
+class ExpertBlocks:
+    """Blocks of `length` rows, each with rows of one expert and padded with zeros.
+
+    The number of blocks, b = R // length + e, does not depend on the offsets; the last blocks may be empty.
+    """
 
     ends_e: Tensor
     """Ends of the experts' blocks."""
     expert_b: Tensor
-    """Expert of each block; of empty ones the last."""
+    """Expert of each block; the last expert for empty blocks."""
     row_P: Tensor
-    """Row at each of the P = b * length places; R: none."""
-    place_R: Tensor
-    """Place of each row; P: none."""
+    """Row at each of the P = b * length positions of the blocks; R at positions without a row."""
+    position_R: Tensor
+    """Position of each row in the blocks; P for rows that belong to no expert."""
 
     @classmethod
-    def of(cls, offsets_e: Tensor, num_rows: int, length: int) -> "RowBlocks":
+    def from_offsets(cls, offsets_e: Tensor, num_rows: int, length: int) -> "ExpertBlocks":
         ends, ends_e, last = offsets_e.long(), block_offsets(offsets_e, length), len(offsets_e) - 1
         block_b = torch.arange(num_rows // length + len(ends), device=ends.device)
-        place_P = torch.arange(len(block_b) * length, device=ends.device)
+        position_P = torch.arange(len(block_b) * length, device=ends.device)
         expert_b = torch.searchsorted(ends_e, block_b, right=True).clamp_(max=last)
-        first_rows, first_places = F.pad(ends[:-1], (1, 0)), F.pad(ends_e[:-1] * length, (1, 0))
-        shift_e = first_places - first_rows
-        row_P = place_P - shift_e[expert_b].repeat_interleave(length)
+        first_rows, first_positions = F.pad(ends[:-1], (1, 0)), F.pad(ends_e[:-1] * length, (1, 0))
+        shift_e = first_positions - first_rows
+        row_P = position_P - shift_e[expert_b].repeat_interleave(length)
         row_P = torch.where(row_P < ends[expert_b].repeat_interleave(length), row_P, num_rows)
         row_R = torch.arange(num_rows, device=ends.device)
-        place_R = row_R + shift_e[torch.searchsorted(ends, row_R, right=True).clamp_(max=last)]
-        return cls(ends_e, expert_b, row_P, torch.where(row_R < ends[-1], place_R, len(place_P)))
+        position_R = row_R + shift_e[torch.searchsorted(ends, row_R, right=True).clamp_(max=last)]
+        return cls(ends_e, expert_b, row_P, torch.where(row_R < ends[-1], position_R, len(position_P)))
 
     def gather(self, rows_RC: Tensor) -> Tensor:
         """Rows in blocks, [P, C]."""
         return _pad_row(rows_RC.detach()).index_select(0, self.row_P)
 
-    def scatter(self, places_PC: Tensor) -> Tensor:
+    def scatter(self, blocks_PC: Tensor) -> Tensor:
         """Inverse of `gather`, [R, C]; rows that belong to no expert are 0."""
-        return _pad_row(places_PC).index_select(0, self.place_R)
+        return _pad_row(blocks_PC).index_select(0, self.position_R)
 
 
 def _pad_row(x: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def _pad_row(x: Tensor) -> Tensor:
 def pad_to_blocks(x: Tensor, offsets_e: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Copies rows [R, C] so that every expert starts at a block of `length` rows; the rest is 0. Returns the copy
     [(R // length + e) * length, C] and the ends of the experts' blocks, [e]."""
-    blocks = RowBlocks.of(offsets_e, len(x), length)
+    blocks = ExpertBlocks.from_offsets(offsets_e, len(x), length)
     return blocks.gather(x), blocks.ends_e
 
 

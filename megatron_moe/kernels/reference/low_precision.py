@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_moe.config.precision import WHOLE
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, WeightPart, internal_dtype
 from megatron_moe.precision import nvfp4
-from megatron_moe.precision.expert_rows import RowBlocks, block_offsets, dequantize_expert_rows
+from megatron_moe.precision.expert_rows import ExpertBlocks, block_offsets, dequantize_expert_rows
 from megatron_moe.precision.optimizer_state import round_weights
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from megatron_moe.precision.quantizers import DTYPES, cast
@@ -65,12 +65,12 @@ def _by_expert(rows: MatrixOperand, weight_eIO: Tensor, offsets_e: Tensor) -> Te
     return blocks.scatter(out_bLO.flatten(0, 1)).to(rows.dtype)
 
 
-def _blocks_of(rows: Tensor, offsets_e: Tensor) -> RowBlocks:
+def _blocks_of(rows: Tensor, offsets_e: Tensor) -> ExpertBlocks:
     """Divides the rows into blocks as long as an expert's mean number of rows.
 
     For any distribution of rows over experts, which the host does not know, at most 2e products of equal size result.
     """
-    return RowBlocks.of(offsets_e, len(rows), max(1, -(-len(rows) // len(offsets_e))))
+    return ExpertBlocks.from_offsets(offsets_e, len(rows), max(1, -(-len(rows) // len(offsets_e))))
 
 
 def _rows(operand: MatrixOperand) -> Tensor:
@@ -85,7 +85,7 @@ def _columns(operand: MatrixOperand) -> Tensor:
     return operand.to(wide).mT if isinstance(operand, Tensor) else dequantize(operand.column_copy, operand.block, wide)
 
 
-def _in_blocks(rows_RC: Tensor, blocks: RowBlocks) -> Tensor:
+def _in_blocks(rows_RC: Tensor, blocks: ExpertBlocks) -> Tensor:
     return blocks.gather(rows_RC).unflatten(0, (len(blocks.expert_b), -1))
 
 

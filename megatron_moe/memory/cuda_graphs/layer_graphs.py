@@ -12,6 +12,7 @@ first microbatch, the other adds those of later microbatches. Metrics are graph 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -61,6 +62,14 @@ class CapturedModule:
         return mb.graph_instance.run(self, state, mb)
 
 
+class RecordedMetrics(Enum):
+    """Metrics that a captured module records for the log."""
+
+    NOTHING = auto()
+    WITHOUT_ROUTING = auto()
+    WITH_ROUTING = auto()
+
+
 class GraphInstance:
     """Memory pool and captured graphs of one in-flight microbatch."""
 
@@ -70,7 +79,7 @@ class GraphInstance:
         self.static_bytes = 0
         """Size of the static buffers, which are not allocated from the pool."""
         self._recorder = recorder
-        self._captured: dict[tuple[CapturedModule, TreeSpec, TreeSpec, bool | None], _CapturedForward] = {}
+        self._captured: dict[tuple[CapturedModule, TreeSpec, TreeSpec, RecordedMetrics], _CapturedForward] = {}
         self._contexts: dict[TreeSpec, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
         self._outputs: dict[int, Tensor] = {}
@@ -81,10 +90,14 @@ class GraphInstance:
         """Runs a module on the microbatch of this instance by graph replay, and captures its graph on first use."""
         tensors, spec = flatten(state)
         static = self._load(mb)
-        records = None if mb.metrics is None else mb.metrics.trace_routing is not None
-        key = module, spec, static.spec, records
+        recorded = RecordedMetrics.NOTHING
+        if mb.metrics is not None:
+            recorded = (
+                RecordedMetrics.WITHOUT_ROUTING if mb.metrics.trace_routing is None else RecordedMetrics.WITH_ROUTING
+            )
+        key = module, spec, static.spec, recorded
         if key not in self._captured:
-            self._captured[key] = _CapturedForward(self, module, state, tensors, static.context, records=records)
+            self._captured[key] = _CapturedForward(self, module, state, tensors, static.context, recorded)
         captured = self._captured[key]
         outputs = _Replay.apply(captured, *tensors)  # type: ignore[no-untyped-call]
         if mb.metrics is not None:
@@ -175,15 +188,13 @@ class _CapturedForward:
         state: Any,
         tensors: Sequence[Tensor],
         mb: MicrobatchContext,
-        *,
-        records: bool | None,
+        recorded: RecordedMetrics,
     ) -> None:
-        """`mb`: microbatch context with static buffers as tensors. `records`: whether the module's metrics include a
-        routing trace; None: it records no metrics."""
+        """`mb`: microbatch context with static buffers as tensors."""
         self._instance = instance
         self._module = module
         self._mb = mb
-        self._records = records
+        self._recorded = recorded
         self._inputs = [instance.static_input(tensor, instance.static_buffer) for tensor in tensors]
         self._buffers = [static.buffer for static in self._inputs]
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
@@ -232,8 +243,8 @@ class _CapturedForward:
         return self._backward.run(grads)
 
     def _compute(self) -> list[Tensor]:
-        self._metrics = MetricRecorder(with_routing=bool(self._records))
-        mb = replace(self._mb, metrics=None if self._records is None else self._metrics)
+        self._metrics = MetricRecorder(with_routing=self._recorded is RecordedMetrics.WITH_ROUTING)
+        mb = replace(self._mb, metrics=None if self._recorded is RecordedMetrics.NOTHING else self._metrics)
         with torch.enable_grad():
             self._result = self._module.function(self._state, mb)
         inputs = {id(tensor) for tensor in self._buffers}
