@@ -23,6 +23,7 @@ from arguments.groups.precision import PrecisionFlags
 from arguments.groups.resilience import ResilienceFlags
 from arguments.groups.training import TrainingFlags
 from megatron_moe.config.registry import FLAGS
+from megatron_moe.cost_model.hardware import GpuKind
 
 T = TypeVar("T")
 
@@ -56,8 +57,21 @@ class StartFlags:
     """Number of nodes of a dry run or an emulation; see `--world-size`."""
     gpus_per_node: int | None = new_flag(None, least=1)
     """Ranks per node. Not set: the number of GPUs per node for the `--gpu` type, but at most the number of ranks."""
-    gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = new_flag(None)
+    gpu: GpuKind | None = new_flag(None)
     """GPU type of a dry run or an emulation. Not set: `gpu` of section `about` in the recipe or file, else h100."""
+    gpu_memory: float | None = new_flag(None, least=0.1)
+    """Memory in GiB of the GPU of a dry run, instead of that of the `--gpu` type."""
+    gpu_tflops: float | None = new_flag(None, least=0.1)
+    """Peak dense bf16 TFLOP/s of the GPU of a dry run; rates of other formats change in proportion."""
+    gpu_bandwidth: float | None = new_flag(None, least=1)
+    """Memory bandwidth of the GPU of a dry run, in GB/s."""
+    link_bandwidth: float | None = new_flag(None, least=0.1)
+    """Bandwidth between the GPUs of a host in a dry run, in GB/s per direction."""
+    tokens: float | None = new_flag(None, least=1)
+    """Number of tokens for which a dry run estimates time and cost. Not set: those of `--train-iters` or
+    `--train-samples`."""
+    gpu_hour_price: float | None = new_flag(None, least=0)
+    """Price of a GPU hour, in any currency, for the estimated cost of a dry run."""
     fake_process_group: bool = differs(
         False,
         "runs two steps without a dataset, reports memory by category, and exits",

@@ -1,19 +1,19 @@
 """Table of recipes for docs/recipes.md: model, layout, source, and unavailable features."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from arguments.checks.run import broken_rules, unavailable_flags, unknown_layers
+from arguments.checks.run import broken_rules, unavailable_flags
 from arguments.dry_run.cluster import DEFAULT_GPU
 from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flag import Flag
 from arguments.flags import Registry
 from arguments.parser import Settings, merge_settings
+from arguments.plan_settings import QUICKSTART_VOCABULARY, planned
 from arguments.read import read_plan
 from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_names
-from arguments.resolve import run_plan
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GPUS
@@ -23,8 +23,6 @@ _NOT_YET = " is not available yet"
 _FORMATS: Mapping[str | None, str] = MappingProxyType(
     {None: "", "delayed": "FP8", "tensorwise": "FP8", "blockwise": "FP8 blockwise", "mxfp8": "MXFP8"}
 )
-_QUICKSTART_VOCABULARY = 4096
-"""Vocabulary size of the tokenizer that scripts/quickstart.sh trains; used for recipes without `vocab-size`."""
 _HEAD = """\
 # Recipes
 
@@ -101,13 +99,6 @@ def row_of(name: str, registry: Registry) -> Row:
     return Row(name, family, info, settings, planned(settings, launch), problems)
 
 
-def planned(settings: Settings, launch: ProcessInfo) -> RunPlan:
-    """Plan of valid settings; it may include features that are not available yet."""
-    flags = settings.flags
-    plan = run_plan(flags, launch, flags.vocab_size or _QUICKSTART_VOCABULARY)
-    return replace(plan, unknown_layers=unknown_layers(settings))
-
-
 def rows(registry: Registry) -> list[Row]:
     """Rows of all recipes, sorted by family."""
     return sorted((row_of(name, registry) for name in recipe_names()), key=lambda row: (row.family, row.name))
@@ -140,7 +131,7 @@ def without_proxy() -> str:
 
 def _refused_as_proxy(name: str) -> list[str]:
     try:
-        read_plan(["--recipe", name, "--proxy"], {}, lambda config: config.vocab_size or _QUICKSTART_VOCABULARY)
+        read_plan(["--recipe", name, "--proxy"], {}, lambda config: config.vocab_size or QUICKSTART_VOCABULARY)
     except FlagErrors as errors:
         broken = [problem.what for problem in errors.problems if not problem.waits]
         assert not broken, f"--proxy makes {name} break a rule: {broken}"

@@ -14,7 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
+from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of, rates_of
 from arguments.errors import Finished
 from arguments.flags import Registry
 from arguments.parser import start_settings
@@ -63,8 +63,8 @@ def requested_cluster(
     `default`: number of ranks if no size is found; None: one full node. Raises FlagErrors if sizes conflict."""
     start = start_settings(flags, Registry.declared())
     kind = getattr(options, "gpu", None) or start.setting("gpu").value
-    cluster = ClusterFlags(gpu=kind, gpus=options.gpus, nodes=options.nodes, gpus_per_node=options.gpus_per_node)
-    return cluster_of(cluster, start, environ, otherwise=default)
+    sizes = {"gpus": options.gpus, "nodes": options.nodes, "gpus_per_node": options.gpus_per_node}
+    return cluster_of(ClusterFlags(gpu=kind, **sizes, rates=rates_of(start)), start, environ, otherwise=default)
 
 
 def rank_0_of(world_size: int, ranks_per_node: int | None = None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 flags      docs/flags.md, tests/goldens/help.txt and the status column of docs/optimize.md
 recipes    docs/recipes.md and tests/goldens/recipes_*.txt
 dry-runs   tests/goldens/{dry_run/,dry_run_totals.tsv} and the example in docs/dry-run.md
+planning   tables of docs/planning.md, which take a minute; not part of the default
 """
 
 import json
@@ -20,6 +21,7 @@ from arguments.dry_run.report import report
 from arguments.dry_run.request import without_texts
 from arguments.errors import Finished
 from arguments.flags import Registry
+from arguments.planning_tables import SEARCHED, measured_rows, searched_row, with_rows
 from arguments.read import read_plan
 from arguments.recipes import recipe_names
 from arguments.recognised import find_recognised
@@ -30,6 +32,9 @@ DOCS, GOLDENS = ROOT / "docs", ROOT / "tests" / "goldens"
 DRY_RUNS = GOLDENS / "dry_run"
 TOTALS = GOLDENS / "dry_run_totals.tsv"
 DRY_RUN_DOC = DOCS / "dry-run.md"
+PLANNING = DOCS / "planning.md"
+STEP_TIMES = ROOT / "benchmarks" / "step_times.tsv"
+"""Measured steps: ms, number of H200, flags, and the document of the measurement."""
 _EXAMPLE = "deepseek-v3-h100-1024"
 REPORTED = (
     _EXAMPLE,
@@ -80,6 +85,11 @@ def dry_run_texts() -> Texts:
     for name in REPORTED:
         yield DRY_RUNS / f"{name}.txt", dry_run(name)
     yield TOTALS, "\n".join(["\t".join(COLUMNS), *map(totals, recipe_names())]) + "\n"
+
+
+def planning_texts() -> Texts:
+    text = PLANNING.read_text(encoding="utf-8")
+    yield PLANNING, with_rows(with_rows(text, measured_rows(STEP_TIMES)), map(searched_row, SEARCHED))
 
 
 def facts(recipe: str) -> Facts:
@@ -170,8 +180,11 @@ def _status(words: Sequence[str], registry: Registry) -> str:
 def main(argv: Sequence[str]) -> None:
     parser = tool_parser(__doc__)
     generators = {"flags": flag_texts, "recipes": recipe_texts, "dry-runs": dry_run_texts}
-    parser.add_argument("kinds", nargs="*", metavar="kind", help=f"of {', '.join(generators)}; default: all")
+    parser.add_argument(
+        "kinds", nargs="*", metavar="kind", help=f"of {', '.join(generators)}, planning; default: all but planning"
+    )
     kinds = parser.parse_args(argv).kinds or list(generators)
+    generators["planning"] = planning_texts
     if unknown := set(kinds) - set(generators):
         parser.error(f"{', '.join(unknown)}: choose from {', '.join(generators)}")
     for kind in kinds:

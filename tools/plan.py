@@ -2,8 +2,11 @@
 
 The flags specify the model: a recipe, `--config` or `--from-hf-config DIR`. Searches all layouts, microbatch sizes,
 recompute and offload options that fit in GPU memory, and prints the ten fastest by the cost model with reasons.
-`--write DIR` writes each as a recipe for `pretrain_moe.py --config`. `--fit` keeps the layout and selects the cheapest
-memory options with which it fits. Needs neither torch nor a GPU; docs/planning.md explains the cost model.
+`--write DIR` writes each as a recipe for `pretrain_moe.py --config`. `--fit` keeps the layout and selects the memory
+options with which it fits, or the number of GPUs that would be enough. Step times are estimates with a known error; the
+length of the run (or `--tokens N`) gives days and GPU hours, `--gpu-hour-price P` the cost. `--gpu-memory`,
+`--gpu-tflops`, `--gpu-bandwidth` and `--link-bandwidth` describe any other GPU. Needs neither torch nor a GPU;
+docs/planning.md explains the cost model.
 
 Exit code 0: a plan fits; 7: none fits; 2: invalid flags.
 """
@@ -17,13 +20,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments import plan_search
+from arguments import plan_search, plan_settings
+from arguments.checks.run import RULES
 from arguments.errors import FlagErrors
 from arguments.parser import Settings
 from arguments.read import flag_registry
+from arguments.run_length import RunLength
 from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.parallel import ProcessInfo
+from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPU, GPUS
-from megatron_moe.planner.search import PlannedLayout
+from megatron_moe.planner.search import PlannedLayout, Planner
 from tools._common import (
     add_cluster_options,
     positive,
@@ -34,6 +41,9 @@ from tools._common import (
     writing,
 )
 
+_MOST_DOUBLINGS = 10
+"""Numbers of GPUs to try if none of the given number fits."""
+
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
@@ -42,59 +52,81 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
-    settings, gpu, num_gpus = _inputs(options, words)
-    planner = plan_search.planner_of(settings, gpu, options.imbalance)
-    start = plan_search.to_search(settings, gpu, num_gpus)
-    found = planner.best(start, options.best, partial(plan_search.legal, settings))
+    settings, gpu, num_gpus, length = _inputs(options, words)
+    planner = plan_settings.planner_of(settings, gpu, options.imbalance)
+    accepts = partial(plan_settings.legal, settings)
+    found = planner.best(plan_search.to_search(settings, gpu, num_gpus), options.best, accepts)
     if not found:
-        print(f"no layout fits {num_gpus} {gpu.name} with any memory options; use more GPUs or shorter sequences")
+        print(f"no layout fits {num_gpus:,} {gpu.name} with any memory options")
+        enough = _enough(planner, settings, num_gpus)
+        print(f"{enough:,} {gpu.name} would be enough: --gpus {enough}" if enough else "use shorter sequences")
         return ExitCode.MEMORY
     print(f"the fastest layouts on {num_gpus:,} {gpu.name} by the cost model (docs/planning.md)")
     for place, each in enumerate(found, 1):
-        _print(place, each, gpu)
-        if options.write:
-            title = f"Plan {place} for {num_gpus} {gpu.name}: {plan_search.layout_text(each)}"
-            ready = plan_search.settings_for(settings, each.plan)
-            _write(options.write, f"plan-{place:02}", plan_search.recipe(ready, each, gpu, title))
+        title = f"Plan {place} for {num_gpus} {gpu.name}: {plan_settings.layout_text(each)}"
+        ready = plan_settings.settings_for(settings, each.plan)
+        _show(place, each, gpu, length)
+        _write(options.write, f"plan-{place:02}", plan_search.recipe(ready, each, gpu, length, title))
     return ExitCode.OK
+
+
+def _enough(planner: Planner, settings: Settings, num_gpus: int) -> int | None:
+    """Smallest number of GPUs, doubled from `num_gpus`, on which a layout fits; None if there is none."""
+    accepts = partial(plan_settings.legal, settings)
+    numbers = (num_gpus << doublings for doublings in range(1, _MOST_DOUBLINGS + 1))
+    starts = ((number, plan_search.to_search(settings, planner.gpu, number)) for number in numbers)
+    return next((number for number, start in starts if planner.any_fitting(start, accepts)), None)
 
 
 def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
-    settings, gpu, num_gpus = _inputs(options, words)
-    if problems := plan_search.forbidden(settings, num_gpus):
-        raise FlagErrors(problems)
-    planner = plan_search.planner_of(settings, gpu, options.imbalance)
-    plan = plan_search.as_given(settings, gpu, num_gpus)
+    settings, gpu, num_gpus, length = _inputs(options, words)
+    plan = _given(settings, gpu, num_gpus)
+    planner = plan_settings.planner_of(settings, gpu, options.imbalance)
     now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
-    print(f"current: {plan_search.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
-    found = planner.fit_with_optimizer(plan)
-    if found is None:
-        print("no memory options suffice: use a smaller --micro-batch-size, more GPUs, or search without --fit")
-        return ExitCode.MEMORY
-    ready = plan_search.settings_for(settings, found.plan, layout=False)
-    _print(1, found, gpu)
-    title = f"The cheapest memory options on {num_gpus} {gpu.name}: {plan_search.layout_text(found)}"
-    if options.write:
-        _write(options.write, "fit", plan_search.recipe(ready, found, gpu, title))
-    return ExitCode.OK
+    print(f"current: {plan_settings.layout_text(now)}")
+    print(f"  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
+    accepts = partial(plan_settings.legal, settings, layout=False)
+    found = planner.ways_to_fit(plan, accepts)
+    for place, each in enumerate(found, 1):
+        ready = plan_settings.settings_for(settings, each.plan, layout=False)
+        title = f"Memory options on {num_gpus} {gpu.name}: {plan_settings.layout_text(each)}"
+        _show(place, each, gpu, length)
+        name = "fit" if place == 1 else f"fit-{place}"
+        _write(options.write, name, plan_search.recipe(ready, each, gpu, length, title))
+    enough = planner.enough_gpus(plan, accepts)
+    if enough and not planner.fits(now.memory):
+        print(f"\nor {enough.plan.parallel.world_size:,} GPUs: {plan_settings.layout_text(enough)}")
+    if not found:
+        print("no memory options suffice: use more GPUs or shorter sequences, or search without --fit")
+    return ExitCode.OK if found else ExitCode.MEMORY
 
 
-def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int]:
+def _given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
+    """Plan with the layout of the flags. Raises FlagErrors if they break a rule."""
+    launch = ProcessInfo(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus))
+    if problems := plan_settings.broken(settings, launch, RULES):
+        raise FlagErrors(problems)
+    return plan_settings.as_given(settings, gpu, num_gpus)
+
+
+def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int, RunLength]:
     settings = plan_search.settings_of(words, flag_registry(words, {}))
     if problems := settings.problems or plan_search.unplannable(settings):
         raise FlagErrors(problems)
     cluster = requested_cluster(options, words, {})
-    return settings, cluster.gpu, cluster.world_size
+    return settings, cluster.gpu, cluster.world_size, RunLength.of(settings)
 
 
-def _print(place: int, found: PlannedLayout, gpu: GPU) -> None:
-    print(f"\n{place:>2}. {plan_search.layout_text(found)}")
-    for line in plan_search.reasons(found, gpu):
+def _show(place: int, found: PlannedLayout, gpu: GPU, length: RunLength) -> None:
+    print(f"\n{place:>2}. {plan_settings.layout_text(found)}")
+    for line in plan_search.reasons(found, gpu, length):
         print(f"    {line}")
 
 
-def _write(folder: Path, name: str, text: str) -> None:
+def _write(folder: Path | None, name: str, text: str) -> None:
+    if folder is None:
+        return
     path = folder / f"{name}.yaml"
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
 """Type and number of the GPUs for which a run is planned, from flags or the `about` section of its recipe or files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from arguments.errors import FlagErrors
 from arguments.parser import Settings
@@ -20,16 +22,35 @@ class ClusterFlags:
     """`--gpus`, `--world-size`: total number of ranks."""
     nodes: int | None = None
     gpus_per_node: int | None = None
+    rates: Mapping[str, Any] = field(default_factory=dict)
+    """Figures that replace those of the GPU type, by field of `GPU`."""
 
     @classmethod
     def of(cls, start: Settings) -> "ClusterFlags":
         """Takes the values from settings parsed from the flags of `pretrain_moe.py`."""
         values = {name: start.setting(name).value for name in ("gpu", "nodes", "gpus_per_node")}
-        return cls(gpus=start.setting("world_size").value, **values)
+        return cls(gpus=start.setting("world_size").value, **values, rates=rates_of(start))
 
     @property
     def has_size(self) -> bool:
         return self.gpus is not None or self.nodes is not None
+
+
+_RATES = MappingProxyType(
+    {
+        "gpu_memory": ("memory_gib", 1.0),
+        "gpu_tflops": ("bf16_tflops", 1.0),
+        "gpu_bandwidth": ("hbm", 1e9),
+        "link_bandwidth": ("nvlink", 1e9),
+    }
+)
+"""Flags that replace a figure of the GPU type, with the field of `GPU` and its unit."""
+
+
+def rates_of(start: Settings) -> dict[str, float]:
+    """Figures of the GPU given on a command line, by field of `GPU`."""
+    given = {field: (start.setting(flag).value, unit) for flag, (field, unit) in _RATES.items()}
+    return {field: value * unit for field, (value, unit) in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +83,7 @@ def cluster_of(
         FlagErrors: the sizes contradict each other, or an `about` section is invalid.
     """
     about = about_of(start, environ)
-    gpu = GPUS[flags.gpu or about.gpu or DEFAULT_GPU]
+    gpu = replace(GPUS[flags.gpu or about.gpu or DEFAULT_GPU], **flags.rates)
     total = launched if launched > 1 else about.gpus
     per_node = flags.gpus_per_node or min(gpu.per_node, flags.gpus or total or gpu.per_node)
     if flags.gpus and flags.nodes:

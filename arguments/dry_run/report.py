@@ -5,7 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from arguments.run_length import length_text, number, step_text
+
 _WIDTH = 120
+_LONGEST = 4
+"""Number of parts of the estimated step time that are listed."""
 
 
 def report(facts: dict[str, Any]) -> str:
@@ -118,12 +122,32 @@ def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:
     else:
         verdict = "fits" if memory["fits"] else "barely fits"
         yield f"  {verdict}: {spare:.1f} of the {limit} are left for CUDA, NCCL, workspaces and fragmentation"
+    yield from _ways_out(memory)
     if memory["host_gib"] >= 0.005:
         yield f"  in host memory, per rank: {memory['host_gib']:.2f}"
-    if memory["switches"]:
-        yield "  memory that each option saves there when enabled last, and its cost in step time (docs/planning.md)"
+    if memory["switches"] and memory["fits"]:
+        yield "  options that are on: memory that each saves there, and its cost in step time (docs/planning.md)"
         effects = [(each["flags"], *_effect(each, unit, times)) for each in memory["switches"]]
         yield from (f"  {line}" for line in _table(None, effects, left=(0,)))
+
+
+def _ways_out(memory: dict[str, Any]) -> Iterator[str]:
+    if "ways_out" not in memory:
+        return
+    enough = memory["enough_gpus"]
+    found = [(way["changes"], way) for way in memory["ways_out"]]
+    found += [(f"{enough['gpus']:,} GPUs, {enough['changes']}", enough)] if enough else []
+    if not found:
+        yield "  no memory options suffice for this layout; tools/plan.py finds another, or the number of GPUs needed"
+        return
+    yield "  what fits instead, with its memory and estimated step time"
+    rows = [
+        (changes, f"{way['total_gib']:.1f} GiB", f"{number(way['step_ms'] / 1e3)} s", f"{way['slower']:+.1%}")
+        for changes, way in found
+    ]
+    yield from (f"  {line}" for line in _table(None, rows, left=(0,)))
+    if memory["ways_out"]:
+        yield f"  {memory['command']}"
 
 
 def _effect(switch: dict[str, Any], unit: str, times: int) -> tuple[str, str]:
@@ -185,13 +209,18 @@ def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[
         f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in time["by_kind"].items() if share >= 0.005
     )
     per_token, per_step = time["flops_per_token"] / 1e9, time["flops_per_step"] / 1e15
-    yield f"  {_number(per_token)} GFLOP per token, {_number(per_step)} PFLOP a step"
+    yield f"  {number(per_token)} GFLOP per token, {number(per_step)} PFLOP a step"
     yield f"  {shares}"
+    estimate = time["estimate"]
+    longest = list(estimate["parts_ms"].items())[:_LONGEST]
+    yield f"  {step_text(estimate)}"
+    yield f"  most of it {', '.join(f'{part} {ms:,.0f} ms' for part, ms in longest)}"
+    yield f"  {length_text(time['run'])}"
     peak = f"{device['kind'].upper()}'s {time['products_in']} peak"
-    bubble = f", with the bubble {_number(time['bound_ms'])} ms" if time["bound_ms"] > time["compute_ms"] else ""
-    yield f"  at {peak}: compute {_number(time['compute_ms'])} ms{bubble}"
+    bubble = f", with the bubble {number(time['bound_ms'])} ms" if time["bound_ms"] > time["compute_ms"] else ""
+    yield f"  bound at {peak}: compute {number(time['compute_ms'])} ms{bubble}"
     yield (
-        f"  so at most {time['bound_tflops_per_gpu']:,.0f} TFLOP/s and "
+        f"  so never more than {time['bound_tflops_per_gpu']:,.0f} TFLOP/s and "
         f"{time['bound_tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
     )
     if traffic:
@@ -205,11 +234,6 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
     yield title
     for line in lines:
         yield from textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="      ")
-
-
-def _number(value: float) -> str:
-    """Formats numbers below 100 with three significant digits, and larger numbers without decimals."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _billions(count: int) -> str:

@@ -16,7 +16,9 @@ from arguments.files import read_files
 from arguments.flags import Flags
 from arguments.launch import launch_of
 from arguments.parser import Settings, merge_settings
+from arguments.plan_settings import planner_of, ways_out
 from arguments.recipes import find_recipe
+from arguments.run_length import RunLength
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import ExitCode, RunError
 from megatron_moe.config.run import RunPlan
@@ -24,6 +26,7 @@ from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.planner.report import Facts, facts_of, too_long_to_simulate
 
 _GPT2_VOCABULARY = 50_257
+_DRY_RUN_ONLY = ("gpu_memory", "gpu_tflops", "gpu_bandwidth", "link_bandwidth", "tokens", "gpu_hour_price")
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,14 @@ class DryRunRequest:
 
 def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunRequest | None:
     """Parses the dry-run flags; returns None if `--dry-run` is not given. The world size is taken from the flags, else
-    from the launcher, else from the recipe, else it is 1."""
+    from the launcher, else from the recipe, else it is 1.
+
+    Raises FlagErrors."""
     form = start.setting("dry_run").value
     if form is None:
+        given = [name for name in _DRY_RUN_ONLY if start.setting(name).value is not None]
+        if given:
+            raise FlagErrors.of(f"{start.registry.flags[given[0]].option} without --dry-run", "add --dry-run")
         return None
     return DryRunRequest(form, *machine(start, environ))
 
@@ -133,12 +141,23 @@ def all_facts(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
         "recipe": recipe,
         "would_start": not (plan.missing_inputs or plan.blockers),
         "missing_inputs": list(plan.missing_inputs),
-        **facts_of(plan, gpu),
+        **_figures(plan, gpu, settings),
         "environment": dict(plan.environment),
         "cannot_train_yet": list(plan.blockers),
         "notes": list(plan.notes),
         "differences": _differences(settings) if recipe is not None else [],
     }
+
+
+def _figures(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
+    """Figures of the plan, with estimates of its time and, if it does not fit, with plans that do."""
+    facts = facts_of(plan, gpu)
+    if plan.unknown_layers:
+        return facts
+    facts["time"]["run"] = RunLength.of(settings).facts(plan, facts["time"]["estimate"]["step_ms"] / 1e3)
+    if not facts["memory"]["fits"]:
+        facts["memory"] |= ways_out(plan, planner_of(settings, gpu), settings)
+    return facts
 
 
 def _differences(settings: Settings) -> list[str]:

@@ -85,6 +85,10 @@ _DEVICES = (
     _Device("A100", 19.5, 19.5, 312.0, 312.0),
     _Device("A800", 9.7, 19.5, 312.0, 312.0),
     _Device("L40S", None, 91.6, 362.0, 362.0),
+    _Device("RTX 5090", None, 104.8, 209.5, 209.5),
+    _Device("RTX 4090", None, 82.6, 165.2, 165.2),
+    _Device("RTX 3090", None, 35.6, 71.0, 71.0),
+    _Device("RTX A6000", None, 38.7, 154.8, 154.8),
     _Device("V100", 7.8, 15.7, 125.0, None),
 )
 """Rates from NVIDIA's data sheets (VR200: preliminary). Rates published only for 2:4 sparsity are halved. fp32 rates

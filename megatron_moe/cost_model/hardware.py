@@ -8,7 +8,10 @@ from typing import Literal
 from megatron_moe.config.precision import FloatName
 from megatron_moe.cost_model.flops import peak_flops
 
-GpuKind = Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"]
+GpuKind = Literal[
+    "a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200",
+    "rtx3090", "rtx4090", "rtx5090", "a6000", "l40s",
+]  # fmt: skip
 
 GIB = 1 << 30
 LINK_EFFICIENCY = 0.7
@@ -40,10 +43,16 @@ class GPU:
     """Bandwidth to host memory, in bytes per second; the default is that of PCIe 5 x16."""
     fp8_speedup: float = 2.0
     """Dense FP8 rate divided by the dense bf16 rate; 1 if the GPU does not support FP8."""
+    bf16_tflops: float | None = None
+    """Peak dense bf16 TFLOP/s if it differs from the data sheet (`--gpu-tflops`); all other rates change likewise."""
 
     @property
     def bf16(self) -> float:
         """Peak dense bf16 FLOP/s."""
+        return self._of_data_sheet if self.bf16_tflops is None else self.bf16_tflops * 1e12
+
+    @property
+    def _of_data_sheet(self) -> float:
         peak = peak_flops(self.name, "bf16")
         assert peak is not None, f"no bf16 rate of {self.name}"
         return peak
@@ -51,7 +60,7 @@ class GPU:
     def rate(self, dtype: FloatName) -> tuple[float, FloatName]:
         """(peak dense FLOP/s, `dtype`), or (bf16 rate, "bf16") if no rate is known for `dtype`."""
         peak = peak_flops(self.name, dtype)
-        return (self.bf16, "bf16") if peak is None else (peak, dtype)
+        return (self.bf16, "bf16") if peak is None else (peak * self.bf16 / self._of_data_sheet, dtype)
 
     @property
     def fp8(self) -> float:
@@ -70,13 +79,17 @@ _LINK_3, _LINK_4, _LINK_5, _LINK_6 = 300e9, 450e9, 900e9, 1800e9
 """NVLink rates of Ampere, Hopper, Blackwell and Rubin GPUs, in bytes per second and direction."""
 _PORT_200, _PORT_400, _PORT_800, _PORT_1600 = 25e9, 50e9, 100e9, 200e9
 """Network rates of one port of ConnectX-6, -7 and -8, and of two ports of ConnectX-9, in bytes per second."""
+_PCIE_4, _PCIE_5 = 27e9, 55e9
+"""Rates of 16 lanes of PCIe between GPUs of a host and to host memory, in bytes per second and direction."""
+_ETHERNET = 12.5e9 / 8
+"""Network rate per GPU, in bytes per second, where eight GPUs share a port of 100 Gbit/s."""
 _GRACE = 225e9
 """Host link rate per GPU, in bytes per second, where two GPUs share the 450 GB/s of one Grace CPU."""
 
 _KINDS = (
     GPU(
         "a100", "A100", memory_gib=79.1, hbm=2.039e12, nvlink=_LINK_3, network=_PORT_200, per_node=8, nvlink_domain=8,
-        capability=(8, 0), host_link=27e9, fp8_speedup=1.0,
+        capability=(8, 0), host_link=_PCIE_4, fp8_speedup=1.0,
     ),
     GPU(
         "h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8,
@@ -110,10 +123,34 @@ _KINDS = (
         "vr200", "VR200", memory_gib=277.0, hbm=22e12, nvlink=_LINK_6, network=_PORT_1600, per_node=4, nvlink_domain=72,
         capability=(10, 7), host_link=450e9, fp8_speedup=17.5 / 4,
     ),
+    GPU(
+        "rtx3090", "RTX 3090", memory_gib=23.7, hbm=0.936e12, nvlink=_PCIE_4, network=_ETHERNET, per_node=8,
+        nvlink_domain=8, capability=(8, 6), host_link=_PCIE_4, fp8_speedup=1.0,
+    ),
+    GPU(
+        "rtx4090", "RTX 4090", memory_gib=23.6, hbm=1.008e12, nvlink=_PCIE_4, network=_ETHERNET, per_node=8,
+        nvlink_domain=8, capability=(8, 9), host_link=_PCIE_4,
+    ),
+    GPU(
+        "rtx5090", "RTX 5090", memory_gib=31.4, hbm=1.792e12, nvlink=_PCIE_5, network=_ETHERNET, per_node=8,
+        nvlink_domain=8, capability=(12, 0), host_link=_PCIE_5,
+    ),
+    GPU(
+        "a6000", "RTX A6000", memory_gib=47.5, hbm=0.768e12, nvlink=_PCIE_4, network=_ETHERNET, per_node=8,
+        nvlink_domain=8, capability=(8, 6), host_link=_PCIE_4, fp8_speedup=1.0,
+    ),
+    GPU(
+        "l40s", "L40S", memory_gib=44.4, hbm=0.864e12, nvlink=_PCIE_4, network=_ETHERNET, per_node=8,
+        nvlink_domain=8, capability=(8, 9), host_link=_PCIE_4,
+    ),
 )  # fmt: skip
 """Rates from NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, nodes of four GH200, and GB200, GB300 and
 VR200 NVL72 (preliminary). NVLink rates are half of the published bidirectional rates of 600 (A100), 900 (Hopper), 1800
 (Blackwell) and 3600 GB/s (Rubin). `memory_gib` is the memory that drivers report; the published values, in the
-same order, are 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB. VR200 is assumed to report as much as GB300."""
+same order, are 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB. VR200 is assumed to report as much as GB300.
+
+RTX 3090 and A6000: white paper of GA102; RTX 4090: of the Ada architecture; RTX 5090: of RTX Blackwell; L40S: data
+sheet. Their products sum in fp32. They have 24, 48, 24, 32 and 48 GB, of which torch reports `memory_gib`. The GPUs
+of a host exchange over PCIe, which stands in `nvlink`; eight to a host and its network are assumptions."""
 
 GPUS: Mapping[str, GPU] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})

@@ -6,8 +6,10 @@ stages. Launch overhead, uneven routing, and interference of concurrent kernels 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_moe.config.costs import num_bytes
+from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice
 from megatron_moe.cost_model.flops import flops_per_step
@@ -19,6 +21,9 @@ from megatron_moe.cost_model.step_time import pipeline_bubble
 from megatron_moe.cost_model.traffic import Communication, Traffic
 from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
 
+_ERROR, _LOW_PRECISION_ERROR = 0.2, 0.3
+"""Largest deviation of measured from estimated step times, relative to the estimate, rounded up: the steps of
+`benchmarks/step_times.tsv`, on one and two H200. Other GPUs and steps over several hosts were not measured."""
 _TENSOR_FORWARD = 0.4
 """Share of the forward in tensor-parallel traffic: 2 of 5 collectives of an MLP (docs/communication-volume.md)."""
 
@@ -59,6 +64,23 @@ class StepEstimate(Work):
     def tflops(self) -> float:
         """TFLOP/s per GPU, with the FLOPs of Megatron's formula."""
         return self.flops / self.total / self.world_size / 1e12
+
+
+def known_error(precision: PrecisionConfig) -> float:
+    """Known error of estimates, relative to the estimate."""
+    return _LOW_PRECISION_ERROR if precision.low_precision else _ERROR
+
+
+def estimate_facts(plan: RunPlan, step: StepEstimate) -> dict[str, Any]:
+    """Estimated step time and throughput, with the known error relative to the estimate."""
+    tokens = plan.batch.global_batch_size * plan.data.seq_length
+    return {
+        "error": known_error(plan.precision),
+        "step_ms": step.total * 1e3,
+        "tflops_per_gpu": step.tflops,
+        "tokens_per_second_per_gpu": tokens / step.total / plan.parallel.world_size,
+        "parts_ms": {name: seconds * 1e3 for name, seconds in step.parts},
+    }
 
 
 class Estimator:

@@ -14,7 +14,7 @@ from megatron_moe.cost_model.shards import held_by_stage
 from megatron_moe.cost_model.step_time import MANY_GROUPS, StepTime, in_flight, stage_costs, step_time
 from megatron_moe.cost_model.traffic import Communication, Traffic
 from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
-from megatron_moe.planner.estimator import Estimator
+from megatron_moe.planner.estimator import Estimator, StepEstimate, estimate_facts
 from megatron_moe.planner.memory_options import enabled_options
 
 Facts = dict[str, Any]
@@ -52,7 +52,7 @@ def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
         return sizes
     memory = RankMemory(plan)
     ranks = memory.all_ranks()
-    time = step_time(plan, gpu)
+    time, estimate = step_time(plan, gpu), Estimator(plan, gpu, placements).step()
     traffic = Communication(plan, placements)
     return {
         **sizes,
@@ -60,12 +60,12 @@ def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
         "stages": list(_stages(plan)),
         "memory": {
             **_memory(ranks, memory, plan, gpu),
-            "switches": list(_switches(plan, memory, heaviest(ranks), gpu, placements)),
+            "switches": list(_switches(plan, memory, heaviest(ranks), gpu, placements, estimate)),
         },
         "schedule": sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
         "communication": [_traffic(each, gpu) for each in traffic.of_rank(heaviest(ranks).rank)],
         "experts": _experts(plan, traffic),
-        "time": _time(plan, time, gpu),
+        "time": _time(plan, time, gpu) | {"estimate": estimate_facts(plan, estimate)},
     }
 
 
@@ -161,15 +161,19 @@ def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[Facts]:
 
 
 def _switches(
-    plan: RunPlan, memory: RankMemory, most: RankBytes, gpu: GPU, placements: dict[str, Placement]
+    plan: RunPlan,
+    memory: RankMemory,
+    most: RankBytes,
+    gpu: GPU,
+    placements: dict[str, Placement],
+    estimate: StepEstimate,
 ) -> Iterator[Facts]:
     """Yields the memory saving and the slowdown of each enabled memory option, estimated by disabling only this option.
     Options overlap, so their savings cannot be added: a module may be recomputed as part of a larger one."""
-    seconds = Estimator(plan, gpu, placements).step().total
     for option in enabled_options(plan):
         without = option.apply(plan)
         saves = memory.on_another_plan(without).of_rank(most.rank).total - most.total
-        slower = seconds / Estimator(without, gpu, placements).step().total - 1
+        slower = estimate.total / Estimator(without, gpu, placements).step().total - 1
         yield {"flags": option.flags, "saves_gib": saves / GIB, "slower": slower}
 
 

@@ -6,7 +6,7 @@ search ends when all remaining lower bounds are above the step times of the best
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heappop, heappush
 from itertools import chain, combinations
@@ -32,6 +32,7 @@ from megatron_moe.planner.memory_options import (
 from megatron_moe.planner.report import RESERVE_GIB
 
 _OFFLOADED = ((), ("expert_fc1",), ("expert_fc1", "moe_act"), ("expert_fc1", "moe_act", "core_attn"))
+_MOST_WAYS, _MOST_DOUBLINGS = 3, 10
 _SAFETY = 0.97
 """Minimum sum of the options' savings, as a fraction of the excess memory, for a set of options to be tried. It is
 below 1 because the sum is not exact: options may also change the peak workspace."""
@@ -90,6 +91,17 @@ class Planner:
                 found = sorted([*found, fitting], key=lambda one: one.step.total)[:count]
         return found
 
+    def any_fitting(
+        self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True
+    ) -> PlannedLayout | None:
+        """Finds some layout that fits, fast: tries one layout per set of parallel sizes. Returns None if none fits."""
+        layouts = Layouts(plan, self.gpu)
+        simple = [layout for grid in layouts.grids() if (layout := layouts.of(grid)) is not None]
+        states = [RankMemory(each).state_of_rank(each.layout.pp // 2).total for each in simple]
+        order = sorted((place for place, state in enumerate(states) if state < self.room), key=states.__getitem__)
+        found = (self.fit(simple[place]) for place in order)
+        return next((each for each in found if each is not None and accepts(each.plan)), None)
+
     def _lower_bound(self, plan: RunPlan) -> float:
         """Lower bound on the step time in seconds: the estimated time without pipeline bubble."""
         return self.estimator(plan).step(bubble=False).total
@@ -122,6 +134,30 @@ class Planner:
         exact, narrow = with_remainders(plan), with_bf16_moments(plan)
         options = map(self.fit, (exact, narrow, with_host_optimizer(exact), with_host_optimizer(narrow)))
         return next((found for found in options if found is not None), None)
+
+    def ways_to_fit(self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True) -> list[PlannedLayout]:
+        """Finds up to three plans with the layout of `plan` that fit into device memory: the choice of
+        `fit_with_optimizer`, then the fastest others, also with smaller microbatches."""
+        first = self.fit_with_optimizer(plan)
+        exact, narrow = with_remainders(plan), with_bf16_moments(plan)
+        variants = [plan, exact, narrow, *map(with_host_optimizer, (exact, narrow)), *_smaller_microbatches(exact)]
+        others = sorted(filter(None, map(self.fit, variants)), key=lambda found: found.step.total)
+        distinct = {found.plan: found for found in (first, *others) if found is not None}
+        return [found for found in distinct.values() if accepts(found.plan)][:_MOST_WAYS]
+
+    def enough_gpus(
+        self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True
+    ) -> PlannedLayout | None:
+        """Doubles the data-parallel ranks until the plan fits, with recompute and offload if necessary. Returns None if
+        the global batch has too few sequences."""
+        for _ in range(_MOST_DOUBLINGS):
+            if plan.num_microbatches % 2:
+                return None
+            plan = replace(plan, parallel=replace(plan.parallel, world_size=2 * plan.parallel.world_size))
+            found = self.fit(plan)
+            if found is not None and accepts(found.plan):
+                return found
+        return None
 
     def fit(self, plan: RunPlan) -> PlannedLayout | None:
         """Replaces the plan's recompute and activation offload by the cheapest options with which the plan fits into
@@ -169,6 +205,14 @@ class Planner:
             yield with_recompute(plain, ["moe"])
             yield with_recompute(plain, [*dense, "moe"])
             yield with_full_recompute(plain)
+
+
+def _smaller_microbatches(plan: RunPlan) -> Iterator[RunPlan]:
+    """Yields the plan with a half, a quarter, ... of the microbatch size."""
+    size = plan.batch.micro_batch_size
+    while size > 1 and size % 2 == 0:
+        size //= 2
+        yield replace(plan, batch=replace(plan.batch, micro_batch_size=size))
 
 
 def _key(plan: RunPlan) -> object:

@@ -16,6 +16,7 @@ from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, Exit
 from megatron_moe.config.transport import LIBRARIES
 from pretrain_moe import main
 from tests.helpers.command_lines import SMALL, VOCAB_SIZE, calls_of, vocab_size_of, words
+from tools import plan
 from tools.docs_gen import DRY_RUN_DOC, DRY_RUNS, REPORTED, TOTALS, dry_run, totals, with_example
 
 UPDATE = "run python tools/docs_gen.py dry-runs, and review the difference"
@@ -65,6 +66,53 @@ def test_text_and_json_reports_agree():
 
 def test_lines_fit_a_terminal():
     assert max(map(len, answer_to(f"{DEEPSEEK} --dry-run").splitlines())) <= 120
+
+
+def test_time_and_cost_are_estimated_with_their_error():
+    time = facts(f"{DEEPSEEK} --tokens 15e12 --gpu-hour-price 2")["time"]
+    estimate, run = time["estimate"], time["run"]
+    assert estimate["error"] == 0.3 and facts("--recipe q6")["time"]["estimate"]["error"] == 0.2
+    assert time["bound_ms"] < estimate["step_ms"] == pytest.approx(sum(estimate["parts_ms"].values()))
+    assert run["iterations"] == -(-15e12 // time["tokens_per_step"])
+    assert run["gpu_hours"] == pytest.approx(run["iterations"] * estimate["step_ms"] / 3.6e6 * 1024)
+    assert (run["days"], run["cost"]) == pytest.approx((run["gpu_hours"] / 24 / 1024, 2 * run["gpu_hours"]))
+    assert facts(DEEPSEEK)["time"]["run"]["iterations"] == 50
+    text = answer_to(f"{DEEPSEEK} --tokens 15e12 --gpu-hour-price 2 --dry-run")
+    assert "estimate ± 30%: " in text and f", cost {run['cost']:,.0f}" in text
+
+
+def test_what_does_not_fit_comes_with_ways_out(tmp_path, monkeypatch):
+    line = f"{DEEPSEEK} --micro-batch-size 4"
+    memory = facts(line)["memory"]
+    assert len(memory["ways_out"]) == 3 and memory["enough_gpus"]["gpus"] == 2048
+    assert all(way["total_gib"] < memory["device_gib"] - 3 for way in (*memory["ways_out"], memory["enough_gpus"]))
+    text = answer_to(f"{line} --dry-run")
+    assert "what fits instead" in text and "options that are on" not in text and "bf16, " not in text
+    command = memory["command"].split()
+    assert memory["command"] in text and command[:2] == ["python", "tools/plan.py"]
+    monkeypatch.chdir(tmp_path)
+    assert plan.main(command[2:]) == ExitCode.OK
+    found = facts("--config plans/fit.yaml")
+    assert found["memory"]["fits"] and found["ranks"]["world_size"] == 1024
+    assert found["memory"]["total_gib"] == pytest.approx(memory["ways_out"][0]["total_gib"])
+
+
+def test_a_plan_that_no_option_makes_fit_says_so():
+    assert "no memory options suffice for this layout" in answer_to("--recipe q6 --gpu rtx4090 --dry-run")
+
+
+def test_other_gpus_are_described_by_their_figures():
+    card = facts("--recipe q6 --gpu rtx5090")
+    assert (card["device"]["memory_gib"], card["device"]["bf16_tflops"]) == (31.4, 209.5)
+    figures = "--gpu-memory 100 --gpu-tflops 500 --gpu-bandwidth 2000 --link-bandwidth 100"
+    own, h200 = (facts(f"--recipe m27 {more} --gpu h200") for more in (figures, ""))
+    assert (own["device"]["memory_gib"], own["device"]["bf16_tflops"]) == (100, 500)
+    assert own["time"]["compute_ms"] == pytest.approx(h200["time"]["compute_ms"] * 989 / 500)
+    ours, theirs = (each["time"]["estimate"]["parts_ms"] for each in (own, h200))
+    assert ours["bandwidth"] == pytest.approx(theirs["bandwidth"] * 4.8 / 2)
+    assert ours["expert parallel"] == pytest.approx(theirs["expert parallel"] * 450 / 100)
+    with pytest.raises(FlagErrors, match="--gpu-memory without --dry-run"):
+        read_plan("--recipe q6 --gpu-memory 40".split(), {})
 
 
 def test_a_dry_run_is_fast_and_does_not_import_torch():

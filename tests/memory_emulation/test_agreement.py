@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from arguments import plan_search
+from arguments import plan_search, plan_settings
 from arguments.checks.run import broken_rules
 from arguments.dry_run.cluster import DEFAULT_GPU
 from arguments.flags import Registry
@@ -108,7 +108,7 @@ def plan_of(recipe: str) -> RunPlan:
     settings, _ = without_hardware(recipe)
     wanted = about(recipe, REGISTRY)
     assert not missing(settings, wanted.gpus), f"{recipe}: {missing(settings, wanted.gpus)}"
-    return plan_search.as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
+    return plan_settings.as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
 
 
 def compare(plan: RunPlan) -> Compared:

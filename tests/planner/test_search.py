@@ -6,40 +6,70 @@ from itertools import islice
 
 import pytest
 
-from arguments import plan_search
+from arguments import plan_search, plan_settings
 from arguments.flags import Registry
+from arguments.planning_tables import SEARCHED, measured_rows, measured_steps, search_row, with_rows
 from arguments.read import read_plan
+from arguments.run_length import RunLength
 from megatron_moe.config.memory import MemoryConfig
 from megatron_moe.cost_model.hardware import GIB, GPUS
 from megatron_moe.cost_model.memory import RankMemory
+from megatron_moe.planner.estimator import known_error
 from megatron_moe.planner.layouts import Layouts
 from megatron_moe.planner.memory_options import more_switches, saved
 from megatron_moe.planner.search import PlannedLayout, Planner
+from tools.docs_gen import PLANNING, STEP_TIMES
 
 REGISTRY = Registry.declared()
-PUBLISHED = (
-    ("deepseek-v3-h100-1024", "h100", 1024),
-    ("deepseek-v3-gb200-256", "gb200", 256),
-    ("qwen3-235b-a22b-h100-256", "h100", 256),
-    ("qwen3-30b-a3b-h100-32", "h100", 32),
-)
 SLOW = {"deepseek-v3-h100-1024", "deepseek-v3-gb200-256", "qwen3-235b-a22b-h100-256"}
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "num_gpus"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] in SLOW else []) for case in PUBLISHED],
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] in SLOW else []) for case in SEARCHED],
 )
 def test_the_best_ten_beat_the_published_layout_by_the_cost_model(name, kind, num_gpus):
     settings = plan_search.settings_of(["--recipe", name], REGISTRY)
-    planner = plan_search.planner_of(settings, GPUS[kind])
-    published = planner.evaluate(plan_search.as_given(settings, GPUS[kind], num_gpus))
-    best = planner.best(plan_search.to_search(settings, GPUS[kind], num_gpus), 10, partial(plan_search.legal, settings))
+    planner = plan_settings.planner_of(settings, GPUS[kind])
+    published = planner.evaluate(plan_settings.as_given(settings, GPUS[kind], num_gpus))
+    best = planner.best(
+        plan_search.to_search(settings, GPUS[kind], num_gpus), 10, partial(plan_settings.legal, settings)
+    )
     assert planner.fits(published.memory)
     assert len(best) == 10 and best == sorted(best, key=lambda each: each.step.total)
     assert best[0].step.total <= published.step.total
     for each in best:
-        assert planner.fits(planner.heaviest(each.plan)), plan_search.layout_text(each)
+        assert planner.fits(planner.heaviest(each.plan)), plan_settings.layout_text(each)
+    assert search_row(name, published, best[0]) in PLANNING.read_text(), "run python tools/docs_gen.py planning"
+
+
+def test_measured_steps_are_within_the_stated_error_of_the_estimates():
+    errors: dict[float, float] = {}
+    for plan, measured, estimated, source in measured_steps(STEP_TIMES):
+        error = known_error(plan.precision)
+        deviation = abs(measured / estimated - 1)
+        errors[error] = max(errors.get(error, 0.0), deviation)
+        assert deviation <= error, (source, measured, estimated)
+        document = (STEP_TIMES.parent / source).read_text()
+        assert f"{measured:,.1f}" in document or f"{measured:.1f}" in document, f"{measured} is not in {source}"
+    assert len(errors) == 2 and all(error - most < 0.05 for error, most in errors.items()), "the error is rounded up"
+
+
+def test_the_planning_document_shows_the_errors_of_today():
+    text = PLANNING.read_text()
+    assert with_rows(text, measured_rows(STEP_TIMES)) == text, "run python tools/docs_gen.py planning"
+
+
+def test_ways_to_fit_fit_and_are_distinct():
+    settings = plan_search.settings_of("--recipe deepseek-v3-h100-1024 --micro-batch-size 4".split(), REGISTRY)
+    planner = plan_settings.planner_of(settings, GPUS["h100"])
+    plan = plan_settings.as_given(settings, GPUS["h100"], 1024)
+    ways = planner.ways_to_fit(plan)
+    assert len(ways) == 3 == len({way.plan for way in ways}) and ways[0] == planner.fit_with_optimizer(plan)
+    assert {way.plan.batch.micro_batch_size for way in ways} > {4}
+    assert all(planner.fits(planner.heaviest(way.plan)) for way in ways)
+    enough = planner.enough_gpus(plan)
+    assert enough.plan.parallel.world_size == 2048 and planner.fits(planner.heaviest(enough.plan))
 
 
 def q6() -> tuple[plan_search.Settings, Planner]:
@@ -54,11 +84,11 @@ def test_written_recipe_equals_the_plan(tmp_path):
     for number, grid in enumerate(islice(layouts.grids(), 0, None, 7)):
         for each in layouts.of_grid(grid):
             found = planner.evaluate(each)
-            ready = plan_search.settings_for(settings, each)
-            if not plan_search.legal(settings, each):
+            ready = plan_settings.settings_for(settings, each)
+            if not plan_settings.legal(settings, each):
                 continue
             path = tmp_path / f"{number}.yaml"
-            path.write_text(plan_search.recipe(ready, found, planner.gpu, "a test"))
+            path.write_text(plan_search.recipe(ready, found, planner.gpu, RunLength(), "a test"))
             environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
             read = read_plan(["--config", str(path), "--allow-ignored-flags"], environ, lambda config: 4096)
             assert (read.parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
@@ -76,7 +106,7 @@ def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
 
 def test_fit_selects_the_cheapest_memory_options():
     settings, planner = q6()
-    plan = plan_search.as_given(settings, planner.gpu, 1)
+    plan = plan_settings.as_given(settings, planner.gpu, 1)
     roomy = planner.fit(plan)
     assert roomy is not None and roomy.plan.memory.recompute.recompute_granularity == "none"
     planner.room = roomy.memory.total - 0.5 * GIB
@@ -92,7 +122,7 @@ def test_fit_selects_the_cheapest_memory_options():
 def test_master_remainders_are_enabled_before_recompute():
     words = ["--recipe", "q6", "--no-use-precision-aware-optimizer"]
     planner = Planner(GPUS["h200"])
-    plan = plan_search.as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
+    plan = plan_settings.as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
     for less, remainders in ((0.0, False), (1.0, True)):
         planner.room = RankMemory(plan).of_rank(0).total - less * GIB
         found = planner.fit_with_optimizer(plan)
@@ -102,7 +132,7 @@ def test_master_remainders_are_enabled_before_recompute():
 
 def test_optimizer_offload_is_the_last_resort():
     settings, planner = q6()
-    plan = plan_search.as_given(settings, planner.gpu, 1)
+    plan = plan_settings.as_given(settings, planner.gpu, 1)
     planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
     assert planner.fit(plan) is None
     found = planner.fit_with_optimizer(plan)
@@ -116,7 +146,7 @@ def test_step_time_is_within_six_percent_of_measurements():
     planner = Planner(GPUS["h200"])
     for name, micro, measured in (("q6", 2, 321.1), ("q6", 4, 306.0), ("m8", 2, 447.2), ("m8", 4, 425.3)):
         words = ["--recipe", name, "--micro-batch-size", str(micro)]
-        plan = plan_search.as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
+        plan = plan_settings.as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
         found = planner.evaluate(plan)
         assert abs(found.step.total * 1e3 / measured - 1) < 0.06, (name, micro, found.step.total)
 
@@ -124,7 +154,7 @@ def test_step_time_is_within_six_percent_of_measurements():
 def test_more_work_and_slower_links_take_longer():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
     gpu = GPUS["h100"]
-    plan = plan_search.as_given(settings, gpu, 32)
+    plan = plan_settings.as_given(settings, gpu, 32)
     before: PlannedLayout = Planner(gpu).evaluate(plan)
     slow = Planner(replace(gpu, network=gpu.network / 2)).evaluate(plan)
     assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
@@ -138,17 +168,17 @@ def test_more_work_and_slower_links_take_longer():
 @pytest.mark.parametrize("name", ["ds4", "q6"])
 def test_memory_option_equals_its_flags(name):
     gpu = GPUS["h200"]
-    plan = plan_search.as_given(plan_search.settings_of(["--recipe", name], REGISTRY), gpu, 1)
+    plan = plan_settings.as_given(plan_search.settings_of(["--recipe", name], REGISTRY), gpu, 1)
     for switch in more_switches(plan):
         words = ["--recipe", name, *switch.flags.split()]
-        read = plan_search.as_given(plan_search.settings_of(words, REGISTRY), gpu, 1)
+        read = plan_settings.as_given(plan_search.settings_of(words, REGISTRY), gpu, 1)
         found = switch.apply(plan)
         assert (read.precision, read.batch) == (found.precision, found.batch), switch.flags
         assert RankMemory(read).of_rank(0).total == RankMemory(found).of_rank(0).total, switch.flags
 
 
 def test_memory_options_save_memory():
-    plan = plan_search.as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), GPUS["h200"], 1)
+    plan = plan_settings.as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), GPUS["h200"], 1)
     for switch in more_switches(plan):
         if any(word in switch.flags for word in ("recompute", "exp-avg", "wgrad-interval")):
             assert saved(plan, switch, 0) > 0, switch.flags

@@ -10,8 +10,9 @@ from arguments.export import yaml_text
 from arguments.files import read_file, read_files
 from arguments.flags import Registry
 from arguments.parser import merge_settings
+from arguments.plan_settings import planned
 from arguments.read import read_plan
-from arguments.recipe_table import Row, planned, row_of, rows
+from arguments.recipe_table import Row, row_of, rows
 from arguments.recipes import recipe_files, recipe_names
 from megatron_moe.config.model_differences import differences
 from megatron_moe.cost_model.parameters import count_parameters

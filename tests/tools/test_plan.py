@@ -13,19 +13,21 @@ from tools import plan
 
 def test_recipe_written_by_fit_can_be_read(tmp_path: Path, capsys):
     sizes = "--micro-batch-size 4 --seq-length 5120 --moe-expert-wgrad-interval 1"
-    words = f"--fit --recipe m8 --gpu h100 {sizes} --write".split()
+    words = f"--fit --recipe m8 --gpu h100 {sizes} --tokens 1e9 --gpu-hour-price 2 --write".split()
     assert plan.main([*words, str(tmp_path)]) == ExitCode.OK
     output = capsys.readouterr().out
     assert "does not fit: 99.0 of 79.2 GiB" in output and "moments in bf16" in output
+    assert "time: estimate ± 20%: " in output and " GPU hours, cost " in output
+    assert {path.name for path in tmp_path.iterdir()} == {"fit.yaml", "fit-2.yaml", "fit-3.yaml"}
     assert "force" not in (tmp_path / "fit.yaml").read_text(), "the benchmark m8 forces the routing"
     read = read_plan(["--config", str(tmp_path / "fit.yaml"), "--vocab-size", "163840"], {}, lambda config: 163840)
     assert read.precision.exp_avg_dtype == "bf16" and read.memory.recompute.recompute_granularity == "selective"
 
 
 def test_no_fitting_layout_exits_with_memory_code(capsys):
-    words = ["--recipe", "deepseek-v3-h100-1024", "--gpu", "h100", "--gpus", "2"]
+    words = ["--recipe", "deepseek-v3-h100-1024", "--gpu", "h100", "--gpus", "2", "--micro-batch-size", "1"]
     assert plan.main(words) == ExitCode.MEMORY
-    assert "no layout fits" in capsys.readouterr().out
+    assert "no layout fits 2 H100 with any memory options\n128 H100 would be enough" in capsys.readouterr().out
 
 
 def test_a_model_without_a_tokenizer_is_planned(capsys):

@@ -1,0 +1,73 @@
+"""Duration and cost of a run, from the estimated time of its steps."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.parser import Settings
+from megatron_moe.config.run import RunPlan
+from megatron_moe.planner.estimator import StepEstimate, estimate_facts
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Flags that set the length and the price of a planned run."""
+
+    tokens: float | None = None
+    """`--tokens`; None: the iterations of the plan."""
+    price: float | None = None
+    """`--gpu-hour-price`, in any currency."""
+
+    @classmethod
+    def of(cls, start: Settings) -> "RunLength":
+        return cls(start.setting("tokens").value, start.setting("gpu_hour_price").value)
+
+    def facts(self, plan: RunPlan, step_seconds: float) -> dict[str, Any]:
+        """Iterations, tokens, days, GPU hours and, with a price, the cost of the whole run."""
+        per_step = plan.batch.global_batch_size * plan.data.seq_length
+        iterations = plan.loop.train_iters if self.tokens is None else -(-self.tokens // per_step)
+        hours = iterations * step_seconds / _HOUR
+        gpu_hours = hours * plan.parallel.world_size
+        cost = {} if self.price is None else {"cost": gpu_hours * self.price}
+        return {
+            "iterations": int(iterations),
+            "tokens": iterations * per_step,
+            "days": hours / 24,
+            "gpu_hours": gpu_hours,
+        } | cost
+
+    def text(self, plan: RunPlan, step: StepEstimate) -> str:
+        """Sentence with the facts."""
+        return length_text(self.facts(plan, step.total))
+
+
+def estimate_text(plan: RunPlan, step: StepEstimate) -> str:
+    return step_text(estimate_facts(plan, step))
+
+
+def step_text(facts: dict[str, Any]) -> str:
+    """Formats `estimate_facts` without the parts."""
+    return (
+        f"estimate ± {facts['error']:.0%}: {number(facts['step_ms'] / 1e3)} s a step, {facts['tflops_per_gpu']:,.0f} "
+        f"TFLOP/s and {facts['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
+    )
+
+
+def length_text(facts: dict[str, Any]) -> str:
+    """Formats `RunLength.facts`."""
+    cost = f", cost {facts['cost']:,.0f}" if "cost" in facts else ""
+    steps = f"{facts['iterations']:,} iterations, {number(facts['tokens'] / 1e6)} M tokens"
+    return f"{steps}: {_duration(facts['days'])}, {number(facts['gpu_hours'])} GPU hours{cost}"
+
+
+def _duration(days: float) -> str:
+    for size, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
+        if days >= size:
+            return f"{number(days / size)} {unit}"
+    return f"{number(days * 86400)} seconds"
+
+
+def number(value: float) -> str:
+    """Formats numbers below 100 with three significant digits, and larger numbers without decimals."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
