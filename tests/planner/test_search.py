@@ -91,7 +91,8 @@ def test_written_recipe_equals_the_plan(tmp_path):
             path.write_text(plan_search.recipe(ready, found, planner.gpu, RunLength(), "a test"))
             environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
             read = read_plan(["--config", str(path), "--allow-ignored-flags"], environ, lambda config: 4096)
-            assert (read.parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
+            parallel = replace(read.parallel, missing_libraries=each.parallel.missing_libraries)  # of this machine
+            assert (parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
             assert read.pipeline.overlap == each.pipeline.overlap
             assert read.memory.recompute.recompute_granularity == each.memory.recompute.recompute_granularity
             assert read.memory.offload.offload_modules == each.memory.offload.offload_modules
