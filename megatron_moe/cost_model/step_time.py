@@ -89,7 +89,8 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
                 action = queue[at[rank]]
                 start = free[rank]
                 for task in needs(stages, rank, action):
-                    start = max(start, done.get(task, inf))
+                    ready = done.get(task, inf)
+                    start = ready if ready > start else start
                 if start == inf:
                     break
                 weight = 2 if action.kind == "backward" else 1

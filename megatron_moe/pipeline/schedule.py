@@ -106,7 +106,7 @@ def _backward(backward: Action, config: ScheduleConfig) -> list[Action]:
 
 def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
     """Tasks, on this or other ranks, that must be complete before a computation starts."""
-    stage, microbatch = stages.stage(rank, action.chunk), action.microbatch
+    stage, microbatch = action.chunk * stages.pp + rank, action.microbatch  # `stages.stage`, without the call
     if action.kind == "forward":
         return (("forward", microbatch, stage - 1),) if stage else ()
     if action.kind == "backward_weight":
@@ -121,7 +121,7 @@ def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
     if action.kind == "backward_weight":
         return ()
     direction = "forward" if action.kind == "forward" else "backward"
-    return ((direction, action.microbatch, stages.stage(rank, action.chunk)),)
+    return ((direction, action.microbatch, action.chunk * stages.pp + rank),)
 
 
 def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedule:
