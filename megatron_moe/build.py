@@ -21,6 +21,7 @@ from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.profiler import StepProfile, mark_parts
 from megatron_moe.logs.reporter import Reporter
@@ -41,11 +42,13 @@ from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.planner.memory_advice import memory_advice
-from megatron_moe.precision.apply import apply_low_precision, new_model_quantizers, weights_in_low_precision
+from megatron_moe.precision.linear_quantizer import ModelQuantizers
+from megatron_moe.precision.quantizer_factory import LinearQuantizers, QuantizerFactory
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
@@ -182,13 +185,19 @@ def build_model(
             chunks=plan.layout.chunks(context.group("pp").rank),
             saved_tensors=saved_tensors,
             expert_comm=_expert_comm(plan, context, kernels),
+            quantizers=_linear_quantizers(plan, context, kernels),
         )
         if initial:
             device = "cpu" if plan.loop.use_cpu_initialization else context.device
             init_parameters(model, plan.loop.seed, plan.model.init, device)
-    if plan.precision.low_precision is not None:
-        apply_low_precision(model, plan.precision, context, kernels)
     return model
+
+
+def _linear_quantizers(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> LinearQuantizers:
+    """Source of the quantizers of the model's linear layers."""
+    if plan.precision.low_precision is None:
+        return LinearQuantizers()
+    return LinearQuantizers(QuantizerFactory(plan.precision, kernels, context.device, len(plan.model.layers)))
 
 
 def _expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
@@ -241,8 +250,11 @@ def build_trainer(
             alignment=rule.alignment,
         )
         optimizer = Optimizer(buffers, plan.precision, rule)
-    low_precision = new_model_quantizers(model, plan.loop.seed, context) if plan.precision.low_precision else None
-    if low_precision is not None:
+    low_precision = None
+    if plan.precision.low_precision is not None:
+        # tp_dp_cp: all ranks of a pipeline stage
+        reduce_max = partial(all_reduce_, group=context.group("tp_dp_cp"), op="max")
+        low_precision = ModelQuantizers(quantizers_of(model), plan.loop.seed, reduce_max)
         optimizer.on_new_weights = low_precision.invalidate_weights
     experts = count_expert_elements(plan.model)
     if has_peers:
@@ -296,7 +308,7 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
             recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
         )
     elif config.cuda_graph_modules:
-        trainer.model.capture(config.cuda_graph_modules, weights_in_low_precision(trainer.model))
+        trainer.model.capture(config.cuda_graph_modules)
         trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.cuda_graph_warmup_steps)
 
 

@@ -30,9 +30,9 @@ from megatron_moe.config.run import KernelConfig  # noqa: E402
 from megatron_moe.kernels.registry import is_installed, select_kernels  # noqa: E402
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher  # noqa: E402
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing  # noqa: E402
+from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats  # noqa: E402
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher  # noqa: E402
-from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, FlexDispatcher, quantized  # noqa: E402
+from megatron_moe.moe.token_dispatcher.flex import quantized  # noqa: E402
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 
@@ -98,10 +98,9 @@ def run_dispatcher(
     and of the backward of combine are quantised after, or before, they are sent."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
     comm = ExpertComm(ctx, kernels, kind, row_capacity_factor=1.25, num_sms=num_sms)
-    dispatcher = comm.new_dispatcher(shape.num_experts)
-    if fp8 == "before":
-        assert isinstance(dispatcher, FlexDispatcher), f"{kind.__name__} sends no FP8"
-        dispatcher.formats = ExchangeFormats(BLOCKWISE.inputs, BLOCKWISE.grads)
+    assert fp8 != "before" or kind.sends_fp8, f"{kind.__name__} sends no FP8"
+    formats = RowFormats(tokens=BLOCKWISE.inputs, grads=BLOCKWISE.grads) if fp8 == "before" else PLAIN_ROWS
+    dispatcher = comm.new_dispatcher(shape.num_experts, formats)
 
     def quantize(rows_RH: Tensor) -> None:
         if fp8 == "after":
@@ -155,10 +154,9 @@ def push_alone(
     tokens, which are quantised before."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
     comm = ExpertComm(ctx, kernels, SymmetricDispatcher, row_capacity_factor=1.25, num_sms=num_sms)
-    dispatcher = SymmetricDispatcher(shape.num_experts, comm)
+    dispatcher = SymmetricDispatcher(shape.num_experts, comm, RowFormats(tokens=form))
     routing = random_routing(shape, ctx.rank, ctx.device)
     tokens_TH = torch.randn(shape.num_tokens, shape.hidden_size, device=ctx.device).bfloat16()
-    dispatcher.formats = ExchangeFormats(form)
     with torch.no_grad():
         pending = dispatcher.start_dispatch(tokens_TH, routing)
         dispatcher.finish_dispatch(pending)

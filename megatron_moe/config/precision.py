@@ -11,6 +11,9 @@ Element = Literal["e4m3", "e5m2", "e2m1"]
 
 ActivationModule = Literal["qkv_linear", "attn_proj", "mlp", "experts", "shared_experts", "mtp"]
 ACTIVATION_MODULES: tuple[ActivationModule, ...] = get_args(ActivationModule)
+LinearRole = ActivationModule | Literal["expert_latent", "head"]
+"""Role of a linear layer in the model. "mtp": a layer of multi-token prediction outside of its transformer layer;
+"expert_latent": a projection into or out of the latent space of routed experts."""
 
 ROW_ALIGNMENT = MappingProxyType(
     {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128, "custom": 16}

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megatron_moe.config.component import Component
 from megatron_moe.config.registry import resolve
 from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.node_chain import LayerState, Node, parameters_of
 from megatron_moe.layers.resources import ModelResources
 
@@ -28,6 +29,9 @@ class Mixer(nn.Module):
     parallelism, S contains this rank's positions only.
     """
 
+    input_linears: tuple[Linear, ...] = ()
+    """Linear layers that read the module's input soon, for which the norm before it may write an FP8 copy."""
+
     def __init__(self, site: Site, resources: ModelResources) -> None:
         super().__init__()
         self.ctx, self.kernels, self.saved_tensors = resources.ctx, resources.kernels, resources.saved_tensors
@@ -41,6 +45,8 @@ class FeedForward(nn.Module):
     parallelism, S contains this rank's positions only.
     """
 
+    input_linears: tuple[Linear, ...] = ()
+    """See `Mixer.input_linears`."""
     dispatcher: Any = None
     """Token dispatcher of routed experts; None if there are none."""
     nodes: tuple[Node, ...] = ()
@@ -60,5 +66,5 @@ class FeedForward(nn.Module):
 
 
 def new_module(config: Component, site: Site, resources: ModelResources) -> Any:
-    """Module of a component."""
-    return resolve(config.module)(config, site, resources)
+    """Module of a component. Its resources name the quantizers of its linear layers by its path."""
+    return resolve(config.module)(config, site, resources.at(site.path, site.layer))

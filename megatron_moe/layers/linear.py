@@ -1,16 +1,19 @@
 """Linear layer, sharded over tensor-parallel ranks by columns, by rows, or not at all."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_moe.config.component import linear_metas
 from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ShardedInput
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_shard, leave_tensor_parallel
@@ -18,7 +21,7 @@ from megatron_moe.precision.carried_copies import QuantizedActivation, carried_c
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 
-class Linear(nn.Module):
+class Linear(QuantizedModule):
     """Linear layer y = x W^T + b with W [outputs, inputs].
 
     `tp_dim` is the dim of W that tensor parallelism shards (Megatron-LM, arXiv 1909.08053 section 3):
@@ -34,9 +37,8 @@ class Linear(nn.Module):
     to the residual stream.
     """
 
+    weight: Parameter
     bias: Parameter | None
-    quantizer: LinearQuantizer | None
-    """FP8 or FP4 operands; None: the GEMMs use the dtype of the weight. Set after the model is built."""
 
     def __init__(
         self,
@@ -49,14 +51,14 @@ class Linear(nn.Module):
         tp_dim: Literal[0, 1] | None = None,
         splits: tuple[int, ...] = (),
         init: Literal["normal", "output"] = "normal",
+        quantizer: LinearQuantizer | None = None,
     ) -> None:
         super().__init__()
         self.ctx = ctx
         self.kernels = kernels
         self.tp_dim = tp_dim
-        self.quantizer = None
         weight_meta, bias_meta = linear_metas(inputs, ctx.config, tp_dim=tp_dim, splits=splits, init=init)
-        self.weight = new_parameter((outputs, inputs), weight_meta, ctx)
+        self._set_weight(new_parameter((outputs, inputs), weight_meta, ctx), quantizer)
         self.bias = new_parameter((outputs,), bias_meta, ctx) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,6 +79,16 @@ class Linear(nn.Module):
             return self.forward(self.kernels.activation(x, None, activation))
         arguments = (self.kernels, x, self.weight, activation, quantizer, producer.quantizer)
         return leave_tensor_parallel(autograd.activation_linear(*arguments), self.ctx)
+
+
+def copy_format(linears: Sequence[Linear]) -> OperandFormat | None:
+    """Format in which linear layers read a rowwise copy of their common input, in which a norm can write it; None if
+    none reads one, or if a layer saves a columnwise copy: one cast that makes both copies has the memory traffic of a
+    norm that makes one and a cast that makes the other."""
+    # with tensor parallelism, shards read a gathered or copied tensor
+    whole = [linear for linear in linears if linear.tp_dim is None or linear.ctx.group("tp").size == 1]
+    low = [linear.quantizer for linear in whole if linear.quantizer is not None and linear.quantizer.fused_block]
+    return low[0].formats[0] if low and all(quantizer.save_input for quantizer in low) else None
 
 
 def with_common_copy(x: Tensor, *linears: Linear) -> Tensor:

@@ -16,8 +16,16 @@ class MLP(FeedForward):
         ctx, kernels = resources.ctx, resources.kernels
         self.config = config
         (_, (ffn, hidden), first), (_, _, second) = config.matrices()
-        self.linear_fc1 = Linear(hidden, ffn, ctx, kernels, bias=config.bias, **first)
-        self.linear_fc2 = Linear(config.ffn_hidden_size, hidden, ctx, kernels, bias=config.bias, **second)
+        saves_input = resources.saved_tensors.is_recomputed("layernorm")
+        quantizers = (
+            resources.quantizers.new("mlp", "linear_fc1", saves_input=saves_input),
+            resources.quantizers.new("mlp", "linear_fc2"),
+        )
+        self.linear_fc1 = Linear(hidden, ffn, ctx, kernels, bias=config.bias, quantizer=quantizers[0], **first)
+        self.linear_fc2 = Linear(
+            config.ffn_hidden_size, hidden, ctx, kernels, bias=config.bias, quantizer=quantizers[1], **second
+        )
+        self.input_linears = (self.linear_fc1,)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""

@@ -14,18 +14,25 @@ class Norm(nn.Module):
     """RMSNorm (with weight) or LayerNorm (with weight and bias). A zero-centred weight is stored as gamma - 1."""
 
     def __init__(
-        self, config: NormConfig, width: int, ctx: ParallelContext, kernels: Kernels, *, over_heads: bool = False
+        self,
+        config: NormConfig,
+        width: int,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        *,
+        over_heads: bool = False,
+        copy_format: OperandFormat | None = None,
     ) -> None:
-        """`over_heads`: True if the input is q or k of this rank's heads, False for the residual stream or a latent."""
+        """`over_heads`: True if the input is q or k of this rank's heads, False for the residual stream or a latent.
+        `copy_format`: FP8 format in which the linear layers that read the result quantise it; None: they do not, or
+        they need more than a rowwise copy. The kernel of RMSNorm, if there is one, then writes this copy too."""
         super().__init__()
         self.config = config
         self.kernels = kernels
-        self.copy_format: OperandFormat | None = None
-        """FP8 format in which an RMSNorm also quantises its result for the linear layers behind it; None: it does not.
-        Set after the model is built."""
         weight, *bias = config.parameters("norm", width, ctx.config, over_heads=over_heads)
         self.weight = new_parameter(weight.shape, weight.meta, ctx)
         self.bias = new_parameter(bias[0].shape, bias[0].meta, ctx) if bias else None
+        self.copy_format = copy_format if kernels.fuses_norms and self.bias is None else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Returns norm(x) [..., width], a `QuantizedActivation` with `copy_format`. With `residual`, returns

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
 
 class ModelResources(NamedTuple):
@@ -16,8 +17,14 @@ class ModelResources(NamedTuple):
     expert_comm: Any = None
     """`ExpertComm` with the communication state that the token dispatchers of all layers share; opaque to all modules
     but MoE layers. If None, every MoE layer creates its own."""
+    quantizers: LinearQuantizers = NO_QUANTIZERS
+    """Source of the quantizers of the linear layers of the module that gets these resources."""
 
     @classmethod
     def alone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":
         """Resources of a module outside a model, without recompute and offload."""
         return cls(ctx, kernels, SavedTensorPolicy())
+
+    def at(self, path: str, layer: int) -> "ModelResources":
+        """Resources of the module `path` of a transformer layer."""
+        return self._replace(quantizers=self.quantizers.within(path, layer))

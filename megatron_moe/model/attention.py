@@ -88,9 +88,22 @@ class Attention(SoftmaxAttention):
             bias=config.qkv_bias,
             tp_dim=0,
             splits=config.group_rows if self.ranks_per_group == 1 else (),
+            quantizer=resources.quantizers.new(
+                "qkv_linear", "linear_qkv", saves_input=self.saved_tensors.is_recomputed("layernorm")
+            ),
         )
+        self.input_linears = (self.linear_qkv,)
+        # core attention saves its output, except where a gate multiplies it, or if it is recomputed
+        saves_output = not config.output_gate and not self.saved_tensors.is_recomputed("core_attn")
         self.linear_proj = Linear(
-            config.q_width, config.hidden_size, ctx, kernels, bias=config.out_bias, tp_dim=1, init="output"
+            config.q_width,
+            config.hidden_size,
+            ctx,
+            kernels,
+            bias=config.out_bias,
+            tp_dim=1,
+            init="output",
+            quantizer=resources.quantizers.new("attn_proj", "linear_proj", saves_input=saves_output),
         )
         self.q_layernorm: Norm | UnitNorm
         self.k_layernorm: Norm | UnitNorm

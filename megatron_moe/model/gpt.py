@@ -4,7 +4,7 @@ A rank holds one or more pipeline stages (model chunks) in one module, so that p
 every layout.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from megatron_moe.layers.node_chain import (
     schedule_steps,
 )
 from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.quantized_module import quantizers_by_weight
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
@@ -43,7 +44,7 @@ from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import gather_from, sequence_part
 from megatron_moe.pipeline.overlap import Step
-from megatron_moe.precision.linear_quantizer import LinearQuantizer
+from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class GPT(nn.Module):
         chunks: pipeline stages of this rank; empty: one stage with the whole model.
         saved_tensors: saved-tensor policies; None: no recompute or offload.
         expert_comm: see `ModelResources`.
+        quantizers: source of the quantizers of the linear layers.
     """
 
     def __init__(
@@ -129,13 +131,14 @@ class GPT(nn.Module):
         chunks: Sequence[StageLayout] = (),
         saved_tensors: SavedTensorPolicy | None = None,
         expert_comm: ExpertComm | None = None,
+        quantizers: LinearQuantizers = NO_QUANTIZERS,
     ) -> None:
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         self.expert_comm = expert_comm
         self.blocks_host = expert_comm is not None and expert_comm.dispatcher.host_reads > 0
         """Whether exchanges of tokens block the host."""
-        resources = ModelResources(ctx, kernels, self.saved_tensors, expert_comm)
+        resources = ModelResources(ctx, kernels, self.saved_tensors, expert_comm, quantizers)
         self.config = config
         self.ctx = ctx
         self.chunks = tuple(chunks) or even_layout(len(config.layers), num_mtp=config.num_mtp).stages
@@ -146,7 +149,8 @@ class GPT(nn.Module):
             self.embedding = Embedding(config, ctx, kernels)
         self.decoder = Decoder(config, self.chunks, resources)
         self.mtp = MTP(config, resources) if has_mtp else None
-        self.output_layer = Head(config, ctx, kernels) if has_loss else None
+        of_head = quantizers.new("head", "output_layer")
+        self.output_layer = Head(config, ctx, kernels, of_head) if has_loss else None
         mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
         self.rotations = Rotations(mixers + ([config.layers[-1].mixer] if has_mtp else []), ctx)
         self._store: UnitStore | None = None
@@ -184,14 +188,14 @@ class GPT(nn.Module):
             self.mtp.acquire_from(store)
         self.register_state_dict_pre_hook(lambda *_: store.acquire_all())
 
-    def capture(self, modules: Iterable[str], low_precision: Mapping[nn.Parameter, LinearQuantizer]) -> None:
+    def capture(self, modules: Iterable[str]) -> None:
         """Makes the decoder layers run `modules` (keys of `CAPTURED_NODES`) as CUDA graphs. The layers of multi-token
-        prediction are not captured. `low_precision`: FP8 or FP4 state of the weights."""
-        wanted = frozenset(modules)
+        prediction are not captured."""
+        wanted, quantizers = frozenset(modules), quantizers_by_weight(self)
         if self.ctx.group("etp_ep").size > 1:
             wanted -= {"moe_preprocess"}  # its graph would end between the halves of the exchange's autograd functions
         for layer in self.decoder.by_index.values():
-            layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site, low_precision)
+            layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site, quantizers)
 
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
         """Draws the random logits of routers with a forced load and adds them to the microbatch, because CUDA graphs

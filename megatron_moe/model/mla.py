@@ -8,13 +8,14 @@
 """
 
 from functools import partial
+from typing import Literal
 
 from torch import Tensor, nn
 
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.components import Site
-from megatron_moe.layers.linear import Linear, with_common_copy
+from megatron_moe.layers.linear import Linear, copy_format, with_common_copy
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import SoftmaxAttention, new_sinks, rotate
@@ -33,18 +34,36 @@ class MLA(SoftmaxAttention):
         ctx, kernels = self.ctx, self.kernels
         self.config = config
         hidden, heads, q_rank, kv_rank = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
+        # q and kv projections read the same input; as shards, they read two copies of it
+        shares_input = q_rank is not None or ctx.group("tp").size == 1
+        saves_input = not shares_input or self.saved_tensors.is_recomputed("layernorm")
+        new = partial(resources.quantizers.new, "qkv_linear")
+
+        def down(name: str, outputs: int, tp_dim: Literal[0] | None = None) -> Linear:
+            quantizer = new(name, saves_input=saves_input, common_input=True)
+            return Linear(hidden, outputs, ctx, kernels, tp_dim=tp_dim, quantizer=quantizer)
+
+        def up(name: str, rank: int, outputs: int) -> tuple[nn.Module, Linear]:
+            linear = Linear(rank, outputs, ctx, kernels, tp_dim=0, quantizer=new(name))
+            if not config.qk_norm:
+                return nn.Identity(), linear
+            return Norm(config.norm, rank, ctx, kernels, copy_format=copy_format([linear])), linear
+
         if q_rank is None:
-            self.linear_q_proj = Linear(hidden, heads * config.q_head_dim, ctx, kernels, tp_dim=0)
+            of_q = self.linear_q_proj = down("linear_q_proj", heads * config.q_head_dim, tp_dim=0)
         else:
-            self.linear_q_down_proj = Linear(hidden, q_rank, ctx, kernels)
-            self.q_layernorm = Norm(config.norm, q_rank, ctx, kernels) if config.qk_norm else nn.Identity()
-            self.linear_q_up_proj = Linear(q_rank, heads * config.q_head_dim, ctx, kernels, tp_dim=0)
-        self.linear_kv_down_proj = Linear(hidden, kv_rank + config.qk_rope_dim, ctx, kernels)
-        self.kv_layernorm = Norm(config.norm, kv_rank, ctx, kernels) if config.qk_norm else nn.Identity()
-        self.linear_kv_up_proj = Linear(
-            kv_rank, heads * (config.qk_head_dim + config.v_head_dim), ctx, kernels, tp_dim=0
+            of_q = self.linear_q_down_proj = down("linear_q_down_proj", q_rank)
+            self.q_layernorm, self.linear_q_up_proj = up("linear_q_up_proj", q_rank, heads * config.q_head_dim)
+        self.linear_kv_down_proj = down("linear_kv_down_proj", kv_rank + config.qk_rope_dim)
+        self.input_linears = (of_q, self.linear_kv_down_proj)
+        kv_width = heads * (config.qk_head_dim + config.v_head_dim)
+        self.kv_layernorm, self.linear_kv_up_proj = up("linear_kv_up_proj", kv_rank, kv_width)
+        # core attention saves its output, except if it is recomputed
+        saves_output = not self.saved_tensors.is_recomputed("core_attn")
+        of_output = resources.quantizers.new("attn_proj", "linear_proj", saves_input=saves_output)
+        self.linear_proj = Linear(
+            heads * config.v_head_dim, hidden, ctx, kernels, tp_dim=1, init="output", quantizer=of_output
         )
-        self.linear_proj = Linear(heads * config.v_head_dim, hidden, ctx, kernels, tp_dim=1, init="output")
         self.sinks = new_sinks(heads, ctx) if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
@@ -62,8 +81,7 @@ class MLA(SoftmaxAttention):
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (q latent [S, B, q_lora_rank], [S, B, kv_lora_rank + qk_rope_dim]). The second tensor contains the kv
         latent, then the key part that all heads share. The first is the hidden state if q has no latent."""
-        of_q = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_down_proj
-        hidden_SBH = with_common_copy(hidden_SBH, of_q, self.linear_kv_down_proj)
+        hidden_SBH = with_common_copy(hidden_SBH, *self.input_linears)
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return q_latent, self.linear_kv_down_proj(hidden_SBH)
 

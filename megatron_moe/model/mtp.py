@@ -53,7 +53,8 @@ class MTPLayer(nn.Module):
         hidden = config.hidden_size
         self.enorm = Norm(config.norm, hidden, ctx, kernels)
         self.hnorm = Norm(config.norm, hidden, ctx, kernels)
-        self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0)
+        quantizer = resources.quantizers.new("mtp", f"mtp.layers.{depth}.eh_proj")
+        self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0, quantizer=quantizer)
         layer, site = len(config.layers) + depth, f"mtp.layers.{depth}.transformer_layer"
         self.transformer_layer = TransformerLayer(config.layers[-1], layer, site, resources)
         self.final_layernorm = Norm(config.norm, hidden, ctx, kernels)

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, VocabShard, internal_dtype
 from megatron_moe.kernels.reference.backend import store
 from megatron_moe.layers.linear import column_product
+from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import new_parameter
@@ -18,21 +19,22 @@ from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 
-class Head(nn.Module):
+class Head(QuantizedModule):
     """Computes logits = hidden W^T + b over the padded vocabulary. With tied embeddings, the caller passes W.
 
     A tensor-parallel rank computes the logits of its V / tp vocabulary entries for all positions.
     """
 
-    def __init__(self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels, quantizer: LinearQuantizer | None = None
+    ) -> None:
         super().__init__()
         self.ctx = ctx
         self.kernels = kernels
         self.loss_chunk = config.loss_chunk
-        self.quantizer: LinearQuantizer | None = None
-        """FP8 operands; None: the GEMMs use the dtype of the weight. Set after the model is built."""
         parameters = {spec.name: new_parameter(spec.shape, spec.meta, ctx) for spec in config.head_parameters()}
-        self.weight, self.bias = parameters.get("weight"), parameters.get("bias")
+        self._set_weight(parameters.get("weight"), quantizer)
+        self.bias = parameters.get("bias")
 
     def forward(
         self,

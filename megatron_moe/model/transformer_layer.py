@@ -1,10 +1,13 @@
 """A transformer layer: a mixer and a feed-forward module, each with a norm and a residual connection."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.components import FeedForward, Mixer, Site, new_module
+from megatron_moe.layers.linear import Linear, copy_format
 from megatron_moe.layers.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
@@ -29,16 +32,18 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: LayerConfig, layer: int, site: str, resources: ModelResources) -> None:
         super().__init__()
-        ctx, kernels, saved_tensors = resources.ctx, resources.kernels, resources.saved_tensors
+        ctx, saved_tensors = resources.ctx, resources.saved_tensors
         self.config = config
         self.site = site
         self.saved_tensors = saved_tensors
         self.positions = sequence_part(ctx)
-        self.input_layernorm = Norm(config.norm, config.hidden_size, ctx, kernels)
-        self.self_attention: Mixer = new_module(config.mixer, Site(f"{site}.self_attention", layer), resources)
-        self.pre_mlp_layernorm = Norm(config.norm, config.hidden_size, ctx, kernels)
-        self.mlp: FeedForward = new_module(config.feed_forward, Site(f"{site}.mlp", layer), resources)
-        feed_forward = self.mlp.node_chain()
+        mixer: Mixer = new_module(config.mixer, Site(f"{site}.self_attention", layer), resources)
+        mlp: FeedForward = new_module(config.feed_forward, Site(f"{site}.mlp", layer), resources)
+        self.input_layernorm = self._new_norm(config, resources, mixer.input_linears)
+        self.self_attention = mixer
+        self.pre_mlp_layernorm = self._new_norm(config, resources, mlp.input_linears)
+        self.mlp = mlp
+        feed_forward = mlp.node_chain()
         if saved_tensors.is_recomputed(config.feed_forward.whole_module):
             feed_forward = (
                 recompute_nodes(feed_forward, saved_tensors, "experts", inputs=("normed_SBH",), output="out_SBH"),
@@ -49,6 +54,12 @@ class TransformerLayer(nn.Module):
             *feed_forward,
             Node("residual", None, self._residual),
         )
+
+    @staticmethod
+    def _new_norm(config: LayerConfig, resources: ModelResources, readers: Sequence[Linear]) -> Norm:
+        """Norm whose result `readers` multiply."""
+        form = copy_format(readers)
+        return Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels, copy_format=form)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""

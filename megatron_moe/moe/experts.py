@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,12 +14,14 @@ from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ExpertRows
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.kernels.reference.sequential import sequential
+from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
 
 class Experts(nn.Module):
@@ -40,17 +43,35 @@ class Experts(nn.Module):
         ctx: ParallelContext,
         kernels: Kernels,
         saved_tensors: SavedTensorPolicy | None = None,
+        quantizers: LinearQuantizers = NO_QUANTIZERS,
     ) -> None:
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         self.config = config
         self.kernels = kernels if config.grouped else sequential(kernels)
-        fan = config.activation.fan
+        fan, ep, in_pages = config.activation.fan, ctx.group("ep"), self.saved_tensors.stash is not None
+        num_experts = config.num_experts, ep.rank * (config.num_experts // ep.size)
+        new = partial(quantizers.new, "experts", experts=num_experts)
+        discards = self.saved_tensors.is_recomputed("moe_act")
         self.linear_fc1 = ExpertStack(
-            config, config.hidden_size, fan * config.ffn_hidden_size, ctx, self.kernels, tp_dim=0, splits=fan
+            config,
+            config.hidden_size,
+            fan * config.ffn_hidden_size,
+            ctx,
+            self.kernels,
+            tp_dim=0,
+            splits=fan,
+            quantizer=new("linear_fc1", saves_input=in_pages),
         )
         self.linear_fc2 = ExpertStack(
-            config, config.ffn_hidden_size, config.hidden_size, ctx, self.kernels, tp_dim=1, init="output"
+            config,
+            config.ffn_hidden_size,
+            config.hidden_size,
+            ctx,
+            self.kernels,
+            tp_dim=1,
+            init="output",
+            quantizer=new("linear_fc2", saves_input=in_pages or discards),
         )
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
@@ -109,12 +130,11 @@ class Experts(nn.Module):
         return self.kernels.activation(ffn_RF, probs_R, self.config.activation)
 
 
-class ExpertStack(nn.Module):
+class ExpertStack(QuantizedModule):
     """Linear layers y = x W^T + b of n local experts: `weight` [n, outputs, inputs] and `bias` [n, outputs]."""
 
+    weight: Parameter
     bias: Parameter | None
-    quantizer: LinearQuantizer | None
-    """FP8 or FP4 operands; None: the GEMMs use the dtype of the weights. Set after the model is built."""
 
     def __init__(
         self,
@@ -127,15 +147,15 @@ class ExpertStack(nn.Module):
         tp_dim: Literal[0, 1],
         splits: int = 1,
         init: Literal["normal", "output"] = "normal",
+        quantizer: LinearQuantizer | None = None,
     ) -> None:
         """`splits`: number of equal blocks of output channels (2: gate and up); each is sharded over etp separately."""
         super().__init__()
         self.kernels = kernels
-        self.quantizer = None
         num = config.num_experts
         parts = (outputs // splits,) * splits if tp_dim == 0 else ()
         meta = ParamMeta(role="matrix", grid="expert", init=init, num_experts=num, tp_dim=tp_dim, splits=parts)
-        self.weight = new_parameter((num, outputs, inputs), replace(meta, fan_in=inputs), ctx)
+        self._set_weight(new_parameter((num, outputs, inputs), replace(meta, fan_in=inputs), ctx), quantizer)
         self.bias = None
         if config.bias:
             self.bias = new_parameter((num, outputs), expert_bias_meta(meta), ctx)

@@ -17,7 +17,7 @@ from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, RowFormats
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.symmetric_memory import has_peer_access, is_emulated
 
@@ -45,7 +45,7 @@ class MoELayer(FeedForward):
 
     def __init__(self, config: MoEConfig, site: Site, resources: ModelResources) -> None:
         super().__init__()
-        ctx, kernels, self.saved_tensors, expert_comm = resources
+        ctx, kernels, self.saved_tensors, expert_comm, quantizers = resources
         hidden_size = config.router.hidden_size
         width = config.latent_size or hidden_size
         assert config.experts.hidden_size == width, f"expert width {config.experts.hidden_size}, not {width}"
@@ -55,15 +55,25 @@ class MoELayer(FeedForward):
         replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
         assert not replicated, "tensor parallelism with MoE layers needs sequence parallelism"
         self.router = Router(config.router, config.capacity, site.layer, ctx, kernels)
-        self.experts = Experts(config.experts, ctx, kernels, self.saved_tensors)
-        self.shared_experts = None if config.shared is None else SharedExperts(config.shared, ctx, kernels)
+        self.experts = Experts(config.experts, ctx, kernels, self.saved_tensors, quantizers.within("experts"))
+        self.shared_experts = None
+        if config.shared is not None:
+            self.shared_experts = SharedExperts(config.shared, ctx, kernels, quantizers.within("shared_experts"))
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.latent_size is not None:
             # weights [L, H] before dispatch and [H, L] after combine; router and shared experts use width H
-            self.fc1_latent_proj = Linear(hidden_size, config.latent_size, ctx, kernels)
-            self.fc2_latent_proj = Linear(config.latent_size, hidden_size, ctx, kernels, init="output")
+            # the router saves the input of the first one
+            first = quantizers.new("expert_latent", "fc1_latent_proj", saves_input=True)
+            second = quantizers.new("expert_latent", "fc2_latent_proj")
+            self.fc1_latent_proj = Linear(hidden_size, config.latent_size, ctx, kernels, quantizer=first)
+            self.fc2_latent_proj = Linear(
+                config.latent_size, hidden_size, ctx, kernels, init="output", quantizer=second
+            )
         self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
-        self.dispatcher = self.expert_comm.new_dispatcher(config.experts.num_experts)
+        self.dispatcher = self.expert_comm.new_dispatcher(config.experts.num_experts, self._row_formats(config))
+        if not self.expert_comm.overlaps_microbatches:  # the other microbatch runs in between, on another stream
+            of_shared = None if self.shared_experts is None else self.shared_experts.linear_fc1
+            self.input_linears = tuple(each for each in (self.fc1_latent_proj, of_shared) if each is not None)
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
@@ -72,6 +82,22 @@ class MoELayer(FeedForward):
 
     def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
         return self.router.draw(num_tokens, dtype, mb) if self.router.config.forced_by else None
+
+    def _row_formats(self, config: MoEConfig) -> RowFormats:
+        """Formats in which the experts would quantise the rows and gradients that the dispatcher delivers."""
+        fc1, fc2 = self.experts.linear_fc1.quantizer, self.experts.linear_fc2.quantizer
+        kind, is_alone = self.expert_comm.dispatcher, self.expert_comm.etp_ep.size == 1
+        gathers = kind.can_gather_in_fc1 and self.saved_tensors.stash is None and self.experts.has_fused_casts
+        # tokens are saved instead of a columnwise copy of rows; on one rank, the router saves them anyway
+        gathers = gathers and fc1 is not None and (is_alone or not fc1.weight_grad)
+        tokens = grads = None
+        if kind.sends_fp8 and config.fp8_dispatch and fc1 is not None and fc1.fused_block:
+            assert not config.experts.probs_on_input, "experts quantise the product of tokens and probabilities"
+            tokens = fc1.formats[0]
+        if kind.sends_fp8 and config.fp8_combine_grad and fc2 is not None and fc2.fused_block:
+            assert not config.experts.probs_on_output, "experts scale gradients before they quantise them"
+            grads = fc2.formats[1]
+        return RowFormats(gathers, tokens, grads)
 
     def _make_nodes(self, *, overlap_shared: bool) -> tuple[Node, ...]:
         shared, in_dispatch, in_combine = self.shared_experts, [], []
@@ -169,8 +195,6 @@ def new_expert_comm(
         hybridep=config.hybridep,
         row_alignment=config.row_alignment,
         overlaps_microbatches=overlaps_microbatches,
-        fp8_tokens=config.fp8_dispatch,
-        fp8_grads=config.fp8_combine_grad,
     )
     comm.note = choice.note
     return comm

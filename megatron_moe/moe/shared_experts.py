@@ -9,6 +9,7 @@ from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.layers.linear import Linear
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
 
 class SharedExperts(nn.Module):
@@ -20,14 +21,22 @@ class SharedExperts(nn.Module):
 
     gate_weight: Parameter | None
 
-    def __init__(self, config: SharedExpertsConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        config: SharedExpertsConfig,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        quantizers: LinearQuantizers = NO_QUANTIZERS,
+    ) -> None:
         super().__init__()
         assert not config.mlp.bias, "shared experts have no biases"
         self.activation = config.mlp.activation
         self.kernels = kernels
         hidden, ffn, fan = config.mlp.hidden_size, config.mlp.ffn_hidden_size, config.mlp.activation.fan
-        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, tp_dim=0, splits=(ffn,) * fan)
-        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, tp_dim=1, init="output")
+        first = quantizers.new("shared_experts", "linear_fc1", saves_input=True)  # the router saves the same input
+        second = quantizers.new("shared_experts", "linear_fc2")
+        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, tp_dim=0, splits=(ffn,) * fan, quantizer=first)
+        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, tp_dim=1, init="output", quantizer=second)
         self.gate_weight = None
         if config.gate:
             meta = ParamMeta(role="gate", fan_in=hidden, partial_over_tp=ctx.config.sequence_parallel)

@@ -1,7 +1,7 @@
 """Low-precision GEMM operands of linear layers: quantisation of inputs, weights and output gradients."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -124,6 +124,7 @@ class LinearQuantizer:
         save_input: bool = False,
         delayed: DelayedScaling | None = None,
         device: torch.device | None = None,
+        stores_weight: bool = False,
     ) -> None:
         """
         Args:
@@ -132,7 +133,9 @@ class LinearQuantizer:
                 input is kept anyway. False: saves the columnwise copy.
             delayed: scales of the recipe delayed; None for the other recipes.
             device: device of the layer; None: the CPU.
+            stores_weight: stores the weight's quantised bytes instead of its values, if its format allows it.
         """
+        self.name = name
         self.weight_grad = config.weight_grad
         """Whether the weight gradient is computed from quantised copies."""
         self.stores_activation_input = config.activation_inputs and bool(config.fused_block)
@@ -141,17 +144,31 @@ class LinearQuantizer:
         self.delayed = delayed
         self._config = config
         self._kernels = kernels
-        self._name = name
+        self._stores_weight = stores_weight
         self._seed = torch.zeros((), dtype=torch.int64, device=device) if config.grads.stochastic else None
         """Seed of this step's stochastic rounding, the same on all ranks."""
         self._weight: QuantizedTensor | None = None
         self._is_current = False
         """Whether `_weight` has the values of the weight."""
 
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """State that checkpoints contain, by the names of the module's buffers."""
+        if self.delayed is None:
+            return {}
+        return {"fp8_scales": self.delayed.scales, "fp8_amax_history": self.delayed.history}
+
+    def new_storage(self, weight: Tensor) -> StoredWeight | None:
+        """Quantised storage of the weight, which an optimizer then fills; None: the weight is stored in its dtype."""
+        if not self._stores_weight or not self._config.weights.is_stored(weight.shape[-1]):
+            return None
+        scale = None if self.delayed is None else self.weight_scale
+        return StoredWeight(tuple(weight.shape), self._config.weights, weight.dtype, scale)
+
     def begin_step(self, *step: int) -> None:
         """Begins a step. `step`: numbers that identify the step, the key of stochastic rounding."""
         if self._seed is not None:
-            key = repr((self._name, step)).encode()
+            key = repr((self.name, step)).encode()
             self._seed.fill_(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
         self.invalidate_weight()  # an evaluation may have made it, whose magnitudes the recipe delayed does not record
         if self.delayed is not None:

@@ -22,17 +22,15 @@ from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels.registry import is_installed, select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, expert_of_rows
+from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats, expert_of_rows
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
-from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats
 from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.apply import exchange_formats
 from megatron_moe.precision.carried_copies import carried_grad, values_of
-from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from tests.helpers.modules import module_of
+from tests.helpers.quantizers import quantizers
 from tests.helpers.ranks import free_port
 from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_one_rank, on_this_rank
 
@@ -247,7 +245,7 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
     config = low_precision_config("blockwise", hybrid=True)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
     for kind in (SymmetricDispatcher, *((DeepEPDispatcher,) if is_installed("deep_ep") else ())):
-        dispatcher = ExpertComm(ctx, kernels, kind, num_sms=8).new_dispatcher(16)
+        comm = ExpertComm(ctx, kernels, kind, num_sms=8)
         for repeat, (name, choose) in enumerate(list(ROUTINGS.items()) * 2):
             draw = torch.Generator().manual_seed(100 * ctx.rank + repeat)
             tokens, grad = (torch.randn(96, 640, generator=draw) * torch.rand(96, 640, generator=draw) for _ in "ab")
@@ -258,8 +256,8 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
             copies: list[list[QuantizedTensor | None]] = []
             tensors: list[list[torch.Tensor]] = []
             for quantises in (False, True):
-                formats = ExchangeFormats(config.inputs, config.grads) if quantises else ExchangeFormats()
-                dispatcher.formats = formats
+                formats = RowFormats(tokens=config.inputs, grads=config.grads) if quantises else PLAIN_ROWS
+                dispatcher = comm.new_dispatcher(16, formats)
                 leaf = tokens.to(ctx.device, ctx.dtype).requires_grad_()
                 rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(leaf, routing))
                 data = rows.data.detach().requires_grad_()
@@ -285,11 +283,9 @@ def fp8_layer(ctx: ParallelContext, *, sent_in_fp8: bool) -> MoELayer:
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
     router = {"dtype": "fp32", "hidden_size": WIDE}
     moe = moe_config(dispatcher="flex", router=router, hidden_size=WIDE, ffn_hidden_size=WIDE)
-    layer = module_of(replace(moe, fp8_dispatch=sent_in_fp8, fp8_combine_grad=sent_in_fp8), ctx, kernels)
+    moe = replace(moe, fp8_dispatch=sent_in_fp8, fp8_combine_grad=sent_in_fp8)
+    layer = module_of(moe, ctx, kernels, quantizers=quantizers(config, kernels, device="cuda"))
     init_parameters(layer, 5, InitConfig(method="unit_gain"))
-    for stack in (layer.experts.linear_fc1, layer.experts.linear_fc2):
-        stack.quantizer = LinearQuantizer(config, kernels)
-    layer.dispatcher.formats = exchange_formats(layer)
     return layer
 
 

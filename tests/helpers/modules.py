@@ -8,8 +8,17 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
 
-def module_of(config: Component, ctx: ParallelContext, kernels: Kernels | None = None, *, layer: int = 0) -> Any:
+def module_of(
+    config: Component,
+    ctx: ParallelContext,
+    kernels: Kernels | None = None,
+    *,
+    layer: int = 0,
+    quantizers: LinearQuantizers = NO_QUANTIZERS,
+) -> Any:
     """Module of a component with its own resources. `layer`: index under which it reports metrics."""
-    return new_module(config, Site("layer", layer), ModelResources.alone(ctx, kernels or reference.bundle()))
+    resources = ModelResources.alone(ctx, kernels or reference.bundle())._replace(quantizers=quantizers)
+    return new_module(config, Site("layer", layer), resources)

@@ -2,17 +2,23 @@
 
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher, PendingAllGather
-from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, index_rows
+from megatron_moe.moe.token_dispatcher.base import (
+    PLAIN_ROWS,
+    CombineHandle,
+    DispatchedTokens,
+    ExpertComm,
+    RowFormats,
+    index_rows,
+)
 
 
 class TokenMajorDispatcher(AllGatherDispatcher):
     """All-gather dispatcher that lets the experts gather their rows."""
 
     can_overflow = True
-    token_major = True
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
-        super().__init__(num_experts, comm)
+    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
+        super().__init__(num_experts, comm, formats)
         self.max_rows = 1 << 30
         """Row bound; more rows overflow."""
 

@@ -20,6 +20,7 @@ from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from tests.helpers.modules import module_of
+from tests.helpers.quantizers import quantizers
 from tests.helpers.tolerances import EXACT
 from tests.moe.routings import fill
 
@@ -51,12 +52,9 @@ def experts(
     config: LowPrecisionConfig, kind: str, kernels: KernelSet, policy: SavedTensorPolicy | None = None, ffn: int = FFN
 ) -> Experts:
     fields = {"hidden_size": HIDDEN, "ffn_hidden_size": ffn, "activation": KINDS[kind]}
-    made = Experts(
-        ExpertsConfig(num_experts=EXPERTS, **fields), ParallelContext.single(dtype=torch.float32), kernels, policy
-    )
+    ctx = ParallelContext.single(dtype=torch.float32)
+    made = Experts(ExpertsConfig(num_experts=EXPERTS, **fields), ctx, kernels, policy, quantizers(config, kernels))
     fill(made)
-    for stack in (made.linear_fc1, made.linear_fc2):
-        stack.quantizer = LinearQuantizer(config, kernels)
     return made
 
 
@@ -68,14 +66,14 @@ def tokens() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(TOKENS, HIDDEN, generator=generator), ids_TK, probs_TK
 
 
-def run(made: Experts, kernels: KernelSet, *, token_major: bool, sums: bool = False) -> dict[str, Tensor]:
+def run(made: Experts, kernels: KernelSet, *, gathers_in_fc1: bool, sums: bool = False) -> dict[str, Tensor]:
     """Output and all gradients of two microbatches. `sums`: the experts sum the rows of each token."""
     x_TH, ids_TK, probs_TK = tokens()
     for _ in range(2):
         x_TH, probs_TK = x_TH.detach().requires_grad_(), probs_TK.detach().requires_grad_()
         index = kernels.sort_rows(ids_TK, EXPERTS, None)
         probs_R = kernels.gather_probs(probs_TK, index)
-        rows = DispatchedTokens.sorted(x_TH, index, probs_R, kernels, token_major=token_major)
+        rows = DispatchedTokens.sorted(x_TH, index, probs_R, kernels, gathers_in_fc1=gathers_in_fc1)
         out = made(replace(rows, sums_tokens=sums))
         out_TH = kernels.unpermute(out.data, index, TOKENS) if out.index is None else out.data
         out_TH.backward(torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)))
@@ -89,21 +87,21 @@ def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert value.abs().max() > 0, name
 
 
-@pytest.mark.parametrize(("token_major", "sums"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("gathers_in_fc1", "sums"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_fused_casts_change_no_number(config, kind, token_major, sums, monkeypatch) -> None:
+def test_fused_casts_change_no_number(config, kind, gathers_in_fc1, sums, monkeypatch) -> None:
     calls: dict[str, int] = {}
     kernels, ffn = counted(calls), 32 if config.recipe == "mxfp8" else FFN
     made = experts(config, kind, kernels, ffn=ffn)
     assert made.has_fused_casts
-    fused = run(made, kernels, token_major=token_major, sums=sums)
+    fused = run(made, kernels, gathers_in_fc1=gathers_in_fc1, sums=sums)
     assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 2
     # per microbatch: fc1's rows, with quantised weight gradients also in backward; the gradient of fc2's output
-    assert calls.get("quantize_permuted", 0) == token_major * (4 if config.weight_grad else 2) + 2 * sums
-    assert calls.get("quantize_rows", 0) == (2 if token_major else 4) - 2 * sums
+    assert calls.get("quantize_permuted", 0) == gathers_in_fc1 * (4 if config.weight_grad else 2) + 2 * sums
+    assert calls.get("quantize_rows", 0) == (2 if gathers_in_fc1 else 4) - 2 * sums
     monkeypatch.setattr(Experts, "has_fused_casts", False)
-    same(fused, run(experts(config, kind, kernels, ffn=ffn), kernels, token_major=False))
+    same(fused, run(experts(config, kind, kernels, ffn=ffn), kernels, gathers_in_fc1=False))
 
 
 def test_fused_casts_save_neither_rows_nor_the_result_of_the_activation() -> None:
@@ -111,7 +109,7 @@ def test_fused_casts_save_neither_rows_nor_the_result_of_the_activation() -> Non
     x_TH, ids_TK, probs_TK = tokens()
     index = kernels.sort_rows(ids_TK, EXPERTS, None)
     rows = DispatchedTokens.sorted(
-        x_TH.requires_grad_(), index, kernels.gather_probs(probs_TK, index), kernels, token_major=True
+        x_TH.requires_grad_(), index, kernels.gather_probs(probs_TK, index), kernels, gathers_in_fc1=True
     )
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -124,9 +122,9 @@ def test_fused_casts_save_neither_rows_nor_the_result_of_the_activation() -> Non
 def test_recomputing_the_activation_changes_nothing() -> None:
     recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act",))
     config, kernels = CONFIGS["weight gradients in bf16"], reference.bundle()
-    expected = run(experts(config, "swiglu", kernels), kernels, token_major=True)
+    expected = run(experts(config, "swiglu", kernels), kernels, gathers_in_fc1=True)
     policy = SavedTensorPolicy(recompute)
-    same(run(experts(config, "swiglu", kernels, policy), kernels, token_major=True), expected)
+    same(run(experts(config, "swiglu", kernels, policy), kernels, gathers_in_fc1=True), expected)
 
 
 @pytest.mark.parametrize("fields", [{"bias": True}, {"probs_on_output": True}, {"grouped": False}])
@@ -134,9 +132,8 @@ def test_other_experts_are_quantised_by_separate_ops(fields: dict[str, bool]) ->
     config = ExpertsConfig(
         num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=KINDS["swiglu"], **fields
     )
-    made = Experts(config, ParallelContext.single(dtype=torch.float32), kernels := reference.bundle())
-    for stack in (made.linear_fc1, made.linear_fc2):
-        stack.quantizer = LinearQuantizer(CONFIGS["blockwise"], kernels)
+    ctx, kernels = ParallelContext.single(dtype=torch.float32), reference.bundle()
+    made = Experts(config, ctx, kernels, quantizers=quantizers(CONFIGS["blockwise"], kernels))
     assert not made.has_fused_casts
     assert not experts(CONFIGS["blockwise"], "swiglu", kernels, ffn=10).has_fused_casts, "blocks of gate and up"
 
@@ -149,10 +146,12 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
     kernels, ffn = counted(calls), 32 if config.recipe == "mxfp8" else FFN
     mlp = MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=ffn, activation=KINDS[kind])
     ctx = ParallelContext.single(dtype=torch.float32)
-    made = SharedExperts(SharedExpertsConfig(mlp=mlp), ctx, kernels) if shared else module_of(mlp, ctx, kernels)
+    source = quantizers(config, kernels)
+    if shared:
+        made = SharedExperts(SharedExpertsConfig(mlp=mlp), ctx, kernels, source)
+    else:
+        made = module_of(mlp, ctx, kernels, quantizers=source)
     fill(made)
-    for linear in (made.linear_fc1, made.linear_fc2):
-        linear.quantizer = LinearQuantizer(config, kernels)
 
     def run_once() -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
         saved: list[tuple[int, ...]] = []
@@ -165,8 +164,9 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
 
     fused, saved = run_once()
     assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 1
-    # of fc1's input and fc2's output gradient; fc1's weight gradient needs a columnwise copy of its output gradient
-    assert calls["quantize_rows"] == (4 if config.weight_grad else 2)
+    # of fc1's input and fc2's output gradient; fc1's weight gradient needs a columnwise copy of its output gradient;
+    # the input of shared experts, which the router saves, is quantised again in backward
+    assert calls["quantize_rows"] == (4 + shared if config.weight_grad else 2)
     # of these widths, only fc1's output is saved
     assert sum(shape[-1] in (ffn, KINDS[kind].fan * ffn) for shape in saved if len(shape) == 3) == 1
     monkeypatch.setattr(LinearQuantizer, "fuses", lambda *_: False)

@@ -20,6 +20,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear_quantizer import DelayedScaling, ModelQuantizers
 from megatron_moe.train.checkpointing import saved_tensors
@@ -86,7 +87,9 @@ def modules_with_fp8(config: LowPrecisionConfig) -> set[str]:
     plan = plan_of(config)
     plan = replace(plan, model=replace(plan.model, mtp=mtp))
     model = make_trainer(plan, ParallelContext.single()).model
-    return {name for name, module in model.named_modules() if getattr(module, "quantizer", None) is not None}
+    found = {name: module for name, module in model.named_modules() if getattr(module, "quantizer", None) is not None}
+    assert all(module.quantizer.name == name for name, module in found.items()), "the key of stochastic rounding"
+    return set(found)
 
 
 def test_linear_layers_of_the_chosen_layers_use_fp8() -> None:
@@ -103,6 +106,16 @@ def test_linear_layers_of_the_chosen_layers_use_fp8() -> None:
     assert modules_with_fp8(replace(config, layers_at_start=1, layers_at_end=1)) == first | mtp
     assert modules_with_fp8(replace(config, layers_at_start=0, layers_at_end=2)) == dense | mtp
     assert modules_with_fp8(replace(config, output_layer=True)) == found | {"output_layer"}
+
+
+def test_quantizers_of_all_kinds_of_layers_have_their_names() -> None:
+    """Latent attention, latent experts and shared experts."""
+    plan = replace(plan_of(CONFIGS["mxfp8"]), model=LATENT)
+    model = build_model(plan, ParallelContext.single(), KERNELS)
+    names = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
+    assert {module.quantizer and module.quantizer.name for module in names.values()} == {*names} - {"output_layer"} | {
+        None
+    }
 
 
 def test_experts_alone_can_have_weight_gradients_in_the_dtype_of_the_parameters() -> None:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, Routing, index_rows
+from megatron_moe.moe.token_dispatcher.base import (
+    PLAIN_ROWS,
+    CombineHandle,
+    DispatchedTokens,
+    ExpertComm,
+    Routing,
+    RowFormats,
+    index_rows,
+)
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.exchange import AllGather, PendingExchange, ReduceScatter
 
@@ -34,9 +42,11 @@ class AllGatherDispatcher:
     host_reads = 0
     can_overflow = False
     can_be_captured = False
-    token_major: bool | None = False
+    can_gather_in_fc1 = True
+    sends_fp8 = False
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
+        self.gathers_in_fc1 = formats.gathers_in_fc1
         self.kernels = comm.kernels
         self.group, self.overlap = comm.etp_ep, comm.overlap_weight_grads
         self.num_local = num_experts // comm.ep.size
@@ -57,7 +67,7 @@ class AllGatherDispatcher:
         # at most min(K, local experts) rows per token
         bound = len(tokens_TH) * min(choices.shape[1], self.num_local) if pending.routing.capacity is None else None
         index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels, bound)
-        rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, token_major=bool(self.token_major))
+        rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, gathers_in_fc1=self.gathers_in_fc1)
         return rows, CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[PendingExchange, torch.dtype]:

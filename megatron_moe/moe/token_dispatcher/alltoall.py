@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
+from megatron_moe.moe.token_dispatcher.base import (
+    PLAIN_ROWS,
+    DispatchedTokens,
+    ExpertComm,
+    Routing,
+    RowFormats,
+    first_rows,
+    index_rows,
+)
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllGather, AllToAll, PendingExchange
@@ -63,9 +71,11 @@ class AllToAllDispatcher:
     host_reads = 1
     can_overflow = False
     can_be_captured = False
-    token_major: bool | None = False
+    can_gather_in_fc1 = True
+    sends_fp8 = False
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
+        self.gathers_in_fc1 = formats.gathers_in_fc1
         self.kernels, self.align = comm.kernels, comm.row_alignment
         self.read_rows: Callable[[Tensor, int], list[list[int]]] = lambda rows_PQ, num_choices: rows_PQ.tolist()
         """Function that copies rows_PQ to the host. rows_PQ[p, q] is the number of rows that rank p of etp x ep sends
@@ -98,7 +108,7 @@ class AllToAllDispatcher:
         handle = AllToAllHandle(pending.index, order, plan, pending.num_tokens)
         if order is not None:
             probs_R = self.kernels.gather_probs(probs_R[:, None], order)
-            rows = DispatchedTokens.sorted(data_RH, order, probs_R, self.kernels, token_major=bool(self.token_major))
+            rows = DispatchedTokens.sorted(data_RH, order, probs_R, self.kernels, gathers_in_fc1=self.gathers_in_fc1)
             return rows, handle
         offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
         return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held), handle

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_moe.config.exit_codes import OtherRankProblem
 from megatron_moe.config.moe import HybridEPConfig
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
@@ -75,12 +76,12 @@ class DispatchedTokens:
 
     @classmethod
     def sorted(
-        cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels, *, token_major: bool
+        cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels, *, gathers_in_fc1: bool
     ) -> "DispatchedTokens":
-        """Copies tokens to expert-sorted rows, as given by `index`, or leaves this to the experts if `token_major`. The
-        result's `bound` counts padding rows too."""
-        data = tokens_TH if token_major else kernels.permute(tokens_TH, index)
-        kept = index if token_major else None
+        """Copies tokens to expert-sorted rows, as given by `index`, or leaves this to fc1. The result's `bound` counts
+        padding rows too."""
+        data = tokens_TH if gathers_in_fc1 else kernels.permute(tokens_TH, index)
+        kept = index if gathers_in_fc1 else None
         return cls(data=data, probs_R=probs_R, offsets_e=index.offsets_E, index=kept, bound=len(probs_R))
 
 
@@ -96,6 +97,22 @@ class CombineHandle:
 Handle = TypeVar("Handle")
 
 
+class RowFormats(NamedTuple):
+    """Form in which the experts of a layer read their rows and the gradients of their outputs. FP8 formats have
+    power-of-two scales, so that values are exact in the dtype of the activations."""
+
+    gathers_in_fc1: bool = False
+    """fc1 gathers its rows from the tokens (`DispatchedTokens.index`), quantised once per token; False: the dispatcher
+    delivers rows."""
+    tokens: OperandFormat | None = None
+    """FP8 format in which tokens are sent, that of the inputs of fc1; None: the dtype of the activations."""
+    grads: OperandFormat | None = None
+    """FP8 format in which the gradient of combine is sent, that of the output gradients of fc2; None: that dtype."""
+
+
+PLAIN_ROWS = RowFormats()
+
+
 class Dispatcher(Protocol, Generic[Handle]):
     """Sends the tokens of one layer to the ranks of their experts, and the results back."""
 
@@ -105,11 +122,12 @@ class Dispatcher(Protocol, Generic[Handle]):
     """Whether the dispatcher sets `DispatchedTokens.overflow`."""
     can_be_captured: bool
     """Whether CUDA graphs can contain dispatch and combine: no host reads, no collectives, static shapes."""
-    token_major: bool | None
-    """Whether the experts gather their rows from the tokens (`DispatchedTokens.index`), quantised once per token; None
-    if the dispatcher always delivers rows."""
+    can_gather_in_fc1: bool
+    """Whether the dispatcher supports `RowFormats.gathers_in_fc1`."""
+    sends_fp8: bool
+    """Whether the dispatcher supports `RowFormats.tokens` and `RowFormats.grads`."""
 
-    def __init__(self, num_experts: int, comm: "ExpertComm") -> None:
+    def __init__(self, num_experts: int, comm: "ExpertComm", formats: RowFormats = PLAIN_ROWS) -> None:
         """`num_experts`: number of experts of the layer on all ranks together."""
         ...
 
@@ -157,8 +175,6 @@ class ExpertComm:
         hybridep: HybridEPConfig | None = None,
         row_alignment: int = 1,
         overlaps_microbatches: bool = False,
-        fp8_tokens: bool = False,
-        fp8_grads: bool = False,
     ) -> None:
         """Creates the resources.
 
@@ -170,8 +186,6 @@ class ExpertComm:
             hybridep: settings of the HybridEP library; None: its defaults.
             row_alignment: multiple to which the rows of an expert are padded.
             overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
-            fp8_tokens: whether the flex dispatcher sends the tokens of layers with FP8 experts in FP8.
-            fp8_grads: whether the backward of its combine sends the gradients of these layers in FP8.
         """
         self.ctx = ctx
         self.kernels = kernels
@@ -181,14 +195,13 @@ class ExpertComm:
         self.hybridep = hybridep or HybridEPConfig()
         self.row_alignment = row_alignment
         self.overlaps_microbatches = overlaps_microbatches
-        self.fp8_tokens, self.fp8_grads = fp8_tokens, fp8_grads
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
             self.overflow = torch.zeros((), device=ctx.device)
 
-    def new_dispatcher(self, num_experts: int) -> Dispatcher[Any]:
+    def new_dispatcher(self, num_experts: int, formats: RowFormats = PLAIN_ROWS) -> Dispatcher[Any]:
         """Creates the dispatcher of one layer."""
-        return self.dispatcher(num_experts, self)
+        return self.dispatcher(num_experts, self, formats)
 
     def begin_step(self) -> None:
         """Clears `overflow` before a step."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_moe.config.moe import DEEPEP_SMS
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import MatrixOperand, RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, holders_of_experts
+from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, RowFormats, holders_of_experts
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens, quantized
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
@@ -145,6 +145,6 @@ def _unpacked(received: Any, form: OperandFormat | None, dtype: torch.dtype) -> 
 class DeepEPDispatcher(FlexDispatcher):
     """Flex dispatcher over DeepEP."""
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
         comm.transport = comm.transport or DeepEPTransport(num_experts, comm)
-        super().__init__(num_experts, comm, comm.transport)
+        super().__init__(num_experts, comm, comm.transport, formats)

@@ -17,22 +17,20 @@ from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels, MatrixOperand, RowIndex, most_rows
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, LateRank, Routing, first_rows
+from megatron_moe.moe.token_dispatcher.base import (
+    PLAIN_ROWS,
+    DispatchedTokens,
+    ExpertComm,
+    LateRank,
+    Routing,
+    RowFormats,
+    first_rows,
+)
 from megatron_moe.precision.carried_copies import QuantizedGrad
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 Work = Any
 """An exchange between its start and its finish."""
-
-
-class ExchangeFormats(NamedTuple):
-    """FP8 formats in which the tokens of a layer are sent, with power-of-two scales, so that their values are exact in
-    the dtype of the activations. None: tokens are sent in that dtype. Sums of expert outputs always are."""
-
-    tokens: OperandFormat | None = None
-    """Format of dispatched tokens: that of the inputs of fc1."""
-    grads: OperandFormat | None = None
-    """Format of the gradient of combine: that of the output gradients of fc2."""
 
 
 @dataclass(frozen=True)
@@ -261,19 +259,19 @@ class FlexDispatcher:
     ranks must have equally many tokens. Rows are sorted by expert, then by source in the order of the etp x ep group,
     then by token."""
 
-    formats: ExchangeFormats
-    """FP8 formats of the exchange. Set after the model is built."""
-
     host_reads = 0
     can_overflow = True
     can_be_captured = False
-    token_major: bool | None = None
+    can_gather_in_fc1 = False
+    sends_fp8 = True
 
-    def __init__(self, num_experts: int, comm: ExpertComm, transport: Transport) -> None:
+    def __init__(
+        self, num_experts: int, comm: ExpertComm, transport: Transport, formats: RowFormats = PLAIN_ROWS
+    ) -> None:
         self.comm, self.kernels, self.transport = comm, comm.kernels, transport
         self.num_ranks = comm.etp_ep.size
         self.num_local = num_experts // comm.ep.size
-        self.formats = ExchangeFormats()
+        self.formats = formats
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingDispatch:
         """Starts to send tokens, ids and probabilities."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, first_rows
+from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, RowFormats, first_rows
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
 from megatron_moe.parallel.exchange import AllGather, AllToAll, Wait
 from megatron_moe.parallel.grid import expert_grid, split_by_host
@@ -259,9 +259,9 @@ class HierarchicalDispatcher(FlexDispatcher):
     host_reads = 1
     can_overflow = False
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
         comm.transport = comm.transport or HierarchicalTransport(num_experts, comm)
-        super().__init__(num_experts, comm, comm.transport)
+        super().__init__(num_experts, comm, comm.transport, formats)
 
 
 def _packed(ids_TK: Tensor, probs_TK: Tensor) -> Tensor:

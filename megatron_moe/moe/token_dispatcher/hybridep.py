@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, holders_of_experts
+from megatron_moe.moe.token_dispatcher.base import (
+    PLAIN_ROWS,
+    DispatchedTokens,
+    ExpertComm,
+    Routing,
+    RowFormats,
+    holders_of_experts,
+)
 from megatron_moe.moe.token_dispatcher.flex import Pending, Work
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.streams import make_streams
@@ -224,9 +231,10 @@ class HybridEPDispatcher:
     host_reads = 0
     can_overflow = True
     can_be_captured = False
-    token_major: bool | None = None
+    can_gather_in_fc1 = False
+    sends_fp8 = False
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
         comm.transport = comm.transport or HybridEPTransport(num_experts, comm)
         self.comm, self.transport = comm, comm.transport
         self.num_local = num_experts // comm.ep.size

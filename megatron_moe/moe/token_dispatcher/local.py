@@ -4,7 +4,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, Routing, index_rows
+from megatron_moe.moe.token_dispatcher.base import (
+    PLAIN_ROWS,
+    CombineHandle,
+    DispatchedTokens,
+    ExpertComm,
+    Routing,
+    RowFormats,
+    index_rows,
+)
 
 
 class LocalDispatcher:
@@ -15,9 +23,11 @@ class LocalDispatcher:
     host_reads = 0
     can_overflow = False
     can_be_captured = True
-    token_major: bool | None = False
+    can_gather_in_fc1 = True
+    sends_fp8 = False
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
+        self.gathers_in_fc1 = formats.gathers_in_fc1
         self.kernels, self.align = comm.kernels, comm.row_alignment
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
@@ -27,8 +37,8 @@ class LocalDispatcher:
         """Copies every token to the rows of its experts; padding rows are zeros."""
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels, align=self.align)
-        rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, token_major=bool(self.token_major))
-        return replace(rows, sums_tokens=bool(self.token_major)), CombineHandle(index, len(tokens_TH))
+        rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, gathers_in_fc1=self.gathers_in_fc1)
+        return replace(rows, sums_tokens=self.gathers_in_fc1), CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[DispatchedTokens, CombineHandle]:
         return rows, handle

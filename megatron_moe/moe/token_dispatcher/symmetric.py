@@ -11,7 +11,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank
+from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, LateRank, RowFormats
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens, quantized
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.push_channel import ChannelShape, PushChannel, new_channel
@@ -174,6 +174,6 @@ class SymmetricDispatcher(FlexDispatcher):
 
     can_be_captured = True
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
         comm.transport = comm.transport or SymmetricTransport(num_experts, comm)
-        super().__init__(num_experts, comm, comm.transport)
+        super().__init__(num_experts, comm, comm.transport, formats)

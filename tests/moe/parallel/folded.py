@@ -19,6 +19,7 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters, write_part
+from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 from tests.helpers import tiny_models
 from tests.helpers.modules import module_of
 from tests.helpers.ranks import on_threads
@@ -127,8 +128,14 @@ def leave(layer: MoELayer) -> None:
     pass
 
 
-def make_layer(config: MoEConfig, ctx: ParallelContext, change: Change = leave, kernels: Kernels = KERNELS) -> MoELayer:
-    layer = module_of(config, ctx, kernels, layer=3)
+def make_layer(
+    config: MoEConfig,
+    ctx: ParallelContext,
+    change: Change = leave,
+    kernels: Kernels = KERNELS,
+    quantizers: LinearQuantizers = NO_QUANTIZERS,
+) -> MoELayer:
+    layer = module_of(config, ctx, kernels, layer=3, quantizers=quantizers)
     init_parameters(layer, 5, InitConfig(method="unit_gain"))
     change(layer)
     return layer
@@ -179,9 +186,10 @@ def on_this_rank(
     data: Data,
     change: Change = leave,
     kernels: Kernels = KERNELS,
+    quantizers: LinearQuantizers = NO_QUANTIZERS,
 ) -> tuple[Any, ...]:
     """Result of one rank, for `gathered`."""
-    layer, metrics = make_layer(config, ctx, change, kernels), MetricAccumulator()
+    layer, metrics = make_layer(config, ctx, change, kernels, quantizers), MetricAccumulator()
     out, hidden, place = forward_backward(layer, ctx, parallel, data, metrics)
     parts = {name: (p.grad.cpu(), p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
     metrics = {n: m.value for n, m in metrics.take(ctx).items()}

@@ -16,15 +16,15 @@ from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat, low
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm
+from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, DispatchedTokens, ExpertComm, RowFormats
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
-from megatron_moe.moe.token_dispatcher.flex import ExchangeFormats, ExchangeRoute
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher, SymmetricTransport
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.apply import exchange_formats
 from megatron_moe.precision.carried_copies import carried_grad, values_of
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
+from tests.helpers.quantizers import quantizers
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import EXACT
 from tests.moe.parallel.folded import Data, Result, gathered, moe_config, name_of, on_this_rank, parallel
@@ -61,14 +61,13 @@ def same_copy(actual: QuantizedTensor | None, expected: QuantizedTensor, what: s
 
 
 def exchanged(
-    kind: Any, ctx: ParallelContext, case: str, width: int, formats: ExchangeFormats, factor: float | None = None
+    kind: Any, ctx: ParallelContext, case: str, width: int, formats: RowFormats, factor: float | None = None
 ) -> tuple[DispatchedTokens, Tensor, dict[str, Tensor]]:
     """Rows of a dispatch, gradient of the rows sent to combine, and the other tensors."""
     ids = CASES[case](ctx.rank)
     tokens, routing = spread_magnitudes(len(ids), width, seed=ctx.rank), sparse(ids, num_experts=EXPERTS)
     comm = ExpertComm(ctx, REFERENCE, kind, row_capacity_factor=factor)
-    dispatcher = comm.new_dispatcher(EXPERTS)
-    dispatcher.formats = formats
+    dispatcher = comm.new_dispatcher(EXPERTS, formats)
     tokens.requires_grad_(), routing.probs.requires_grad_()
     rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
     data = (rows.data.detach() * rows.probs_R.detach()[:, None]).requires_grad_()
@@ -87,8 +86,8 @@ def test_received_bytes_are_those_of_quantised_rows(case, config, width, kind, f
     """Forward and the gradient of combine; padding rows are those of quantised zeros."""
 
     def rank(ctx: ParallelContext) -> None:
-        formats = ExchangeFormats(config.inputs, config.grads)
-        plain, plain_grad, expected = exchanged(kind, ctx, case, width, ExchangeFormats())
+        formats = RowFormats(tokens=config.inputs, grads=config.grads)
+        plain, plain_grad, expected = exchanged(kind, ctx, case, width, PLAIN_ROWS)
         rows, grad, others = exchanged(kind, ctx, case, width, formats)
         same_copy(rows.quantized, rows_q := quantized(plain.data, config.inputs), "rows")
         EXACT.check(rows.data, values(rows_q), "values of rows")
@@ -111,8 +110,8 @@ def values(rows_q: QuantizedTensor) -> Tensor:
 @pytest.mark.parametrize("case", ["ranks differ", "all to one expert"])
 def test_rows_beyond_the_bound_overflow_as_in_a_plain_exchange(case) -> None:
     def rank(ctx: ParallelContext) -> int:
-        plain, *_ = exchanged(SymmetricDispatcher, ctx, case, WIDTH, ExchangeFormats(), 0.4)
-        formats = ExchangeFormats(BLOCKWISE.inputs, BLOCKWISE.grads)
+        plain, *_ = exchanged(SymmetricDispatcher, ctx, case, WIDTH, PLAIN_ROWS, 0.4)
+        formats = RowFormats(tokens=BLOCKWISE.inputs, grads=BLOCKWISE.grads)
         rows, *_ = exchanged(SymmetricDispatcher, ctx, case, WIDTH, formats, 0.4)
         same_copy(rows.quantized, quantized(plain.data, BLOCKWISE.inputs), "rows")
         assert rows.overflow is not None and plain.overflow is not None and rows.bound == plain.bound
@@ -122,27 +121,20 @@ def test_rows_beyond_the_bound_overflow_as_in_a_plain_exchange(case) -> None:
     assert max(on_threads(parallel(2, ep=2), rank)) > 0
 
 
-def sent_in_fp8(layer: MoELayer, config: LowPrecisionConfig, *, fp8: bool) -> None:
-    for stack in (layer.experts.linear_fc1, layer.experts.linear_fc2):
-        stack.quantizer = LinearQuantizer(config, REFERENCE)
-    layer.expert_comm.fp8_tokens = layer.expert_comm.fp8_grads = fp8
-    layer.dispatcher.formats = exchange_formats(layer)
-
-
 def layer_result(
     ctx: ParallelContext, config: LowPrecisionConfig, fp8: bool, recomputed: bool, **fields: Any
 ) -> tuple[Any, ...]:
     """Result of one rank of a layer with FP8 experts."""
 
     def change(layer: MoELayer) -> None:
-        sent_in_fp8(layer, config, fp8=fp8)
         if recomputed:
             modules = ("moe_act",)
             recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
             layer.experts.saved_tensors = SavedTensorPolicy(recompute)
 
     moe, data = moe_config(dispatcher="flex", **fields), Data.random(ctx.config.dp, padded=True)
-    return on_this_rank(ctx, moe, ctx.config, data, change)
+    moe, of_experts = replace(moe, fp8_dispatch=fp8, fp8_combine_grad=fp8), quantizers(config, REFERENCE)
+    return on_this_rank(ctx, moe, ctx.config, data, change, quantizers=of_experts)
 
 
 def results(fold: Any, config: LowPrecisionConfig, *, fp8: bool, recomputed: bool = False, **fields: Any) -> Result:
@@ -195,7 +187,7 @@ def test_experts_multiply_the_received_bytes(monkeypatch) -> None:
 
 def test_received_bytes_are_not_kept_for_backward() -> None:
     def rank(ctx: ParallelContext) -> None:
-        formats = ExchangeFormats(BLOCKWISE.inputs, BLOCKWISE.grads)
+        formats = RowFormats(tokens=BLOCKWISE.inputs, grads=BLOCKWISE.grads)
         rows, *_ = exchanged(SymmetricDispatcher, ctx, "spread", WIDTH, formats)
         assert rows.quantized is not None and rows.data.requires_grad
         found = weakref.ref(rows.quantized.row_copy.data)

@@ -1,0 +1,13 @@
+"""Sources of quantizers for modules that are built without a model."""
+
+import torch
+
+from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.precision.quantizer_factory import LinearQuantizers, QuantizerFactory
+
+
+def quantizers(config: LowPrecisionConfig, kernels: Kernels, device: str = "cpu") -> LinearQuantizers:
+    """Source of quantizers with this recipe for all linear layers."""
+    precision = PrecisionConfig(low_precision=config)
+    return LinearQuantizers(QuantizerFactory(precision, kernels, torch.device(device), num_decoder_layers=0))
