@@ -97,7 +97,7 @@ def of_run(options: argparse.Namespace, words: Sequence[str]) -> ShownSchedule:
     if plan.unknown_layers:
         return ShownSchedule(config, f"layers of {' '.join(plan.unknown_layers)} cannot be built yet")
     costs = flop_costs(plan.model, plan.data.seq_length)
-    stage_costs = tuple(map(costs.of, plan.layout.stages))
+    stage_costs = tuple(map(costs.of_stage, plan.layout.stages))
     return ShownSchedule(config, f"{plan.layout}\n{cost_table(plan.layout, costs)}", stage_costs)
 
 

@@ -70,7 +70,7 @@ class PipelineLayout:
         return len(self.stages) // self.pp
 
     @property
-    def map(self) -> StageMap:
+    def stage_map(self) -> StageMap:
         return StageMap(self.pp, self.vpp)
 
     def chunks(self, rank: int) -> tuple[StageLayout, ...]:
@@ -95,7 +95,7 @@ class PipelineLayout:
         """Table with one line per stage: rank, chunk and contents."""
         lines = [f"{'stage':>5} {'rank':>4} {'chunk':>5}  holds"]
         for index, stage in enumerate(self.stages):
-            rank, chunk = self.map.rank_and_chunk(index)
+            rank, chunk = self.stage_map.rank_and_chunk(index)
             lines.append(f"{index:>5} {rank:>4} {chunk:>5}  {_describe(stage)}")
         return "\n".join(lines)
 

@@ -74,7 +74,7 @@ class RankBytes:
     """Number of pairs (microbatch, model chunk) whose forward has run and whose backward has not."""
     dispatch: float
     """Buffers of the token dispatcher, for one layer."""
-    working: float
+    workspace: float
     """Activation gradients and recomputed activations of one layer. If the loss of this rank needs more memory,
     `working` is the workspace of the loss instead, and `dispatch` is 0."""
     receive_slots: float
@@ -94,7 +94,7 @@ class RankBytes:
     @property
     def total(self) -> float:
         """Peak bytes on the device, reached either in forward and backward or in the optimizer update."""
-        training = self.kept + self.dispatch + self.working + self.transfers
+        training = self.kept + self.dispatch + self.workspace + self.transfers
         return self.state.total + self.receive_slots + max(training, self.staging)
 
 
@@ -208,7 +208,7 @@ class RankMemory:
             activations=tuple(modules.items()),
             in_flight=sum(in_flight),
             dispatch=workspace.dispatch,
-            working=workspace.other,
+            workspace=workspace.other,
             receive_slots=receive_slots(layer_recipes(plan, rank), plan, self.sizes),
             transfers=self._transfers(),
             staging=self._staging(rank),

@@ -24,7 +24,7 @@ class StageCosts:
     def total(self) -> float:
         return sum(self.layers) + self.embedding + self.mtp + self.loss
 
-    def of(self, stage: StageLayout) -> float:
+    def of_stage(self, stage: StageLayout) -> float:
         ends = self.embedding * stage.embedding + self.mtp * (stage.num_mtp > 0) + self.loss * stage.loss
         return ends + sum(self.layers[layer] for layer in stage.layers)
 
@@ -42,7 +42,7 @@ def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
 def cost_table(layout: PipelineLayout, costs: StageCosts) -> str:
     """Table of stages (rank, chunk, contents, share of the total cost) and a line about the most expensive rank."""
     lines = layout.table().splitlines()
-    shares = [costs.of(stage) / costs.total for stage in layout.stages]
+    shares = [costs.of_stage(stage) / costs.total for stage in layout.stages]
     width = max(map(len, lines))
     rows = [f"{lines[0]:<{width}}   cost"]
     rows += [f"{line:<{width}} {share:>6.1%}" for line, share in zip(lines[1:], shares, strict=True)]

@@ -54,7 +54,7 @@ def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
 def stage_costs(plan: RunPlan) -> tuple[float, ...]:
     """Forward and backward FLOPs of each pipeline stage for one sequence, in model order."""
     costs: StageCosts = flop_costs(plan.model, plan.data.seq_length)
-    return tuple(costs.of(stage) for stage in plan.layout.stages)
+    return tuple(costs.of_stage(stage) for stage in plan.layout.stages)
 
 
 def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:

@@ -37,25 +37,25 @@ class Traffic:
     what: str
     bytes: float
     """Bytes sent by the rank."""
-    far: float
+    network_bytes: float
     """Part of `bytes` that is sent outside the rank's NVLink domain."""
     hidden: bool = False
     """True if the communication overlaps with computation."""
 
     def repeated(self, times: int) -> "Traffic":
-        return replace(self, bytes=self.bytes * times, far=self.far * times)
+        return replace(self, bytes=self.bytes * times, network_bytes=self.network_bytes * times)
 
     def seconds(self, gpu: GPU) -> float:
         """Time in seconds at the bandwidth of large collectives; NVLink and network transfers run concurrently."""
-        near = (self.bytes - self.far) / gpu.nvlink
-        return max(near, self.far / gpu.network) / LINK_EFFICIENCY
+        near = (self.bytes - self.network_bytes) / gpu.nvlink
+        return max(near, self.network_bytes / gpu.network) / LINK_EFFICIENCY
 
 
 def ring(size: int, num_bytes: float, placement: Placement, **names: str) -> Traffic:
     """Traffic of one rank in a ring all-gather or reduce-scatter of a tensor of `num_bytes` over `size` ranks. The ring
     leaves each NVLink domain once; the network ports of all ranks of the domain share this traffic equally."""
     sent = num_bytes * (size - 1) / size
-    return Traffic(bytes=sent, far=_crossing_share(placement) * sent, **names)  # type: ignore[arg-type]
+    return Traffic(bytes=sent, network_bytes=_crossing_share(placement) * sent, **names)  # type: ignore[arg-type]
 
 
 def _crossing_share(placement: Placement) -> float:
@@ -76,7 +76,7 @@ class ExpertTraffic:
     """Number of rows sent to other ranks if each token is sent once per selected expert."""
     copies_sent: float
     """Number of rows sent to other ranks if each token is sent once per destination rank."""
-    copies_far: float
+    copies_between_domains: float
     """Number of rows sent to other NVLink domains if each token is sent once per destination domain."""
     rows_taken: LoadSpread
     """Number of rows that one rank's experts receive, including rows of the rank's own tokens."""
@@ -107,7 +107,7 @@ def expert_traffic(
         domains=domains,
         rows_sent=tokens * config.router.topk * other,
         copies_sent=tokens * ranks.mean * other,
-        copies_far=tokens * domains.mean * (num_domains - 1) / num_domains,
+        copies_between_domains=tokens * domains.mean * (num_domains - 1) / num_domains,
         rows_taken=choice.rows(num_ranks, num_ranks * tokens),
         row_bytes=width * sizes.activation + _PROBABILITY,
         low_row_bytes=width + scale * (width // block) + _PROBABILITY,
@@ -129,7 +129,11 @@ class Communication:
         for each in (*self._layers(rank), *self._ends(rank), *self._data_parallel(rank), *self._pipeline(rank)):
             at = (each.group, each.what)
             if at in found:
-                found[at] = replace(found[at], bytes=found[at].bytes + each.bytes, far=found[at].far + each.far)
+                found[at] = replace(
+                    found[at],
+                    bytes=found[at].bytes + each.bytes,
+                    network_bytes=found[at].network_bytes + each.network_bytes,
+                )
             elif each.bytes:
                 found[at] = each
         return list(found.values())
@@ -183,7 +187,7 @@ class Communication:
         """Yields the traffic of the mixer between context-parallel ranks."""
         size = layer.mixer.context_parallel_bytes(self.plan.parallel, self._sizes)
         far = size * _crossing_share(self.placements["cp"])
-        yield Traffic(group="cp", what="keys and values", bytes=size, far=far, hidden=True)
+        yield Traffic(group="cp", what="keys and values", bytes=size, network_bytes=far, hidden=True)
 
     def _experts(self, layer: LayerConfig, low: LowPrecisionConfig | None) -> Iterator[Traffic]:
         """Yields the traffic of the token dispatcher. `low`: recipe of the layer's experts."""
@@ -203,12 +207,12 @@ class Communication:
             ranks = parallel.ep * parallel.etp
             group = "ep" if parallel.etp == 1 else "etp_ep"
             rows = sizes.residual * traffic.ranks.mean * parallel.etp * (ranks - 1) / ranks
-            crossing = min(rows, traffic.copies_far)
+            crossing = min(rows, traffic.copies_between_domains)
         for what, form in zip(("dispatch: rows", "combine: results"), config.exchange_formats(low), strict=True):
             # forward and backward, one of which may be in FP8
             row_bytes = traffic.row_bytes + (traffic.row_bytes if form is None else traffic.low_row_bytes)
             sent, distant = rows * row_bytes, crossing * row_bytes
-            yield Traffic(group=group, what=what, bytes=sent, far=distant, hidden=self.plan.pipeline.overlap)
+            yield Traffic(group=group, what=what, bytes=sent, network_bytes=distant, hidden=self.plan.pipeline.overlap)
         if copies is SentCopies.PER_CHOICE:
             gathered_rows = float(parallel.etp * sizes.residual * config.router.topk)
             size = gathered_rows * config.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
@@ -225,9 +229,11 @@ class Communication:
         for what, row_bytes in (("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal)), ("combine", 2 * row)):
             sent = copies.per_token * sizes.residual * row_bytes  # forward and backward
             between, far = sent * (1 - 1 / copies.num_hosts), sent * (1 - 1 / domains)
-            yield Traffic(group="etp_ep", what=f"{what}: between hosts", bytes=between, far=far, hidden=hidden)
+            yield Traffic(
+                group="etp_ep", what=f"{what}: between hosts", bytes=between, network_bytes=far, hidden=hidden
+            )
             within = copies.forwarded * sizes.residual * row_bytes * (1 - 1 / copies.ranks_per_host)
-            yield Traffic(group="etp_ep", what=f"{what}: within hosts", bytes=within, far=0.0, hidden=hidden)
+            yield Traffic(group="etp_ep", what=f"{what}: within hosts", bytes=within, network_bytes=0.0, hidden=hidden)
 
     def _allgather_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
         """Yields the traffic of the all-gather dispatcher. Forward all-gathers tokens (in the activation format) and
@@ -289,4 +295,4 @@ class Communication:
             sent * self.plan.num_microbatches * sizes.residual * self.plan.model.hidden_size * sizes.activation
         )
         crosses = self.placements["pp"].domains[1] > 1
-        yield Traffic(group="pp", what="hidden states", bytes=size, far=size if crosses else 0.0, hidden=True)
+        yield Traffic(group="pp", what="hidden states", bytes=size, network_bytes=size if crosses else 0.0, hidden=True)

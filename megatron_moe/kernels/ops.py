@@ -103,7 +103,7 @@ class AttentionInputs(NamedTuple):
         return self.sinks_N is not None or self.config.off_by_one
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         return self.config.dropout > 0.0 and self.dropout_key is not None
 
 
@@ -119,7 +119,7 @@ class AttentionBlock(NamedTuple):
     dropout_key: DropoutKey | None = None
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         return self.config.dropout > 0.0 and self.dropout_key is not None
 
 

@@ -81,7 +81,7 @@ class MoELayer(FeedForward):
         return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb).out_SBH
 
     def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
-        return self.router.draw(num_tokens, dtype, mb) if self.router.config.forced_by else None
+        return self.router.random_logits(num_tokens, dtype, mb) if self.router.config.forced_by else None
 
     def _row_formats(self, config: MoEConfig) -> RowFormats:
         """Formats in which the experts would quantise the rows and gradients that the dispatcher delivers."""
@@ -141,12 +141,12 @@ class MoELayer(FeedForward):
     def _shared_first(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         assert self.shared_experts is not None
         with state.discard:
-            return state.evolve(shared=self.shared_experts.first(state.normed_SBH))
+            return state.evolve(shared=self.shared_experts.first_half(state.normed_SBH))
 
     def _shared_second(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         assert self.shared_experts is not None
         with state.discard:
-            return state.evolve(shared=self.shared_experts.second(state.shared, state.normed_SBH))
+            return state.evolve(shared=self.shared_experts.second_half(state.shared, state.normed_SBH))
 
     def _run_experts(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(rows=self.experts(state.rows))

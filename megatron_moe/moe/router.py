@@ -231,7 +231,7 @@ class Router(nn.Module):
             logits_TE = logits_TE + self.bias.to(dtype)
         if self._forces_logits:
             forced = mb.forced_logits
-            drawn = self.draw(len(logits_TE), hidden_SBH.dtype, mb) if forced is None else forced[self.layer]
+            drawn = self.random_logits(len(logits_TE), hidden_SBH.dtype, mb) if forced is None else forced[self.layer]
             logits_TE = _StraightThrough.apply(logits_TE, drawn)  # type: ignore[no-untyped-call]
         return logits_TE
 
@@ -241,7 +241,7 @@ class Router(nn.Module):
             return dtype
         return torch.promote_types(dtype, torch.float64 if self.config.dtype == "fp64" else torch.float32)
 
-    def draw(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor:
+    def random_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor:
         """Returns random logits [T, E] for benchmarks, so that the expert load does not depend on the weights.
 
         The logits are N(0, 1) noise that differs between tokens, microbatches and layers. It is drawn in fp32 so that

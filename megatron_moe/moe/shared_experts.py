@@ -44,14 +44,14 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the MLP's output [..., H] for hidden states [..., H]."""
-        return self.second(self.first(hidden), hidden)
+        return self.second_half(self.first_half(hidden), hidden)
 
-    def first(self, hidden: Tensor) -> Tensor:
+    def first_half(self, hidden: Tensor) -> Tensor:
         """First half of `forward`: returns fc1(hidden), [..., F], or [..., 2F] for a gated activation."""
         out: Tensor = self.linear_fc1(hidden)
         return out
 
-    def second(self, ffn: Tensor, hidden: Tensor) -> Tensor:
+    def second_half(self, ffn: Tensor, hidden: Tensor) -> Tensor:
         """Second half of `forward`: returns fc2(act(ffn)), [..., H], multiplied by the gate of `hidden` if
         configured."""
         out = self.linear_fc2.of_activation(ffn, self.activation, self.linear_fc1)

@@ -105,7 +105,7 @@ def _ranks(plan: RunPlan, gpu: GPU, placements: dict[str, Placement]) -> Facts:
 def _stages(plan: RunPlan) -> Iterator[Facts]:
     costs = stage_costs(plan)
     for index, stage in enumerate(plan.layout.stages):
-        rank, chunk = plan.layout.map.rank_and_chunk(index)
+        rank, chunk = plan.layout.stage_map.rank_and_chunk(index)
         yield {
             "stage": index,
             "pipeline_rank": rank,
@@ -148,7 +148,7 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
         yield f"activations: {module}", size
     yield "dispatch buffers", rank.dispatch
     yield "dispatch receive slots", rank.receive_slots
-    yield "workspace", rank.working
+    yield "workspace", rank.workspace
     yield "pipeline buffers", rank.transfers
 
 
@@ -194,7 +194,7 @@ def _traffic(traffic: Traffic, gpu: GPU) -> Facts:
         "group": traffic.group,
         "what": traffic.what,
         "gb": traffic.bytes / 1e9,
-        "network_gb": traffic.far / 1e9,
+        "network_gb": traffic.network_bytes / 1e9,
         "ms": traffic.seconds(gpu) * 1e3,
         "overlapped": traffic.hidden,
     }

@@ -205,7 +205,7 @@ def test_full_recompute_keeps_layer_inputs_and_one_whole_layer():
     rank = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     rotations = 17 * 2 * 4096 * 64 * 4
     assert rank.kept == 68 * 4096 * 7168 * 2 + rotations
-    assert rank.working > of_rank(DEEPSEEK).kept / 68
+    assert rank.workspace > of_rank(DEEPSEEK).kept / 68
     every_second = replace(config, recompute_num_layers=2)
     half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=every_second)))
     assert half.kept - rotations == (rank.kept - rotations) / 2
@@ -228,7 +228,7 @@ def test_offloaded_tensors_are_on_the_host_except_for_the_current_layer():
     before, after = of_rank(DEEPSEEK), of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
     moved = 68 * (448 + 256) * (1 << 20)
     assert after.on_host == before.kept - after.kept == moved
-    assert after.working - before.working == moved / 68
+    assert after.workspace - before.workspace == moved / 68
     half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, activation_offload_fraction=0.5))))
     assert half.on_host == moved / 2
     assert (

@@ -334,8 +334,8 @@ def test_only_traffic_between_nvlink_domains_crosses_the_network():
         between = [each for each in found if each.what.endswith("between hosts")]
         assert len(between) == 2
         for each in between:
-            FP64_REF.check(each.far, share * each.bytes, f"domains of {domain}")
-        assert not any(each.far for each in found if each.what.endswith("within hosts"))
+            FP64_REF.check(each.network_bytes, share * each.bytes, f"domains of {domain}")
+        assert not any(each.network_bytes for each in found if each.what.endswith("within hosts"))
 
 
 def test_gradients_and_weights_are_exchanged_once_per_step():
@@ -373,8 +373,8 @@ def test_a_ring_over_nodes_shares_the_ports_of_its_neighbours():
     parallel = ParallelConfig(world_size=32)
     changed = plan(layer_config(), parallel)
     (traffic,) = predicted(changed)
-    assert traffic.far == traffic.bytes * 4 / 32
-    FP64_REF.check(traffic.seconds(H100), traffic.far / H100.network / 0.7)
+    assert traffic.network_bytes == traffic.bytes * 4 / 32
+    FP64_REF.check(traffic.seconds(H100), traffic.network_bytes / H100.network / 0.7)
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_maximum_stage_cost_is_optimal():
             max(costs.embedding + below[a], below[a + b] - below[a], costs.loss + below[7] - below[a + b])
             for a, b, _ in cuts
         )
-        assert max(costs.of(stage) for stage in auto_layout(costs, pp=3).stages) == dearest
+        assert max(costs.of_stage(stage) for stage in auto_layout(costs, pp=3).stages) == dearest
 
 
 def test_mtp_is_on_the_stage_before_the_loss_if_that_is_more_even():
@@ -247,7 +247,7 @@ def test_auto_layouts_of_public_models_read_back_and_are_more_even_than_equal_nu
         num_mtp, costs = model.mtp.num_layers if model.mtp else 0, flop_costs(model, 4096)
         layout = auto_layout(costs, pp=pp, vpp=vpp, num_mtp=num_mtp)
         assert parse_layout(str(layout), pp=pp, num_layers=len(model.layers), num_mtp=num_mtp) == layout
-        dearest = max(costs.of(stage) for stage in layout.stages)
+        dearest = max(costs.of_stage(stage) for stage in layout.stages)
         # No stage can be cheaper than the mean, its dearest layer or the loss.
         least = max(costs.total / (pp * vpp), max(costs.layers), costs.loss)
         assert dearest <= least + max(costs.layers)
@@ -262,7 +262,9 @@ def test_costs_of_a_model_add_up_to_its_flops():
     from_parts = flop_costs(tiny.model(num_layers=3), 32)
     assert len(from_parts.layers) == 3
     assert (
-        from_parts.of(even_layout(3).stages[0]) == from_parts.total == flops_per_step(tiny.model(num_layers=3), 1, 32)
+        from_parts.of_stage(even_layout(3).stages[0])
+        == from_parts.total
+        == flops_per_step(tiny.model(num_layers=3), 1, 32)
     )
 
 

@@ -193,10 +193,10 @@ def attention(inputs: AttentionInputs) -> Tensor:
     possible, but not with a window, document mask or dropout. All other inputs use plain torch."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     masked = config.window is not None or segments_BS is not None
-    by_cudnn = not (masked or inputs.drops) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
+    by_cudnn = not (masked or inputs.has_dropout) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
     if inputs.has_sinks and by_cudnn:
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config)
-    if inputs.has_sinks or inputs.drops:
+    if inputs.has_sinks or inputs.has_dropout:
         return reference.attention(inputs)
     mask = None
     if masked:
@@ -247,7 +247,7 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
 def _rectangles(block: AttentionBlock) -> list[MaskBlock] | None:
     """Rectangles of the block's mask; None with dropout, or if cuDNN does not support all rectangles."""
     found = mask_blocks(block.query.chunks, block.key.chunks, block.config)
-    able = not block.drops and all(cudnn.serves_pair(block, pair) for pair in found)
+    able = not block.has_dropout and all(cudnn.serves_pair(block, pair) for pair in found)
     return found if able else None
 
 

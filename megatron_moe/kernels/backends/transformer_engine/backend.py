@@ -256,7 +256,7 @@ class _TELayerNorm(torch.autograd.Function):
 def attention(inputs: AttentionInputs) -> Tensor:
     """See `Kernels.attention`. Sinks, dropout, document masks and full attention use the reference implementation."""
     q_SBND, k_SBGD, v_SBGE, config, *_ = inputs
-    if inputs.has_sinks or inputs.drops or inputs.segments_BS is not None or not config.causal:
+    if inputs.has_sinks or inputs.has_dropout or inputs.segments_BS is not None or not config.causal:
         return reference.attention(inputs)
     num_heads, width = q_SBND.shape[2:]
     module = te.DotProductAttention(

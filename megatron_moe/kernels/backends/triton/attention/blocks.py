@@ -58,7 +58,7 @@ def _readable(block: AttentionBlock) -> AttentionBlock:
 def _rectangles(block: AttentionBlock) -> list[tuple[MaskBlock, bool]] | None:
     """Returns (rectangle, whether cuDNN computes it) for the visible rectangles of the block's mask. None with dropout,
     or if a rectangle is supported neither by cuDNN nor by the Triton kernels."""
-    if block.drops:
+    if block.has_dropout:
         return None
     pairs = mask_blocks(block.query.chunks, block.key.chunks, block.config)
     found = [(pair, cudnn.serves_pair(block, pair)) for pair in pairs]

@@ -24,7 +24,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
     and sinks use the Triton kernels, but sinks alone use cuDNN if possible. All other inputs use the torch backend."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     ours = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
-    if not (ours or inputs.has_sinks) or inputs.drops or not serves(q_SBND, k_SBGD, v_SBGE):
+    if not (ours or inputs.has_sinks) or inputs.has_dropout or not serves(q_SBND, k_SBGD, v_SBGE):
         return torch_native.attention(inputs)
     if not ours and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal):
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
