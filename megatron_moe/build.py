@@ -14,7 +14,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.train_state import TrainStateConfig, training_settings
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
-from megatron_moe.cost_model.parameters import count_expert_elements, count_parameters
+from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
@@ -38,7 +38,6 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
-from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
@@ -236,7 +235,7 @@ def build_trainer(
 
     `has_peers`: False for a single emulated rank, which cannot compare parameter counts with other ranks.
     """
-    parallel, rule = plan.data_parallel, AdamW(plan.optimizer, plan.precision)
+    parallel = plan.data_parallel
     memory_guard = build_memory_guard(plan, context)
     with memory_guard():
         buffers = GradBuffers(
@@ -247,18 +246,16 @@ def build_trainer(
             optimizer=plan.optimizer,
             data_parallel=parallel,
             expert_interval=plan.memory.moe_expert_wgrad_interval,
-            alignment=rule.alignment,
         )
-        optimizer = Optimizer(buffers, plan.precision, rule)
+        optimizer = Optimizer(buffers, plan.precision)
     low_precision = None
     if plan.precision.low_precision is not None:
         # tp_dp_cp: all ranks of a pipeline stage
         reduce_max = partial(all_reduce_, group=context.group("tp_dp_cp"), op="max")
         low_precision = ModelQuantizers(quantizers_of(model), plan.loop.seed, reduce_max)
         optimizer.on_new_weights = low_precision.invalidate_weights
-    experts = count_expert_elements(plan.model)
     if has_peers:
-        check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
+        check_coverage(buffers)
     if plan.optimizer.overlap_optimizer_step:
         optimizer.step_in_forward(model)
     elif parallel.overlap_param_gather:

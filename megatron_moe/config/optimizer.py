@@ -27,8 +27,10 @@ class OptimizerOffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) with decoupled weight decay."""
+    """Update rule and its hyperparameters. AdamW (arXiv 1711.05101) has decoupled weight decay."""
 
+    optimizer: str = "adam"
+    """Name of the update rule in `config.registry.UPDATE_RULES` (`--optimizer`)."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8

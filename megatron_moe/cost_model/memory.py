@@ -22,8 +22,9 @@ from megatron_moe.config.costs import (
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
-from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
+from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.update_rules import state_bytes_per_element
 from megatron_moe.cost_model.activations import activation_sizes, head_tensors, layer_tensors, stage_tensors
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, layer_recipes, low_by_rank, stored_bytes
@@ -123,14 +124,8 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
         master=masters * on_device,
-        moments=owned * _moments(precision) * on_device,
+        moments=owned * state_bytes_per_element(plan.optimizer, precision) * on_device,
     )
-
-
-def _moments(precision: PrecisionConfig) -> int:
-    if precision.main_params_dtype == "fp64":
-        return 16
-    return num_bytes(precision.exp_avg_dtype) + num_bytes(precision.exp_avg_sq_dtype)
 
 
 class _ChunkActivations(NamedTuple):

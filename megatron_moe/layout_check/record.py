@@ -114,7 +114,7 @@ def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
     for buffer in trainer.buffers.buffers:
         finished = torch.full_like(buffer.grads, float("nan"))
         for start, end in buffer.owned:
-            finished[start:end] = buffer.grads[start:end]
+            finished[start:end] = buffer.owned_grads(start, end)
         for slot, (_, value) in zip(buffer.slots, buffer.views(finished), strict=True):
             yield slot.name, _held(slot.parameter, value)
 

@@ -3,32 +3,25 @@
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels
-from megatron_moe.optim.param_layout import OwnerAlignment
-from megatron_moe.optim.state import MomentSpec, StepScalars, UpdateOperands
+from megatron_moe.optim.state import StepScalars, UpdateOperands
 from megatron_moe.precision.optimizer_state import PackedState
 
 
 class AdamW:
     """AdamW update rule: elementwise, with decoupled weight decay."""
 
-    alignment: OwnerAlignment = "element"
-
     def __init__(self, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         self._config = config
-        self.moments = (
-            MomentSpec("exp_avg", precision.exp_avg_dtype),
-            MomentSpec("exp_avg_sq", precision.exp_avg_sq_dtype, root=True),
-        )
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         """Updates weights, master weights and moments of a range of elements in place (`UpdateRule.step`)."""
         key, stored, weights = operands.key, operands.stored, operands.weights
         step = AdamWStep(
-            lr=scalars.decoupled_lr if key.decoupled_lr and scalars.decoupled_lr is not None else scalars.lr,
+            lr=scalars.lr_of(key),
             beta1=self._config.adam_beta1,
             beta2=self._config.adam_beta2,
             eps=self._config.adam_eps,
-            weight_decay=scalars.weight_decay if key.decay else 0.0,
+            weight_decay=scalars.weight_decay_of(key),
             step=scalars.step,
             grad_scale=scalars.grad_scale,
             apply_update=scalars.apply_update,

@@ -26,7 +26,7 @@ def gradient_norms(
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}
     for buffer in counted(buffers):
-        for grads in buffer.owned_parts(buffer.grads):
+        for grads in buffer.finished_grads():
             squares[_part(buffer)] += buffers.kernels.sum_of_squares(grads)
     flags = [] if nonfinite is None else [nonfinite.to(zero.dtype)]
     # world: 16 or 32 bytes
@@ -63,7 +63,7 @@ def count_zeros(buffers: GradBuffers) -> Tensor:
     """Number of gradient elements of the model that are exactly zero, int64 scalar on the device."""
     zeros = torch.zeros((), dtype=torch.int64, device=buffers.device)
     for buffer in counted(buffers):
-        for (start, end), grads in zip(buffer.owned, buffer.owned_parts(buffer.grads), strict=True):
+        for (start, end), grads in zip(buffer.owned, buffer.finished_grads(), strict=True):
             zeros += buffer.layout.elements(start, end) - torch.count_nonzero(grads)
     # world: 8 bytes
     return over_the_world(zeros, buffers, buffers.context)

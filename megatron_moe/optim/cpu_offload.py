@@ -16,7 +16,7 @@ from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.optim.state import OptimizerState, StepScalars, StoredState, UpdateRule
+from megatron_moe.optim.state import OptimizerState, StepScalars, StoredState
 from megatron_moe.parallel.streams import Event, HostCopies
 
 _HOST_CHUNK = 1 << 20
@@ -28,7 +28,6 @@ Chunk = tuple[OptimizerState, int, int]
 @dataclass
 class _OffloadedStep:
     states: Sequence[OptimizerState]
-    rule: UpdateRule
     config: OptimizerOffloadConfig
     kernels: Kernels
     """Kernels of the training device. `CPUStep` uses them only if this device is a CPU."""
@@ -115,7 +114,7 @@ class CPUStep(_OffloadedStep):
         operands = state.operands(start, end)
         weights = None if operands.weights is None else _view(self._weights[slot], operands.weights)
         grads = _view(self._grads[slot], state.grads[start:end])
-        self.rule.step(scalars, operands._replace(weights=weights, grads=grads), self._kernels)
+        state.rule.step(scalars, operands._replace(weights=weights, grads=grads), self._kernels)
         return weights
 
 
@@ -158,7 +157,7 @@ class StreamedStep(_OffloadedStep):
     def _step(self, scalars: StepScalars, chunk: Chunk, on_device: StoredState, copied: Event) -> Event:
         state, start, end = chunk
         self.copies.wait(copied)
-        self.rule.step(scalars, state.operands(start, end)._replace(stored=on_device), self.kernels)
+        state.rule.step(scalars, state.operands(start, end)._replace(stored=on_device), self.kernels)
         event = None
         for into, source in zip(state.kept.part(start, end).tensors, on_device.tensors, strict=True):
             event = self.copies.to_host(into, source)

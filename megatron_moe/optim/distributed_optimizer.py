@@ -6,18 +6,19 @@ reads the weights, and each node of the forward waits for the updates of its par
 backward cannot overwrite gradients that an update still reads, because the forward has waited for the update.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import RunError
-from megatron_moe.config.param_meta import Grid
+from megatron_moe.config.param_meta import ParamBox, sharded_dim
 from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.update_rules import spec_of
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.clip_grads import counted, over_the_world
 from megatron_moe.optim.cpu_offload import CPUStep, StreamedStep
 from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers
@@ -25,29 +26,54 @@ from megatron_moe.optim.param_layout import forward_order
 from megatron_moe.optim.param_store import AcquiringModel, ParamStore
 from megatron_moe.optim.state import OptimizerState, StepScalars, UpdateOperands, UpdateRule, new_states
 from megatron_moe.optim.stored_weights import StoredWeights
-from megatron_moe.parallel.collectives import start_all_gather_
+from megatron_moe.parallel.collectives import gather_objects, start_all_gather_
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.streams import Streams, make_host_copies, make_streams
 
 
 @dataclass(frozen=True)
 class StateRange:
-    """One parameter's master weights or one of its moments, limited to the elements that this rank owns."""
+    """One parameter's master weights or other state, limited to the elements that this rank owns."""
 
     name: str
     """Global name of the parameter."""
     kind: str
     parameter: Parameter
     start: int
-    """Index of the first owned element in the flattened parameter (this rank's model-parallel shard)."""
+    """Index of the first owned element in the flattened shard that `boxes` describe."""
     data: Tensor
     """Owned elements [n] in fp32 (fp64 in fp64 runs): a view of the stored state, or a host copy if the state is stored
     in another format. Values written to `data` take effect when `weights_from_masters` is called."""
+
+    matrix_shape: tuple[int, ...] | None = None
+    """Shape of the state of each matrix; None: the state has the shape of the parameter."""
 
     @property
     def whole(self) -> Tensor:
         """View of `data` in the parameter's shape; requires that this rank owns the whole parameter."""
         return self.data.view(self.parameter.shape)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the state of the whole parameter."""
+        if self.matrix_shape is None:
+            return self.parameter.global_shape
+        stack = self.parameter.global_shape[:1] if self.parameter.meta.num_experts is not None else ()
+        return (*stack, *self.matrix_shape)
+
+    @property
+    def boxes(self) -> tuple[ParamBox, ...]:
+        """Boxes of the state of the whole parameter that this rank's shard consists of, joined along `dim`."""
+        boxes, shape = self.parameter.boxes, self.matrix_shape
+        if shape is None:
+            return boxes
+        if self.parameter.meta.num_experts is None:
+            return (ParamBox((0,) * len(shape), shape),)
+        return (ParamBox((boxes[0].offset[0], *(0 for _ in shape)), (boxes[0].size[0], *shape)),)
+
+    @property
+    def dim(self) -> int:
+        return 0 if self.matrix_shape is not None else sharded_dim(self.parameter.meta) or 0
 
 
 class Optimizer:
@@ -55,32 +81,28 @@ class Optimizer:
 
     Args:
         precision: formats of master weights and moments. `buffers.optimizer` selects whether they are in host memory.
-        rule: update rule; None: AdamW.
     """
 
-    def __init__(self, buffers: GradBuffers, precision: PrecisionConfig, rule: UpdateRule | None = None) -> None:
+    def __init__(self, buffers: GradBuffers, precision: PrecisionConfig) -> None:
         self.buffers = buffers
         self.config = buffers.optimizer
-        self.rule = rule or AdamW(self.config, precision)
         self._host_copies = make_host_copies(buffers.device)
         self.step_count = torch.zeros((), dtype=torch.int64, device=buffers.device)
         """Number of updates applied so far, a scalar on the device."""
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=buffers.device)
         """Device flag: True once an update on this rank has stored a non-finite weight or moment. Never reset."""
-        offload = self.config.offload
+        names = dict.fromkeys(buffer.key.rule for buffer in buffers.buffers)
+        rules = {name: spec_of(name).new_rule(self.config, precision) for name in names}
         self.states = tuple(
             state
             for buffer in buffers.buffers
-            for state in new_states(buffer, self.rule.moments, precision, offload, self._host_copies)
+            for state in new_states(buffer, rules[buffer.key.rule], self.config, precision, self._host_copies)
         )
-        in_place = all(state.placement == "device" for state in self.states)
-        assert buffers.alignment == self.rule.alignment, f"ranges aligned to {buffers.alignment}: {self.rule}"
-        assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
         self.on_new_weights: Callable[[], None] = lambda: None
         """Called whenever weights change, to discard what was computed from them."""
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
         """(state, kind, copy): fp32 copies of state in other formats, made by the last call of `named_state`."""
-        shared = (self.rule, offload, buffers.kernels, self._host_copies)
+        shared = (self.config.offload, buffers.kernels, self._host_copies)
         self._streamed_step = StreamedStep([state for state in self.states if state.placement == "streamed"], *shared)
         self._cpu_step = CPUStep([state for state in self.states if state.placement == "host"], *shared)
         self._stored = StoredWeights(buffers, self.states)
@@ -88,8 +110,8 @@ class Optimizer:
         self._gather_in_forward = False
         self._streams: Streams | None = None
         """Streams for a step that overlaps with the next forward; None if the step does not overlap."""
-        self._buckets: list[list[UpdateOperands]] = []
-        """Operands of the owned ranges in each bucket, with buckets in forward order, for the overlapped step."""
+        self._buckets: list[list[tuple[UpdateRule, UpdateOperands]]] = []
+        """Rules and operands of the owned ranges in each bucket, for the overlapped step; buckets in forward order."""
         self._scalars: StepScalars | None = None
         """Scalars of the last overlapped step, kept alive because the optimizer stream may still read them."""
         if self._stored.buffers:
@@ -112,7 +134,9 @@ class Optimizer:
             inside = [
                 (state, max(start, state.start), min(end, state.end)) for state in self.states if state.buffer is buffer
             ]
-            self._buckets.append([state.operands(a - state.start, b - state.start) for state, a, b in inside if a < b])
+            self._buckets.append(
+                [(state.rule, state.operands(a - state.start, b - state.start)) for state, a, b in inside if a < b]
+            )
         self._streams = make_streams(self.buffers.device, "optimizer")
         model.acquire_from(self.store)
 
@@ -160,7 +184,7 @@ class Optimizer:
             return
         for state in self.states:
             if state.placement == "device":
-                self.rule.step(scalars, state.operands(), self.buffers.kernels)
+                state.rule.step(scalars, state.operands(), self.buffers.kernels)
         self._streamed_step.run(scalars)
         self._cpu_step.run(scalars)
         self._publish()
@@ -173,8 +197,8 @@ class Optimizer:
         with streams.fork("optimizer"):
             quantized = []
             for number, bucket in enumerate(self._buckets):
-                for operands in bucket:
-                    self.rule.step(scalars, operands, self.buffers.kernels)
+                for rule, operands in bucket:
+                    rule.step(scalars, operands, self.buffers.kernels)
                 if self.store.is_quantized(number):
                     quantized.append(number)
                 else:
@@ -189,8 +213,8 @@ class Optimizer:
         self.finish_gather()
         self.on_new_weights()
         self._host_copies.synchronize_all()
-        for state, kind, numbers in self._copies:
-            state.write(kind, numbers)
+        for state, kind, values in self._copies:
+            state.write(kind, values)
         self._copies = []
         with self.plain_weights():
             for state in self.states:
@@ -231,9 +255,9 @@ class Optimizer:
             state.write_weights()
         if self.buffers.data_parallel.use_distributed_optimizer:
             for buffer in buffers:
-                for start, end in buffer.layout.buckets:
+                for index, (start, end) in enumerate(buffer.layout.buckets):
                     # dp_cp or edp: one bucket of weights
-                    start_all_gather_(buffer.weights[start:end], buffer.group).wait()
+                    start_all_gather_(buffer.weights[start:end], buffer.group, buffer.shard_sizes(index)).wait()
         try:
             yield
         finally:
@@ -258,21 +282,26 @@ class Optimizer:
         self._host_copies.synchronize_all()
         self._copies = []
         for state in self.states:
-            flats = {kind: self._numbers(state, kind) for kind in state.kinds}
-            for param, slot in zip(state.buffer.layout.params, state.buffer.slots, strict=True):
-                start, end = max(param.start, state.start), min(param.end, state.end)
-                if start < end:
-                    for kind, flat in flats.items():
-                        data = flat[start - state.start : end - state.start]
-                        yield StateRange(param.name, kind, slot.parameter, start - param.start, data)
+            flats = {kind: self._values(state, kind) for kind in state.kinds}
+            for piece in state.pieces:
+                for kind, flat in flats.items():
+                    found = state.matrix_states.get((kind, piece.name))
+                    if found is None or found.spec.matrix_shape is None:
+                        data = flat[piece.start - state.start : piece.end - state.start]
+                        yield StateRange(piece.name, kind, piece.parameter, piece.start - piece.slot.start, data)
+                        continue
+                    shape = found.spec.matrix_shape(*piece.whole_shape)
+                    data = flat[found.start : found.start + piece.num_matrices * prod(shape)]
+                    start = piece.first_matrix * prod(shape)
+                    yield StateRange(piece.name, kind, piece.parameter, start, data, shape)
 
-    def _numbers(self, state: OptimizerState, kind: str) -> Tensor:
+    def _values(self, state: OptimizerState, kind: str) -> Tensor:
         packed = state.kinds[kind]
         if packed.format == "plain" and packed.data.dtype in (torch.float32, torch.float64):
             return packed.data
-        numbers = state.read(kind)
-        self._copies.append((state, kind, numbers))
-        return numbers
+        values = state.read(kind)
+        self._copies.append((state, kind, values))
+        return values
 
     def params_norm(self) -> Tensor:
         """L2 norm of the whole model's master weights, a scalar on the device. Each element is counted once."""
@@ -289,26 +318,30 @@ class Optimizer:
         return over_the_world(total, self.buffers, self.buffers.context).sqrt()
 
 
-def check_coverage(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
-    """Checks that the ranks together own every element of the model exactly once. Collective over the world.
+def check_coverage(buffers: GradBuffers) -> None:
+    """Checks that the ranks together own every element of every parameter exactly once. Collective over the world.
 
     An element without an owner would never be stepped or saved, and an element with two owners would be stepped twice.
-    `elements`: number of elements in the experts (key "expert") and in all other parameters (key "attention").
 
     Raises:
-        RunError: the ranks own more or fewer elements than the model has.
+        RunError: the ranks own more or fewer elements of a parameter than it has.
     """
-    owned = dict.fromkeys(elements, 0)
+    mine = {slot.name: prod(slot.parameter.global_shape) for slot in buffers.slots}
+    # pp: names and sizes of all parameters of a stage
+    stages = gather_objects(mine, buffers.context.group("pp"))
+    sizes = {name: size for stage in stages for name, size in sorted(stage.items())}
+    index = {name: number for number, name in enumerate(sizes)}
+    owned = [0] * len(sizes)
     for buffer in counted(buffers):
-        owned[buffer.key.grid] += sum(buffer.layout.elements(start, end) for start, end in buffer.owned)
-    sums = torch.tensor(list(owned.values()), dtype=torch.int64, device=buffers.device)
-    # world: 16 bytes
+        for piece in (piece for start, end in buffer.owned for piece in buffer.pieces(start, end)):
+            owned[index[piece.name]] += piece.end - piece.start
+    sums = torch.tensor(owned, dtype=torch.int64, device=buffers.device)
+    # world: 8 bytes per parameter
     found = over_the_world(sums, buffers, buffers.context).tolist()
-    for (grid, expected), number in zip(elements.items(), found, strict=True):
+    for (name, expected), number in zip(sizes.items(), found, strict=True):
         if number != expected:
-            what = "the experts" if grid == "expert" else "everything but the experts"
             raise RunError(
-                f"the ranks together own {number:,} elements of {what}, the model has {expected:,}: with the layout "
-                f"{buffers.context.config} some would be stepped twice or never; this is an error of the program, not "
-                f"of the command line, and other layouts may work"
+                f"the ranks together own {number:,} elements of {name}, which has {expected:,}, so that some would be "
+                f"stepped twice or never: compare its ParamMeta (tp_dim, num_experts, grid, shared_stages) with how "
+                f"the ranks of the layout {buffers.context.config} hold it"
             )

@@ -19,15 +19,9 @@ from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
-from megatron_moe.optim.param_layout import (
-    BufferKey,
-    BufferLayout,
-    OwnerAlignment,
-    ParamShape,
-    place_parameters,
-    reduction_order,
-)
-from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamShape, place_parameters, reduction_order
+from megatron_moe.optim.pieces import ParamPiece
+from megatron_moe.parallel.collectives import Sizes, all_reduce_
 from megatron_moe.parallel.context import ParallelContext, float_name, torch_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, WeightGradQueue
 
@@ -148,8 +142,11 @@ class FlatBuffer:
         self.layout = layout
         self.group = context.group(replica_group(layout.key.grid))
         """Data-parallel process group, whose ranks hold copies of the parameters and process different tokens."""
-        self.owned = layout.owner_ranges(self.group.size)[self.group.rank] if sharded else ((0, layout.size),)
+        ranges = layout.owner_ranges(self.group.size)
+        self.owned = ranges[self.group.rank] if sharded else ((0, layout.size),)
         """(start, end) ranges that this rank steps: its shard of every bucket if `sharded`, else the whole buffer."""
+        self._shard_sizes = [tuple(end - start for start, end in bucket) for bucket in zip(*ranges, strict=True)]
+        self._shards = context.group(tensor_group(layout.key.grid))
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
         """True on the first of the ranks that own the same elements. Only this rank adds the elements to norms."""
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
@@ -167,9 +164,29 @@ class FlatBuffer:
     def key(self) -> BufferKey:
         return self.layout.key
 
-    def owned_parts(self, flat: Tensor) -> list[Tensor]:
-        """Views of the ranges that this rank owns in `flat`, a tensor with this buffer's layout."""
-        return [flat[start:end] for start, end in self.owned]
+    def owned_weights(self, start: int, end: int) -> Tensor:
+        """Weights of elements `start` to `end`, which this rank owns."""
+        return self.weights[start:end]
+
+    def owned_grads(self, start: int, end: int) -> Tensor:
+        """Gradients of elements `start` to `end`, which this rank owns."""
+        return self.grads[start:end]
+
+    def finished_grads(self) -> list[Tensor]:
+        """Gradients of the ranges that this rank owns, which are complete after `finish_grads`."""
+        return [self.owned_grads(start, end) for start, end in self.owned]
+
+    def shard_sizes(self, bucket: int) -> Sizes:
+        """Number of elements of a bucket that each rank of `group` owns; None if they are equal."""
+        sizes = self._shard_sizes[bucket]
+        return None if len(set(sizes)) == 1 else sizes
+
+    def stored_sizes(self, bucket: int) -> list[Sizes]:
+        """Sizes of each rank's shard of a bucket in the tensors of `stored_parts`; None where they are equal."""
+        sizes, bits = self.shard_sizes(bucket), self.key.code_bits
+        if sizes is None or not bits:
+            return [sizes] * max(len(bits), 1)
+        return [[size * each // 8 for size in sizes] for each in bits]
 
     def stored_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
         """Views of elements `start` to `end`, both even for packed codes, in the flat tensors that store the weights
@@ -185,10 +202,17 @@ class FlatBuffer:
         pairs = zip(self.layout.params, self.slots, strict=True)
         slots = [slot for param, slot in pairs if param.bucket == index]
         uses = sum(param.parameter.uses for param in self.layout.params if param.bucket == index)
-        bucket = GradBucket(self.grads[start:end], self.group, uses, [slot.zero_if_empty for slot in slots])
+        fill = [slot.zero_if_empty for slot in slots]
+        bucket = GradBucket(self.grads[start:end], self.group, uses, fill, self.shard_sizes(index))
         for slot in slots:
             slot.on_arrival = bucket.arrived
         return bucket
+
+    def pieces(self, start: int, end: int) -> Iterator[ParamPiece]:
+        """Yields the parameters, or parts of them, between two offsets."""
+        for index in self.layout.within(start, end):
+            param, parameter = self.layout.params[index], self.slots[index].parameter
+            yield ParamPiece(param, parameter, max(start, param.start), min(end, param.end), self._shards)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields each parameter's global name and its view of `flat`, a tensor with this buffer's layout."""
@@ -255,7 +279,6 @@ class GradBuffers:
         optimizer: selects weight decay and learning rate; parameters with equal settings share a buffer.
         data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
         expert_interval: number of microbatches whose expert weight gradients are computed together.
-        alignment: alignment of the ranges that ranks own (`UpdateRule.alignment`).
     """
 
     def __init__(
@@ -268,10 +291,8 @@ class GradBuffers:
         optimizer: OptimizerConfig | None = None,
         data_parallel: DataParallelConfig | None = None,
         expert_interval: int = 1,
-        alignment: OwnerAlignment = "element",
     ) -> None:
         self.data_parallel = data_parallel or DataParallelConfig()
-        self.alignment = alignment
         self.context = context
         self.kernels = kernels
         self.device = context.device
@@ -280,13 +301,12 @@ class GradBuffers:
         self.queue = WeightGradQueue()
         parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         self.layout = place_parameters(
-            [_param_shape(name, parameter, context, alignment) for name, parameter in parameters.items()],
+            [_param_shape(name, parameter, context) for name, parameter in parameters.items()],
             self.optimizer,
             num_shards={"attention": context.group("dp_cp").size, "expert": context.group("edp").size},
             config=self.data_parallel,
         )
         sharded = self.data_parallel.use_distributed_optimizer
-        assert alignment == "element" or not sharded, f"collectives exchange equal shards, not whole {alignment}"
         self.buffers = tuple(
             FlatBuffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
         )
@@ -354,7 +374,7 @@ def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count:
     num_ranks = context.group("dp_cp").size
     for buffer in buffers.buffers:
         share = (buffer.group.size if in_collective else 1) / num_ranks
-        for grads in buffer.owned_parts(buffer.grads):
+        for grads in buffer.finished_grads():
             _sum_parts(grads, buffer, context)
             if token_count is not None:
                 grads.div_(token_count.clamp(min=1).to(grads.dtype))
@@ -380,7 +400,7 @@ def _accept(parameter: Tensor) -> None:
     parameter.grad_accumulator.accept()
 
 
-def _param_shape(name: str, parameter: Parameter, context: ParallelContext, alignment: OwnerAlignment) -> ParamShape:
+def _param_shape(name: str, parameter: Parameter, context: ParallelContext) -> ParamShape:
     meta = parameter.meta
     return ParamShape(
         name=name,
@@ -390,6 +410,5 @@ def _param_shape(name: str, parameter: Parameter, context: ParallelContext, alig
         replicated=meta.tp_dim is None and context.group(tensor_group(meta.grid)).size > 1,
         shared_stages=meta.shared_stages and context.group("embedding").size > 1,
         uses=parameter.uses,
-        alignment=alignment,
         code_bits=() if parameter.stored is None else parameter.stored.code_bits,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megatron_moe.config.parallel import DataParallelConfig
-from megatron_moe.parallel.collectives import PendingCollective, start_all_reduce_, start_reduce_scatter_
+from megatron_moe.parallel.collectives import PendingCollective, Sizes, start_all_reduce_, start_reduce_scatter_
 from megatron_moe.parallel.context import ProcessGroup
 
 
@@ -18,10 +18,20 @@ class GradBucket:
     """A range of a flat gradient buffer that is reduced in one collective."""
 
     def __init__(
-        self, grads: Tensor, group: ProcessGroup, num_per_microbatch: int, fill_gaps: Sequence[Callable[[], None]]
+        self,
+        grads: Tensor,
+        group: ProcessGroup,
+        num_per_microbatch: int,
+        fill_gaps: Sequence[Callable[[], None]],
+        sizes: Sizes = None,
     ) -> None:
-        """`grads`: gradients of the bucket, flat. `num_per_microbatch`: number of gradients that a microbatch adds.
-        `fill_gaps`: one function per parameter, which zeroes the parameter's gradient if the step has added none."""
+        """
+        Args:
+            grads: gradients of the bucket, flat.
+            num_per_microbatch: number of gradients that a microbatch adds.
+            fill_gaps: one function per parameter, which zeroes the parameter's gradient if the step has added none.
+            sizes: numbers of elements that each rank of the group owns; None: all own equally many.
+        """
         self.grads = grads
         self.group = group
         self.num_per_microbatch = num_per_microbatch
@@ -31,6 +41,7 @@ class GradBucket:
         """Reduction of this step; None before it has started."""
         self.on_arrival: Callable[[], None] | None = None
         self._fill_gaps = fill_gaps
+        self._sizes = sizes
 
     def arrived(self, number: int) -> None:
         """Adds `number` to the count of gradients that have been added in this step."""
@@ -46,9 +57,8 @@ class GradBucket:
         # dp_cp or edp: one bucket, by default 40 million elements
         if config.use_distributed_optimizer:
             wide = config.ddp_reduce_scatter_with_fp32_accumulation and self.grads.element_size() < 4
-            self.pending = start_reduce_scatter_(
-                self.grads, self.group, mean=config.ddp_average_in_collective, fp32_sums=wide
-            )
+            mean = config.ddp_average_in_collective
+            self.pending = start_reduce_scatter_(self.grads, self.group, sizes=self._sizes, mean=mean, fp32_sums=wide)
         else:
             self.pending = start_all_reduce_(self.grads, self.group, mean=config.ddp_average_in_collective)
 

@@ -4,20 +4,22 @@ Parameters that are reduced over the same ranks and updated with the same hyperp
 one kernel per buffer computes the norm or the optimizer step. Inside a buffer, parameters are in reverse order of
 registration, which is about the order in which a backward pass finishes their gradients. A bucket is the range of a
 buffer that one collective covers. Under ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) each data-parallel rank owns one
-range of every bucket. The optimizer can require that no range boundary divides a block or matrix (`OwnerAlignment`).
+range of every bucket. An update rule can require that no range boundary divides a block or matrix (`OwnerAlignment`).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import lcm, prod
-from typing import Literal
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.param_meta import Grid, ParamMeta
 from megatron_moe.config.precision import FloatName
+from megatron_moe.config.update_rules import OwnerAlignment, rule_of, spec_of
 
 ELEMENT_ALIGN = 64
 """Every parameter starts at a multiple of this many elements."""
@@ -29,8 +31,6 @@ Range = tuple[int, int]
 """(start, end) in elements of a flat buffer."""
 StorageFormat = FloatName
 """Dtype in which a parameter is stored."""
-OwnerAlignment = Literal["element", "block_1x32", "block_128x128", "matrix"]
-"""Part of a matrix that must not be divided between owner ranks: an element, a block with one scale, or the matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,6 @@ class ParamShape:
     """True if other pipeline stages hold the same elements."""
     uses: int = 1
     """Number of times that the backward of one microbatch adds to this parameter's gradient on this rank."""
-    alignment: OwnerAlignment = "element"
     code_bits: tuple[int, ...] = ()
     """Bits per element of each quantised copy of the weight that is stored instead of its values."""
 
@@ -67,30 +66,13 @@ class ParamShape:
         unit = f"{layer[1] or layer[2]}.{layer[3]}"
         return f"{unit}.experts" if self.meta.grid == "expert" else unit
 
-    def owner_edges(self) -> Iterator[int]:
-        """Yields the offsets in elements at which an owner's range may start. The alignment must not be `element`."""
+    def owner_edges(self, alignment: OwnerAlignment) -> list[int]:
+        """Offsets in elements at which an owner's range may start. The alignment must not be `element`."""
         shape = self.shape if self.meta.num_experts is None else self.shape[1:]
         rows, columns = (1, *shape)[-2:]
-        for start in range(0, self.numel, rows * columns):
-            yield from (start + edge for edge in self._edges_in_matrix(rows, columns))
-
-    def _edges_in_matrix(self, rows: int, columns: int) -> Iterable[int]:
-        if self.alignment == "matrix":
-            return (row * columns for row in self._split_rows(rows))
-        if self.alignment == "block_128x128":
-            return range(0, rows * columns, 128 * columns)
-        return range(0, rows * columns, 32 if columns % 32 == 0 else columns)
-
-    def _split_rows(self, rows: int) -> list[int]:
-        """First row of each of the matrices stacked along the rows: gate and up, or q, k and v of every query group."""
-        splits = self.meta.splits if self.meta.tp_dim == 0 else ()
-        total = sum(splits)
-        if not total:
-            return [0]
-        if rows % total:  # `splits` are global sizes; scale them to this rank
-            splits, total = tuple(split * rows // total for split in splits), rows
-        starts = list(accumulate(splits[:-1], initial=0))
-        return [group + start for group in range(0, rows, total) for start in starts]
+        size = rows * columns
+        steps = {"matrix": size, "block_128x128": 128 * columns, "block_1x32": 32 if columns % 32 == 0 else columns}
+        return [start + edge for start in range(0, self.numel, size) for edge in range(0, size, steps[alignment])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +81,10 @@ class BufferKey:
 
     grid: Grid
     storage: StorageFormat
+    rule: str = "adam"
+    """Name of the update rule (`OptimizerConfig.optimizer`)."""
+    unit: str = ""
+    """Unit whose parameters the buffer contains; empty: the buffer contains parameters of all units."""
     code_bits: tuple[int, ...] = ()
     """Bits per element of each quantised copy that is stored instead of the weights; empty: the weights are stored."""
     router: bool
@@ -157,23 +143,34 @@ class BufferLayout:
     def owner_ranges(self, num_owners: int) -> tuple[tuple[Range, ...], ...]:
         """Range of each owner in each bucket, indexed [owner][bucket]. The ranges together cover the buffer.
 
-        With the alignment `element`, all ranges of a bucket have equal size. Otherwise a boundary inside a block or
-        matrix is moved to the start of that block or matrix, so ranges differ in size and can be empty.
+        If the update rule has the alignment `element`, all ranges of a bucket have equal size. Otherwise a boundary
+        inside a block or matrix is moved to its start, so ranges differ in size and can be empty.
         """
+        alignment = spec_of(self.key.rule).alignment
         by_bucket = []
         for index, (start, end) in enumerate(self.buckets):
             size, rest = divmod(end - start, num_owners)
             assert rest == 0, f"a bucket of {end - start} elements for {num_owners} ranks"
-            params = [param for param in self.params if param.bucket == index]
-            edges = [self._owner_edge(params, start + owner * size) for owner in range(num_owners)]
+            edges = [start + owner * size for owner in range(num_owners)]
+            if alignment != "element":
+                params = [param for param in self.params if param.bucket == index]
+                edges = [_owner_edge(params, edge, alignment) for edge in edges]
             by_bucket.append(list(pairwise([*edges, end])))
         return tuple(tuple(ranges) for ranges in zip(*by_bucket, strict=True)) if by_bucket else ((),) * num_owners
 
-    def _owner_edge(self, params: Iterable[ParamSlot], edge: int) -> int:
-        inside = next((param for param in params if param.start < edge < param.end), None)
-        if inside is None or inside.parameter.alignment == "element":
-            return edge
-        return max(inside.start + each for each in inside.parameter.owner_edges() if inside.start + each <= edge)
+    def within(self, start: int, end: int) -> range:
+        """Indices of the parameters that have elements between `start` and `end`."""
+        first = bisect_right(self.params, start, key=lambda param: param.end)
+        return range(first, bisect_left(self.params, end, key=lambda param: param.start))
+
+
+def _owner_edge(params: Iterable[ParamSlot], edge: int, alignment: OwnerAlignment) -> int:
+    """Moves the boundary `edge` between two owners to the start of the block or matrix that contains it."""
+    inside = next((param for param in params if param.start < edge < param.end), None)
+    if inside is None:
+        return edge
+    edges = inside.parameter.owner_edges(alignment)
+    return inside.start + edges[bisect_right(edges, edge - inside.start) - 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +195,13 @@ def place_parameters(
     *,
     num_shards: Mapping[Grid, int],
     config: DataParallelConfig | None = None,
+    by_unit: bool = False,
 ) -> ParamLayout:
     """Assigns parameters, given in the order of registration, to buffers and buckets.
 
     `num_shards` is the number of data-parallel ranks of each grid. A bucket ends after the parameter with which it
     reaches the bucket size. The default bucket size is Megatron's: max(40 million, 1 million per rank) elements.
+    If `by_unit`, every buffer contains parameters of one unit and consists of one bucket.
     """
     config = config or DataParallelConfig()
     size = config.ddp_bucket_size
@@ -210,13 +209,15 @@ def place_parameters(
         size = -(-sum(parameter.numel for parameter in parameters) // config.ddp_num_buckets)
     groups: dict[BufferKey, list[tuple[int, ParamShape]]] = {}
     for index, parameter in reversed(list(enumerate(parameters))):
-        groups.setdefault(buffer_key(parameter, optimizer), []).append((index, parameter))
+        key = buffer_key(parameter, optimizer, unit=parameter.unit if by_unit else "")
+        groups.setdefault(key, []).append((index, parameter))
     buffers = []
     for key, members in groups.items():
         shards = num_shards[key.grid]
         align = BUCKET_ALIGN * shards
         align = lcm(align, _HIGH_BANDWIDTH_ALIGN) if config.ddp_pad_buckets_for_high_nccl_busbw else align
-        buffers.append(_place_buffer(key, members, align, size or default_bucket_size(shards)))
+        most = sys.maxsize if by_unit else size or default_bucket_size(shards)
+        buffers.append(_place_buffer(key, members, align, most))
     return ParamLayout(buffers=tuple(buffers))
 
 
@@ -241,11 +242,13 @@ def default_bucket_size(num_ranks: int) -> int:
     return max(40_000_000, 1_000_000 * num_ranks)
 
 
-def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig) -> BufferKey:
+def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig, unit: str = "") -> BufferKey:
     meta = parameter.meta
     return BufferKey(
         grid=meta.grid,
         storage=parameter.storage,
+        rule=rule_of(parameter.name, meta, optimizer),
+        unit=unit,
         code_bits=parameter.code_bits,
         router=meta.role == "router",
         decay=decays(parameter, decay_qk_norm=optimizer.apply_wd_to_qk_layernorm),

@@ -41,6 +41,8 @@ class ParamStore:
     def __init__(self, buffers: GradBuffers) -> None:
         buckets = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
         self._buckets = [(buffer.stored_parts(*buffer.layout.buckets[i]), buffer.group) for buffer, i in buckets]
+        self._sizes = [buffer.stored_sizes(i) for buffer, i in buckets]
+        """Number of elements or bytes of each rank's shard of the flat tensors of each bucket."""
         self._sharded = buffers.data_parallel.use_distributed_optimizer
         self._units = buffers.layout.buckets_of_units()
         self._slots: dict[str, list[tuple[str, Tensor]]] = {unit: [] for unit in self._units}
@@ -93,7 +95,8 @@ class ParamStore:
         assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
         stored, group = self._buckets[bucket]
         # dp_cp or edp: one bucket of weights, by default 40 million elements, or of their FP8 or FP4 bytes
-        gathers = tuple(start_all_gather_(flat, group) for flat in stored) if self._sharded else ()
+        pairs = zip(stored, self._sizes[bucket], strict=True) if self._sharded else ()
+        gathers = tuple(start_all_gather_(flat, group, sizes) for flat, sizes in pairs)
         if streams is not None or gathers:
             self._pending[bucket] = _PendingBucket(streams, streams.record() if streams else None, gathers)
 

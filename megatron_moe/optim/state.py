@@ -2,16 +2,21 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.optimizer import OptimizerOffloadConfig
-from megatron_moe.config.precision import PrecisionConfig, StateName
-from megatron_moe.kernels.ops import Kernels
+from megatron_moe.config.optimizer import OptimizerConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.update_rules import StateSpec, spec_of
+from megatron_moe.kernels.ops import Kernels, all_finite
 from megatron_moe.optim.grad_buffers import FlatBuffer
-from megatron_moe.optim.param_layout import BufferKey, OwnerAlignment, Range
+from megatron_moe.optim.param_layout import BufferKey, Range
+from megatron_moe.optim.pieces import ParamPiece
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
 from megatron_moe.precision.optimizer_state import BLOCK, Format, PackedState, pack, round_weights, unpack
@@ -25,14 +30,12 @@ _CHUNK_IN_STEP = 1 << 26
 """Number of elements converted at a time in steps, in which launches of kernels take longer than small kernels."""
 
 
-class MomentSpec(NamedTuple):
-    """One moment of an update rule: a value per element that the rule stores in addition to the master weight."""
+class MatrixState(NamedTuple):
+    """Values of one kind of state that belong to the matrices of one parameter."""
 
-    kind: str
-    """Name of the moment in checkpoints."""
-    format: StateName
-    root: bool = False
-    """True if the formats fp16 and fp8 store the square root of this moment."""
+    spec: StateSpec
+    start: int
+    """Offset of the first value in the flat state."""
 
 
 class StoredState(NamedTuple):
@@ -41,7 +44,7 @@ class StoredState(NamedTuple):
     master: PackedState | None
     """Master weights; None: the parameters themselves are the master weights."""
     moments: Mapping[str, PackedState]
-    """Moments by kind, in the order in which the update rule declares them."""
+    """State of the update rule by name, in the order in which it declares them."""
 
     @property
     def all(self) -> tuple[PackedState, ...]:
@@ -72,6 +75,61 @@ class UpdateOperands(NamedTuple):
     """None: only the master weights are updated, because the weights are stored in FP8 or FP4."""
     grads: Tensor
     stored: StoredState
+    state: "OptimizerState"
+    """State that contains the elements."""
+
+    @property
+    def pieces(self) -> Sequence[ParamPiece]:
+        """Parameters, or parts of them, that the elements belong to."""
+        return self.state.pieces_of(self.start, self.start + len(self.grads))
+
+    def grad(self, piece: ParamPiece) -> Tensor:
+        """Gradient of whole matrices, before clipping: [n, rows, columns] of this rank's shard."""
+        return piece.matrices(self.grads, self.start)
+
+    def master(self, piece: ParamPiece) -> Tensor:
+        """Master weights of whole matrices in fp32 (fp64 in fp64 runs): [n, rows, columns] of this rank's shard."""
+        values = unpack(*self._stored_master(piece))
+        return piece.matrices(values, piece.start)
+
+    def values(self, kind: str, piece: ParamPiece) -> Tensor:
+        """Stored state of whole matrices: [n, rows, columns] of this rank's shard, or [n, *shape] if the declaration
+        has a `matrix_shape`."""
+        spec, first = self.state.matrix_states[kind, piece.name]
+        data = self.stored.moments[kind].data
+        if spec.matrix_shape is None:
+            return piece.matrices(data, self.start)
+        shape = spec.matrix_shape(*piece.whole_shape)
+        return data[first : first + piece.num_matrices * prod(shape)].view(-1, *shape)
+
+    def commit(self, scalars: "StepScalars", piece: ParamPiece, master: Tensor, **states: Tensor) -> None:
+        """Stores new master weights and state of whole matrices, in the shapes that `master` and `values` return.
+
+        Nothing changes if the step is rejected. Otherwise `StepScalars.nonfinite` is set if a value is not finite.
+        """
+        apply = scalars.apply_update
+        for kind, new in states.items():
+            old = self.values(kind, piece)
+            old.copy_(torch.where(apply, new.to(old.dtype), old))
+            scalars.nonfinite.logical_or_(apply & ~all_finite(old))
+        new = torch.where(apply, master, self.master(piece)).flatten()
+        scalars.nonfinite.logical_or_(apply & ~all_finite(new))
+        stored, weights = self._stored_master(piece)
+        rounded = new if weights is None else round_weights(new, weights.dtype)
+        if weights is not None:
+            weights.copy_(rounded)
+        _copy(stored, pack(new, stored, rounded))
+
+    def _stored_master(self, piece: ParamPiece) -> tuple[PackedState, Tensor | None]:
+        """Stored master weights of a piece, and its weights if they are stored apart from them."""
+        part = slice(piece.start - self.start, piece.end - self.start)
+        weights = None if self.weights is None else self.weights[part]
+        if self.stored.master is None:
+            assert weights is not None, "neither weights nor master weights"
+            return PackedState("plain", weights), None
+        master = self.stored.master
+        assert master.exponents is None, f"whole matrices with master weights in {master.format}"
+        return PackedState(master.format, master.data[part]), weights
 
 
 @dataclass(frozen=True)
@@ -90,19 +148,17 @@ class StepScalars:
     nonfinite: Tensor
     """bool, set to True by the update if a stored weight or moment is not finite."""
 
+    def lr_of(self, key: BufferKey) -> float:
+        """Learning rate of the parameters in a buffer."""
+        return self.decoupled_lr if key.decoupled_lr and self.decoupled_lr is not None else self.lr
+
+    def weight_decay_of(self, key: BufferKey) -> float:
+        """Weight decay of the parameters in a buffer."""
+        return self.weight_decay if key.decay else 0.0
+
 
 class UpdateRule(Protocol):
-    """Update rule of an optimizer: declares its moments and updates a range of elements."""
-
-    @property
-    def moments(self) -> tuple[MomentSpec, ...]:
-        """Moments that the rule stores for every element."""
-        ...
-
-    @property
-    def alignment(self) -> OwnerAlignment:
-        """Smallest part of a matrix that `step` can update independently of the rest."""
-        ...
+    """Update rule of an optimizer; an `UpdateRuleSpec` declares its state and its alignment."""
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         """Updates weights and state in place. `kernels` must run on the device of the operands."""
@@ -125,6 +181,10 @@ class OptimizerState:
     """Copies between the device and host memory."""
     saves_master: bool
     """True if master weights have another dtype than the parameters, so that checkpoints must contain them."""
+    rule: UpdateRule
+    matrix_states: Mapping[tuple[str, str], MatrixState]
+    """(kind, name of the parameter) -> declaration of the state, and offset of the parameter's values in it. Empty
+    unless the rule updates whole matrices."""
 
     @property
     def size(self) -> int:
@@ -132,8 +192,17 @@ class OptimizerState:
 
     @property
     def weights(self) -> Tensor:
-        """View of the buffer's weights in the range."""
-        return self.buffer.weights[self.start : self.end]
+        """Weights in the range, in the dtype of the parameters."""
+        return self.buffer.owned_weights(self.start, self.end)
+
+    @cached_property
+    def pieces(self) -> tuple[ParamPiece, ...]:
+        """Parameters, or parts of them, in the range."""
+        return tuple(self.buffer.pieces(self.start, self.end))
+
+    def pieces_of(self, start: int, end: int) -> Sequence[ParamPiece]:
+        """Parameters, or parts of them, between two offsets in the buffer."""
+        return self.pieces if (start, end) == (self.start, self.end) else tuple(self.buffer.pieces(start, end))
 
     @property
     def kinds(self) -> dict[str, PackedState]:
@@ -144,22 +213,23 @@ class OptimizerState:
     def operands(self, start: int = 0, end: int | None = None) -> UpdateOperands:
         """Views of elements `start` (a multiple of `BLOCK`) to `end`, counted from the start of this state."""
         end = self.size if end is None else end
-        stored = self.kept.part(start, end)
+        stored = self.kept if (start, end) == (0, self.size) else self.kept.part(start, end)
         weights = None if self.buffer.codes else self.weights[start:end]
-        return UpdateOperands(self.buffer.key, self.start + start, weights, self.grads[start:end], stored)
+        return UpdateOperands(self.buffer.key, self.start + start, weights, self.grads[start:end], stored, self)
 
-    def chunks(self, size: int = _CHUNK) -> Iterator[Range]:
-        """Yields (start, end) of chunks of at most `size` elements. Offsets count from the start of this state."""
-        size = max(size // BLOCK * BLOCK, BLOCK)
-        for start in range(0, self.size, size):
-            yield start, min(start + size, self.size)
+    def chunks(self, size: int = _CHUNK, total: int | None = None) -> Iterator[Range]:
+        """Yields (start, end) of chunks of at most `size` of `total` elements (None: all elements of this state).
+        Offsets count from the start of this state."""
+        size, total = max(size // BLOCK * BLOCK, BLOCK), self.size if total is None else total
+        for start in range(0, total, size):
+            yield start, min(start + size, total)
 
     def read(self, kind: str) -> Tensor:
         """Returns the values of one kind of state: a copy in host memory, in fp32 (fp64 in fp64 runs)."""
         state = self.kinds[kind]
         wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
-        out = torch.empty(self.size, dtype=wide)
-        for start, end in self.chunks():
+        out = torch.empty(state.size, dtype=wide)
+        for start, end in self.chunks(total=state.size):
             out[start:end] = self._numbers(state, start, end)
         return out
 
@@ -169,16 +239,15 @@ class OptimizerState:
         needs_weights = part.format == "remainder"
         return unpack(part, self.weights[start:end].to(part.data.device) if needs_weights else None)
 
-    def write(self, kind: str, numbers: Tensor) -> None:
-        """Stores `numbers`, values of one kind as returned by `read`. In the format "remainder", the parameters contain
+    def write(self, kind: str, values: Tensor) -> None:
+        """Stores `values` of one kind as returned by `read`. In the format "remainder", the parameters contain
         the high bits of the master weights, so `write` sets the parameters too."""
         state = self.kinds[kind]
-        for start, end in self.chunks():
-            part, weights = state.part(start, end), self.weights[start:end]
-            new = numbers[start:end].to(state.data.device)
-            rounded = round_weights(new, weights.dtype)
+        for start, end in self.chunks(total=state.size):
+            part, new, rounded = state.part(start, end), values[start:end].to(state.data.device), None
             if part.format == "remainder":
-                weights.copy_(rounded)
+                rounded = round_weights(new, self.weights.dtype)
+                self.weights[start:end] = rounded
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
@@ -242,60 +311,76 @@ def _copy(into: PackedState, source: PackedState) -> None:
 
 
 def new_states(
-    buffer: FlatBuffer,
-    moments: Sequence[MomentSpec],
-    precision: PrecisionConfig,
-    config: OptimizerOffloadConfig,
-    copies: HostCopies,
+    buffer: FlatBuffer, rule: UpdateRule, config: OptimizerConfig, precision: PrecisionConfig, copies: HostCopies
 ) -> Iterator[OptimizerState]:
-    """Creates the state of all ranges that this rank owns in a buffer. Masters equal the weights; moments are zero.
+    """Creates the state of all ranges that this rank owns in a buffer. Masters equal the weights; other state is zero.
 
-    The first `config.fraction` of the owned elements, rounded up to whole blocks, have their state in host memory.
+    The first `config.offload.fraction` of the owned elements, rounded up to whole blocks, have their state in host
+    memory. A rule for whole matrices has a state per bucket.
     """
-    on_host = int(config.fraction * sum(end - start for start, end in buffer.owned))
-    for start, end in buffer.owned:
+    offload = config.offload
+    whole = spec_of(buffer.key.rule).alignment == "matrix"
+    assert not (whole and offload.fraction), "state in host memory is stepped in chunks of elements"
+    owned = buffer.owned
+    if whole:
+        parts = ((max(start, a), min(end, b)) for start, end in owned for a, b in buffer.layout.buckets)
+        owned = tuple((start, end) for start, end in parts if start < end)
+    on_host = int(offload.fraction * sum(end - start for start, end in owned))
+    for start, end in owned:
         middle = min(start + -(-on_host // BLOCK) * BLOCK, end) if on_host > 0 else start
         if start < middle:
-            placement: StatePlacement = "host" if config.cpu_step else "streamed"
-            yield _new_state(buffer, (start, middle), moments, precision, placement, copies)
+            placement: StatePlacement = "host" if offload.cpu_step else "streamed"
+            yield _new_state(buffer, (start, middle), rule, config, precision, placement, copies)
         if middle < end:
-            yield _new_state(buffer, (middle, end), moments, precision, "device", copies)
+            yield _new_state(buffer, (middle, end), rule, config, precision, "device", copies)
         on_host -= middle - start
 
 
 def _new_state(
     buffer: FlatBuffer,
     owned: Range,
-    moments: Sequence[MomentSpec],
+    rule: UpdateRule,
+    config: OptimizerConfig,
     precision: PrecisionConfig,
     placement: StatePlacement,
     copies: HostCopies,
 ) -> OptimizerState:
     start, end = owned
-    weights = buffer.weights[start:end]
+    weights = buffer.owned_weights(start, end)
     fp64 = precision.main_params_dtype == "fp64"
     saves_master = weights.dtype != torch_dtype(precision.main_params_dtype)
+    matrix_states: dict[tuple[str, str], MatrixState] = {}
 
-    def zeros(name: Format, plain: torch.dtype, *, root: bool = False) -> PackedState:
+    def zeros(name: Format, plain: torch.dtype, size: int, *, root: bool = False) -> PackedState:
         device = weights.device if placement == "device" else torch.device("meta")
-        state = PackedState.zeros(end - start, name, torch.float64 if fp64 else plain, device, root=root)
+        state = PackedState.zeros(size, name, torch.float64 if fp64 else plain, device, root=root)
         if placement == "device":
             return state
         parts = [copies.host_buffer(part.numel(), part.dtype, pinned=placement == "streamed") for part in state.parts]
         return PackedState(name, parts[0], parts[1] if len(parts) > 1 else None, state.root)
 
-    def moment(spec: MomentSpec) -> PackedState:
+    def moment(spec: StateSpec) -> PackedState:
+        size = end - start
+        if spec_of(buffer.key.rule).alignment == "matrix":
+            assert spec.format in ("fp32", "bf16"), f"{spec.name} of whole matrices in {spec.format}"
+            size = 0 if spec.matrix_shape else size
+            for piece in buffer.pieces(start, end):
+                matrix_states[spec.name, piece.name] = MatrixState(spec, size)
+                size += piece.num_matrices * spec.values_of(*piece.whole_shape) if spec.matrix_shape else 0
         if spec.format in ("fp16", "fp8") and not fp64:
-            return zeros(spec.format, torch.float32, root=spec.root)
-        return zeros("plain", torch.bfloat16 if spec.format == "bf16" else torch.float32)
+            return zeros(spec.format, torch.float32, size, root=spec.root)
+        return zeros("plain", torch.bfloat16 if spec.format == "bf16" else torch.float32, size)
 
     master = None
     if saves_master or placement == "host" or buffer.codes:
         remainders = precision.store_param_remainders and weights.dtype is torch.bfloat16 and placement != "host"
         remainders = remainders and not buffer.codes
         name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
-        master = zeros(name, torch.float32)
-    kept = StoredState(master, {spec.kind: moment(spec) for spec in moments})
-    state = OptimizerState(buffer, start, end, buffer.grads[start:end], kept, placement, copies, saves_master)
+        master = zeros(name, torch.float32, end - start)
+    kept = StoredState(master, {spec.name: moment(spec) for spec in spec_of(buffer.key.rule).states(config, precision)})
+    grads = buffer.owned_grads(start, end)
+    state = OptimizerState(
+        buffer, start, end, grads, kept, placement, copies, saves_master, rule, MappingProxyType(matrix_states)
+    )
     state.master_from_weights()
     return state

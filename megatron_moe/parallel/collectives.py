@@ -1,6 +1,6 @@
 """Collectives outside autograd, for gradients, metrics and weights. With one rank they are no-ops or copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -53,9 +53,13 @@ class PendingCollective:
             self.finish()
 
 
-def shard_of(flat: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's shard of `flat` [group size * n]: a view [n]."""
-    return flat.chunk(group.size)[group.rank]
+Sizes = Sequence[int] | None
+"""Number of elements in the shard of each rank of a group, in rank order; None: all shards have equal size."""
+
+
+def shard_of(flat: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+    """This rank's shard of `flat`, which consists of the shards of all ranks: a view."""
+    return (flat.chunk(group.size) if sizes is None else flat.split(list(sizes)))[group.rank]
 
 
 def start_all_reduce_(flat: Tensor, group: ProcessGroup, *, mean: bool = False) -> PendingCollective:
@@ -68,40 +72,56 @@ def start_all_reduce_(flat: Tensor, group: ProcessGroup, *, mean: bool = False) 
 
 
 def start_reduce_scatter_(
-    flat: Tensor, group: ProcessGroup, *, mean: bool = False, fp32_sums: bool = False
+    flat: Tensor, group: ProcessGroup, *, sizes: Sizes = None, mean: bool = False, fp32_sums: bool = False
 ) -> PendingCollective:
-    """Starts a reduce-scatter of `flat` [group size * n] that writes the sum or mean to this rank's shard of `flat`.
+    """Starts a reduce-scatter of `flat` that writes the sum or mean to this rank's shard of `flat`.
 
     The other shards are undefined afterwards. With `fp32_sums`, values are communicated in the dtype of `flat` but
-    summed in fp32.
+    summed in fp32. `sizes`: sizes of the shards, which may be 0.
     """
     if group.size == 1:
         return PendingCollective()
-    shard = shard_of(flat, group)
+    shard = shard_of(flat, group, sizes)
     if fp32_sums:
-        return _start_fp32_reduce_scatter_(shard, flat, group, mean=mean)
+        return _start_fp32_reduce_scatter_(shard, flat, group, sizes, mean=mean)
     if _is_nccl(group):
-        return PendingCollective(
-            dist.reduce_scatter_tensor(shard, flat, _mean_or_sum(mean), group=group.handle, async_op=True)
-        )
+        if sizes is None:
+            work = dist.reduce_scatter_tensor(shard, flat, _mean_or_sum(mean), group=group.handle, async_op=True)
+        else:  # one reduction per rank, launched together
+            parts = list(flat.split(list(sizes)))
+            work = dist.reduce_scatter(shard, parts, _mean_or_sum(mean), group=group.handle, async_op=True)
+        return PendingCollective(work)
+    if sizes is not None:  # gloo has no reduce-scatter of unequal shards
+        return start_all_reduce_(flat, group, mean=mean)
     # Only NCCL may write the result into its input buffer.
     total = torch.empty_like(shard)
     work = dist.reduce_scatter_tensor(total, flat, group=group.handle, async_op=True)
     return PendingCollective(work, lambda: shard.copy_(total.div_(group.size) if mean else total))
 
 
-def start_all_gather_(flat: Tensor, group: ProcessGroup) -> PendingCollective:
-    """Starts an in-place all-gather: fills `flat` [group size * n] with the shards of all ranks."""
+def start_all_gather_(flat: Tensor, group: ProcessGroup, sizes: Sizes = None) -> PendingCollective:
+    """Starts an in-place all-gather: fills `flat` with the shards of all ranks. `sizes`: sizes of the shards, which may
+    be 0."""
     if group.size == 1:
         return PendingCollective()
-    return PendingCollective(
-        dist.all_gather_into_tensor(flat, shard_of(flat, group), group=group.handle, async_op=True)
-    )
+    shard = shard_of(flat, group, sizes)
+    if sizes is None:
+        return PendingCollective(dist.all_gather_into_tensor(flat, shard, group=group.handle, async_op=True))
+    parts = list(flat.split(list(sizes)))
+    if _is_nccl(group):  # one broadcast per rank, launched together
+        return PendingCollective(dist.all_gather(parts, shard, group=group.handle, async_op=True))
+    for source, part in enumerate(parts):  # gloo gathers only equal shards
+        broadcast_(part, group, source)
+    return PendingCollective()
 
 
-def _start_fp32_reduce_scatter_(shard: Tensor, flat: Tensor, group: ProcessGroup, *, mean: bool) -> PendingCollective:
-    received = torch.empty_like(flat)
-    work = dist.all_to_all_single(received, flat, group=group.handle, async_op=True)
+def _start_fp32_reduce_scatter_(
+    shard: Tensor, flat: Tensor, group: ProcessGroup, sizes: Sizes, *, mean: bool
+) -> PendingCollective:
+    received = flat.new_empty(group.size * len(shard))
+    mine = None if sizes is None else [len(shard)] * group.size
+    theirs = None if sizes is None else list(sizes)
+    work = dist.all_to_all_single(received, flat, mine, theirs, group=group.handle, async_op=True)
 
     def reduce() -> None:
         rows = received.view(group.size, -1)
@@ -123,7 +143,7 @@ def _is_nccl(group: ProcessGroup) -> bool:
 
 def broadcast_(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
     """Broadcasts `tensor` from the group's rank `source` to all ranks of the group, in place."""
-    if group.size > 1:
+    if group.size > 1 and tensor.numel():
         dist.broadcast(tensor, src=group.ranks[source], group=group.handle)
     return tensor
 

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_moe.config.costs import num_bytes
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.update_rules import state_bytes_per_element
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.hardware import GPU
@@ -185,11 +186,7 @@ class Estimator:
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)
         owned = held.attention / owners[0] + held.expert / owners[1]
-        state = (
-            num_bytes(precision.main_params_dtype)
-            + num_bytes(precision.exp_avg_dtype)
-            + num_bytes(precision.exp_avg_sq_dtype)
-        )
+        state = num_bytes(precision.main_params_dtype) + state_bytes_per_element(plan.optimizer, precision)
         each = 2 * state + 2 * num_bytes(precision.grads) + num_bytes(precision.params)
         offloaded = plan.memory.offload.optimizer_fraction * owned
         copies = (num_bytes(precision.grads) + num_bytes(precision.params)) / self.rates.host_link

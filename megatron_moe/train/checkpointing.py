@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, LoadedCheckpoint, find, load
@@ -25,7 +25,7 @@ from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.parallel.collectives import gather_objects
-from megatron_moe.parallel.parameter import Parameter, named_parameters
+from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.train.hf_export import HuggingFaceExport
 from megatron_moe.train.load_upcycled import load_upcycled
@@ -388,7 +388,8 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard
     if optimizer:
         tensors[tensor_key("optimizer", "step_count")] = TensorShard.whole(trainer.optimizer.step_count)
         for state in trainer.optimizer.named_state():
-            key, part = tensor_key(state.kind, state.name), _saved(state.parameter, state.data, state.start)
+            key = tensor_key(state.kind, state.name)
+            part = TensorShard.part(state.global_shape, state.boxes, state.dim, state.data, state.start)
             # A parameter whose state is partly in host memory has two entries.
             before = tensors[key].boxes if key in tensors else ()
             tensors[key] = TensorShard(part.shape, (*before, *part.boxes))
@@ -399,10 +400,6 @@ def model_tensors(model: nn.Module) -> dict[str, TensorShard]:
     """This rank's part of the weights, and the complete (unsharded) buffers, by key."""
     tensors = {name: TensorShard.whole(value.detach()) for name, value in model.state_dict().items()}
     for name, parameter in named_parameters(model):
-        tensors[name] = _saved(parameter, parameter.detach().view(-1))
+        dim, values = sharded_dim(parameter.meta) or 0, parameter.detach().view(-1)
+        tensors[name] = TensorShard.part(parameter.global_shape, parameter.boxes, dim, values)
     return {tensor_key("model", name): tensor for name, tensor in tensors.items()}
-
-
-def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
-    """Checkpoint shard of a parameter or its state. `data`: this rank's values, flattened, from index `start` on."""
-    return TensorShard.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

@@ -29,7 +29,7 @@ def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches
     model, context = pipeline.model, pipeline.context
     totals = torch.zeros(2, device=context.device, dtype=torch.float64)
 
-    def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
+    def take_loss(output: LossOutput, batch: MicroBatch, index: int) -> Tensor:
         scalar, sums = objective(output, batch, mtp=None, per_token=True)
         totals.add_(torch.stack([value.double() for value in sums["lm loss"]]))
         return scalar

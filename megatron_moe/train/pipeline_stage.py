@@ -19,8 +19,9 @@ from megatron_moe.pipeline.executor import run_schedule
 from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
 from megatron_moe.pipeline.schedule import build_schedule
 
-TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]
-"""Called on the last stage with the losses of a microbatch; returns the scalar to differentiate."""
+TakeLoss = Callable[[LossOutput, MicroBatch, int], Tensor]
+"""Called on the last stage with the losses of a microbatch, the microbatch and its index on this rank; returns the
+scalar to differentiate."""
 
 
 class Pipeline:
@@ -89,7 +90,7 @@ class RankStage:
         if not model.chunks[chunk].loss:
             return steps
         *steps, last = steps
-        return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
+        return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch, microbatch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
         """Returns the microbatch; its context has a CUDA graph instance if this pass uses CUDA graphs."""

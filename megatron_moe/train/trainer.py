@@ -246,13 +246,13 @@ class Trainer:
         """Runs forward and backward. Returns fp64 [2]: sum of this rank's token losses and number of its tokens."""
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
 
-        def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
+        def take_loss(output: LossOutput, batch: MicroBatch, index: int) -> Tensor:
             per_token = self.loop.calculate_per_token_loss
             scalar, sums = objective(output, batch, mtp=self.model.config.mtp, per_token=per_token)
             loss_sum, num_tokens = (value.detach().double() for value in sums["lm loss"])
             totals.add_(torch.stack([loss_sum, num_tokens]))
             if losses is not None:
-                losses[self._index(batch)] = loss_sum
+                losses[index] = loss_sum
             return scalar if per_token else scalar / len(prepared)
 
         self.pipeline.run(prepared, take_loss, gradients=self.buffers, streams=streams)
@@ -329,11 +329,6 @@ class Trainer:
             self.optimizer.weights_from_masters()
         else:
             self.optimizer.masters_from_weights()
-
-    def _index(self, batch: MicroBatch) -> int:
-        """Index of a prepared microbatch among this rank's microbatches of the step."""
-        assert batch.context.rng is not None, "the microbatch is not prepared"
-        return batch.context.rng.microbatch // self.context.group("dp").size
 
     def prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
         """Copies of the microbatches with auxiliary loss scale, RNG key and metrics for a training step."""

@@ -48,10 +48,6 @@ KINDS = {
     "decoder.final_layernorm.weight": ((6,), ParamMeta(role="norm", partial_over_tp=True)),
     "output_layer.weight": ((24, 6), ParamMeta(role="head", tp_dim=0)),
 }
-ELEMENTS = {
-    grid: sum(torch.Size(shape).numel() for shape, meta in KINDS.values() if meta.grid == grid)
-    for grid in ("attention", "expert")
-}
 
 
 def stage_names(stage: int, num_stages: int) -> Iterator[str]:

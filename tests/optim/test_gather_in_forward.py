@@ -20,7 +20,7 @@ from megatron_moe.optim import param_store
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
-from megatron_moe.parallel.collectives import PendingCollective, shard_of, start_all_gather_
+from megatron_moe.parallel.collectives import PendingCollective, Sizes, shard_of, start_all_gather_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers.optim_parameters import FP64
@@ -46,14 +46,14 @@ ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=Tr
 OVERLAPPED = replace(ZERO, overlap_param_gather=True)
 
 
-def gather_when_waited_for(flat: Tensor, group: ProcessGroup) -> PendingCollective:
+def gather_when_waited_for(flat: Tensor, group: ProcessGroup, sizes: Sizes = None) -> PendingCollective:
     """Delays a gather until `wait`; until then the weights are NaN."""
-    mine = shard_of(flat, group).clone()
+    mine = shard_of(flat, group, sizes).clone()
     flat.fill_(torch.nan)
 
     def gather() -> None:
-        shard_of(flat, group).copy_(mine)
-        start_all_gather_(flat, group).wait()
+        shard_of(flat, group, sizes).copy_(mine)
+        start_all_gather_(flat, group, sizes).wait()
 
     return PendingCollective(None, gather)
 

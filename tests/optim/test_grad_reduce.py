@@ -102,9 +102,7 @@ def test_overlap_changes_no_bit(sharded: bool) -> None:
         for step in range(2):
             chain.step(step)
         buffers = chain.buffers.buffers
-        return {
-            f"{i} {j}": part.clone() for i, b in enumerate(buffers) for j, part in enumerate(b.owned_parts(b.grads))
-        }
+        return {f"{i} {j}": part.clone() for i, b in enumerate(buffers) for j, part in enumerate(b.finished_grads())}
 
     early = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1, use_distributed_optimizer=sharded)
     late = DataParallelConfig(ddp_bucket_size=1, use_distributed_optimizer=sharded)
@@ -172,7 +170,7 @@ def test_a_parameter_without_gradient_is_zero_even_if_its_bucket_starts_early(sh
         for buffer in chain.buffers.buffers:
             unused = torch.zeros(buffer.layout.size, dtype=torch.bool)
             dict(buffer.views(unused)).get(f"layers.{DEPTH - 1}.weight", unused[:0]).fill_(True)
-            parts = zip(buffer.owned_parts(buffer.grads), buffer.owned_parts(unused), strict=True)
+            parts = zip(buffer.finished_grads(), [unused[a:b] for a, b in buffer.owned], strict=True)
             found += [grads[where] for grads, where in parts]
         return torch.cat(found)
 

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.registry import UPDATE_RULES
+from megatron_moe.config.update_rules import OwnerAlignment
 from megatron_moe.optim.param_layout import (
     BUCKET_ALIGN,
     ELEMENT_ALIGN,
-    OwnerAlignment,
     ParamLayout,
     ParamShape,
     decays,
@@ -169,19 +170,18 @@ SHAPES = st.one_of(
 )
 
 
-def indivisible(shape: ParamShape) -> list[tuple[int, int]]:
+def indivisible(shape: ParamShape, alignment: OwnerAlignment) -> list[tuple[int, int]]:
     """(start, end) in elements of all blocks or matrices of a parameter, by definition."""
     stack, (rows, columns) = shape.numel, (1, *shape.shape[1 if shape.meta.num_experts else 0 :])[-2:]
     stack //= rows * columns
-    if shape.alignment == "element":
+    if alignment == "element":
         heights, width = [1] * rows, 1
-    elif shape.alignment == "block_1x32":
+    elif alignment == "block_1x32":
         heights, width = [1] * rows, 32 if columns % 32 == 0 else columns
-    elif shape.alignment == "block_128x128":
+    elif alignment == "block_128x128":
         heights, width = [min(128, rows - row) for row in range(0, rows, 128)], columns
     else:
-        splits = {8: (4, 2, 2), 16: (4, 2, 2) * 2, 24: (4, 2, 2) * 3, 6: (3, 3)} if shape.meta.splits else {}
-        heights, width = list(splits.get(rows, (rows,))), columns
+        heights, width = [rows], columns
     ranges, start = [], 0
     for height in heights * stack:
         for _ in range(columns // width):
@@ -200,15 +200,19 @@ def indivisible(shape: ParamShape) -> list[tuple[int, int]]:
 def test_every_element_has_one_owner_and_no_block_or_matrix_has_two(
     shapes: list[tuple], num_owners: int, bucket_size: int, alignment: OwnerAlignment
 ) -> None:
-    parameters = [
-        replace(parameter(f"p{i}", *shape, **meta), alignment=alignment) for i, (*shape, meta) in enumerate(shapes)
-    ]
-    for buffer in place(parameters, num_owners, bucket_size).buffers:
+    parameters = [parameter(f"p{i}", *shape, **meta) for i, (*shape, meta) in enumerate(shapes)]
+    with UPDATE_RULES.restored():
+        UPDATE_RULES.register("aligned", replace(UPDATE_RULES.get("adam"), alignment=alignment))
+        buffers = place(parameters, num_owners, bucket_size, optimizer="aligned").buffers
+        owners = [buffer.owner_ranges(num_owners) for buffer in buffers]
+    for buffer, owned in zip(buffers, owners, strict=True):
         owner = [-1] * buffer.size
         starts = {
-            spot.start + start: spot.start + end for spot in buffer.params for start, end in indivisible(spot.parameter)
+            spot.start + start: spot.start + end
+            for spot in buffer.params
+            for start, end in indivisible(spot.parameter, alignment)
         }
-        for number, ranges in enumerate(buffer.owner_ranges(num_owners)):
+        for number, ranges in enumerate(owned):
             assert len(ranges) == len(buffer.buckets)
             for (start, end), (first, last) in zip(ranges, buffer.buckets, strict=True):
                 assert first <= start <= end <= last and owner[start:end] == [-1] * (end - start)
@@ -244,3 +248,12 @@ def test_units_are_the_dense_part_and_the_experts_of_each_layer() -> None:
             if spot.bucket == index
         }
         assert held == {unit} and list(buckets) == sorted(buckets)
+
+
+def test_every_unit_can_have_its_own_buffers_of_one_bucket() -> None:
+    shapes = [parameter(f"decoder.layers.{i}.mlp.{name}.weight", 8, 40) for i in range(3) for name in ("a", "b")]
+    shapes += [parameter("output_layer.weight", 8, 40, decay=False), parameter("output_layer.bias", 8)]
+    layout = place_parameters(shapes, OptimizerConfig(), num_shards={"attention": 2, "expert": 2}, by_unit=True)
+    found = [{spot.parameter.unit for spot in buffer.params} for buffer in layout.buffers]
+    assert found == [{"head"}, {"layers.2"}, {"layers.1"}, {"layers.0"}]
+    assert all(buffer.buckets == ((0, buffer.size),) for buffer in layout.buffers)

@@ -1,17 +1,20 @@
 """ParamStore and update rules: units, pending buckets, and an optimizer other than AdamW."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.registry import UPDATE_RULES
+from megatron_moe.config.update_rules import OwnerAlignment, StateSpec, UpdateRuleSpec
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.param_layout import OwnerAlignment
 from megatron_moe.optim.param_store import ParamStore
-from megatron_moe.optim.state import MomentSpec, StepScalars, UpdateOperands
+from megatron_moe.optim.state import StepScalars, UpdateOperands
 from megatron_moe.parallel.streams import Streams
 from tests.helpers.optim_parameters import (
     BF16,
@@ -27,12 +30,11 @@ from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 EXPERTS, HEAD = "decoder.layers.0.mlp.experts.linear_fc1.weight", "output_layer.weight"
 
 
-@dataclass
 class Momentum:
-    """Gradient descent with momentum 0.5, as an `UpdateRule` with one kind of state."""
+    """Gradient descent with momentum 0.5, an `UpdateRule` with one kind of state."""
 
-    alignment: OwnerAlignment = "matrix"
-    moments: tuple[MomentSpec, ...] = (MomentSpec("velocity", "fp32"),)
+    def __init__(self, config: OptimizerConfig, precision: PrecisionConfig) -> None:
+        pass
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         velocity, master = operands.stored.moments["velocity"].data, operands.stored.master
@@ -42,19 +44,33 @@ class Momentum:
         operands.weights.copy_(weights)
 
 
-def stepped(rule: Momentum, precision=FP64, num_steps: int = 3, **settings) -> Optimizer:
+def momentum(alignment: OwnerAlignment) -> UpdateRuleSpec:
+    return UpdateRuleSpec(rule=Momentum, states=lambda *_: (StateSpec("velocity"),), alignment=alignment)
+
+
+@pytest.fixture(autouse=True)
+def rules() -> Iterator[None]:
+    with UPDATE_RULES.restored():
+        UPDATE_RULES.register("momentum", momentum("matrix"))
+        UPDATE_RULES.register("elementwise momentum", momentum("element"))
+        yield
+
+
+def stepped(
+    rule: str, precision: PrecisionConfig = FP64, num_steps: int = 3, optimizer: OptimizerConfig | None = None
+) -> Optimizer:
     dtype = torch.bfloat16 if precision is BF16 else torch.float64
-    buffers = make_buffers(make_parameters(dtype), precision, alignment=rule.alignment, **settings)
-    optimizer = Optimizer(buffers, precision, rule)
+    config = replace(optimizer or OptimizerConfig(), optimizer=rule)
+    optimizer = Optimizer(make_buffers(make_parameters(dtype), precision, optimizer=config), precision)
     one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
     for step in range(num_steps):
-        set_grads(buffers, make_gradients(step))
+        set_grads(optimizer.buffers, make_gradients(step))
         optimizer.step(lr=0.1, weight_decay=0.0, grad_scale=one, apply_update=yes)
     return optimizer
 
 
 def test_another_update_rule_steps_every_parameter_and_names_its_state() -> None:
-    optimizer = stepped(Momentum())
+    optimizer = stepped("momentum")
     weights, velocity = make_parameters(), {name: torch.zeros_like(p) for name, p in make_parameters().items()}
     for step in range(3):
         for name, grad in make_gradients(step).items():
@@ -69,7 +85,7 @@ def test_another_update_rule_steps_every_parameter_and_names_its_state() -> None
 @pytest.mark.parametrize("host_steps", [False, True])
 def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: bool) -> None:
     offload = OptimizerOffloadConfig(fraction=1.0, cpu_step=host_steps)
-    rule = Momentum("element")
+    rule = "elementwise momentum"
     found = stepped(rule, BF16, optimizer=OptimizerConfig(offload=offload))
     assert {state.placement for state in found.states} == {"host" if host_steps else "streamed"}
     expected = {(each.kind, each.name): each.whole.clone() for each in stepped(rule, BF16).named_state()}
@@ -77,17 +93,9 @@ def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: 
     EXACT.check_all({(each.kind, each.name): each.whole for each in found.named_state()}, expected, "state")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"data_parallel": DataParallelConfig(use_distributed_optimizer=True)}, "equal shards"),
-        ({"optimizer": OptimizerConfig(offload=OptimizerOffloadConfig(fraction=0.5))}, "chunks of elements"),
-    ],
-    ids=["sharded", "host memory"],
-)
-def test_whole_matrices_are_rejected_where_ranges_are_cut(settings: dict, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        stepped(Momentum(), **settings)
+def test_state_of_whole_matrices_stays_on_the_device() -> None:
+    with pytest.raises(AssertionError, match="chunks of elements"):
+        stepped("momentum", optimizer=OptimizerConfig(offload=OptimizerOffloadConfig(fraction=0.5)))
 
 
 class RecordingStreams(Streams):

@@ -1,22 +1,25 @@
 """ZeRO-1: every rank steps its shards, and the weights are those of one rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_moe.config.exit_codes import RunError
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.clip_grads import gradient_norms
 from megatron_moe.optim.distributed_optimizer import check_coverage
-from megatron_moe.optim.grad_buffers import finish_grads
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import local_part
-from tests.helpers.optim_parameters import BF16
+from tests.helpers.optim_parameters import BF16, FP64
 from tests.helpers.optim_ranks import (
-    ELEMENTS,
     KINDS,
     Run,
     joined,
     make_optimizer,
+    make_parameters,
     run,
     run_alone,
     step_with,
@@ -180,18 +183,24 @@ def test_a_rejected_step_keeps_every_bit_on_every_rank() -> None:
 @pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_ranks_together_own_every_element_once(config: ParallelConfig, sharded: bool) -> None:
     data_parallel = DataParallelConfig(use_distributed_optimizer=sharded, ddp_bucket_size=100)
-    on_threads(config, lambda context: check_coverage(make_optimizer(context, data_parallel).buffers, ELEMENTS))
+    on_threads(config, lambda context: check_coverage(make_optimizer(context, data_parallel).buffers))
 
 
-def test_elements_with_no_owner_or_two_are_rejected_with_their_number() -> None:
-    def check(context: ParallelContext, change: int) -> None:
-        expected = {**ELEMENTS, "expert": ELEMENTS["expert"] + change}
-        check_coverage(make_optimizer(context, ZERO).buffers, expected)
+@pytest.mark.parametrize(
+    ("change", "owned"), [({"tp_dim": None}, 24), ({"shared_stages": True}, 48)], ids=["half", "whole"]
+)
+def test_a_parameter_with_elements_that_no_rank_owns_is_named(change: dict, owned: int) -> None:
+    """Its metadata says that several ranks hold the same elements, but they hold different ones."""
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
 
-    owned = f"{ELEMENTS['expert']:,}"
-    for change in (-1, 1):
-        with pytest.raises(RunError, match=f"own {owned} elements of the experts, the model has"):
-            on_threads(ParallelConfig(world_size=4, ep=2), lambda context, change=change: check(context, change))
+    def check(context: ParallelContext) -> None:
+        parameters = make_parameters(context)
+        parameters[name].meta = replace(parameters[name].meta, **change)
+        parameters[name].global_shape = (6, 8 if owned == 24 else 16)
+        check_coverage(GradBuffers(parameters.items(), FP64, context, reference.bundle(), data_parallel=ZERO))
+
+    with pytest.raises(RunError, match=f"own {owned} elements of {name}, which has {48 if owned == 24 else 96},"):
+        on_threads(ParallelConfig(world_size=4, tp=2), check)
 
 
 def test_masters_are_set_from_loaded_weights_and_reach_all_ranks() -> None:

@@ -35,26 +35,35 @@ def total(size: int) -> Tensor:
     return torch.stack([given(rank, size) for rank in range(size)]).sum(0)
 
 
+def unequal(size: int) -> list[int]:
+    """Sizes of the shards of `given`, of which the first is empty if there are several."""
+    return [0, *[5] * (size - 2), 6 * size - 5 * (size - 2)] if size > 1 else [6]
+
+
+@pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_sums_and_means_are_computed_in_place(size: int, mean: bool) -> None:
+def test_sums_and_means_are_computed_in_place(size: int, mean: bool, equal: bool) -> None:
+    sizes = None if equal else unequal(size)
+
     def reduced(context: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
         group = context.group("world")
         everywhere, scattered = given(context.rank, size), given(context.rank, size)
         wide = given(context.rank, size).float()
         for pending in (
             start_all_reduce_(everywhere, group, mean=mean),
-            start_reduce_scatter_(scattered, group, mean=mean),
-            start_reduce_scatter_(wide, group, mean=mean, fp32_sums=True),
+            start_reduce_scatter_(scattered, group, sizes=sizes, mean=mean),
+            start_reduce_scatter_(wide, group, sizes=sizes, mean=mean, fp32_sums=True),
         ):
             pending.wait()
-        return everywhere, shard_of(scattered, group).clone(), shard_of(wide, group).clone()
+        return everywhere, shard_of(scattered, group, sizes).clone(), shard_of(wide, group, sizes).clone()
 
     expected = total(size) / (size if mean else 1)
+    parts = expected.split(sizes or [6] * size)
     for rank, (everywhere, part, wide) in enumerate(on_threads(ParallelConfig(world_size=size), reduced)):
         EXACT.check(everywhere, expected, f"all-reduce on rank {rank}")
-        EXACT.check(part, expected.chunk(size)[rank], f"reduce-scatter on rank {rank}")
-        EXACT.check(wide, expected.chunk(size)[rank].float(), f"reduce-scatter in fp32 on rank {rank}")
+        EXACT.check(part, parts[rank], f"reduce-scatter on rank {rank}")
+        EXACT.check(wide, parts[rank].float(), f"reduce-scatter in fp32 on rank {rank}")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -68,16 +77,18 @@ def test_collectives_accept_empty_tensors(size: int) -> None:
     assert on_threads(ParallelConfig(world_size=size), rank) == [[0, 0, 0]] * size
 
 
+@pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_all_gather_brings_every_shard_to_every_rank(size: int) -> None:
+def test_all_gather_brings_every_shard_to_every_rank(size: int, equal: bool) -> None:
+    sizes, expected = None if equal else unequal(size), given(0, size)
+
     def gathered(context: ParallelContext) -> Tensor:
         group = context.group("world")
         flat = torch.full((6 * size,), torch.nan, dtype=torch.float64)
-        shard_of(flat, group).copy_(given(context.rank, 1))
-        start_all_gather_(flat, group).wait()
+        shard_of(flat, group, sizes).copy_(shard_of(expected, group, sizes))
+        start_all_gather_(flat, group, sizes).wait()
         return flat
 
-    expected = torch.cat([given(rank, 1) for rank in range(size)])
     for rank, flat in enumerate(on_threads(ParallelConfig(world_size=size), gathered)):
         EXACT.check(flat, expected, f"rank {rank}")
 
@@ -142,7 +153,10 @@ def _under_gloo(context: ParallelContext) -> list[Tensor]:
     gathers = [start_all_gather_(flat, group) for flat in flats]
     for each in gathers:
         each.wait()
-    return flats
+    last, sizes = given(context.rank, group.size), unequal(group.size)
+    start_reduce_scatter_(last, group, sizes=sizes).wait()
+    start_all_gather_(last, group, sizes).wait()
+    return [*flats, last]
 
 
 def test_gloo_processes_run_several_collectives_concurrently() -> None:

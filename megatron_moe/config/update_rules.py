@@ -1,0 +1,100 @@
+"""Declarations of update rules: their state, alignment and parameters. This module does not import torch.
+
+`OptimizerConfig.optimizer` names the rule of a run in `UPDATE_RULES`. It updates the parameters that it covers; its
+fallback updates the others, for example AdamW the embeddings and norms of a run with a rule for matrices. Layout,
+memory, emulation and checkpoints follow from the declarations.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from megatron_moe.config.optimizer import OptimizerConfig
+from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.precision import PrecisionConfig, StateName
+from megatron_moe.config.registry import UPDATE_RULES, resolve
+
+OwnerAlignment = Literal["element", "block_1x32", "block_128x128", "matrix"]
+"""Part of a matrix that must not be divided between owner ranks: an element, a block with one scale, or the matrix. A
+stack of experts has one matrix per expert."""
+_BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
+
+
+class StateSpec(NamedTuple):
+    """One kind of state that an update rule stores in addition to the master weights."""
+
+    name: str
+    """Name of the state in checkpoints."""
+    format: StateName = "fp32"
+    """Storage format. If the master weights are fp64, the state is fp64."""
+    root: bool = False
+    """True if the formats fp16 and fp8 store the square root of the values."""
+    matrix_shape: Callable[[int, int], tuple[int, ...]] | None = None
+    """Shape of the state of one matrix with the given rows and columns, before tensor parallelism; ranks that share a
+    matrix have equal copies. None: the state has one value per element of the parameter."""
+
+    def num_bytes(self, precision: PrecisionConfig) -> int:
+        """Bytes per value."""
+        return _BYTES["fp64" if precision.main_params_dtype == "fp64" else self.format]
+
+    def values_of(self, rows: int, columns: int) -> int:
+        """Number of values that this state has for one matrix."""
+        return rows * columns if self.matrix_shape is None else prod(self.matrix_shape(rows, columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRuleSpec:
+    """Declaration of an update rule."""
+
+    rule: str | Callable[[OptimizerConfig, PrecisionConfig], Any]
+    """Returns the `optim.state.UpdateRule`; a text "package.module:name" is imported when the optimizer is built."""
+    states: Callable[[OptimizerConfig, PrecisionConfig], tuple[StateSpec, ...]]
+    """Returns the state that the rule stores."""
+    alignment: OwnerAlignment = "element"
+    """Smallest part of a matrix that the rule can update independently of the rest."""
+    covers: Callable[[str, ParamMeta], bool] = lambda name, meta: True
+    """Whether the rule can update the parameter with this global name and metadata."""
+    fallback: str = "adam"
+    """Name of the rule that updates the parameters that this rule does not cover."""
+
+    def new_rule(self, config: OptimizerConfig, precision: PrecisionConfig) -> Any:
+        return resolve(self.rule)(config, precision)
+
+
+def rule_of(name: str, meta: ParamMeta, config: OptimizerConfig) -> str:
+    """Name of the rule that updates a parameter."""
+    rule = config.optimizer
+    while not (spec := spec_of(rule)).covers(name, meta):
+        assert spec.fallback != rule, f"no update rule for {name}: {rule} does not cover it and has no fallback"
+        rule = spec.fallback
+    return rule
+
+
+def rules_of_run(config: OptimizerConfig) -> Iterator[str]:
+    """Names of the rules that may update parameters of a run."""
+    rule = config.optimizer
+    yield rule
+    while (fallback := spec_of(rule).fallback) != rule:
+        yield fallback
+        rule = fallback
+
+
+def state_bytes_per_element(config: OptimizerConfig, precision: PrecisionConfig) -> int:
+    """Bytes of state that the rule of a run stores per element of a parameter, without master weights."""
+    states = spec_of(config.optimizer).states(config, precision)
+    return sum(state.num_bytes(precision) for state in states if state.matrix_shape is None)
+
+
+def spec_of(rule: str) -> UpdateRuleSpec:
+    spec: UpdateRuleSpec = UPDATE_RULES.get(rule)
+    return spec
+
+
+def _adam_states(config: OptimizerConfig, precision: PrecisionConfig) -> tuple[StateSpec, ...]:
+    second = StateSpec("exp_avg_sq", precision.exp_avg_sq_dtype, root=True)
+    return StateSpec("exp_avg", precision.exp_avg_dtype), second
+
+
+UPDATE_RULES.register("adam", UpdateRuleSpec(rule="megatron_moe.optim.adamw:AdamW", states=_adam_states))

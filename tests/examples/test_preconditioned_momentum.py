@@ -1,0 +1,64 @@
+"""A rule for whole matrices as an extension: layouts, resume on another layout, state of the fallback."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.run import RunPlan
+from tests.examples import preconditioned_momentum  # noqa: F401  registers the rule
+from tests.helpers.checkpoint_files import stored_tensors
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
+from tests.parity.cells import compare_plan, plan_of
+from tests.parity.dimensions import cell_of
+from tests.train.test_resharding import resume, train_and_save
+
+LAYOUTS = (
+    "dp=2 zero=on",
+    "dp=2",
+    "tp=2 sp=on",
+    "dp=2 ep=2 zero=on dispatcher=alltoall",
+    "pp=2 accumulation=4 zero=on",
+    "tp=2 sp=on dp=2 etp=2 zero=on dispatcher=alltoall shared=on",
+    "dp=4 ep=2 zero=on overlap=params dispatcher=alltoall attention=mla",
+)
+
+
+def plan(layout: str, *, overlapped: bool = False) -> RunPlan:
+    plan = plan_of(cell_of(f"balance=none {layout}"))
+    optimizer = replace(plan.optimizer, update_rule="preconditioned_momentum", overlap_optimizer_step=overlapped)
+    return replace(plan, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_equal_one_rank(layout: str) -> None:
+    comparison = compare_plan(plan(layout))
+    assert comparison.equal, comparison.text()
+
+
+def test_the_overlapped_step_equals_one_rank() -> None:
+    comparison = compare_plan(plan("dp=2 zero=on", overlapped=True))
+    assert comparison.equal, comparison.text()
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("dp=2 zero=on", "tp=2 sp=on pp=2 accumulation=2 ep=2 dispatcher=alltoall"),
+        ("tp=2 sp=on dp=2 etp=2 zero=on dispatcher=alltoall", "dp=4 ep=4 zero=on dispatcher=alltoall"),
+    ],
+)
+def test_a_checkpoint_resumes_on_another_layout(writer: str, reader: str, tmp_path: Path) -> None:
+    train_and_save(plan(writer), tmp_path / "a")
+    resume(plan(reader), tmp_path / "a", tmp_path / "b")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
+    assert {key.partition(".")[0] for key in saved} == {
+        *("model", "optimizer", "momentum", "covariance", "exp_avg", "exp_avg_sq")
+    }
+    fc2 = "decoder.layers.1.mlp.experts.linear_fc2.weight"
+    num_experts, rows, _ = saved[f"model.{fc2}"].shape
+    assert saved[f"covariance.{fc2}"].shape == (num_experts, rows, rows)
+    assert f"exp_avg.{fc2}" not in saved and "momentum.embedding.word_embeddings.weight" not in saved
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
+    straight = stored_tensors(tmp_path / "a" / "iter_0000002")
+    FP64_LAYOUT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), straight, "one step further")
