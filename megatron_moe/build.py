@@ -39,8 +39,9 @@ from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers, Sharding
 from megatron_moe.optim.lr_scheduler import LRSchedule
+from megatron_moe.optim.param_store import ParamStore
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
@@ -230,10 +231,15 @@ def build_trainer(
     timers: Timers | None = None,
     *,
     has_peers: bool = True,
+    sharding: Sharding | None = None,
+    store: type[ParamStore] = ParamStore,
 ) -> Trainer:
     """Builds gradient and parameter buffers, optimizer and trainer. The model's parameters become views of the buffers.
 
-    `has_peers`: False for a single emulated rank, which cannot compare parameter counts with other ranks.
+    Args:
+        has_peers: False for a single emulated rank, which cannot compare parameter counts with other ranks.
+        sharding: storage of weights and gradients; None: ZeRO-0 or ZeRO-1, as the plan says.
+        store: provides the weights of a unit to the model.
     """
     parallel = plan.data_parallel
     memory_guard = build_memory_guard(plan, context)
@@ -246,8 +252,9 @@ def build_trainer(
             optimizer=plan.optimizer,
             data_parallel=parallel,
             expert_interval=plan.memory.moe_expert_wgrad_interval,
+            sharding=sharding,
         )
-        optimizer = Optimizer(buffers, plan.precision)
+        optimizer = Optimizer(buffers, plan.precision, store)
     low_precision = None
     if plan.precision.low_precision is not None:
         # tp_dp_cp: all ranks of a pipeline stage
@@ -258,7 +265,7 @@ def build_trainer(
         check_coverage(buffers)
     if plan.optimizer.overlap_optimizer_step:
         optimizer.step_in_forward(model)
-    elif parallel.overlap_param_gather:
+    elif parallel.overlap_param_gather or store.frees_units:
         optimizer.gather_in_forward(model)
     if plan.pipeline.overlap_dispatch_backward_with_experts_wgrad and model.expert_comm is not None:
         model.expert_comm.weight_grads, buffers.queue.deferred = buffers.queue, True

@@ -6,25 +6,28 @@ microbatches (`schedule_steps`) are functions over the same nodes, so they compo
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.memory.cuda_graphs.layer_graphs import CapturedModule
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy, Scope
+from megatron_moe.memory.saved_tensors import DiscardScope, SavedTensorPolicy
+from megatron_moe.optim.param_layout import Direction
 from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.parallel.pytree import map_state
 from megatron_moe.pipeline.overlap import SlotName, Step, stream_of
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 State = TypeVar("State")
 _UNSET: Any = None
-_NO_SCOPE: Scope = nullcontext()
+_NO_SCOPE = DiscardScope()
 CAPTURED_NODES = MappingProxyType(
     {
         "attn": ("attention", "attention"),
@@ -47,7 +50,7 @@ class LayerState:
     """Residual stream."""
     normed_SBH: Tensor = _UNSET
     """Input of the feed-forward module."""
-    discard: Scope = _NO_SCOPE
+    discard: DiscardScope = _NO_SCOPE
     """Scope for operations that read `normed_SBH`: they do not save it if layernorm outputs are recomputed."""
     given_ids_TK: Tensor | None = None
     """Expert ids to use instead of selecting; None: the router selects experts."""
@@ -85,12 +88,15 @@ EMPTY_STATE = LayerState()
 
 
 class UnitStore(Protocol):
-    """Interface of `optim.param_store.ParamStore`, which gathers weights in units, such as the experts of a layer."""
+    """Interface of `optim.param_store.ParamStore`, which provides weights in units, such as the experts of a layer."""
+
+    frees_units: bool
+    """True if weights and gradients of a unit may be absent between its uses, so that backward acquires it as well."""
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]: ...
-    def acquire(self, unit: str) -> None: ...
+    def acquire(self, unit: str, direction: Direction = "forward") -> None: ...
     def acquire_all(self) -> None: ...
-    def release(self, unit: str) -> None: ...
+    def release(self, unit: str, direction: Direction = "forward") -> None: ...
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,8 @@ class Node:
     store: UnitStore | None = None
     """Store from which `run_nodes` acquires `units` before it calls `run`; None if parameters are always available."""
     units: tuple[str, ...] = ()
+    acquiring: Callable[[UnitStore | None], "Node"] | None = None
+    """Returns this node, changed so that the nodes inside it acquire their units; None: there are none inside it."""
 
 
 def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
@@ -118,22 +126,93 @@ def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Paramet
 def run_nodes(nodes: Iterable[Node], state: State, mb: MicrobatchContext) -> State:
     """Runs the nodes in order and returns the final state."""
     for node in nodes:
-        if node.store is None:
-            state = node.run(state, mb)
-            continue
-        for unit in node.units:
-            node.store.acquire(unit)
-        state = node.run(state, mb)
-        for unit in node.units:
-            node.store.release(unit)
+        state = node.run(state, mb) if node.store is None else _run_acquired(node, node.store, state, mb)
     return state
 
 
+def _run_acquired(node: Node, store: UnitStore, state: Any, mb: MicrobatchContext) -> Any:
+    """Runs a node while its units are acquired. If the store frees units, the backward of the node acquires them again:
+    between the gradients of the node's outputs and those of its inputs."""
+    in_backward = store.frees_units and bool(node.units) and torch.is_grad_enabled()
+    discard, has_inputs = getattr(state, "discard", None), False
+    if in_backward:
+        state, has_inputs = _at_backward(state, partial(_release, store, node.units, "backward"))
+    for unit in node.units:
+        store.acquire(unit)
+    state = node.run(state, mb)
+    for unit in node.units:
+        store.release(unit)
+    if not in_backward:
+        return state
+    if isinstance(state, LayerState) and state.discard is not discard:
+        # the norm whose output is discarded runs again in the backward of nodes with other units
+        state = state.evolve(discard=state.discard.guarded(partial(_acquired, store, node.units)))
+    return _at_backward(state, partial(_begin_backward, store, node.units, has_inputs))[0]
+
+
+@contextmanager
+def _acquired(store: UnitStore, units: Iterable[str]) -> Iterator[None]:
+    for unit in units:
+        store.acquire(unit)
+    yield
+    _release(store, units, "forward")
+
+
+def _release(store: UnitStore, units: Iterable[str], direction: Direction) -> None:
+    for unit in units:
+        store.release(unit, direction)
+
+
+def _begin_backward(store: UnitStore, units: Iterable[str], has_inputs: bool) -> None:
+    for unit in units:
+        store.acquire(unit, "backward")
+    if not has_inputs:  # no gradient of an input marks the end of the node's backward
+        release = partial(_release, store, units, "backward")
+        torch.autograd.Variable._execution_engine.queue_callback(release)
+
+
+def _at_backward(state: Any, call: Callable[[], None]) -> tuple[Any, bool]:
+    """Returns the state, changed so that backward calls `call` once it has computed the gradients of all tensors of the
+    state, and whether there are any such tensors."""
+    found: dict[int, Tensor] = {}
+
+    def find(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            found[id(tensor)] = tensor
+        return tensor
+
+    map_state(state, find)
+    if not found:
+        return state, False
+    outputs = _CallInBackward.apply(call, *found.values())  # type: ignore[no-untyped-call]
+    changed = dict(zip(found, outputs, strict=True))
+    return map_state(state, lambda tensor: changed.get(id(tensor), tensor)), True
+
+
+class _CallInBackward(torch.autograd.Function):
+    """Identity of several tensors. Its backward calls `call` when the gradients of all of them are known."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call()
+        return None, *grads
+
+
 def acquire_nodes(nodes: Iterable[Node], store: UnitStore | None) -> tuple[Node, ...]:
-    """Returns the nodes, changed to acquire their parameters from `store`, or unchanged if `store` is None."""
-    if store is None:
-        return tuple(nodes)
-    return tuple(replace(node, store=store, units=store.units_of(node.parameters)) for node in nodes)
+    """Returns the nodes, changed to acquire their parameters from `store`, or not to acquire them if it is None."""
+    return tuple(_acquiring(node, store) for node in nodes)
+
+
+def _acquiring(node: Node, store: UnitStore | None) -> Node:
+    if node.acquiring is not None:
+        return node.acquiring(store)
+    return replace(node, store=store, units=() if store is None else store.units_of(node.parameters))
 
 
 def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> Node:
@@ -193,7 +272,11 @@ def recompute_nodes(
             out = saved_tensors.checkpoint(chain, *(getattr(state, name) for name in inputs), mb=mb)
         return state.evolve(**(dict.fromkeys(inputs) | {output: out}))
 
-    return Node("recomputed", slot, run, _all_parameters(nodes))
+    def acquiring(store: UnitStore | None) -> Node:
+        inside = acquire_nodes(nodes, store)
+        return replace(recompute_nodes(inside, saved_tensors, slot, inputs=inputs, output=output), store=store)
+
+    return Node("recomputed", slot, run, _all_parameters(nodes), acquiring=acquiring)
 
 
 def capture_nodes(
@@ -216,8 +299,9 @@ def capture_nodes(
         if first in names and last in names:
             span = slice(names.index(first), names.index(last) + 1)
             store = chain[span.start].store
-            # The captured node acquires the units of its nodes: a graph contains no waits for other streams.
-            group = tuple(replace(node, store=None) for node in chain[span])
+            # The captured node acquires the units of its nodes: a graph contains no waits for other streams and no
+            # gathers, and reads the weights at the addresses that they had at its capture.
+            group = acquire_nodes(chain[span], None)
             parameters = _all_parameters(group)
             quantized = [(low_precision[weight], weight) for weight in parameters if weight in low_precision]
             part = CapturedModule(

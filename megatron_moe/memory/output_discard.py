@@ -6,6 +6,7 @@ last reference is gone. (Megatron-Core instead frees the output's storage and re
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,6 +60,18 @@ class DiscardedOutput:
         self._num_packed = 0
         self._recomputed: tuple[Tensor, ...] | None = None
         """Recomputed outputs, kept from the first to the last unpack so that they are computed once; otherwise None."""
+
+    def guarded(self, guard: Callable[[], AbstractContextManager[object]]) -> "DiscardedOutput":
+        """Policy for the same outputs that recomputes them inside `guard()`. To be called before `pack`."""
+        copy, make = object.__new__(DiscardedOutput), self._make
+        copy.__dict__.update(self.__dict__)
+
+        def guarded_make(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+            with guard():
+                return make(*inputs)
+
+        copy._make = guarded_make
+        return copy
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
         """Packed form of an output or of a view of an output; None for any other tensor."""

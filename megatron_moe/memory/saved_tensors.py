@@ -86,13 +86,13 @@ class SavedTensorPolicy:
         make: Callable[..., Tensor | tuple[Tensor, ...]],
         inputs: tuple[Tensor, ...],
         *outputs: Tensor,
-    ) -> Scope:
+    ) -> "DiscardScope":
         """Scope in which to run the consumers of `outputs`, which are the result of `make(*inputs)`. If `module` is
         recomputed, consumers do not save the outputs; backward calls `make` again. The scope is reusable."""
         if not self.is_recomputed(module) or not torch.is_grad_enabled():
-            return nullcontext()
+            return DiscardScope()
         kept = [self.pack(tensor.detach()) for tensor in inputs]
-        return _Scope(self.pack, self._policies, DiscardedOutput(make, kept, outputs))
+        return _OpenDiscardScope(self.pack, self._policies, DiscardedOutput(make, kept, outputs))
 
     def offload_scope(self, module: str) -> Scope:
         """Scope in which to call `module`. If offload is enabled for it, its saved tensors can be moved to the host."""
@@ -120,6 +120,7 @@ class _Scope(AbstractContextManager[None]):
     """Context manager that applies a policy to the tensors saved for backward in its body. Reusable, not reentrant."""
 
     def __init__(self, pack: Callable[[Tensor], PackedTensor], policies: list[Policy], policy: Policy) -> None:
+        self._pack = pack
         self._policies = policies
         self._policy = policy
         self._hooks = saved_tensors_hooks(pack, unpack)
@@ -131,3 +132,18 @@ class _Scope(AbstractContextManager[None]):
     def __exit__(self, *raised: object) -> None:
         self._hooks.__exit__(*raised)
         self._policies.pop().close()
+
+
+class DiscardScope(nullcontext[None]):
+    """Scope of the consumers of discarded outputs. This class is the scope if nothing is discarded."""
+
+    def guarded(self, guard: Callable[[], Scope]) -> "DiscardScope":
+        """Scope whose recomputation runs inside `guard()`, which provides the weights that it reads."""
+        return self
+
+
+class _OpenDiscardScope(_Scope, DiscardScope):
+    _policy: DiscardedOutput
+
+    def guarded(self, guard: Callable[[], Scope]) -> DiscardScope:
+        return _OpenDiscardScope(self._pack, self._policies, self._policy.guarded(guard))

@@ -81,9 +81,10 @@ class Optimizer:
 
     Args:
         precision: formats of master weights and moments. `buffers.optimizer` selects whether they are in host memory.
+        store: class of the store that provides weights to the model.
     """
 
-    def __init__(self, buffers: GradBuffers, precision: PrecisionConfig) -> None:
+    def __init__(self, buffers: GradBuffers, precision: PrecisionConfig, store: type[ParamStore] = ParamStore) -> None:
         self.buffers = buffers
         self.config = buffers.optimizer
         self._host_copies = make_host_copies(buffers.device)
@@ -106,7 +107,7 @@ class Optimizer:
         self._streamed_step = StreamedStep([state for state in self.states if state.placement == "streamed"], *shared)
         self._cpu_step = CPUStep([state for state in self.states if state.placement == "host"], *shared)
         self._stored = StoredWeights(buffers, self.states)
-        self.store = ParamStore(buffers)
+        self.store = store(buffers)
         self._gather_in_forward = False
         self._streams: Streams | None = None
         """Streams for a step that overlaps with the next forward; None if the step does not overlap."""
@@ -146,7 +147,7 @@ class Optimizer:
         Other code must call `finish_gather` before it reads weights.
         """
         assert self.buffers.data_parallel.use_distributed_optimizer, "only a sharded optimizer gathers weights"
-        if self.store.gathers:  # otherwise no unit is ever pending
+        if self.store.gathers or self.store.frees_units:  # otherwise no unit is ever pending
             model.acquire_from(self.store)
         self._gather_in_forward = True
 
@@ -246,7 +247,8 @@ class Optimizer:
         """
         buffers = self._free_buffers()
         if not buffers:
-            yield
+            with self.store.all_weights():
+                yield
             return
         self.finish_gather()
         for buffer in buffers:

@@ -8,6 +8,7 @@ step has gradient zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -203,10 +204,18 @@ class FlatBuffer:
         slots = [slot for param, slot in pairs if param.bucket == index]
         uses = sum(param.parameter.uses for param in self.layout.params if param.bucket == index)
         fill = [slot.zero_if_empty for slot in slots]
-        bucket = GradBucket(self.grads[start:end], self.group, uses, fill, self.shard_sizes(index))
+        bucket = GradBucket(self.grads[start:end], self.group, uses, fill, self.shard_sizes(index), self.reduced)
         for slot in slots:
             slot.on_arrival = bucket.arrived
         return bucket
+
+    def begin_step(self, num_microbatches: int | None) -> None:
+        """See `GradBuffers.begin_step`."""
+        for slot in self.slots:
+            slot.begin_step(num_microbatches)
+
+    def reduced(self) -> None:
+        """Called when the gradients of a bucket have been reduced. A subclass may free their storage."""
 
     def pieces(self, start: int, end: int) -> Iterator[ParamPiece]:
         """Yields the parameters, or parts of them, between two offsets."""
@@ -269,6 +278,17 @@ def _is_first_owner(key: BufferKey, context: ParallelContext, *, sharded: bool) 
     return all(context.group(name).rank == 0 for name in copies)
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """Storage of weights and gradients, and reduction of gradients. The default is ZeRO-0 or ZeRO-1: all weights and
+    gradients are stored on every rank, and gradients are reduced once a step."""
+
+    by_unit: bool = False
+    """Whether every unit has its own buffers, each of which is one bucket."""
+    buffer: type[FlatBuffer] = FlatBuffer
+    reducer: type[GradReducer] = GradReducer
+
+
 class GradBuffers:
     """All flat buffers of one rank. Makes every trainable parameter a view of a buffer.
 
@@ -279,6 +299,7 @@ class GradBuffers:
         optimizer: selects weight decay and learning rate; parameters with equal settings share a buffer.
         data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
         expert_interval: number of microbatches whose expert weight gradients are computed together.
+        sharding: storage of units and reduction of their gradients.
     """
 
     def __init__(
@@ -291,8 +312,10 @@ class GradBuffers:
         optimizer: OptimizerConfig | None = None,
         data_parallel: DataParallelConfig | None = None,
         expert_interval: int = 1,
+        sharding: Sharding | None = None,
     ) -> None:
         self.data_parallel = data_parallel or DataParallelConfig()
+        sharding = sharding or Sharding()
         self.context = context
         self.kernels = kernels
         self.device = context.device
@@ -305,10 +328,11 @@ class GradBuffers:
             self.optimizer,
             num_shards={"attention": context.group("dp_cp").size, "expert": context.group("edp").size},
             config=self.data_parallel,
+            by_unit=sharding.by_unit,
         )
         sharded = self.data_parallel.use_distributed_optimizer
         self.buffers = tuple(
-            FlatBuffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
+            sharding.buffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
         )
         for buffer in self.buffers:
             buffer.adopt(parameters, self.queue, expert_interval)
@@ -318,7 +342,8 @@ class GradBuffers:
                 slot.parameter.register_post_accumulate_grad_hook(_accept)
         self._several_uses = [slot for slot in self.slots if slot.parameter.uses != 1]
         order = reduction_order(self.layout)
-        self.reducer = GradReducer([self.buffers[buffer].bucket(index) for buffer, index in order], self.data_parallel)
+        buckets = [self.buffers[buffer].bucket(index) for buffer, index in order]
+        self.reducer = sharding.reducer(buckets, self.data_parallel)
 
     @property
     def whole(self) -> bool:
@@ -337,8 +362,8 @@ class GradBuffers:
         Reductions can start before `finish_grads` only if `num_microbatches` is not None and `early` is True.
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
-        for slot in self.slots:
-            slot.begin_step(num_microbatches)
+        for buffer in self.buffers:
+            buffer.begin_step(num_microbatches)
         self.reducer.begin_step(num_microbatches if early else None)
 
     def collect(self) -> None:
@@ -354,7 +379,7 @@ class GradBuffers:
         self.queue.run()
         for slot in self.slots:
             slot.compute_batched()
-            slot.zero_if_empty()
+        self.reducer.complete()
 
 
 def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count: Tensor | None = None) -> None:

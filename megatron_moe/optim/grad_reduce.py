@@ -24,6 +24,7 @@ class GradBucket:
         num_per_microbatch: int,
         fill_gaps: Sequence[Callable[[], None]],
         sizes: Sizes = None,
+        on_reduced: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -31,6 +32,7 @@ class GradBucket:
             num_per_microbatch: number of gradients that a microbatch adds.
             fill_gaps: one function per parameter, which zeroes the parameter's gradient if the step has added none.
             sizes: numbers of elements that each rank of the group owns; None: all own equally many.
+            on_reduced: called by `finish`.
         """
         self.grads = grads
         self.group = group
@@ -39,21 +41,26 @@ class GradBucket:
         """Number of gradients added in this step."""
         self.pending: PendingCollective | None = None
         """Reduction of this step; None before it has started."""
-        self.on_arrival: Callable[[], None] | None = None
+        self.on_arrival: Callable[[GradBucket], None] | None = None
         self._fill_gaps = fill_gaps
         self._sizes = sizes
+        self._on_reduced = on_reduced
 
     def arrived(self, number: int) -> None:
         """Adds `number` to the count of gradients that have been added in this step."""
         assert self.pending is None, f"gradient added after its bucket's reduction started ({self.num_arrived} before)"
         self.num_arrived += number
         if self.on_arrival is not None:
-            self.on_arrival()
+            self.on_arrival(self)
 
-    def start(self, config: DataParallelConfig) -> None:
-        """Starts the reduction. No gradient may be added to the bucket afterwards."""
+    def fill_gaps(self) -> None:
+        """Zeroes the gradients of parameters that got none in this step."""
         for fill in self._fill_gaps:
             fill()
+
+    def start(self, config: DataParallelConfig) -> None:
+        """Starts the reduction. No gradient may be added to the bucket until `pending` is None again."""
+        self.fill_gaps()
         # dp_cp or edp: one bucket, by default 40 million elements
         if config.use_distributed_optimizer:
             wide = config.ddp_reduce_scatter_with_fp32_accumulation and self.grads.element_size() < 4
@@ -61,6 +68,12 @@ class GradBucket:
             self.pending = start_reduce_scatter_(self.grads, self.group, sizes=self._sizes, mean=mean, fp32_sums=wide)
         else:
             self.pending = start_all_reduce_(self.grads, self.group, mean=config.ddp_average_in_collective)
+
+    def finish(self) -> None:
+        """Waits for the reduction."""
+        assert self.pending is not None, "the reduction of a bucket was not started"
+        self.pending.wait()
+        self._on_reduced()
 
 
 class GradReducer:
@@ -73,10 +86,10 @@ class GradReducer:
         self.buckets = tuple(buckets)
         self.num_started = 0
         """Number of buckets whose reduction has started in this step."""
-        self._config = config
+        self.config = config
         self._num_microbatches: int | None = None
         for bucket in self.buckets:
-            bucket.on_arrival = self._start_complete if config.overlap_grad_reduce else None
+            bucket.on_arrival = self.arrived if config.overlap_grad_reduce else None
 
     def begin_step(self, num_microbatches: int | None) -> None:
         """Resets the counts for a new step. If `num_microbatches` is None, no reduction starts before `finish`."""
@@ -91,11 +104,16 @@ class GradReducer:
         while self.num_started < len(self.buckets):
             self._start_next()
         for bucket in self.buckets:
-            assert bucket.pending is not None, "the reduction of a bucket was not started"
-            bucket.pending.wait()
+            bucket.finish()
             bucket.pending = PendingCollective()
 
-    def _start_complete(self) -> None:
+    def complete(self) -> None:
+        """Called after the last backward of a step: afterwards, the buffers contain this rank's sums over the step."""
+        for bucket in self.buckets:
+            bucket.fill_gaps()
+
+    def arrived(self, bucket: GradBucket) -> None:
+        """Called when gradients have been added to a bucket."""
         while self.num_started < len(self.buckets) and self._complete(self.buckets[self.num_started]):
             self._start_next()
 
@@ -106,5 +124,5 @@ class GradReducer:
         return bucket.num_arrived == bucket.num_per_microbatch * self._num_microbatches
 
     def _start_next(self) -> None:
-        self.buckets[self.num_started].start(self._config)
+        self.buckets[self.num_started].start(self.config)
         self.num_started += 1

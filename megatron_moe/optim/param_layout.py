@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm, prod
+from typing import Literal
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig
@@ -29,6 +30,8 @@ _HIGH_BANDWIDTH_ALIGN = 1 << 16
 
 Range = tuple[int, int]
 """(start, end) in elements of a flat buffer."""
+Direction = Literal["forward", "backward"]
+"""Pass that uses weights. A recomputed forward is a forward."""
 StorageFormat = FloatName
 """Dtype in which a parameter is stored."""
 

@@ -2,17 +2,22 @@
 
 The optimizer publishes new weights bucket by bucket (`write_back`). A bucket is then pending. When model code acquires
 a unit, the current stream waits for the updates and all-gathers of the unit's pending buckets. Under ZeRO-0 and ZeRO-1
-weights and gradients of all units are resident, so `release` frees nothing and `grads` returns views.
+weights and gradients of all units are resident, so `release` frees nothing and backward acquires nothing.
+
+A subclass may free units between their uses (`frees_units`). It must keep the storage objects of weights and gradients,
+of which parameters and tensors saved by autograd are views, and change only their size; and, for units in CUDA graphs,
+provide them at the same addresses every time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.optim.grad_buffers import GradBuffers
-from megatron_moe.optim.param_layout import forward_order
+from megatron_moe.optim.param_layout import Direction, forward_order
 from megatron_moe.parallel.collectives import PendingCollective, start_all_gather_
 from megatron_moe.parallel.streams import Event, Streams
 
@@ -37,6 +42,9 @@ class _PendingBucket(NamedTuple):
 
 class ParamStore:
     """Weights and gradients of one rank by unit (`ParamShape.unit`). Buckets are numbered in `forward_order`."""
+
+    frees_units = False
+    """See `UnitStore.frees_units`."""
 
     def __init__(self, buffers: GradBuffers) -> None:
         buckets = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
@@ -67,7 +75,7 @@ class ParamStore:
         found = (self._unit_of.get(id(parameter)) for parameter in parameters)
         return tuple(dict.fromkeys(unit for unit in found if unit is not None))
 
-    def acquire(self, unit: str) -> None:
+    def acquire(self, unit: str, direction: Direction = "forward") -> None:
         """Makes the current stream wait for the new weights of the unit's pending buckets."""
         if self._pending:
             self._wait(self._units[unit])
@@ -76,7 +84,13 @@ class ParamStore:
         """Makes the current stream wait for the new weights of all pending buckets."""
         self._wait(range(len(self._buckets)))
 
-    def release(self, unit: str) -> None:
+    @contextmanager
+    def all_weights(self) -> Iterator[None]:
+        """Context in which the weights of all units are present. Changes of the weights are kept. Collective."""
+        self.acquire_all()
+        yield
+
+    def release(self, unit: str, direction: Direction = "forward") -> None:
         """Marks the end of a use of the unit's weights; frees nothing. The unit must have been acquired."""
         if self._pending:
             missing = [index for index in self._units[unit] if index in self._pending]

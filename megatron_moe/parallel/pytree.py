@@ -59,6 +59,24 @@ def _map(tree: Any, change: Callable[[Tensor], Tensor], describe: Callable[[Any]
     return tree
 
 
+def map_state(state: Any, change: Callable[[Any], Any], leaves: tuple[type, ...] = (Tensor,)) -> Any:
+    """Copy of the state between two steps of a computation with `change` applied to its objects of the types `leaves`.
+
+    A pending exchange is changed in place, because its start and its finish refer to the same object.
+    """
+    if state is None:  # most fields of a state
+        return None
+    if isinstance(state, leaves):
+        return change(state)
+    if isinstance(state, tuple):
+        return tuple(map_state(part, change, leaves) for part in state)
+    if hasattr(state, "replace_boundary"):
+        state.replace_boundary(change)
+    elif is_dataclass(state) and not isinstance(state, type):
+        return map_fields(state, lambda part: map_state(part, change, leaves))
+    return state
+
+
 def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
     """Copy of a dataclass instance with `change` applied to each field; the instance itself if nothing changes."""
     changed = {name: change(value) for name, value in vars(instance).items()}

@@ -11,14 +11,14 @@ next step starts from a tensor that shares the data but does not save it, so uns
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_moe.parallel.pytree import map_fields
+from megatron_moe.parallel.pytree import map_state
 from megatron_moe.parallel.streams import Event, Streams
 from megatron_moe.pipeline.overlap import Slot, Step
 
@@ -140,12 +140,12 @@ class _GraphCut:
 
     def enter(self, state: Any) -> Any:
         """Replaces each `CutTensor` of the state by a tensor that starts a new graph."""
-        return _rebuilt(state, self._enter)
+        return map_state(state, self._enter, (Tensor, CutTensor))
 
     def leave(self, state: Any) -> Any:
         """Replaces each tensor that requires a gradient by a `CutTensor`. A tensor that `enter` made from a `CutTensor`
         is replaced by that `CutTensor`."""
-        state = _rebuilt(state, self._leave)
+        state = map_state(state, self._leave, (Tensor, CutTensor))
         self._entered.clear()
         self._cuts.clear()
         return state
@@ -188,21 +188,3 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.boundary.add(grads[0])
         return None, None, None
-
-
-def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
-    """Copies the state with `change` applied to its tensors and cut tensors.
-
-    A pending exchange is changed in place, because its start and its finish refer to the same object.
-    """
-    if state is None:  # most fields of a state
-        return None
-    if isinstance(state, Tensor | CutTensor):
-        return change(state)
-    if isinstance(state, tuple):
-        return tuple(_rebuilt(part, change) for part in state)
-    if hasattr(state, "replace_boundary"):
-        state.replace_boundary(change)
-    elif is_dataclass(state) and not isinstance(state, type):
-        return map_fields(state, lambda part: _rebuilt(part, change))
-    return state

@@ -335,7 +335,7 @@ def test_addresses_are_fixed_and_graphs_are_captured_once():
     run_steps(plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
     assert tuple(trainer.pipeline.graph_instances) == (instance,)
     with torch.no_grad():  # evaluation is eager
-        trainer.pipeline.run([tiny_models.microbatch(2, tiny.SEQ)], lambda output, batch: output.loss_BS.sum())
+        trainer.pipeline.run([tiny_models.microbatch(2, tiny.SEQ)], lambda output, *_: output.loss_BS.sum())
     assert instance.num_graphs == number and places_of(instance) == places
 
 

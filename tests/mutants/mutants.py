@@ -379,12 +379,12 @@ def metrics_of_void_steps_are_kept(original: Any) -> Any:
 
 
 @mutant(
-    "layers.node_chain:_all_parameters",
+    "layers.node_chain:_acquiring",
     "tests/optim/test_gather_in_forward.py::test_every_reader_of_a_weight_waits_for_its_gather[recomputed-moe]",
 )
-def merged_nodes_do_not_acquire_their_parameters(original: Any) -> Any:
+def recomputed_nodes_do_not_acquire_their_parameters(original: Any) -> Any:
     """Recomputed experts read weights that are still being gathered."""
-    return lambda nodes: ()
+    return lambda node, store: node if node.acquiring else original(node, store)
 
 
 @mutant(
