@@ -26,7 +26,7 @@ LAYOUTS = (
 
 def plan(layout: str, *, overlapped: bool = False) -> RunPlan:
     plan = plan_of(cell_of(f"balance=none {layout}"))
-    optimizer = replace(plan.optimizer, update_rule="preconditioned_momentum", overlap_optimizer_step=overlapped)
+    optimizer = replace(plan.optimizer, optimizer="preconditioned_momentum", overlap_optimizer_step=overlapped)
     return replace(plan, optimizer=optimizer)
 
 

@@ -1,6 +1,7 @@
 """ZeRO-1 under NCCL: reductions in place, means in the collective, gathers on their own stream."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
+from megatron_moe.config.registry import UPDATE_RULES
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
@@ -37,11 +39,14 @@ MODES = {
     ),
 }
 
+WHOLE = "adam of whole matrices"
 
-def train(context: ParallelContext, mode: DataParallelConfig) -> dict[str, Tensor]:
+
+def train(context: ParallelContext, mode: DataParallelConfig, rule: str = "adam") -> dict[str, Tensor]:
     """Clipped steps; after the first ones, in which NCCL and the allocator warm up, nothing waits for the device."""
     parameters = make_parameters(context)
-    buffers = GradBuffers(parameters.items(), FP64, context, reference.bundle(), optimizer=SPEC, data_parallel=mode)
+    spec = replace(SPEC, optimizer=rule)
+    buffers = GradBuffers(parameters.items(), FP64, context, reference.bundle(), optimizer=spec, data_parallel=mode)
     optimizer = Optimizer(buffers, FP64)
     gradients = [
         {name: my_gradient(name, step, p, context).to(context.device) for name, p in parameters.items()}
@@ -68,6 +73,9 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     launch = ProcessInfo(rank=rank, world_size=NUM_RANKS, local_rank=rank, local_world_size=NUM_RANKS, master_port=port)
     context = ParallelContext.start(ParallelConfig(world_size=NUM_RANKS), launch, device="cuda", dtype="fp64")
     found = {name: train(context, mode) for name, mode in MODES.items()}
+    UPDATE_RULES.register(WHOLE, replace(UPDATE_RULES.get("adam"), alignment="matrix"))
+    for name in ("zero", "zero-early", "zero-mean", "zero-fp32-sums"):
+        found[f"{name}-matrices"] = train(context, MODES[name], WHOLE)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     context.stop()
 

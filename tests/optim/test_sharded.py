@@ -7,6 +7,8 @@ import torch
 
 from megatron_moe.config.exit_codes import RunError
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.registry import UPDATE_RULES
+from megatron_moe.config.update_rules import OwnerAlignment
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.clip_grads import gradient_norms
 from megatron_moe.optim.distributed_optimizer import check_coverage
@@ -16,6 +18,7 @@ from megatron_moe.parallel.parameter import local_part
 from tests.helpers.optim_parameters import BF16, FP64
 from tests.helpers.optim_ranks import (
     KINDS,
+    SPEC,
     Run,
     joined,
     make_optimizer,
@@ -73,6 +76,18 @@ def test_the_size_of_buckets_changes_no_bit(bucket_size: int | None) -> None:
             use_distributed_optimizer=True, ddp_bucket_size=bucket_size, ddp_pad_buckets_for_high_nccl_busbw=pad
         )
         EXACT.check_all(joined(on_ranks(config, other)), joined(on_ranks(config, ZERO)), "weights")
+
+
+@pytest.mark.parametrize("alignment", ["block_1x32", "block_128x128", "matrix"])
+@pytest.mark.parametrize("name", ["dp2", "dp4-ep2", "dp2-tp2-etp2"])
+def test_ranges_of_unequal_size_change_no_bit(name: str, alignment: OwnerAlignment) -> None:
+    with UPDATE_RULES.restored():
+        UPDATE_RULES.register("aligned", replace(UPDATE_RULES.get("adam"), alignment=alignment))
+        found = on_ranks(LAYOUTS[name], ZERO, optimizer=replace(SPEC, optimizer="aligned"))
+    buffers = [buffer for run in found for buffer in run.optimizer.buffers.buffers]
+    sizes = [sum(end - start for start, end in buffer.owned) for buffer in buffers]
+    assert len(set(sizes)) > 2, "all ranges have equal size"
+    EXACT.check_all(joined(found), joined(on_ranks(LAYOUTS[name], ZERO)), "weights")
 
 
 def test_collectives_may_compute_the_mean() -> None:
