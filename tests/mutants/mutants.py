@@ -102,10 +102,12 @@ def per_token_loss_counts_local_tokens(original: Any) -> Any:
     return lambda tensor, group, *args: tensor if group.name == "dp_cp" else original(tensor, group, *args)
 
 
-@mutant("moe.router:Router._balancing_loss", f"{PARITY}[dp=2 balance=global]")
+@mutant("moe.router:Router._losses", f"{PARITY}[dp=2 balance=global]")
 def balancing_loss_shrinks_with_data_parallelism(original: Any) -> Any:
     """Reported upstream: balancing fades as the job grows."""
-    return lambda self, *args: original(self, *args) / self.ctx.group("dp").size
+    return lambda self, *args: [
+        (loss, value / self.ctx.group("dp").size, coeff) for loss, value, coeff in original(self, *args)
+    ]
 
 
 @mutant("moe.router:Router._count", "tests/moe/test_balancing.py::test_bias_is_updated_once_per_global_batch")
