@@ -1,6 +1,7 @@
 """Rules about optimizer state, its dtypes and offloading, and about gradient and weight communication."""
 
 from arguments.checks.violation import RuleFlags, Violations
+from megatron_moe.config.registry import UPDATE_RULES
 
 _AWARE = "--use-precision-aware-optimizer"
 
@@ -60,6 +61,19 @@ def one_way_to_offload_optimizer_state(flags: RuleFlags) -> Violations:
         yield (
             "--optimizer-cpu-offload updates the state on the CPU, --chunked-optimizer-state-offload on the GPU",
             "keep one of them",
+        )
+
+
+def matrix_rules_need_state_on_the_gpu(flags: RuleFlags) -> Violations:
+    """Offloaded state is updated in chunks of elements, and master weights with scales are divided into blocks."""
+    spec = UPDATE_RULES.get(flags.optimizer)
+    offload = _state_offload(flags)
+    if spec.alignment == "matrix" and offload:
+        yield f"--optimizer {flags.optimizer} updates whole matrices, with {offload}", f"leave out {offload}"
+    if spec.alignment == "matrix" and flags.main_params_dtype == "fp16":
+        yield (
+            f"--optimizer {flags.optimizer} updates whole matrices, with --main-params-dtype fp16",
+            "use --main-params-dtype fp32",
         )
 
 

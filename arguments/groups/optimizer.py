@@ -1,25 +1,51 @@
 """Optimizer, learning-rate and weight-decay flags."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from arguments.flag import REQUIRED, flag, new_flag, unsupported
+from arguments.flag import REQUIRED, differs, flag, new_flag, unsupported
+from megatron_moe.config.registry import UPDATE_RULES
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
     """AdamW, learning rate and weight decay."""
 
-    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = unsupported(
-        "adam", "use adam"
+    optimizer: Annotated[str, UPDATE_RULES] = differs(
+        "adam", "Megatron-LM also has sgd, lion, soap and adaptive_muon, and needs no imported file for them"
     )
-    """Optimizer; adam uses decoupled weight decay (AdamW)."""
+    """Update rule. adam is AdamW. muon (old name dist_muon) orthogonalizes the updates of matrices, and AdamW updates
+    embeddings, norms, biases and the output layer. Imported files may add rules (see `--import`)."""
     adam_beta1: float = flag(0.9, least=0, below=1)
     """Adam beta1: decay rate of the first moment."""
     adam_beta2: float = flag(0.999, least=0, below=1)
     """Adam beta2: decay rate of the second moment."""
     adam_eps: float = flag(1e-8, least=0)
     """Adam epsilon."""
+    muon_momentum: float = flag(0.9, least=0, below=1)
+    """Muon: decay rate of the momentum."""
+    muon_nesterov: bool = flag(False)
+    """Muon: Nesterov momentum."""
+    muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",))
+    """Muon: orthogonalize the q, k and v parts of a projection separately."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag("spectral")
+    """Muon: factor of a matrix's update: sqrt(max(outputs, inputs)), sqrt(outputs / inputs), or the latter but at
+    least 1."""
+    muon_extra_scale_factor: float = flag(1.0, least=0)
+    """Muon: further factor of the update; 0.2 with spectral gives the size of AdamW's updates."""
+    muon_num_ns_steps: int = flag(5, least=1)
+    """Muon: number of Newton-Schulz iterations."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "cubic5", "deepseekv4"] = flag(
+        "quintic"
+    )
+    """Muon: coefficients of the Newton-Schulz iterations."""
+    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium")
+    """Muon: operands of the products of the iterations: bf16 (low, medium) or fp32 (high)."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("duplicated")
+    """Muon: treatment of matrices sharded by tensor parallelism: each shard alone, the gathered matrix on every rank,
+    or sums of the shards' products over the ranks."""
+    muon_scalar_optimizer: Literal["adam", "lion"] = unsupported("adam", "use adam")
+    """Muon: update rule of embeddings, norms, biases and the output layer."""
     clip_grad: float = flag(1.0, least=0)
     """Maximum global gradient norm; 0 disables clipping."""
     weight_decay: float = flag(0.01, least=0)

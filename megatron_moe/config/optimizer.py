@@ -26,6 +26,28 @@ class OptimizerOffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Hyperparameters of Muon."""
+
+    muon_momentum: float = 0.9
+    muon_nesterov: bool = False
+    muon_split_qkv: bool = True
+    """Orthogonalises the q, k and v parts of a projection separately."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_extra_scale_factor: float = 1.0
+    muon_num_ns_steps: int = 5
+    """Number of Newton-Schulz iterations."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "cubic5", "deepseekv4"] = (
+        "quintic"
+    )
+    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = "medium"
+    """Precision of the products of an iteration: bf16 operands (low, medium) or fp32 operands (high)."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
+    """Treatment of matrices that are sharded by tensor parallelism: every rank orthogonalises its shard alone, or the
+    whole gathered matrix, or the ranks sum the products of their shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Update rule and its hyperparameters. AdamW (arXiv 1711.05101) has decoupled weight decay."""
 
@@ -41,6 +63,7 @@ class OptimizerConfig:
     decoupled_lr: float | None = None
     """Maximum learning rate of embedding and output layer; None: `LRConfig.max_lr`."""
     decoupled_min_lr: float | None = None
+    muon: MuonConfig = MuonConfig()
     offload: OptimizerOffloadConfig = OptimizerOffloadConfig()
     overlap_optimizer_step: bool = False
     """Updates weights bucket by bucket, overlapped with the next forward (`--overlap-optimizer-step`)."""

@@ -5,7 +5,7 @@ fallback updates the others, for example AdamW the embeddings and norms of a run
 memory, emulation and checkpoints follow from the declarations.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -55,7 +55,8 @@ class UpdateRuleSpec:
     alignment: OwnerAlignment = "element"
     """Smallest part of a matrix that the rule can update independently of the rest."""
     covers: Callable[[str, ParamMeta], bool] = lambda name, meta: True
-    """Whether the rule can update the parameter with this global name and metadata."""
+    """Whether the rule can update the parameter with this global name and metadata. A rule with the alignment `element`
+    covers all parameters."""
     fallback: str = "adam"
     """Name of the rule that updates the parameters that this rule does not cover."""
 
@@ -72,13 +73,9 @@ def rule_of(name: str, meta: ParamMeta, config: OptimizerConfig) -> str:
     return rule
 
 
-def rules_of_run(config: OptimizerConfig) -> Iterator[str]:
-    """Names of the rules that may update parameters of a run."""
-    rule = config.optimizer
-    yield rule
-    while (fallback := spec_of(rule).fallback) != rule:
-        yield fallback
-        rule = fallback
+def is_elementwise(config: OptimizerConfig) -> bool:
+    """Whether the rule of a run updates every element on its own, and with it all parameters."""
+    return spec_of(config.optimizer).alignment == "element"
 
 
 def state_bytes_per_element(config: OptimizerConfig, precision: PrecisionConfig) -> int:
@@ -98,3 +95,11 @@ def _adam_states(config: OptimizerConfig, precision: PrecisionConfig) -> tuple[S
 
 
 UPDATE_RULES.register("adam", UpdateRuleSpec(rule="megatron_moe.optim.adamw:AdamW", states=_adam_states))
+_MUON = UpdateRuleSpec(
+    rule="megatron_moe.optim.muon:Muon",
+    states=lambda config, precision: (StateSpec("momentum"),),
+    alignment="matrix",
+    covers=lambda name, meta: meta.role in ("matrix", "router", "gate"),
+)
+UPDATE_RULES.register("muon", _MUON)
+UPDATE_RULES.register("dist_muon", _MUON)

@@ -24,10 +24,18 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.update_rules import state_bytes_per_element
+from megatron_moe.config.update_rules import is_elementwise, state_bytes_per_element
 from megatron_moe.cost_model.activations import activation_sizes, head_tensors, layer_tensors, stage_tensors
 from megatron_moe.cost_model.parameters import count_parameters
-from megatron_moe.cost_model.shards import HeldElements, held_by_rank, is_low, layer_recipes, low_by_rank, stored_bytes
+from megatron_moe.cost_model.shards import (
+    HeldElements,
+    held_by_rank,
+    is_low,
+    layer_recipes,
+    low_by_rank,
+    rule_state_bytes,
+    stored_bytes,
+)
 from megatron_moe.cost_model.workspace import (
     ATTENTION,
     Workspace,
@@ -99,9 +107,11 @@ class RankBytes:
         return self.state.total + self.receive_slots + max(training, self.staging)
 
 
-def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
+def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements, moments: float | None = None) -> StateBytes:
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
     GEMMs, for which the weights include their quantised copies.
+
+    `moments`: bytes of the update rules' state; None: that of a rule that updates all parameters elementwise.
 
     Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
     """
@@ -120,11 +130,13 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
         masters += (low.attention / owners[0] + low.expert / owners[1]) * (main - of_weight)
     elif precision.recipe is not None:
         weights += low.total * _LOW_WEIGHT.get(precision.recipe, 2.0)
+    if moments is None:
+        moments = owned * state_bytes_per_element(plan.optimizer, precision)
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
         master=masters * on_device,
-        moments=owned * state_bytes_per_element(plan.optimizer, precision) * on_device,
+        moments=moments * on_device,
     )
 
 
@@ -224,7 +236,8 @@ class RankMemory:
 
     def state_of_rank(self, rank: int) -> StateBytes:
         """Bytes of weights, gradients and optimizer state of one pipeline rank."""
-        return state_bytes(self.plan, *self._held_of(rank))
+        moments = None if is_elementwise(self.plan.optimizer) else rule_state_bytes(self.plan, rank)
+        return state_bytes(self.plan, *self._held_of(rank), moments)
 
     def held(self, rank: int) -> HeldElements:
         """Number of parameters that one GPU of a pipeline rank stores."""

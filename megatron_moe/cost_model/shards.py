@@ -1,7 +1,7 @@
 """Number of parameters on one rank: its shards of the layers, embedding, norms and head of its pipeline stages."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout, StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.update_rules import rule_of, spec_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,42 @@ def held_by_rank(
     copied = pipeline_rank in layout.embedding_ranks(tied=model.tied_embeddings)
     if copied and not any(chunk.embedding for chunk in chunks):
         total += held(model.embedding_parameters(parallel), parallel)
+    return total
+
+
+def parameters_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, ParamSpec]]:
+    """Yields (global name, parameter) of all parameters of a pipeline rank, as `held_by_rank` counts them."""
+    model, parallel, chunks = plan.model, plan.parallel, plan.layout.chunks(rank)
+    copied = rank in plan.layout.embedding_ranks(tied=model.tied_embeddings)
+    groups: list[tuple[str, Iterable[ParamSpec]]] = []
+    if copied or any(chunk.embedding for chunk in chunks):
+        groups.append(("embedding", model.embedding_parameters(parallel)))
+    for chunk in chunks:
+        groups += [(f"decoder.layers.{index}", model.layers[index].parameters(parallel)) for index in chunk.layers]
+        groups += [("decoder", model.final_norm_parameters(parallel))] if chunk.final_norm else []
+        groups += [("output_layer", model.head_parameters())] if chunk.loss else []
+        depths = range(model.mtp.num_distinct_layers) if chunk.num_mtp and model.mtp is not None else ()
+        groups += [(f"mtp.layers.{index}", model.mtp_parameters(parallel)) for index in depths]
+    for prefix, parameters in groups:
+        for spec in parameters:
+            yield f"{prefix}.{spec.name}", spec
+
+
+def rule_state_bytes(plan: RunPlan, rank: int) -> float:
+    """Bytes of the state of update rules on one GPU of a pipeline rank, without master weights. Whole matrices count as
+    if they were divided evenly among their owners."""
+    parallel, precision = plan.parallel, plan.precision
+    sharded = plan.data_parallel.use_distributed_optimizer
+    owners = {"attention": parallel.dp * parallel.cp, "expert": parallel.edp} if sharded else {}
+    total = 0.0
+    for name, spec in parameters_of_rank(plan, rank):
+        rule, held = spec_of(rule_of(name, spec.meta, plan.optimizer)), spec.held(parallel)
+        matrix = spec.shape if spec.meta.num_experts is None else spec.shape[1:]
+        rows, columns = (1, *matrix)[-2:]
+        num_matrices = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
+        for state in rule.states(plan.optimizer, precision):
+            values = num_matrices * state.values_of(rows, columns) if state.matrix_shape else held
+            total += values * state.num_bytes(precision) / owners.get(spec.meta.grid, 1)
     return total
 
 

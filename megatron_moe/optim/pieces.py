@@ -1,8 +1,9 @@
 """Pieces of parameters in ranges of flat buffers, as matrices with their role, splits and shards."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -64,6 +65,13 @@ class ParamPiece:
         number, rest = divmod(self.end - self.start, rows * columns)
         assert rest == 0, f"{self.name}: a range ends {rest} elements after the start of a matrix"
         return number
+
+    def chunks(self, most_elements: int) -> Iterator["ParamPiece"]:
+        """Yields pieces of whole matrices of this piece that have at most `most_elements` elements before tensor
+        parallelism, but at least one matrix."""
+        number = max(1, most_elements // prod(self.whole_shape)) * prod(self.shape)
+        for start in range(self.start, self.end, number):
+            yield replace(self, start=start, end=min(start + number, self.end))
 
     def matrices(self, flat: Tensor, first: int) -> Tensor:
         """View [n, rows, columns] of this piece in `flat`, whose first element has the offset `first` in the buffer."""

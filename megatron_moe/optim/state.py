@@ -36,6 +36,8 @@ class MatrixState(NamedTuple):
     spec: StateSpec
     start: int
     """Offset of the first value in the flat state."""
+    first_matrix: int
+    """Index of the matrix of the first value in the parameter."""
 
 
 class StoredState(NamedTuple):
@@ -95,12 +97,13 @@ class UpdateOperands(NamedTuple):
     def values(self, kind: str, piece: ParamPiece) -> Tensor:
         """Stored state of whole matrices: [n, rows, columns] of this rank's shard, or [n, *shape] if the declaration
         has a `matrix_shape`."""
-        spec, first = self.state.matrix_states[kind, piece.name]
+        spec, start, first_matrix = self.state.matrix_states[kind, piece.name]
         data = self.stored.moments[kind].data
         if spec.matrix_shape is None:
             return piece.matrices(data, self.start)
         shape = spec.matrix_shape(*piece.whole_shape)
-        return data[first : first + piece.num_matrices * prod(shape)].view(-1, *shape)
+        start += (piece.first_matrix - first_matrix) * prod(shape)
+        return data[start : start + piece.num_matrices * prod(shape)].view(-1, *shape)
 
     def commit(self, scalars: "StepScalars", piece: ParamPiece, master: Tensor, **states: Tensor) -> None:
         """Stores new master weights and state of whole matrices, in the shapes that `master` and `values` return.
@@ -365,7 +368,7 @@ def _new_state(
             assert spec.format in ("fp32", "bf16"), f"{spec.name} of whole matrices in {spec.format}"
             size = 0 if spec.matrix_shape else size
             for piece in buffer.pieces(start, end):
-                matrix_states[spec.name, piece.name] = MatrixState(spec, size)
+                matrix_states[spec.name, piece.name] = MatrixState(spec, size, piece.first_matrix)
                 size += piece.num_matrices * spec.values_of(*piece.whole_shape) if spec.matrix_shape else 0
         if spec.format in ("fp16", "fp8") and not fp64:
             return zeros(spec.format, torch.float32, size, root=spec.root)

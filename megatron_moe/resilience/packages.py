@@ -83,10 +83,6 @@ PACKAGES: tuple[Package, ...] = (
         "fla-core", "fla", "pip install fla-core", "linear attention",
         (("--experimental-attention-variant", "gated_delta_net"),),
     ),
-    _kernels(
-        "emerging-optimizers", "emerging_optimizers", "pip install emerging-optimizers", "Muon",
-        (("--optimizer", "muon"),),
-    ),
 )  # fmt: skip
 
 HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -171,13 +171,13 @@ def run(
     return Run(stepped, [step_with(stepped, my_gradients(stepped, step)) for step in range(num_steps)])
 
 
-def run_alone(config: ParallelConfig, *, num_steps: int = 5) -> Run:
+def run_alone(config: ParallelConfig, *, num_steps: int = 5, optimizer: OptimizerConfig = SPEC) -> Run:
     """One rank with the gradients of the whole layout."""
-    optimizer = make_optimizer(ParallelContext.single(), DataParallelConfig())
+    stepped = make_optimizer(ParallelContext.single(), DataParallelConfig(), optimizer=optimizer)
     norms = [
-        step_with(optimizer, {name: total_gradient(name, step, config) for name in KINDS}) for step in range(num_steps)
+        step_with(stepped, {name: total_gradient(name, step, config) for name in KINDS}) for step in range(num_steps)
     ]
-    return Run(optimizer, norms)
+    return Run(stepped, norms)
 
 
 def joined(runs: list[Run]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.run import RunPlan
-from tests.examples import preconditioned_momentum  # noqa: F401  registers the rule
+from tests.examples import update_rule  # noqa: F401  registers the rule
 from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.parity.cells import compare_plan, plan_of

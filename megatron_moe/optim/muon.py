@@ -1,0 +1,171 @@
+"""Muon: momentum whose matrices are orthogonalised (Jordan et al., https://kellerjordan.github.io/posts/muon), with the
+options of Megatron-LM.
+
+For a matrix with gradient G: m = beta m + (1 - beta) G; u = m, or with Nesterov momentum (1 - beta) G + beta m; the
+weights move by -lr * scale * O. Newton-Schulz iterations approximate O = U V^T, where u = U S V^T is the singular value
+decomposition. Weight decay is decoupled. Every expert of a stack is a matrix, and so are the q, k and v parts of a
+projection. A matrix is owned by one data-parallel rank, because the iterations need all of it.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.optimizer import MuonConfig, OptimizerConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.optim.pieces import ParamPiece
+from megatron_moe.optim.state import StepScalars, UpdateOperands
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ProcessGroup
+
+Coefficients = tuple[float, float, float]
+_SIMPLE = (3.4445, -4.7750, 2.0315)
+COEFFICIENTS = MappingProxyType(
+    {
+        "simple": (_SIMPLE,),
+        "quintic": (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        # arXiv 2505.16932, with its safety factor 1.01
+        "polar_express": (
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+            (1.8750, -1.2500, 0.3750),
+        ),
+        # arXiv 2506.10935
+        "cans": (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        "aol": (
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+        "cubic5": (
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ),
+        "deepseekv4": (_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2,
+    }
+)
+"""Set of `--muon-coefficient-type` -> (a, b, c) of each iteration X <- a X + (b A + c A^2) X with A = X X^T."""
+_REPEATS_LAST = ("polar_express", "cans", "deepseekv4")
+"""Sets whose last coefficients are repeated by further iterations; the others start again."""
+_EPS = 1e-15
+_MOST_ELEMENTS = 1 << 26
+"""Number of elements of whole matrices that are orthogonalised together, which bounds temporary memory."""
+
+
+class Muon:
+    """Update rule for matrices. The fallback rule updates embeddings, norms, biases and the output layer."""
+
+    def __init__(self, config: OptimizerConfig, precision: PrecisionConfig) -> None:
+        self._config = config.muon
+        self._coefficients = coefficients_of(self._config.muon_coefficient_type, self._config.muon_num_ns_steps)
+        self._dtype = None if self._config.muon_fp32_matmul_prec == "high" else torch.bfloat16
+        """Dtype of the operands of products; None: that of the master weights, as in fp64 runs."""
+        if precision.main_params_dtype == "fp64":
+            self._dtype = None
+
+    def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
+        """Updates weights, master weights and momentum of whole matrices in place (`UpdateRule.step`)."""
+        for whole in operands.pieces:
+            for piece in whole.chunks(_MOST_ELEMENTS):
+                self._step(scalars, operands, piece)
+
+    def _step(self, scalars: StepScalars, operands: UpdateOperands, piece: ParamPiece) -> None:
+        lr, decay = scalars.lr_of(operands.key), scalars.weight_decay_of(operands.key)
+        master, beta = operands.master(piece), self._config.muon_momentum
+        grad = operands.grad(piece).to(master.dtype) * scalars.grad_scale
+        momentum = torch.lerp(grad, operands.values("momentum", piece), beta)
+        update = torch.lerp(grad, momentum, beta) if self._config.muon_nesterov else momentum
+        new = master * (1 - lr * decay) - lr * self._orthogonal(piece, update)
+        operands.commit(scalars, piece, new, momentum=momentum)
+
+    def _orthogonal(self, piece: ParamPiece, update: Tensor) -> Tensor:
+        """Scaled orthogonal matrices [n, rows, columns] of this rank's shard."""
+        mode = self._config.muon_tp_mode if piece.is_sharded else "blockwise"
+        if mode == "duplicated":
+            return piece.shard_of(self._of_parts(piece, piece.gathered(update)))
+        return self._of_parts(piece, update, piece.shards if mode == "distributed" else None)
+
+    def _of_parts(self, piece: ParamPiece, matrices: Tensor, shards: ProcessGroup | None = None) -> Tensor:
+        """Orthogonalises each part of the matrices. `shards`: group over which the matrices are sharded."""
+        splits = self._config.muon_split_qkv and piece.name.endswith("linear_qkv.weight")
+        parts = piece.split(matrices) if splits else [matrices]
+        made = []
+        for part in parts:
+            rows, columns = part.shape[-2:]
+            transposed = rows > columns
+            if shards is not None:  # the Gram matrix is summed over the sharded dim
+                transposed = piece.meta.tp_dim == 0
+                rows, columns = (rows * shards.size, columns) if transposed else (rows, columns * shards.size)
+            x = part.mT if transposed else part
+            x = newton_schulz(x, self._coefficients, self._dtype, shards)
+            made.append((x.mT if transposed else x) * scale_of(self._config, rows, columns))
+        return piece.join(made) if splits else made[0]
+
+
+def coefficients_of(name: str, num_steps: int) -> list[Coefficients]:
+    """Coefficients (a, b, c) of each of `num_steps` iterations."""
+    table = COEFFICIENTS[name]
+    if name in _REPEATS_LAST:
+        return [table[min(step, len(table) - 1)] for step in range(num_steps)]
+    return [table[step % len(table)] for step in range(num_steps)]
+
+
+def scale_of(config: MuonConfig, rows: int, columns: int) -> float:
+    """Factor of the update of a matrix with `rows` outputs and `columns` inputs."""
+    scales = {
+        "spectral": sqrt(max(rows, columns)),
+        "unit_rms_norm": sqrt(rows / columns),
+        "shape_scaling": sqrt(max(1, rows / columns)),
+    }
+    return scales[config.muon_scale_mode] * config.muon_extra_scale_factor
+
+
+def newton_schulz(
+    x: Tensor,
+    coefficients: Sequence[Coefficients],
+    dtype: torch.dtype | None = None,
+    shards: ProcessGroup | None = None,
+) -> Tensor:
+    """Approximates U V^T of matrices x = U S V^T, [n, rows, columns], of which rows should be the smaller dim.
+
+    Args:
+        dtype: dtype of the operands of the products, which accumulate in fp32; None: that of `x`.
+        shards: group whose ranks hold parts of the columns. None: `x` is whole.
+    """
+    squares = x.square().sum(dim=(-2, -1), keepdim=True)
+    if shards is not None:
+        # tp or etp: one number per matrix
+        all_reduce_(squares, shards)
+    y = (x / squares.sqrt().clamp(min=_EPS)).to(dtype or x.dtype)
+    for a, b, c in coefficients:
+        gram = y @ y.mT
+        if shards is not None:
+            # tp or etp: one square matrix per matrix
+            all_reduce_(gram, shards)
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.to(x.dtype)

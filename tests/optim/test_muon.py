@@ -1,0 +1,170 @@
+"""Muon: Newton-Schulz iterations, scales, split q, k and v, tensor-parallel modes, layouts and resume."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.optimizer import MuonConfig, OptimizerConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.optim.distributed_optimizer import Optimizer
+from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.muon import COEFFICIENTS, coefficients_of, newton_schulz, scale_of
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.checkpoint_files import stored_tensors
+from tests.helpers.optim_parameters import FP32, FP64, set_grads
+from tests.helpers.optim_ranks import KINDS, joined, make_parameters, run, run_alone, total_gradient
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
+from tests.parity.cells import compare_plan, plan_of
+from tests.parity.dimensions import cell_of
+from tests.train.test_resharding import resume, train_and_save
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+FC1 = "decoder.layers.1.mlp.experts.linear_fc1.weight"
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def polar(x: Tensor) -> Tensor:
+    """U V^T of the singular value decomposition."""
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    return u @ v
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "lowest", "highest"),
+    [
+        ("simple", (256, 704), 0.68, 1.13),
+        ("quintic", (256, 704), 0.978, 1.032),
+        ("quintic", (512, 2048), 0.978, 1.032),
+        ("deepseekv4", (256, 704), 1.0, 1.001),
+        ("deepseekv4", (256, 256), 1.0, 1.001),
+    ],
+)
+def test_singular_values_after_the_iterations(name: str, shape: tuple[int, int], lowest: float, highest: float) -> None:
+    """Ranges that Megatron's coefficients give for Gaussian matrices."""
+    coefficients = coefficients_of(name, 10 if name == "deepseekv4" else 5)
+    x = draw(1, *shape).float()
+    found = torch.linalg.svdvals(newton_schulz(x, coefficients))
+    assert lowest - 6e-3 <= found.min() and found.max() <= highest + 6e-3, f"{found.min():.4f} to {found.max():.4f}"
+    in_bf16 = newton_schulz(x, coefficients, torch.bfloat16)
+    cosine = torch.nn.functional.cosine_similarity(in_bf16.flatten(), polar(x).flatten(), dim=0)
+    assert cosine > 0.985 and in_bf16.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_every_set_of_coefficients_brings_singular_values_close_to_one(name: str) -> None:
+    steps = len(COEFFICIENTS[name]) if name != "simple" else 5
+    found = torch.linalg.svdvals(newton_schulz(draw(2, 32, 200), coefficients_of(name, steps)))
+    assert 0.6 < found.min() and found.max() < 1.31
+
+
+def test_further_iterations_repeat_the_table_or_its_last_entry() -> None:
+    quintic, express = COEFFICIENTS["quintic"], COEFFICIENTS["polar_express"]
+    assert coefficients_of("quintic", 7) == [*quintic, *quintic[:2]]
+    assert coefficients_of("polar_express", 10) == [*express, express[-1], express[-1]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "scale"), [("spectral", 20.0), ("unit_rms_norm", 2.0), ("shape_scaling", 2.0), ("spectral", 4.0)]
+)
+def test_scales_depend_on_the_shape_of_the_whole_matrix(mode: str, scale: float) -> None:
+    extra = 0.2 if scale == 4.0 else 1.0
+    config = MuonConfig(muon_scale_mode=mode, muon_extra_scale_factor=extra)
+    assert scale_of(config, 400, 100) == pytest.approx(scale)
+    assert scale_of(MuonConfig(muon_scale_mode="shape_scaling"), 100, 400) == 1
+
+
+def config(**muon: object) -> OptimizerConfig:
+    return OptimizerConfig(optimizer="muon", clip_grad=0.0, muon=MuonConfig(**muon))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("precision", [FP64, FP32], ids=["fp64", "fp32"])
+def test_steps_follow_the_definition(precision, nesterov: bool) -> None:
+    """Two steps of a plain matrix, a stack of experts, and a projection whose q, k and v are orthogonalised apart."""
+    settings = config(muon_nesterov=nesterov, muon_fp32_matmul_prec="high", muon_momentum=0.8)
+    dtype = torch.float64 if precision is FP64 else torch.float32
+    context = ParallelContext.single(dtype=dtype)
+    parameters = make_parameters(context)
+    expected = {name: parameter.detach().double() for name, parameter in parameters.items()}
+    buffers = GradBuffers(parameters.items(), precision, context, reference.bundle(), optimizer=settings)
+    optimizer, momentum = Optimizer(buffers, precision), {}
+    one, yes = torch.ones((), dtype=dtype), torch.ones((), dtype=torch.bool)
+    for step in range(2):
+        grads = {name: total_gradient(name, step, ParallelConfig()) for name in KINDS}
+        set_grads(buffers, grads)
+        optimizer.step(lr=0.1, weight_decay=0.5, grad_scale=0.5 * one, apply_update=yes)
+        for name in (QKV, FC1, "decoder.layers.0.mlp.latent.weight"):
+            grad = 0.5 * grads[name]
+            momentum[name] = 0.8 * momentum.get(name, 0.0) + 0.2 * grad
+            update = 0.2 * grad + 0.8 * momentum[name] if nesterov else momentum[name]
+            expected[name] = expected[name] * (1 - 0.1 * 0.5) - 0.1 * by_definition(name, update)
+    for name in momentum:
+        found = parameters[name].detach().double()
+        torch.testing.assert_close(found, expected[name], rtol=1e-12 if dtype == torch.float64 else 1e-4, atol=1e-6)
+    kinds = {(each.kind, each.name) for each in optimizer.named_state()}
+    assert ("momentum", QKV) in kinds and ("exp_avg", QKV) not in kinds
+    assert ("exp_avg", "embedding.word_embeddings.weight") in kinds
+
+
+def by_definition(name: str, update: Tensor) -> Tensor:
+    """Scaled Newton-Schulz result of each matrix on its own."""
+    if update.dim() == 3:
+        return torch.stack([by_definition("", each) for each in update])
+    if name == QKV:
+        rows = torch.arange(16).view(4, 4)  # query groups of two q, one k and one v rows
+        out = torch.empty_like(update)
+        for part in (rows[:, :2].flatten(), rows[:, 2], rows[:, 3]):
+            out[part] = by_definition("", update[part])
+        return out
+    tall = len(update) > update.shape[1]
+    x = newton_schulz((update.T if tall else update)[None], coefficients_of("quintic", 5))[0]
+    return max(update.shape) ** 0.5 * (x.T if tall else x)
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(world_size=4, tp=2),
+        ParallelConfig(world_size=4, tp=2, etp=2),
+        ParallelConfig(world_size=8, pp=2, tp=2, ep=2),
+    ],
+    ids=["dp2-tp2", "dp2-tp2-etp2", "dp2-pp2-tp2-ep2"],
+)
+def test_sharded_matrices_give_the_weights_of_one_rank(parallel: ParallelConfig, mode: str) -> None:
+    zero = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
+    settings = replace(config(muon_tp_mode=mode, muon_split_qkv=mode == "duplicated"), clip_grad=1.0)
+    found = joined(on_threads(parallel, lambda context: run(context, zero, optimizer=settings, num_steps=2)))
+    alone = run_alone(parallel, optimizer=settings, num_steps=2)
+    FP64_LAYOUT.check_all(found, joined([alone]), "weights")
+
+
+def plan(layout: str, **muon: object) -> RunPlan:
+    plan = plan_of(cell_of(f"balance=none {layout}"))
+    settings = MuonConfig(muon_nesterov=True, **muon)
+    return replace(plan, optimizer=replace(plan.optimizer, optimizer="muon", muon=settings))
+
+
+def test_a_model_with_every_axis_equals_one_rank() -> None:
+    layout = "tp=2 sp=on dp=2 ep=2 zero=on overlap=params dispatcher=alltoall shared=on attention=mla"
+    comparison = compare_plan(plan(layout))
+    assert comparison.equal, comparison.text()
+
+
+def test_a_checkpoint_resumes_on_another_layout(tmp_path: Path) -> None:
+    train_and_save(plan("dp=2 zero=on"), tmp_path / "a")
+    resume(plan("tp=2 sp=on ep=2 dispatcher=alltoall"), tmp_path / "a", tmp_path / "b")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
+    assert {key.partition(".")[0] for key in saved} == {"model", "optimizer", "momentum", "exp_avg", "exp_avg_sq"}
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
+    straight = stored_tensors(tmp_path / "a" / "iter_0000002")
+    FP64_LAYOUT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), straight, "one step further")
