@@ -17,16 +17,10 @@ from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
-from megatron_moe.config.moe import (
-    CapacityConfig,
-    ExpertsConfig,
-    HybridEPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.precision import ROW_ALIGNMENT
 from megatron_moe.config.registry import ACTIVATIONS, BALANCING, METRICS, SCORE_FUNCTIONS
+from megatron_moe.config.transport import HybridEPConfig, PushConfig
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Original context length in tokens of Llama 3's RoPE scaling. Megatron has no flag for it."""
@@ -228,8 +222,9 @@ def moe_config(flags: Flags) -> MoEConfig:
         dispatcher=flags.moe_token_dispatcher_type,
         transport_backend=derive.transport_backend(flags),
         expert_rank_capacity_factor=derive.row_capacity_factor(flags),
-        flex_dispatcher_num_sms=flags.moe_flex_dispatcher_num_sms,
+        push=PushConfig(num_sms=flags.moe_flex_dispatcher_num_sms),
         hybridep=HybridEPConfig(
+            num_sms=flags.moe_flex_dispatcher_num_sms,
             fuse_permute=flags.moe_permute_fusion_into_hybridep,
             num_blocks_permute=flags.moe_hybridep_num_blocks_permute,
             num_blocks_unpermute=flags.moe_hybridep_num_blocks_unpermute,

@@ -35,7 +35,7 @@ from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
-from megatron_moe.moe.moe_layer import new_expert_comm
+from megatron_moe.moe.moe_layer import StandInTransport, new_expert_comm
 from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
@@ -173,9 +173,11 @@ def build_model(
     *,
     initial: bool = True,
     host_copies: HostCopies | None = None,
+    stand_in_transport: StandInTransport | None = None,
 ) -> GPT:
     """Builds this rank's part of the model and initialises its weights unless `initial` is False. The initial weights
-    do not depend on the parallel layout. `host_copies` transfers offloaded activations; None: the device's default."""
+    do not depend on the parallel layout. `host_copies` transfers offloaded activations; None: the device's default.
+    `stand_in_transport`: see `new_expert_comm`."""
     saved_tensors = _saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
     with build_memory_guard(plan, context)():
         model = GPT(
@@ -184,7 +186,7 @@ def build_model(
             kernels,
             chunks=plan.layout.chunks(context.group("pp").rank),
             saved_tensors=saved_tensors,
-            expert_comm=_expert_comm(plan, context, kernels),
+            expert_comm=_expert_comm(plan, context, kernels, stand_in_transport),
             quantizers=_linear_quantizers(plan, context, kernels),
         )
         if initial:
@@ -200,14 +202,16 @@ def _linear_quantizers(plan: RunPlan, context: ParallelContext, kernels: KernelS
     return LinearQuantizers(QuantizerFactory(plan.precision, kernels, context.device, len(plan.model.layers)))
 
 
-def _expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
+def _expert_comm(
+    plan: RunPlan, context: ParallelContext, kernels: KernelSet, stand_in: StandInTransport | None
+) -> ExpertComm | None:
     """Communication state that all token dispatchers share; None for a model without MoE layers."""
     moe = plan.model.moe_configs
     kinds = {config.dispatcher for config in moe}
     assert len(kinds) <= 1, f"different token dispatchers: {sorted(kinds)}"
     if not moe:
         return None
-    return new_expert_comm(moe[0], context, kernels, overlaps_microbatches=plan.pipeline.overlap)
+    return new_expert_comm(moe[0], context, kernels, overlaps_microbatches=plan.pipeline.overlap, stand_in=stand_in)
 
 
 def _saved_tensor_policy(
@@ -300,10 +304,10 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
     rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
     assert interval == 1 or not rows, f"graphs of {sorted(rows)} with --moe-expert-wgrad-interval {interval}"
     comm = trainer.model.expert_comm
-    if comm is not None and not comm.dispatcher.can_be_captured and (config.full_iteration or "moe" in rows):
+    if comm is not None and not comm.kind.is_captured and (config.full_iteration or "moe" in rows):
         request = "--cuda-graph-impl full_iteration" if config.full_iteration else "--cuda-graph-modules moe"
         raise EnvironmentProblem(
-            f"{request}: CUDA graphs cannot contain the token exchange of {comm.dispatcher.__name__}. Use "
+            f"{request}: CUDA graphs cannot contain the token exchange of the transport {comm.kind.name}. Use "
             "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend symmetric, or capture --cuda-graph-modules "
             "attn moe_router."
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,10 @@ from megatron_moe.config.moe import DEEPEP_SMS  # noqa: E402
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo  # noqa: E402
 from megatron_moe.config.precision import OperandFormat, low_precision_config  # noqa: E402
 from megatron_moe.config.run import KernelConfig  # noqa: E402
+from megatron_moe.config.transport import ALLGATHER, DEEPEP, NCCL, SYMMETRIC, ExpertTransport, PushConfig  # noqa: E402
 from megatron_moe.kernels.registry import is_installed, select_kernels  # noqa: E402
-from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher  # noqa: E402
-from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats  # noqa: E402
-from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.flex import quantized  # noqa: E402
-from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 
 WARMUP, REPEATS = 5, 20
@@ -92,15 +89,16 @@ def start_together(ctx: ParallelContext) -> None:
 
 
 def run_dispatcher(
-    kind: Any, shape: LayerShape, ctx: ParallelContext, num_sms: int | None = None, fp8: FP8Rows = None
+    kind: ExpertTransport, shape: LayerShape, ctx: ParallelContext, num_sms: int | None = None, fp8: FP8Rows = None
 ) -> Timed:
     """Times one dispatcher; the experts are replaced by a multiplication with the probability. `fp8`: rows of dispatch
     and of the backward of combine are quantised after, or before, they are sent."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
-    comm = ExpertComm(ctx, kernels, kind, row_capacity_factor=1.25, num_sms=num_sms)
-    assert fp8 != "before" or kind.sends_fp8, f"{kind.__name__} sends no FP8"
+    options = PushConfig(num_sms=num_sms)
+    comm = ExpertComm(ctx, kernels, kind, shape.num_experts, row_capacity_factor=1.25, options=options)
+    assert fp8 != "before" or kind.sends_fp8, f"{kind.name} sends no FP8"
     formats = RowFormats(tokens=BLOCKWISE.inputs, grads=BLOCKWISE.grads) if fp8 == "before" else PLAIN_ROWS
-    dispatcher = comm.new_dispatcher(shape.num_experts, formats)
+    dispatcher = comm.new_dispatcher(formats)
 
     def quantize(rows_RH: Tensor) -> None:
         if fp8 == "after":
@@ -147,21 +145,20 @@ def run_dispatcher(
     return Timed({part: statistics.median(values) for part, values in times.items()}, tensors)
 
 
-def push_alone(
-    shape: LayerShape, ctx: ParallelContext, num_sms: int | None, form: OperandFormat | None = None
-) -> float:
-    """Median microseconds of the kernel that pushes tokens, with the wait for all ranks. `form`: FP8 format of the
+def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None, fmt: OperandFormat | None = None) -> float:
+    """Median microseconds of the kernel that pushes tokens, with the wait for all ranks. `fmt`: FP8 format of the
     tokens, which are quantised before."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
-    comm = ExpertComm(ctx, kernels, SymmetricDispatcher, row_capacity_factor=1.25, num_sms=num_sms)
-    dispatcher = SymmetricDispatcher(shape.num_experts, comm, RowFormats(tokens=form))
+    options = PushConfig(num_sms=num_sms)
+    comm = ExpertComm(ctx, kernels, SYMMETRIC, shape.num_experts, row_capacity_factor=1.25, options=options)
+    dispatcher = comm.new_dispatcher(RowFormats(tokens=fmt))
     routing = random_routing(shape, ctx.rank, ctx.device)
     tokens_TH = torch.randn(shape.num_tokens, shape.hidden_size, device=ctx.device).bfloat16()
     with torch.no_grad():
         pending = dispatcher.start_dispatch(tokens_TH, routing)
         dispatcher.finish_dispatch(pending)
-    channel = comm.transport._channel("tokens", False, tokens_TH, pending.route, form)
-    sent = quantized(kernels, tokens_TH, form)
+    channel = comm.transport._channel("tokens", False, tokens_TH, pending.route, fmt)
+    sent = quantized(kernels, tokens_TH, fmt)
     times = []
     for repeat in range(WARMUP + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -191,23 +188,23 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
         size = remote_copies(shape, routing, ctx.group("ep").size, ctx.rank) * shape.hidden_size * 2
         write(f"\n{shape.name}, {shape.num_tokens} tokens of {shape.hidden_size}, {size / 1e6:.1f} MB per rank\n")
         for num_sms in programs:
-            for form, sent in ((None, size), (BLOCKWISE.inputs, size * 33 / 64)):
-                us = slowest(push_alone(shape, ctx, num_sms, form), ctx)
-                what = "FP8 push" if form else "push"
+            for fmt, sent in ((None, size), (BLOCKWISE.inputs, size * 33 / 64)):
+                us = slowest(push_alone(shape, ctx, num_sms, fmt), ctx)
+                what = "FP8 push" if fmt else "push"
                 write(f"{what} of {num_sms} programs: {us:.0f} us, {sent / us / 1e3:.0f} GB/s on the wire")
         write(f"\n| dispatcher | {' | '.join(PARTS)} | all, us | largest relative error |\n|---|{'---|' * 6}")
-        expected = run_dispatcher(AllToAllDispatcher, shape, ctx)
-        cases: list[tuple[str, Any, int | None, FP8Rows]] = [("all-to-all (NCCL)", AllToAllDispatcher, None, None)]
-        cases.append(("all-gather (NCCL)", AllGatherDispatcher, None, None))
-        cases += [(f"symmetric, {n} programs", SymmetricDispatcher, n, None) for n in programs]
-        cases.append(("symmetric", SymmetricDispatcher, None, None))
-        cases.append(("symmetric, rows quantised to FP8 after", SymmetricDispatcher, None, "after"))
-        cases.append(("symmetric, sent in FP8", SymmetricDispatcher, None, "before"))
+        expected = run_dispatcher(NCCL, shape, ctx)
+        cases: list[tuple[str, ExpertTransport, int | None, FP8Rows]] = [("all-to-all (NCCL)", NCCL, None, None)]
+        cases.append(("all-gather (NCCL)", ALLGATHER, None, None))
+        cases += [(f"symmetric, {n} programs", SYMMETRIC, n, None) for n in programs]
+        cases.append(("symmetric", SYMMETRIC, None, None))
+        cases.append(("symmetric, rows quantised to FP8 after", SYMMETRIC, None, "after"))
+        cases.append(("symmetric, sent in FP8", SYMMETRIC, None, "before"))
         if is_installed("deep_ep"):
-            cases += [(f"DeepEP, {n} multiprocessors", DeepEPDispatcher, n, None) for n in (DEEPEP_SMS, 32)]
-            cases.append(("DeepEP, sent in FP8", DeepEPDispatcher, DEEPEP_SMS, "before"))
+            cases += [(f"DeepEP, {n} multiprocessors", DEEPEP, n, None) for n in (DEEPEP_SMS, 32)]
+            cases.append(("DeepEP, sent in FP8", DEEPEP, DEEPEP_SMS, "before"))
         for name, kind, sms, fp8 in cases:
-            timed = expected if kind is AllToAllDispatcher else run_dispatcher(kind, shape, ctx, sms, fp8)
+            timed = expected if kind is NCCL else run_dispatcher(kind, shape, ctx, sms, fp8)
             error = max(
                 float((timed.tensors[key] - value).abs().max() / value.abs().max())
                 for key, value in expected.tensors.items()

@@ -12,7 +12,7 @@ from megatron_moe.config.moe import RouterConfig
 _WITHOUT_EFFECT = frozenset(
     (
         *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange"),
-        *("expert_rank_capacity_factor", "transport_backend", "flex_dispatcher_num_sms"),
+        *("expert_rank_capacity_factor", "transport_backend", "push"),
         *("hybridep", "row_alignment"),
         *("init", "max_positions", "vocab_size"),
     )

@@ -23,7 +23,14 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
-from megatron_moe.config.transport import ExpertTransport, RowBound, TransportChoice, choose_transport
+from megatron_moe.config.transport import (
+    ExpertTransport,
+    HybridEPConfig,
+    PushConfig,
+    RowBound,
+    TransportChoice,
+    choose_transport,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,18 +205,6 @@ DEEPEP_SMS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridEPConfig:
-    """Settings of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`): the branch of DeepEP that has
-    `deep_ep.HybridEPBuffer`. None: the library's default."""
-
-    fuse_permute: bool = False
-    """Sorts rows in the kernels that send and receive them (`--moe-permute-fusion-into-hybridep`)."""
-    num_blocks_permute: int | None = None
-    num_blocks_unpermute: int | None = None
-    num_sms_preprocessing: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class MoEConfig(FeedForwardConfig):
     """An MoE layer: router, token dispatch, experts, combine, and optional shared experts."""
 
@@ -227,8 +222,7 @@ class MoEConfig(FeedForwardConfig):
     expert_rank_capacity_factor: float | None = None
     """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
     (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
-    flex_dispatcher_num_sms: int | None = None
-    """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
+    push: PushConfig = PushConfig()
     hybridep: HybridEPConfig = HybridEPConfig()
     fp8_dispatch: bool = False
     """Dispatch sends the tokens of layers with FP8 experts as the bytes that fc1 multiplies

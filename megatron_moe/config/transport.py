@@ -1,6 +1,6 @@
 """Transports of expert-parallel ranks: how tokens reach the ranks of their experts, and which transport a run uses."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -25,6 +25,10 @@ class RowBound(Enum):
     ANY_ROUTING = "the rows that any routing can need"
 
 
+def _no_options(config: Any) -> None:
+    """Options of a transport that has none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertTransport:
     """Exchange of tokens between expert-parallel ranks. A transport changes no result."""
@@ -32,8 +36,18 @@ class ExpertTransport:
     name: str
     dispatcher: Any
     """Class of its token dispatcher (`Dispatcher`), or the text "package.module:class"."""
+    transport: Any = None
+    """Class of the `Transport` that the flex dispatcher uses, or its text; None for other dispatchers."""
+    options: Callable[[Any], Any] = _no_options
+    """Returns the options of the transport in a `MoEConfig`."""
     copies: SentCopies
     rows: RowBound
+    can_gather_in_fc1: bool = False
+    """fc1 may gather its rows from the tokens (`RowFormats.gathers_in_fc1`); otherwise the transport delivers rows."""
+    sends_fp8: bool = False
+    """Sends tokens and the gradient of combine in FP8 if asked to (`RowFormats`)."""
+    host_reads: int = 0
+    """Maximum number of host synchronisations per dispatch."""
     library: str | None = None
     """Python module that must be installed."""
     spans_hosts: bool = False
@@ -47,11 +61,34 @@ class ExpertTransport:
     """Combine sums the rows of all received tokens before it sends the sums."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PushConfig:
+    """Options of symmetric memory and of DeepEP."""
+
+    num_sms: int | None = None
+    """Multiprocessors of an exchange (`--moe-flex-dispatcher-num-sms`); None: all, or the default of DeepEP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridEPConfig:
+    """Options of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`): the branch of DeepEP that has
+    `deep_ep.HybridEPBuffer`. None: the library's default."""
+
+    num_sms: int | None = None
+    """Multiprocessors of a dispatch or combine (`--moe-flex-dispatcher-num-sms`)."""
+    fuse_permute: bool = False
+    """Sorts rows in the kernels that send and receive them (`--moe-permute-fusion-into-hybridep`)."""
+    num_blocks_permute: int | None = None
+    num_blocks_unpermute: int | None = None
+    num_sms_preprocessing: int | None = None
+
+
 _MODULES = "megatron_moe.moe.token_dispatcher."
 
 LOCAL = ExpertTransport(
     name="local",
     dispatcher=_MODULES + "local:LocalDispatcher",
+    can_gather_in_fc1=True,
     copies=SentCopies.PER_CHOICE,
     rows=RowBound.RECEIVED,
     is_captured=True,
@@ -60,6 +97,7 @@ LOCAL = ExpertTransport(
 ALLGATHER = ExpertTransport(
     name="allgather",
     dispatcher=_MODULES + "allgather:AllGatherDispatcher",
+    can_gather_in_fc1=True,
     copies=SentCopies.ALL_RANKS,
     rows=RowBound.ANY_ROUTING,
     spans_hosts=True,
@@ -67,38 +105,50 @@ ALLGATHER = ExpertTransport(
 NCCL = ExpertTransport(
     name="nccl",
     dispatcher=_MODULES + "alltoall:AllToAllDispatcher",
+    can_gather_in_fc1=True,
+    host_reads=1,
     copies=SentCopies.PER_CHOICE,
     rows=RowBound.RECEIVED,
     spans_hosts=True,
 )
 SYMMETRIC = ExpertTransport(
     name="symmetric",
-    dispatcher=_MODULES + "symmetric:SymmetricDispatcher",
+    dispatcher=_MODULES + "flex:FlexDispatcher",
+    transport=_MODULES + "symmetric:SymmetricTransport",
+    options=lambda config: config.push,
     copies=SentCopies.PER_RANK,
     rows=RowBound.BOUNDED,
     is_captured=True,
+    sends_fp8=True,
     has_receive_slots=True,
 )
 HIERARCHICAL = ExpertTransport(
     name="hierarchical",
-    dispatcher=_MODULES + "hierarchical:HierarchicalDispatcher",
+    dispatcher=_MODULES + "flex:FlexDispatcher",
+    transport=_MODULES + "hierarchical:HierarchicalTransport",
+    host_reads=1,
     copies=SentCopies.PER_HOST,
     rows=RowBound.RECEIVED,
     spans_hosts=True,
 )
 DEEPEP = ExpertTransport(
     name="deepep",
-    dispatcher=_MODULES + "deepep:DeepEPDispatcher",
+    dispatcher=_MODULES + "flex:FlexDispatcher",
+    transport=_MODULES + "deepep:DeepEPTransport",
+    options=lambda config: config.push,
     copies=SentCopies.PER_RANK,
     rows=RowBound.BOUNDED,
     library="deep_ep",
+    sends_fp8=True,
     pads_experts=False,
     has_receive_slots=True,
     sums_before_sending=True,
 )
 HYBRIDEP = ExpertTransport(
     name="hybridep",
-    dispatcher=_MODULES + "hybridep:HybridEPDispatcher",
+    dispatcher=_MODULES + "flex:FlexDispatcher",
+    transport=_MODULES + "hybridep:HybridEPTransport",
+    options=lambda config: config.hybridep,
     copies=SentCopies.PER_RANK,
     rows=RowBound.BOUNDED,
     library="hybrid_ep_cpp",

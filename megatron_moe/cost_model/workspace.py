@@ -85,7 +85,7 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
         return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
     if transport.copies is SentCopies.PER_RANK:
         # sums, of this rank's tokens and, if they are computed before the push, of all tokens, as DeepEP receives them
-        sums_first = transport.sums_before_sending or config.flex_dispatcher_num_sms is not None
+        sums_first = transport.sums_before_sending or config.push.num_sms is not None
         summed = tokens * (1 + parallel.ep * parallel.etp if sums_first else 1)
         return Workspace(dispatch=summed * width * sizes.activation, other=held)
     if transport.copies is SentCopies.PER_HOST:
@@ -113,7 +113,7 @@ def receive_slots(
             continue
         width, topk = config.experts.hidden_size, config.router.topk
         if config.transport(parallel) is DEEPEP:
-            num_slots = (config.flex_dispatcher_num_sms or DEEPEP_SMS) // 2 * ranks * _DEEPEP_SLOTS
+            num_slots = (config.push.num_sms or DEEPEP_SMS) // 2 * ranks * _DEEPEP_SLOTS
             deepep = max(deepep, num_slots * (width * max(sizes.activation, 2.0) + _DEEPEP_SLOT_BYTES))
             continue
         tokens, grads = config.exchange_formats(low)

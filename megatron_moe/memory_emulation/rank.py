@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron_moe import build
 from megatron_moe.config.emulation import RoutedLoad
 from megatron_moe.config.model import with_experts
-from megatron_moe.config.moe import RouterConfig
-from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.moe import MoEConfig, RouterConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.expert_load import TokenCopies, token_copies
+from megatron_moe.config.transport import HIERARCHICAL, NCCL, SYMMETRIC, ExpertTransport
+from megatron_moe.cost_model.expert_load import token_copies
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, split_sequence
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
@@ -27,11 +27,10 @@ from megatron_moe.logs.timers import Timers
 from megatron_moe.memory_emulation.kernels import emulated_kernels
 from megatron_moe.memory_emulation.labels import label_links, label_model, mark_pages, mark_state
 from megatron_moe.memory_emulation.tracker import HOST, Phase, Timeline, Tracker
-from megatron_moe.model.gpt import GPT
-from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute
-from megatron_moe.moe.token_dispatcher.hierarchical import ExchangeSizes, HierarchicalDispatcher
+from megatron_moe.moe.token_dispatcher.hierarchical import ExchangeSizes, HierarchicalTransport
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.parallel.streams import MetaHostCopies
 from megatron_moe.pipeline.schedule import num_warmup
@@ -154,9 +153,10 @@ def _trainer(
         # the reference loop over experts reads offsets on the host; the grouped fakes use the same memory
         grouped = with_experts(plan.model, lambda moe: replace(moe, experts=replace(moe.experts, grouped=True)))
         plan = replace(plan, model=grouped)
-    model = build.build_model(plan, context, kernels, initial=load is None, host_copies=host_copies)
-    if load is not None:
-        assume_load(model, load)
+    stand_in = None if load is None else partial(transport_without_peers, load)
+    model = build.build_model(
+        plan, context, kernels, initial=load is None, host_copies=host_copies, stand_in_transport=stand_in
+    )
     label_model(model, tracker)
     timers = _Spans(tracker, context.device)
     trainer = build.build_trainer(plan, context, model, kernels, timers, has_peers=load is None)
@@ -191,33 +191,47 @@ def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad
     return RoutedLoad(ep.size, ep.rank, imbalance)
 
 
-def assume_load(model: GPT, load: RoutedLoad) -> None:
-    """Makes token dispatchers that read sizes use those of `load` instead of exchanging counts between ranks."""
+class _AssumedAllToAll(AllToAllDispatcher):
+    """All-to-all dispatcher that takes the numbers of rows from the assumed load instead of from the other ranks."""
 
-    def assumed_rows(dispatcher: AllToAllDispatcher, rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
-        counts_E = load.counts(dispatcher.ep.size * dispatcher.num_local, num_choices)
-        starts = range(0, len(counts_E), dispatcher.num_local)
-        return [[sum(counts_E[start : start + dispatcher.num_local]) for start in starts]] * len(rows_PQ)
+    def __init__(self, load: RoutedLoad, comm: ExpertComm, *settings: Any) -> None:
+        super().__init__(comm, *settings)
+        self._load = load
 
-    for module in model.modules():
-        if isinstance(module, MoELayer) and isinstance(module.dispatcher, AllToAllDispatcher):
-            module.dispatcher.read_rows = partial(assumed_rows, module.dispatcher)
-        if isinstance(module, MoELayer) and isinstance(module.dispatcher, HierarchicalDispatcher):
-            ctx, router = module.expert_comm.ctx, module.router.config
-            copies = token_copies(router, ctx.config, rank=ctx.rank)
-            module.expert_comm.transport.read_sizes = partial(_assumed_sizes, load, router, ctx.config, copies)
+    def read_rows(self, rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
+        counts_E = self._load.counts(self.comm.num_experts, num_choices)
+        starts = range(0, len(counts_E), self.num_local)
+        return [[sum(counts_E[start : start + self.num_local]) for start in starts]] * len(rows_PQ)
 
 
-def _assumed_sizes(
-    load: RoutedLoad, router: RouterConfig, parallel: ParallelConfig, copies: TokenCopies, route: ExchangeRoute
-) -> ExchangeSizes:
-    """Sizes of the hierarchical exchange for random routing, in which this rank's experts have the assumed load."""
-    num_tokens = len(route.ids_TK)
-    to_host = (round(num_tokens * copies.per_token / copies.num_hosts),) * copies.num_hosts
-    to_rank = (round(num_tokens * copies.forwarded / copies.ranks_per_host),) * copies.ranks_per_host
-    num_local = router.num_experts // parallel.ep
-    counts_e = load.counts(router.num_experts, route.ids_TK.numel())[load.busiest_ep_rank * num_local :][:num_local]
-    return ExchangeSizes(to_host, to_host, to_rank, to_rank, parallel.ep * parallel.etp * sum(counts_e))
+class _AssumedHierarchical(HierarchicalTransport):
+    """Hierarchical transport that estimates the sizes of an exchange instead of gathering them."""
+
+    def __init__(self, load: RoutedLoad, router: RouterConfig, comm: ExpertComm) -> None:
+        super().__init__(comm)
+        self._load = load
+        self._token_copies = token_copies(router, comm.ctx.config, rank=comm.ctx.rank)
+
+    def read_sizes(self, route: ExchangeRoute) -> ExchangeSizes:
+        """Split sizes of the hierarchical all-to-all for random routing, in which this rank's experts have the assumed
+        load."""
+        num_tokens, copies, parallel = len(route.ids_TK), self._token_copies, self._comm.ctx.config
+        to_host = (round(num_tokens * copies.per_token / copies.num_hosts),) * copies.num_hosts
+        to_rank = (round(num_tokens * copies.forwarded / copies.ranks_per_host),) * copies.ranks_per_host
+        counts_E = self._load.counts(self._comm.num_experts, route.ids_TK.numel())
+        counts_e = counts_E[self._load.busiest_ep_rank * self._num_local :][: self._num_local]
+        return ExchangeSizes(to_host, to_host, to_rank, to_rank, parallel.ep * parallel.etp * sum(counts_e))
+
+
+def transport_without_peers(load: RoutedLoad, transport: ExpertTransport, config: MoEConfig) -> ExpertTransport:
+    """Transport that stands in for another one on a single emulated rank, with the same shapes."""
+    if transport.library is not None:
+        return SYMMETRIC
+    if transport is NCCL:
+        return replace(transport, dispatcher=partial(_AssumedAllToAll, load))
+    if transport is HIERARCHICAL:
+        return replace(transport, transport=partial(_AssumedHierarchical, load, config.router))
+    return transport
 
 
 def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:

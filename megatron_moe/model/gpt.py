@@ -136,7 +136,7 @@ class GPT(nn.Module):
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         self.expert_comm = expert_comm
-        self.blocks_host = expert_comm is not None and expert_comm.dispatcher.host_reads > 0
+        self.blocks_host = expert_comm is not None and expert_comm.kind.host_reads > 0
         """Whether exchanges of tokens block the host."""
         resources = ModelResources(ctx, kernels, self.saved_tensors, expert_comm, quantizers)
         self.config = config

@@ -1,13 +1,13 @@
 """MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.config.registry import resolve
-from megatron_moe.config.transport import SYMMETRIC
+from megatron_moe.config.transport import LOCAL, ExpertTransport
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.components import FeedForward, Site
@@ -19,7 +19,10 @@ from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, RowFormats
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.symmetric_memory import has_peer_access, is_emulated
+from megatron_moe.parallel.symmetric_memory import has_peer_access
+
+StandInTransport = Callable[[ExpertTransport, MoEConfig], ExpertTransport]
+"""Returns the transport that replaces another one on a rank without peers."""
 
 
 class MoELayer(FeedForward):
@@ -70,7 +73,7 @@ class MoELayer(FeedForward):
                 config.latent_size, hidden_size, ctx, kernels, init="output", quantizer=second
             )
         self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
-        self.dispatcher = self.expert_comm.new_dispatcher(config.experts.num_experts, self._row_formats(config))
+        self.dispatcher = self.expert_comm.new_dispatcher(self._row_formats(config))
         if not self.expert_comm.overlaps_microbatches:  # the other microbatch runs in between, on another stream
             of_shared = None if self.shared_experts is None else self.shared_experts.linear_fc1
             self.input_linears = tuple(each for each in (self.fc1_latent_proj, of_shared) if each is not None)
@@ -86,7 +89,7 @@ class MoELayer(FeedForward):
     def _row_formats(self, config: MoEConfig) -> RowFormats:
         """Formats in which the experts would quantise the rows and gradients that the dispatcher delivers."""
         fc1, fc2 = self.experts.linear_fc1.quantizer, self.experts.linear_fc2.quantizer
-        kind, is_alone = self.expert_comm.dispatcher, self.expert_comm.etp_ep.size == 1
+        kind, is_alone = self.expert_comm.kind, self.expert_comm.etp_ep.size == 1
         gathers = kind.can_gather_in_fc1 and self.saved_tensors.stash is None and self.experts.has_fused_casts
         # tokens are saved instead of a columnwise copy of rows; on one rank, the router saves them anyway
         gathers = gathers and fc1 is not None and (is_alone or not fc1.weight_grad)
@@ -172,29 +175,36 @@ class MoELayer(FeedForward):
 
 
 def new_expert_comm(
-    config: MoEConfig, ctx: ParallelContext, kernels: Kernels, *, overlaps_microbatches: bool = False
+    config: MoEConfig,
+    ctx: ParallelContext,
+    kernels: Kernels,
+    *,
+    overlaps_microbatches: bool = False,
+    stand_in: StandInTransport | None = None,
 ) -> ExpertComm:
-    """Creates the communication state of the token dispatchers of `--moe-token-dispatcher-type`; the local dispatcher
-    if every rank has all experts. `overlaps_microbatches`: see `ExpertComm`.
+    """Creates the transport of a run, and the communication state of its token dispatchers.
 
-    Raises EnvironmentProblem if the flex dispatcher has no transport for the ranks.
+    Args:
+        overlaps_microbatches: see `ExpertComm`.
+        stand_in: returns a transport that replaces the chosen one if the other ranks do not exist; None: they do.
+
+    Raises EnvironmentProblem if the transport cannot serve the ranks.
     """
     group = ctx.group("etp_ep")
-    emulated = is_emulated(group, ctx)
-    on_gpus = emulated or ctx.device.type == "cuda"
+    on_gpus = stand_in is not None or ctx.device.type != "cpu"
     here = replace(ctx.config, shares_memory=ctx.config.shares_memory and on_gpus)
     choice = config.choose_transport(here, has_peer_access=has_peer_access(group, ctx))
-    # a library cannot run without the other ranks; symmetric memory needs the same buffers
-    transport = SYMMETRIC if emulated and choice.transport.library is not None else choice.transport
+    transport = choice.transport if stand_in is None else stand_in(choice.transport, config)
+    assert group.size == 1 or transport is not LOCAL, f"unknown dispatcher '{config.dispatcher}' for {group.size} ranks"
     comm = ExpertComm(
         ctx,
         kernels,
-        resolve(transport.dispatcher),
+        transport,
+        config.router.num_experts,
         row_capacity_factor=config.expert_rank_capacity_factor,
-        num_sms=config.flex_dispatcher_num_sms,
-        hybridep=config.hybridep,
         row_alignment=config.row_alignment,
         overlaps_microbatches=overlaps_microbatches,
+        options=transport.options(config),
     )
     comm.note = choice.note
     return comm

@@ -5,10 +5,11 @@ with other work; its backward then overlaps with the backward of that work. Redu
 rounds the sums to the dtype of the rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -114,81 +115,132 @@ class ReduceScatter:
         return lambda: wait_for(work, part)[:held].to(dtype)
 
 
-class PendingExchange:
-    """Started exchange of rows [R, ...]. In a group of one rank, nothing is communicated or copied."""
+class SplitExchange(ABC):
+    """Differentiable exchange in two halves, so that a schedule can launch other work in between.
 
-    def __init__(self, exchange: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> None:
-        self.exchange, self.overlap = exchange, overlap
-        self.anchor: Any = None
-        """Empty tensor that connects start and finish in the autograd graph. In a group of one rank, it is the
-        input rows instead. `replace_boundary` can replace it temporarily by another object."""
-        self._wait: Wait | None = None
-        if exchange.group.size == 1:
-            self.anchor = rows
-        else:
-            self.anchor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
+    `start` sends and `finish` returns what was received. In the backward, `finish` sends the gradients of what was
+    received, and `start` returns those of its inputs. An object is used for one exchange.
+    """
 
-    def finish(self) -> Tensor:
-        """Waits for the rows that this rank receives and returns them. Can be called once."""
-        anchor, self.anchor = self.anchor, None
-        assert isinstance(anchor, Tensor), f"the anchor of the graph is {anchor}, not a tensor"
-        if self.exchange.group.size == 1:
-            return anchor
-        return _Finish.apply(anchor, self)  # type: ignore[no-untyped-call,no-any-return]
+    def __init__(self, overlap: Callable[[], None] | None = None) -> None:
+        """`overlap`: called in the backward while gradients are exchanged."""
+        self._overlap = overlap
+        self._boundary: Any = None
+        """Tensor that connects both halves in the autograd graph. `replace_boundary` can replace it temporarily by
+        another object."""
+        self._work: Any = None
+
+    @abstractmethod
+    def send(self, *inputs: Tensor) -> Any:
+        """Starts to send the inputs, and returns the work to pass to `receive`."""
+
+    @abstractmethod
+    def receive(self, work: Any) -> Any:
+        """Waits for what the ranks have sent: a tensor or a tuple of tensors."""
+
+    @abstractmethod
+    def send_grads(self, *grads: Tensor) -> Any:
+        """Starts to send the gradients of what was received."""
+
+    @abstractmethod
+    def receive_grads(self, work: Any) -> tuple[Tensor | None, ...]:
+        """Waits for the gradients of the inputs."""
+
+    def start(self, *inputs: Tensor) -> Self:
+        """Starts the exchange."""
+        self._boundary = _Start.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        return self
+
+    def finish(self) -> Any:
+        """Finishes the exchange and returns what was received. Can be called once."""
+        return _Finish.apply(self._take_boundary(), self)  # type: ignore[no-untyped-call]
 
     def replace_boundary(self, change: Callable[[Any], Any]) -> None:
-        """Replaces `anchor` by `change(anchor)`, so that a schedule can cut the autograd graph before `finish`."""
-        self.anchor = change(self.anchor)
+        """Replaces the boundary tensor by `change(tensor)`, so that a schedule can cut the autograd graph between start
+        and finish."""
+        self._boundary = change(self._boundary)
 
-    def launch(self, exchange: Exchange, rows: Tensor) -> None:
-        assert self._wait is None, "an exchange is already pending"
-        self._wait = exchange.launch(rows.contiguous())
+    def _take_boundary(self) -> Tensor:
+        boundary, self._boundary = self._boundary, None
+        assert isinstance(boundary, Tensor), f"finished with {boundary} in place of the boundary tensor"
+        return boundary
 
-    def wait(self) -> Tensor:
-        wait, self._wait = self._wait, None
-        assert wait is not None, "no exchange is pending"
-        return wait()
-
-
-def start(exchange: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> PendingExchange:
-    """Starts to exchange rows [R, ...]; `finish` of the result returns the received rows. `overlap` is called in the
-    backward while the gradients of the rows are exchanged."""
-    return PendingExchange(exchange, rows, overlap)
+    def _take_work(self) -> Any:
+        work, self._work = self._work, None
+        assert work is not None, "no exchange is in progress"
+        return work
 
 
-def run(exchange: Exchange, rows: Tensor) -> Tensor:
-    """Exchanges rows [R, ...] and returns the rows that this rank receives."""
-    return start(exchange, rows).finish()
-
-
-# `_Start` cannot output the received rows, which are not ready yet, so it outputs an empty anchor tensor, the input of
-# `_Finish`. In backward, `_Finish` starts the exchange of the gradients and `_Start` waits for it.
+# `_Start` cannot output what is received, which is not ready yet, so it outputs an empty boundary tensor, the input of
+# `_Finish`.
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, pending: PendingExchange) -> Tensor:
-        ctx.pending = pending
-        pending.launch(pending.exchange, rows)
-        return rows.new_empty(0)
+    def forward(ctx: Any, exchange: SplitExchange, *inputs: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        assert exchange._work is None, "an exchange is already in progress"
+        exchange._work = exchange.send(*inputs)
+        return inputs[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.pending.overlap is not None:
-            ctx.pending.overlap()
-        return ctx.pending.wait(), None
+        if ctx.exchange._overlap is not None:
+            ctx.exchange._overlap()
+        return None, *ctx.exchange.receive_grads(ctx.exchange._take_work())
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, pending: PendingExchange) -> Tensor:
-        ctx.pending = pending
-        return pending.wait()
+    def forward(ctx: Any, boundary: Tensor, exchange: SplitExchange) -> Any:
+        ctx.exchange = exchange
+        return exchange.receive(exchange._take_work())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.pending.launch(ctx.pending.exchange.transposed, grads[0])
+        assert ctx.exchange._work is None, "an exchange is already in progress"
+        ctx.exchange._work = ctx.exchange.send_grads(*grads)
         return grads[0].new_empty(0), None
+
+
+class CollectiveExchange(SplitExchange):
+    """Exchange of rows [R, ...] by a collective. In a group of one rank, nothing is communicated or copied."""
+
+    def __init__(self, collective: Exchange, overlap: Callable[[], None] | None = None) -> None:
+        super().__init__(overlap)
+        self._collective = collective
+
+    def start(self, *inputs: Tensor) -> Self:
+        if self._collective.group.size > 1:
+            return super().start(*inputs)
+        (self._boundary,) = inputs
+        return self
+
+    def finish(self) -> Tensor:
+        rows: Tensor = super().finish() if self._collective.group.size > 1 else self._take_boundary()
+        return rows
+
+    def send(self, *inputs: Tensor) -> Wait:
+        return self._collective.launch(inputs[0].contiguous())
+
+    def receive(self, work: Wait) -> Tensor:
+        return work()
+
+    def send_grads(self, *grads: Tensor) -> Wait:
+        return self._collective.transposed.launch(grads[0].contiguous())
+
+    def receive_grads(self, work: Wait) -> tuple[Tensor | None, ...]:
+        return (work(),)
+
+
+def start(collective: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> CollectiveExchange:
+    """Starts to exchange rows [R, ...]; `finish` of the result returns the received rows."""
+    return CollectiveExchange(collective, overlap).start(rows)
+
+
+def run(collective: Exchange, rows: Tensor) -> Tensor:
+    """Exchanges rows [R, ...] and returns the rows that this rank receives."""
+    return start(collective, rows).finish()
 
 
 def _longest(sizes: Sizes | None, share: int) -> tuple[int, bool]:

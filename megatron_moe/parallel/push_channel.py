@@ -42,20 +42,20 @@ class ChannelShape:
     topk: int
     dtype: torch.dtype
     """Dtype of tokens. Values of choices (probabilities and their gradients) have promote(fp32, dtype)."""
-    form: OperandFormat | None = None
+    fmt: OperandFormat | None = None
     """FP8 format, with one scale per block of a token, in which tokens are sent; None: `dtype`."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of the slots for tokens."""
-        return self.dtype if self.form is None else DTYPES[self.form.element]
+        return self.dtype if self.fmt is None else DTYPES[self.fmt.element]
 
     @property
     def scales(self) -> tuple[int, torch.dtype]:
         """Number of scales per token and their dtype."""
-        if self.form is None:
+        if self.fmt is None:
             return 0, torch.float32
-        return -(-self.width // self.form.block[1]), torch.uint8 if self.form.scale == "e8m0" else torch.float32
+        return -(-self.width // self.fmt.block[1]), torch.uint8 if self.fmt.scale == "e8m0" else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +81,7 @@ class PushChannel:
     """int32 [2]: number of the last push of this rank; programs of the current push that have finished."""
     addresses: Tensor
     """int64 [6, P]: addresses of `tokens`, `ids`, `values`, `arrived`, `acknowledged` and `scales` of all ranks."""
-    missing: Tensor
+    late_rank_flag: Tensor
     """int32 scalar in memory that the host can read: 1 + the first rank that did not arrive within `timeout_s`, or 0.
     Pinned if the channel is on a GPU."""
     timeout_s: float
@@ -91,11 +91,11 @@ class PushChannel:
     @property
     def received(self) -> Tensor | QuantizedTensor:
         """[P * T, H]: this rank's slots."""
-        tokens_GH, form = self.tokens[self.rank].flatten(0, 1), self.shape.form
-        if form is None:
+        tokens_GH, fmt = self.tokens[self.rank].flatten(0, 1), self.shape.fmt
+        if fmt is None:
             return tokens_GH
         scales = self.scales[self.rank].flatten(0, 1).T
-        return QuantizedTensor.of(QuantizedCopy(tokens_GH, scales), None, form.block, self.shape.dtype)
+        return QuantizedTensor.of(QuantizedCopy(tokens_GH, scales), None, fmt.block, self.shape.dtype)
 
     @property
     def received_ids(self) -> Tensor:
@@ -145,7 +145,7 @@ def new_channel(
         scales=scales,
         epoch=torch.zeros(2, dtype=torch.int32, device=device),
         addresses=torch.tensor([[_address(each) for each in view] for view in views], device=device),
-        missing=torch.zeros((), dtype=torch.int32, device="cpu" if on_gpu else device, pin_memory=on_gpu),
+        late_rank_flag=torch.zeros((), dtype=torch.int32, device="cpu" if on_gpu else device, pin_memory=on_gpu),
         timeout_s=timeout_s,
         num_programs=num_programs,
     )

@@ -14,6 +14,7 @@ import hashlib
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels.backends.triton.precompile import compile_recorded, record_launches
 from megatron_moe.kernels.registry import BACKENDS, is_installed
 from megatron_moe.memory_emulation.kernels import triton_kernels
-from megatron_moe.memory_emulation.rank import assume_load, assumed_load, make_batches, with_assumed_choices
+from megatron_moe.memory_emulation.rank import assumed_load, make_batches, transport_without_peers, with_assumed_choices
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.train.train_state import TrainState
@@ -124,9 +125,10 @@ def take_step(plan: RunPlan, device: torch.device, *, kernels_of: torch.device |
             kernels = build.build_kernels(small, context)
         else:
             kernels = triton_kernels(small.kernels, kernels_of, context.dtype, small.precision.low_precision)
-        kernels = with_assumed_choices(kernels, assumed_load(context))
-        model = build.build_model(small, context, kernels, initial=False)
-        assume_load(model, assumed_load(context))
+        load = assumed_load(context)
+        kernels = with_assumed_choices(kernels, load)
+        stand_in = partial(transport_without_peers, load)
+        model = build.build_model(small, context, kernels, initial=False, stand_in_transport=stand_in)
         for parameter in model.parameters():
             parameter.data.normal_(std=0.02)
         trainer = build.build_trainer(small, context, model, kernels, has_peers=False)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_moe.config.moe import HybridEPConfig, MoEConfig
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.transport import HybridEPConfig, PushConfig
 from tests.helpers.command_lines import plan_of
 
 
@@ -35,13 +36,14 @@ def test_alltoall_uses_symmetric_memory_if_the_plan_has_its_ranks_on_one_host(mo
 def test_flags_of_the_flex_dispatcher():
     config = experts_of("")
     assert config.expert_rank_capacity_factor == 1.25
-    assert config.hybridep == HybridEPConfig(num_sms_preprocessing=108)
+    assert config.hybridep == HybridEPConfig(num_sms_preprocessing=108) and config.push == PushConfig()
     flags = (
         "--moe-permute-fusion-into-hybridep --moe-hybridep-num-blocks-permute 5 --moe-hybridep-num-blocks-unpermute 6 "
-        "--moe-hybridep-num-sms-preprocessing 7 --moe-expert-rank-capacity-factor 1.5"
+        "--moe-hybridep-num-sms-preprocessing 7 --moe-expert-rank-capacity-factor 1.5 --moe-flex-dispatcher-num-sms 8"
     )
     config = experts_of(f"{flags} --moe-token-dispatcher-type flex")
     assert config.expert_rank_capacity_factor == 1.5
     assert config.hybridep == HybridEPConfig(
-        fuse_permute=True, num_blocks_permute=5, num_blocks_unpermute=6, num_sms_preprocessing=7
+        num_sms=8, fuse_permute=True, num_blocks_permute=5, num_blocks_unpermute=6, num_sms_preprocessing=7
     )
+    assert config.push == PushConfig(num_sms=8)

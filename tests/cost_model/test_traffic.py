@@ -20,6 +20,7 @@ from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
+from megatron_moe.config.transport import HIERARCHICAL
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, fullest, token_copies
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
@@ -28,7 +29,6 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.base import Routing
-from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_positions
 from megatron_moe.parallel.exchange import AllToAll
@@ -244,8 +244,9 @@ def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold):
     ids_TK, measured = rotated_choices(num_experts, num_tokens, parallel.ep)
 
     def copies(ctx: ParallelContext) -> int:
-        dispatcher = new_expert_comm(config, ctx, reference.bundle()).new_dispatcher(num_experts)
-        targets_T = dispatcher.transport.new_route(ids_TK).state.tolist()
+        comm, counts = new_expert_comm(config, ctx, reference.bundle()), torch.bincount(ids_TK.flatten())
+        routing = Routing(num_experts=num_experts, ids_TK=ids_TK, probs_TK=torch.ones(ids_TK.shape), counts_E=counts)
+        targets_T = comm.transport.new_route(routing).state.tolist()
         return sum((targets & ~(1 << ctx.group("etp_ep").rank)).bit_count() for targets in targets_T)
 
     num_copies = sum(on_threads(parallel, copies)) / parallel.world_size
@@ -284,8 +285,8 @@ def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
 
     def rank(ctx: ParallelContext) -> None:
         comm = new_expert_comm(config, ctx, reference.bundle())
-        assert comm.dispatcher is HierarchicalDispatcher
-        dispatcher = comm.new_dispatcher(num_experts)
+        assert comm.kind is HIERARCHICAL
+        dispatcher = comm.new_dispatcher()
         tokens = torch.randn(num_tokens, config.experts.hidden_size, requires_grad=True)
         probs = torch.rand(ids_TK.shape, requires_grad=True)
         counts = torch.bincount(ids_TK.flatten(), minlength=num_experts)

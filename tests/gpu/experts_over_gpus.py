@@ -18,14 +18,12 @@ from megatron_moe.config.moe import CapacityConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
+from megatron_moe.config.transport import DEEPEP, HIERARCHICAL, SYMMETRIC, ExpertTransport, PushConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels.registry import is_installed, select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats, expert_of_rows
-from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
-from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
-from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.carried_copies import carried_grad, values_of
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
@@ -80,7 +78,7 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
         config = moe_config(
             dispatcher=dispatcher, router={"dtype": "fp32"}, capacity=capacity, shared=True, overlap=True
         )
-        config = replace(config, flex_dispatcher_num_sms=8 if dispatcher == "flex" else None)
+        config = replace(config, push=PushConfig(num_sms=8 if dispatcher == "flex" else None))
         layer = module_of(config, ctx, kernels)
         init_parameters(layer, 5, InitConfig(method="unit_gain"))
         hidden = torch.randn(64, 2, HIDDEN, device=ctx.device).bfloat16()
@@ -137,7 +135,7 @@ def flex_cases(num_ranks: int, ranks_per_host: int | None = None) -> list[tuple[
     for place, each in enumerate(folds(num_ranks)):
         fold = replace(each, ranks_per_host=ranks_per_host)
         config = moe_config(dispatcher="flex", router=BALANCED, bias=True, shared=True, overlap=place % 2 == 0)
-        config = replace(config, flex_dispatcher_num_sms=8 if place % 4 < 2 else None)
+        config = replace(config, push=PushConfig(num_sms=8 if place % 4 < 2 else None))
         found.append((fold, config, Data.random(fold.dp, padded=True)))
     return found
 
@@ -155,28 +153,26 @@ def flex_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
     """Dispatch, scaling by expert number and combine of several routings, through symmetric memory, over NCCL on one
     host and on several, and through DeepEP (if it is installed). Returns (name, output, gradients of tokens and
     probabilities) and the formula's values."""
-    results = _exchanges(context_of, num_ranks, SymmetricDispatcher, (torch.float32, torch.bfloat16))
+    results = _exchanges(context_of, num_ranks, SYMMETRIC, (torch.float32, torch.bfloat16))
     for ranks_per_host in (None, num_ranks // 2, 1):
-        results += _exchanges(
-            context_of, num_ranks, HierarchicalDispatcher, (torch.float32, torch.bfloat16), ranks_per_host
-        )
+        results += _exchanges(context_of, num_ranks, HIERARCHICAL, (torch.float32, torch.bfloat16), ranks_per_host)
     if is_installed("deep_ep"):
-        results += _exchanges(context_of, num_ranks, DeepEPDispatcher, (torch.bfloat16,))
+        results += _exchanges(context_of, num_ranks, DEEPEP, (torch.bfloat16,))
     return results
 
 
 def _exchanges(
     context_of: ContextOf,
     num_ranks: int,
-    kind: type[Any],
+    kind: ExpertTransport,
     dtypes: Sequence[torch.dtype],
     ranks_per_host: int | None = None,
 ) -> list[Any]:
     results = []
     for dtype in dtypes:
         ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks, ranks_per_host=ranks_per_host), dtype)
-        comm = ExpertComm(ctx, select_kernels(KernelConfig(), ctx.device, dtype), kind)
-        dispatcher, num_local = comm.new_dispatcher(16), 16 // num_ranks
+        comm = ExpertComm(ctx, select_kernels(KernelConfig(), ctx.device, dtype), kind, 16)
+        dispatcher, num_local = comm.new_dispatcher(), 16 // num_ranks
         for repeat, (name, choose) in enumerate(list(ROUTINGS.items()) * 3):
             draw = torch.Generator().manual_seed(100 * ctx.rank + repeat)
             tokens, grad = (torch.randn(96, 64, generator=draw).to(ctx.device, dtype) for _ in range(2))
@@ -199,7 +195,7 @@ def _exchanges(
             }
             actual = {"out": out.detach(), "tokens": tokens.grad, "probs": probs.grad}
             on_host = [{key: value.cpu() for key, value in each.items()} for each in (actual, expected)]
-            results.append((f"{kind.__name__}, {ranks_per_host} ranks per host, {name}, {dtype}", *on_host))
+            results.append((f"{kind.name}, {ranks_per_host} ranks per host, {name}, {dtype}", *on_host))
     return results
 
 
@@ -208,8 +204,8 @@ def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
     ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
     kernels, found = select_kernels(KernelConfig(), ctx.device, ctx.dtype), []
     for num_rows in (24, 25):
-        comm = ExpertComm(ctx, kernels, SymmetricDispatcher, row_capacity_factor=24 / 48)
-        dispatcher = comm.new_dispatcher(16)
+        comm = ExpertComm(ctx, kernels, SYMMETRIC, 16, row_capacity_factor=24 / 48)
+        dispatcher = comm.new_dispatcher()
         ids = torch.full((24, 2), -1, device=ctx.device)
         if ctx.rank == 0:
             ids.view(-1)[:num_rows] = 15 - torch.arange(num_rows, device=ctx.device) % 2
@@ -244,8 +240,8 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
     ctx, found = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16), []
     config = low_precision_config("blockwise", hybrid=True)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
-    for kind in (SymmetricDispatcher, *((DeepEPDispatcher,) if is_installed("deep_ep") else ())):
-        comm = ExpertComm(ctx, kernels, kind, num_sms=8)
+    for kind in (SYMMETRIC, *((DEEPEP,) if is_installed("deep_ep") else ())):
+        comm = ExpertComm(ctx, kernels, kind, 16, options=PushConfig(num_sms=8))
         for repeat, (name, choose) in enumerate(list(ROUTINGS.items()) * 2):
             draw = torch.Generator().manual_seed(100 * ctx.rank + repeat)
             tokens, grad = (torch.randn(96, 640, generator=draw) * torch.rand(96, 640, generator=draw) for _ in "ab")
@@ -257,7 +253,7 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
             tensors: list[list[torch.Tensor]] = []
             for quantises in (False, True):
                 formats = RowFormats(tokens=config.inputs, grads=config.grads) if quantises else PLAIN_ROWS
-                dispatcher = comm.new_dispatcher(16, formats)
+                dispatcher = comm.new_dispatcher(formats)
                 leaf = tokens.to(ctx.device, ctx.dtype).requires_grad_()
                 rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(leaf, routing))
                 data = rows.data.detach().requires_grad_()
@@ -265,15 +261,15 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
                 (got,) = torch.autograd.grad(out, data, grad.to(ctx.device, ctx.dtype))
                 tensors.append([rows.data.detach(), values_of(got)])
                 copies.append([rows.quantized, carried_grad(got, config.grads)])
-            for place, form in enumerate((config.inputs, config.grads)):
-                expected = kernels.quantize_rows(tensors[0][place], form, rowwise=True, columnwise=False)
+            for place, fmt in enumerate((config.inputs, config.grads)):
+                expected = kernels.quantize_rows(tensors[0][place], fmt, rowwise=True, columnwise=False)
                 actual = copies[1][place]
                 assert actual is not None
                 values = dequantize(expected.row_copy, expected.block, torch.float32).to(ctx.dtype)
                 pairs = ((actual.row_copy.data.view(torch.uint8), expected.row_copy.data.view(torch.uint8)),)
                 pairs += ((actual.row_copy.scales, expected.row_copy.scales), (tensors[1][place], values))
                 content = "gradients" if place else "tokens"
-                found.append((f"{kind.__name__}, {content}, {name}", [torch.equal(*pair) for pair in pairs]))
+                found.append((f"{kind.name}, {content}, {name}", [torch.equal(*pair) for pair in pairs]))
     return found
 
 

@@ -23,11 +23,11 @@ EXPERTS = 8
 
 
 def channels(
-    num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0, form: OperandFormat | None = None
+    num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0, fmt: OperandFormat | None = None
 ) -> list[PushChannel]:
     """One channel as every rank sees it."""
     sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "width": width, "topk": topk}
-    shape = ChannelShape(**sizes, dtype=torch.float32, form=form)
+    shape = ChannelShape(**sizes, dtype=torch.float32, fmt=fmt)
     parts: list[Tensor] = []
 
     def allocate(num_bytes: int) -> tuple[Tensor, ...]:
@@ -106,14 +106,14 @@ def test_pushed_bytes_are_those_of_quantised_tokens(
 ) -> None:
     """Two exchanges; slots of ranks that do not need a token keep their content."""
     monkeypatch.setattr(push, "COLUMNS", 16)
-    form, owner_EP, received = low_precision_config(recipe).inputs, owners(num_ranks), []
+    fmt, owner_EP, received = low_precision_config(recipe).inputs, owners(num_ranks), []
     for kernels in (reference, triton):
-        both = channels(num_ranks, num_tokens, width, 2, form=form)
+        both = channels(num_ranks, num_tokens, width, 2, fmt=fmt)
         for epoch in range(2):
             for rank, channel in enumerate(both):
                 draw = torch.Generator().manual_seed(10 * epoch + rank)
                 tokens = torch.randn(num_tokens, width, generator=draw)
-                tokens_q = reference.quantize_rows(tokens, form, rowwise=True, columnwise=False)
+                tokens_q = reference.quantize_rows(tokens, fmt, rowwise=True, columnwise=False)
                 wide = torch.cat([tokens_q.row_copy.scales] * 2, dim=1)[:, :num_tokens]  # padded, as of other backends
                 tokens_q = replace(tokens_q, rowwise_scales=wide)
                 ids = random_ids(num_tokens, 2, 10 * epoch + rank)
@@ -127,7 +127,7 @@ def test_pushed_bytes_are_those_of_quantised_tokens(
                     EXACT.check(scales.T[rows][needed], tokens_q.rowwise_scales.T[needed], "scales")
             for channel in both:
                 kernels.wait_for_peers(channel)
-                assert channel.missing == 0
+                assert channel.late_rank_flag == 0
                 data, scales, _ = channel.received.row_copy
                 received += [data.view(torch.uint8).clone(), scales.clone(), channel.received_ids.clone()]
                 kernels.acknowledge(channel)
@@ -141,9 +141,9 @@ def test_a_rank_that_does_not_arrive_is_reported_after_the_timeout(late: int) ->
     ids, tokens = random_ids(3, 1, 0), torch.randn(3, 8)
     here = both[1 - late]
     reference.push_tokens(tokens, reference.mark_ranks(ids, owners(2)), None, here)
-    assert here.missing == 0
+    assert here.late_rank_flag == 0
     reference.wait_for_peers(here)
-    assert here.missing == late + 1
+    assert here.late_rank_flag == late + 1
 
 
 @pytest.mark.parametrize("push", ["push_tokens", "push_sums"])
@@ -159,10 +159,10 @@ def test_slots_are_not_overwritten_before_they_are_acknowledged(push: str) -> No
     }
     pushes[push](both[0])
     pushes[push](both[1])
-    assert both[0].missing == 0
+    assert both[0].late_rank_flag == 0
     reference.acknowledge(both[0])
     pushes[push](both[0])
-    assert both[0].missing == 2, "rank 1 has not acknowledged the first exchange"
+    assert both[0].late_rank_flag == 2, "rank 1 has not acknowledged the first exchange"
 
 
 def value_of(rank: int, epoch: int) -> float:
@@ -184,7 +184,7 @@ def run_rank(channel: PushChannel, num_epochs: int, pause: Callable[[], None]) -
         channel.received.fill_(torch.nan)
         pause()
         reference.acknowledge(channel)
-        assert channel.missing == 0
+        assert channel.late_rank_flag == 0
 
 
 @pytest.mark.parametrize("num_epochs", [200, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -221,8 +221,8 @@ def test_no_interleaving_of_the_ranks_loses_a_token_or_deadlocks(num_ranks: int)
             reference.push_tokens(torch.full((1, 1), value_of(view.rank, epoch)), ranks_T, None, view)
         elif step % 3 == 1:
             reference.wait_for_peers(view)
-        if view.missing:
-            view.missing.zero_()
+        if view.late_rank_flag:
+            view.late_rank_flag.zero_()
             return False
         if step % 3 == 1:
             read = [slots.item() for slots in view.tokens[view.rank]]

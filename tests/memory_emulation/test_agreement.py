@@ -26,6 +26,7 @@ from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.transport import PushConfig
 from megatron_moe.cost_model.hardware import GIB, GPUS
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.memory_emulation.rank import emulate_rank
@@ -339,7 +340,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
                 layer.feed_forward,
                 dispatcher=dispatcher,
                 expert_rank_capacity_factor=factor,
-                flex_dispatcher_num_sms=num_sms,
+                push=PushConfig(num_sms=num_sms),
             ),
         )
         if layer.is_moe

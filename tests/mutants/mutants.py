@@ -358,7 +358,7 @@ def an_evaluation_uses_earlier_quantised_weights(original: Any) -> Any:
 
 @mutant(
     "moe.token_dispatcher.base:ExpertComm.largest_overflow",
-    "tests/moe/parallel/test_token_major.py::test_overflow_on_one_pipeline_stage_is_visible_on_all_stages",
+    "tests/moe/parallel/test_gather_in_fc1.py::test_overflow_on_one_pipeline_stage_is_visible_on_all_stages",
 )
 def an_overflow_is_unknown_to_other_pipeline_stages(original: Any) -> Any:
     """One stage repeats the step, and the others wait forever for its tensors."""

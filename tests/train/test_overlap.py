@@ -21,9 +21,9 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
-from megatron_moe.moe.token_dispatcher.symmetric import SymmetricTransport
+from megatron_moe.moe.token_dispatcher.flex import CombineExchange, DispatchExchange
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.exchange import PendingExchange
+from megatron_moe.parallel.exchange import CollectiveExchange
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
 from tests.helpers.eager_graphs import EagerRecorder
@@ -243,10 +243,10 @@ def test_weight_gradients_run_while_gradients_are_exchanged(dispatcher, monkeypa
 
         return call
 
-    transport = SymmetricTransport if dispatcher == "flex" else PendingExchange
-    changes = {"start_tokens": 1, "start_sums": 1, "finish_tokens": -1, "finish_sums": -1, "launch": 1, "wait": -1}
-    for name in changes.keys() & vars(transport).keys():
-        monkeypatch.setattr(transport, name, counting(getattr(transport, name), name, changes[name]))
+    exchanges = (DispatchExchange, CombineExchange) if dispatcher == "flex" else (CollectiveExchange,)
+    for kind in exchanges:
+        for name, change in {"send": 1, "receive": -1, "send_grads": 1, "receive_grads": -1}.items():
+            monkeypatch.setattr(kind, name, counting(getattr(kind, name), name, change))
     functions = {op: getattr(reference, op) for op in OPS}
     for op in ("linear_weight_grad", "grouped_weight_grad"):
         functions[op] = counting(functions[op], op, 0)

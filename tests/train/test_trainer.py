@@ -14,12 +14,11 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
+from tests.helpers.bounded_dispatcher import bounded_comm
 from tests.helpers.ranks import on_threads
-from tests.helpers.token_major import TokenMajorDispatcher
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 STEPS = 3
@@ -187,8 +186,8 @@ def test_out_of_memory_step_raises_with_a_report():
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_expert_row_overflow_on_one_rank_stops_updates_of_all_ranks(monkeypatch, overflows):
-    def new_expert_comm(kind, ctx, kernels, **options):
-        return ExpertComm(ctx, kernels, TokenMajorDispatcher, row_capacity_factor=1.0)
+    def new_expert_comm(config, ctx, kernels, **options):
+        return bounded_comm(ctx, kernels, config.router.num_experts)
 
     def spoil(trainer, step):
         first = next(layer for layer in trainer.model.modules() if isinstance(layer, MoELayer))

@@ -39,7 +39,7 @@ def push_sums(
     rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
 ) -> None:
     _wait(channel, channel.acknowledged[channel.rank])
-    assert index.rows_TK is not None, "a dense form has no rows per choice"
+    assert index.rows_TK is not None, "a dense fmt has no rows per choice"
     shape = channel.shape
     rows_PTK = index.rows_TK.view(shape.num_ranks, shape.num_tokens, shape.topk)
     held_PTK = rows_PTK >= 0
@@ -102,8 +102,8 @@ def _wait(channel: PushChannel, flags: Tensor) -> None:
         return
     deadline = time.monotonic() + channel.timeout_s
     while bool(((flags[:, 0] - channel.epoch[0]) < 0).any()):
-        if channel.missing or time.monotonic() > deadline:
+        if channel.late_rank_flag or time.monotonic() > deadline:
             late = int(((flags[:, 0] - channel.epoch[0]) < 0).int().argmax())
-            channel.missing.fill_(late + 1)
+            channel.late_rank_flag.fill_(late + 1)
             return
         time.sleep(_POLL_S)

@@ -14,42 +14,35 @@ from megatron_moe.moe.token_dispatcher.base import (
     PLAIN_ROWS,
     CombineHandle,
     DispatchedTokens,
+    Dispatcher,
     ExpertComm,
     Routing,
     RowFormats,
     index_rows,
 )
 from megatron_moe.parallel import exchange
-from megatron_moe.parallel.exchange import AllGather, PendingExchange, ReduceScatter
+from megatron_moe.parallel.exchange import AllGather, CollectiveExchange, ReduceScatter
 
 
 @dataclass(frozen=True)
 class PendingAllGather:
     """All-gathers of tokens and routing in progress."""
 
-    tokens: PendingExchange
-    choices: PendingExchange
+    tokens: CollectiveExchange
+    choices: CollectiveExchange
     """Expert ids [T, K], or for expert choice the map [T, E], as in `Routing`."""
-    probs: PendingExchange
+    probs: CollectiveExchange
     routing: Routing
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(Dispatcher[CombineHandle]):
     """Dispatches by all-gather, without host synchronisation. Buffers have as many rows as any routing can need: tokens
     of all ranks times min(K, local experts), or, if experts are padded, the total capacity of the local experts. All
     ranks must have the same number of tokens. Rows are sorted by expert, then by source rank, then by token."""
 
-    host_reads = 0
-    can_overflow = False
-    can_be_captured = False
-    can_gather_in_fc1 = True
-    sends_fp8 = False
-
-    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
-        self.gathers_in_fc1 = formats.gathers_in_fc1
-        self.kernels = comm.kernels
-        self.group, self.overlap = comm.etp_ep, comm.overlap_weight_grads
-        self.num_local = num_experts // comm.ep.size
+    def __init__(self, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
+        super().__init__(comm, formats)
+        self.group = comm.etp_ep
         self.first = comm.ep.rank * self.num_local
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllGather:
@@ -58,8 +51,9 @@ class AllGatherDispatcher:
         choices = routing.ids_TK if routing.map_TE is None else routing.map_TE
         assert choices is not None, "a routing is sparse or dense"
         # etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
-        tokens, ids = exchange.start(everyone, tokens_TH, self.overlap), exchange.start(everyone, choices)
-        return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs, self.overlap), routing)
+        overlap = self.comm.overlap_weight_grads
+        tokens, ids = exchange.start(everyone, tokens_TH, overlap), exchange.start(everyone, choices)
+        return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs, overlap), routing)
 
     def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies the tokens of all ranks to the rows of this rank's experts; padding rows are zeros."""
@@ -67,18 +61,20 @@ class AllGatherDispatcher:
         # at most min(K, local experts) rows per token
         bound = len(tokens_TH) * min(choices.shape[1], self.num_local) if pending.routing.capacity is None else None
         index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels, bound)
-        rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, gathers_in_fc1=self.gathers_in_fc1)
+        rows = DispatchedTokens.sorted(
+            tokens_TH, index, probs_R, self.kernels, gathers_in_fc1=self.formats.gathers_in_fc1
+        )
         return rows, CombineHandle(index, len(tokens_TH))
 
-    def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[PendingExchange, torch.dtype]:
+    def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[CollectiveExchange, torch.dtype]:
         """Sums this rank's expert outputs per token and starts the reduce-scatter, which sums them over ranks."""
         data_RH = rows.data
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
         sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_tokens)
         # etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank
-        return exchange.start(ReduceScatter(self.group), sums_TH, self.overlap), data_RH.dtype
+        return exchange.start(ReduceScatter(self.group), sums_TH, self.comm.overlap_weight_grads), data_RH.dtype
 
-    def finish_combine(self, pending: tuple[PendingExchange, torch.dtype]) -> Tensor:
+    def finish_combine(self, pending: tuple[CollectiveExchange, torch.dtype]) -> Tensor:
         """Returns [T, H]: for each token of this rank, the sum of its expert outputs."""
         sums, dtype = pending
         return sums.finish().to(dtype)

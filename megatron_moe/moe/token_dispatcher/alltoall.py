@@ -4,7 +4,6 @@ Rows are sorted by expert and exchanged in an all-to-all over ep. Etp ranks hold
 rows are all-gathered before the experts run, and the partial sums of the outputs are reduce-scattered afterwards.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.moe.token_dispatcher.base import (
     PLAIN_ROWS,
     DispatchedTokens,
+    Dispatcher,
     ExpertComm,
     Routing,
     RowFormats,
@@ -22,7 +22,7 @@ from megatron_moe.moe.token_dispatcher.base import (
 )
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.exchange import AllGather, AllToAll, PendingExchange
+from megatron_moe.parallel.exchange import AllGather, AllToAll, CollectiveExchange
 from megatron_moe.parallel.grid import expert_grid
 
 
@@ -56,33 +56,21 @@ class AllToAllHandle:
 class PendingAllToAll:
     """Exchange of rows and probabilities in progress."""
 
-    rows: PendingExchange
-    probs: PendingExchange
+    rows: CollectiveExchange
+    probs: CollectiveExchange
     index: RowIndex
     plan: ExchangePlan
     num_tokens: int
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
     """Dispatches by all-to-all. Buffers have exactly the number of received rows, so the host must read the split sizes
     once per dispatch. If experts are padded to their capacity, no read is needed, but all ranks must have the same
     number of tokens. Rows are sorted by expert, then by source rank (etp, then ep), then by token."""
 
-    host_reads = 1
-    can_overflow = False
-    can_be_captured = False
-    can_gather_in_fc1 = True
-    sends_fp8 = False
-
-    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
-        self.gathers_in_fc1 = formats.gathers_in_fc1
-        self.kernels, self.align = comm.kernels, comm.row_alignment
-        self.read_rows: Callable[[Tensor, int], list[list[int]]] = lambda rows_PQ, num_choices: rows_PQ.tolist()
-        """Function that copies rows_PQ to the host. rows_PQ[p, q] is the number of rows that rank p of etp x ep sends
-        to rank q of ep. Memory emulation replaces the function by an estimate from this rank's number of choices."""
+    def __init__(self, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
+        super().__init__(comm, formats)
         self.ep, self.etp, self.etp_ep = comm.ep, comm.etp, comm.etp_ep
-        self.num_local = num_experts // self.ep.size
-        self.overlap = comm.overlap_weight_grads
         self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllToAll:
@@ -94,8 +82,8 @@ class AllToAllDispatcher:
             index = first_rows(index, plan.num_sent)
             rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
         # ep, backward all-to-all: R * H elements, T * K * H when nothing is dropped; probabilities R elements
-        rows = exchange.start(plan.over_ep, rows_RH, self.overlap)
-        probs = exchange.start(plan.over_ep, probs_R, self.overlap)
+        rows = exchange.start(plan.over_ep, rows_RH, self.comm.overlap_weight_grads)
+        probs = exchange.start(plan.over_ep, probs_R, self.comm.overlap_weight_grads)
         return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))
 
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
@@ -108,24 +96,34 @@ class AllToAllDispatcher:
         handle = AllToAllHandle(pending.index, order, plan, pending.num_tokens)
         if order is not None:
             probs_R = self.kernels.gather_probs(probs_R[:, None], order)
-            rows = DispatchedTokens.sorted(data_RH, order, probs_R, self.kernels, gathers_in_fc1=self.gathers_in_fc1)
+            rows = DispatchedTokens.sorted(
+                data_RH, order, probs_R, self.kernels, gathers_in_fc1=self.formats.gathers_in_fc1
+            )
             return rows, handle
         offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
         return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held), handle
 
-    def start_combine(self, rows: DispatchedTokens, handle: AllToAllHandle) -> tuple[PendingExchange, AllToAllHandle]:
+    def start_combine(
+        self, rows: DispatchedTokens, handle: AllToAllHandle
+    ) -> tuple[CollectiveExchange, AllToAllHandle]:
         """Undoes the sort by expert, reduce-scatters the outputs over etp, and starts to send them back."""
         data_RH, plan = rows.data, handle.plan
         if handle.order is not None:
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
         # etp, backward all-gather; ep, backward all-to-all: as many elements as in dispatch
         data_RH = exchange.run(plan.over_etp.transposed, data_RH)
-        return exchange.start(plan.over_ep.transposed, data_RH, self.overlap), handle
+        return exchange.start(plan.over_ep.transposed, data_RH, self.comm.overlap_weight_grads), handle
 
-    def finish_combine(self, pending: tuple[PendingExchange, AllToAllHandle]) -> Tensor:
+    def finish_combine(self, pending: tuple[CollectiveExchange, AllToAllHandle]) -> Tensor:
         """Returns [T, H]: for each token of this rank, the sum of its expert outputs."""
         rows, handle = pending
         return self.kernels.unpermute(rows.finish(), handle.index, handle.num_tokens)
+
+    def read_rows(self, rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
+        """Copies rows_PQ to the host. rows_PQ[p, q] is the number of rows that rank p of etp x ep sends to rank q of
+        ep. `num_choices`: this rank's number of choices, from which an emulation without other ranks estimates them."""
+        rows: list[list[int]] = rows_PQ.tolist()
+        return rows
 
     def _counted(self, index: RowIndex) -> ExchangePlan:
         """Returns the plan for experts without padding: all-gathers the row counts and copies them to the host."""
@@ -161,11 +159,11 @@ class AllToAllDispatcher:
         """Permutation that stably sorts the received rows by local expert and pads each expert's rows; None if the rank
         has only one expert and pads nothing."""
         num_sources, num_local = plan.counts_Pe.shape
-        if num_local == 1 and self.align == 1:
+        if num_local == 1 and self.comm.row_alignment == 1:
             return None
         expert_Pe = torch.arange(num_local, device=plan.counts_Pe.device).expand(num_sources, num_local)
         ids_R = expert_Pe.flatten().repeat_interleave(plan.counts_Pe.flatten(), output_size=plan.num_held)
-        return self.kernels.sort_rows(ids_R[:, None], num_local, None, self.align)
+        return self.kernels.sort_rows(ids_R[:, None], num_local, None, self.comm.row_alignment)
 
 
 def _arrival_order(ctx: ParallelContext) -> list[int]:

@@ -4,17 +4,19 @@ dispatch(tokens, routing) -> (rows, handle); combine(rows, handle) -> tokens. Bo
 function, so that a schedule can launch other work in between.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import OtherRankProblem
-from megatron_moe.config.moe import HybridEPConfig
 from megatron_moe.config.precision import OperandFormat
+from megatron_moe.config.registry import resolve
+from megatron_moe.config.transport import ExpertTransport, RowBound
 from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
@@ -48,6 +50,22 @@ class Routing:
         probs = self.probs_TE if self.probs_TK is None else self.probs_TK
         assert probs is not None, "a routing is sparse or dense"
         return probs
+
+
+class RowFormats(NamedTuple):
+    """Form in which the experts of a layer read their rows and the gradients of their outputs. FP8 formats have
+    power-of-two scales, so that values are exact in the dtype of the activations."""
+
+    gathers_in_fc1: bool = False
+    """fc1 gathers its rows from the tokens (`DispatchedTokens.index`), quantised once per token; False: the dispatcher
+    delivers rows."""
+    tokens: OperandFormat | None = None
+    """FP8 format in which tokens are sent, that of the inputs of fc1; None: the dtype of the activations."""
+    grads: OperandFormat | None = None
+    """FP8 format in which the gradient of combine is sent, that of the output gradients of fc2; None: that dtype."""
+
+
+PLAIN_ROWS = RowFormats()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,46 +115,23 @@ class CombineHandle:
 Handle = TypeVar("Handle")
 
 
-class RowFormats(NamedTuple):
-    """Form in which the experts of a layer read their rows and the gradients of their outputs. FP8 formats have
-    power-of-two scales, so that values are exact in the dtype of the activations."""
-
-    gathers_in_fc1: bool = False
-    """fc1 gathers its rows from the tokens (`DispatchedTokens.index`), quantised once per token; False: the dispatcher
-    delivers rows."""
-    tokens: OperandFormat | None = None
-    """FP8 format in which tokens are sent, that of the inputs of fc1; None: the dtype of the activations."""
-    grads: OperandFormat | None = None
-    """FP8 format in which the gradient of combine is sent, that of the output gradients of fc2; None: that dtype."""
-
-
-PLAIN_ROWS = RowFormats()
-
-
-class Dispatcher(Protocol, Generic[Handle]):
+class Dispatcher(ABC, Generic[Handle]):
     """Sends the tokens of one layer to the ranks of their experts, and the results back."""
 
-    host_reads: int
-    """Maximum number of host synchronisations per dispatch."""
-    can_overflow: bool
-    """Whether the dispatcher sets `DispatchedTokens.overflow`."""
-    can_be_captured: bool
-    """Whether CUDA graphs can contain dispatch and combine: no host reads, no collectives, static shapes."""
-    can_gather_in_fc1: bool
-    """Whether the dispatcher supports `RowFormats.gathers_in_fc1`."""
-    sends_fp8: bool
-    """Whether the dispatcher supports `RowFormats.tokens` and `RowFormats.grads`."""
+    def __init__(self, comm: "ExpertComm", formats: RowFormats = PLAIN_ROWS) -> None:
+        """`formats`: FP8 formats and a gather in fc1 only if the transport of `comm` supports them."""
+        self.comm, self.kernels, self.formats = comm, comm.kernels, formats
+        self.num_local = comm.num_experts // comm.ep.size
 
-    def __init__(self, num_experts: int, comm: "ExpertComm", formats: RowFormats = PLAIN_ROWS) -> None:
-        """`num_experts`: number of experts of the layer on all ranks together."""
-        ...
-
+    @abstractmethod
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Any: ...
+    @abstractmethod
     def finish_dispatch(self, pending: Any) -> tuple[DispatchedTokens, Handle]: ...
+    @abstractmethod
     def start_combine(self, rows: DispatchedTokens, handle: Handle) -> Any: ...
+    @abstractmethod
     def finish_combine(self, pending: Any) -> Tensor:
         """Returns the unweighted sum of each token's expert outputs [T, H], accumulated in promote(fp32, dtype)."""
-        ...
 
 
 class LateRank(NamedTuple):
@@ -151,14 +146,14 @@ class LateRank(NamedTuple):
 
 
 class ExpertComm:
-    """Process groups, kernels and overflow flag that the token dispatchers of all layers share."""
+    """Transport, process groups, kernels and overflow flag that the token dispatchers of all layers share."""
 
     overflow: Tensor | None
     """fp32 scalar on the device: largest overflow of a dispatch of this step on this rank, relative to its bound. None
     if rows have no bound. Ranks without MoE layers have it too, because all ranks reduce it together."""
 
-    transport: Any = None
-    """Transport of the flex dispatcher; set by the first one."""
+    transport: Any
+    """`Transport` object of the flex dispatcher; None for other dispatchers."""
     weight_grads: WeightGradQueue | None = None
     """Queue of delayed weight gradients that run while gradients are exchanged; None: they are not delayed."""
     note: str | None = None
@@ -168,40 +163,38 @@ class ExpertComm:
         self,
         ctx: ParallelContext,
         kernels: Kernels,
-        dispatcher: type[Dispatcher[Any]],
+        kind: ExpertTransport,
+        num_experts: int,
         *,
         row_capacity_factor: float | None = None,
-        num_sms: int | None = None,
-        hybridep: HybridEPConfig | None = None,
         row_alignment: int = 1,
         overlaps_microbatches: bool = False,
+        options: Any = None,
     ) -> None:
         """Creates the resources.
 
         Args:
-            dispatcher: dispatcher class that every layer instantiates.
-            row_capacity_factor: bound on the rows of a rank, relative to T * K, for dispatchers that can overflow.
-                None: any routing fits.
-            num_sms: multiprocessors of an exchange; None: all, or the library's default.
-            hybridep: settings of the HybridEP library; None: its defaults.
+            kind: transport of the run.
+            num_experts: number of experts of an MoE layer on all ranks together.
+            row_capacity_factor: bound on the rows of a rank, relative to T * K, for transports with bounded rows. None:
+                any routing fits.
             row_alignment: multiple to which the rows of an expert are padded.
             overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
+            options: options of the transport (`ExpertTransport.options`); None: its defaults.
         """
-        self.ctx = ctx
-        self.kernels = kernels
+        self.ctx, self.kernels, self.kind, self.num_experts = ctx, kernels, kind, num_experts
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
-        self.dispatcher = dispatcher
-        self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
-        self.hybridep = hybridep or HybridEPConfig()
-        self.row_alignment = row_alignment
-        self.overlaps_microbatches = overlaps_microbatches
+        self.row_capacity_factor, self.row_alignment = row_capacity_factor, row_alignment
+        self.overlaps_microbatches, self.options = overlaps_microbatches, options
         self.overflow = None
-        if dispatcher.can_overflow and row_capacity_factor is not None:
+        if kind.rows is RowBound.BOUNDED and row_capacity_factor is not None:
             self.overflow = torch.zeros((), device=ctx.device)
+        self.transport = None if kind.transport is None else resolve(kind.transport)(self)
 
-    def new_dispatcher(self, num_experts: int, formats: RowFormats = PLAIN_ROWS) -> Dispatcher[Any]:
+    def new_dispatcher(self, formats: RowFormats = PLAIN_ROWS) -> Dispatcher[Any]:
         """Creates the dispatcher of one layer."""
-        return self.dispatcher(num_experts, self, formats)
+        dispatcher: Dispatcher[Any] = resolve(self.kind.dispatcher)(self, formats)
+        return dispatcher
 
     def begin_step(self) -> None:
         """Clears `overflow` before a step."""
@@ -211,7 +204,7 @@ class ExpertComm:
     def record(self, rows: DispatchedTokens) -> None:
         """Updates `overflow` with the dispatch of `rows`."""
         if rows.overflow is not None:
-            assert self.overflow is not None, f"{self.dispatcher.__name__} declares that it cannot overflow"
+            assert self.overflow is not None, f"the transport {self.kind.name} declares that it cannot overflow"
             torch.maximum(self.overflow, rows.overflow / max(rows.bound, 1), out=self.overflow)
 
     def raise_bound(self, overflow: float) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megatron_moe.config.moe import DEEPEP_SMS
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.kernels.ops import MatrixOperand, RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, RowFormats, holders_of_experts
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens, quantized
+from megatron_moe.config.transport import PushConfig
+from megatron_moe.kernels.ops import MatrixOperand, internal_dtype
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, holders_of_experts
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantized
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 
@@ -34,31 +35,30 @@ class _DeepEPWork:
     """`EventOverlap` of the library's stream."""
 
 
-class DeepEPTransport:
-    """Exchanges tokens through one `deep_ep.Buffer`, on its own stream. Over etp every choice is sent to all ranks that
-    hold a part of the expert: K choices become K * etp."""
+class DeepEPTransport(TokenTransport):
+    """Exchanges tokens through one `deep_ep.Buffer`, on its own stream; the library ends the process after its own
+    timeout. Over etp every choice is sent to all ranks that hold a part of the expert: K choices become K * etp."""
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, comm: ExpertComm) -> None:
         from deep_ep import Buffer
 
-        self._kernels, self._group = comm.kernels, comm.etp_ep
-        self._num_local = num_experts // comm.ep.size
+        super().__init__(comm)
         self._etp = comm.etp.size
-        Buffer.set_num_sms(comm.num_sms or DEEPEP_SMS)
+        Buffer.set_num_sms((comm.options or PushConfig()).num_sms or DEEPEP_SMS)
         self._make_buffer, self._buffer, self._row_bytes = Buffer, None, 0
         self._holders = holders_of_experts(comm)
 
-    def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
-        return ExchangeRoute(ids_TK, _Handle())
+    def new_route(self, routing: Routing) -> ExchangeRoute:
+        return ExchangeRoute.of(routing, _Handle())
 
     def start_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _DeepEPWork:
         buffer = self._buffer_for(tokens_TH)
-        sent = _packed(quantized(self._kernels, tokens_TH, form))
+        sent = _packed(quantized(self._kernels, tokens_TH, fmt))
         if probs_TK is None:
             tokens_GH, *_, event = buffer.dispatch(sent, handle=route.state.value, async_finish=True)
-            return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, form, tokens_TH.dtype), None, None), event)
+            return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, fmt, tokens_TH.dtype), None, None), event)
         ids_TC, probs_TC = self._of_ranks(route.ids_TK), self._repeated(probs_TK.to(internal_dtype(tokens_TH.dtype)))
         num_experts = self._num_local * self._group.size
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TC, num_experts)
@@ -73,16 +73,17 @@ class DeepEPTransport:
             num_worst_tokens=self._group.size * len(tokens_TH),
             async_finish=True,
         )
-        return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, form, tokens_TH.dtype), ids_GC, probs_GC), event)
+        return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, fmt, tokens_TH.dtype), ids_GC, probs_GC), event)
 
-    def finish_tokens(self, work: _DeepEPWork) -> ReceivedTokens:
+    def receive_tokens(self, work: _DeepEPWork) -> ReceivedTokens:
         work.event.current_stream_wait()
         received: ReceivedTokens = work.received
         return received
 
-    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _DeepEPWork:
-        sums_GH = self._kernels.unpermute(rows_RH, index, self._group.size * len(route.ids_TK))
-        weights = None if grad_GK is None else grad_GK.to(internal_dtype(rows_RH.dtype))
+    def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _DeepEPWork:
+        assert route.index is not None
+        sums_GH = self._kernels.unpermute(rows_RH, route.index, self._group.size * len(route.ids_TK))
+        weights = None if grad_probs is None else grad_probs.to(internal_dtype(rows_RH.dtype))
         tokens_TH, grad_TC, event = self._buffer_for(rows_RH).combine(
             sums_GH, route.state.value, topk_weights=weights, async_finish=True
         )
@@ -95,12 +96,6 @@ class DeepEPTransport:
             return tokens_TH, None
         grad_TK = grad_TC.view(*route.ids_TK.shape, self._etp).sum(dim=-1)
         return tokens_TH, grad_TK.masked_fill(route.ids_TK < 0, 0)
-
-    def late_rank(self) -> None:
-        """None: DeepEP ends the process after its own timeout."""
-
-    def release(self, work: _DeepEPWork) -> None:
-        """Nothing: received tensors are not reused."""
 
     def _of_ranks(self, ids_TK: Tensor) -> Tensor:
         """Choices [T, K * etp] as DeepEP numbers experts: rank of the group times local experts, plus local expert."""
@@ -132,19 +127,11 @@ def _packed(tokens_TH: MatrixOperand) -> Any:
     return data, scales.view(torch.int32) if scales.dtype == torch.uint8 else scales
 
 
-def _unpacked(received: Any, form: OperandFormat | None, dtype: torch.dtype) -> MatrixOperand:
+def _unpacked(received: Any, fmt: OperandFormat | None, dtype: torch.dtype) -> MatrixOperand:
     """Received tokens; `dtype`: dtype of the tokens before they were quantised."""
-    if form is None:
+    if fmt is None:
         tokens_GH: Tensor = received
         return tokens_GH
     data, scales = received
-    copy = QuantizedCopy(data, (scales.view(torch.uint8) if form.scale == "e8m0" else scales).T)
-    return QuantizedTensor.of(copy, None, form.block, dtype)
-
-
-class DeepEPDispatcher(FlexDispatcher):
-    """Flex dispatcher over DeepEP."""
-
-    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
-        comm.transport = comm.transport or DeepEPTransport(num_experts, comm)
-        super().__init__(num_experts, comm, comm.transport, formats)
+    copy = QuantizedCopy(data, (scales.view(torch.uint8) if fmt.scale == "e8m0" else scales).T)
+    return QuantizedTensor.of(copy, None, fmt.block, dtype)

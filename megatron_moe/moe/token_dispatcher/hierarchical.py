@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, RowFormats, first_rows
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, first_rows
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport
 from megatron_moe.parallel.exchange import AllGather, AllToAll, Wait
 from megatron_moe.parallel.grid import expert_grid, split_by_host
 from megatron_moe.parallel.streams import Event, make_host_copies, make_streams
@@ -86,20 +86,19 @@ class _StagedWork:
     """Tensors that the exchange reads, until the stream that allocated them has waited for it."""
 
 
-class HierarchicalTransport:
-    """Exchanges tokens in an all-to-all between hosts and one within each host."""
+class HierarchicalTransport(TokenTransport):
+    """Exchanges tokens in an all-to-all between hosts and one within each host. Ranks may have different numbers of
+    tokens. The host reads the sizes of the exchange once, so rows have no bound. Collectives end by their own
+    timeout."""
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+    def __init__(self, comm: ExpertComm) -> None:
+        super().__init__(comm)
         ctx = comm.ctx
-        self._kernels, self._group = comm.kernels, comm.etp_ep
         self._inter, self._intra = ctx.group("etp_ep_inter"), ctx.group("etp_ep_intra")
-        self._num_experts, self._num_local = num_experts, num_experts // comm.ep.size
         self._num_ep, self._ep_rank = comm.ep.size, comm.ep.rank
         self._streams = make_streams(ctx.device, _SIZES, _EXCHANGE)
         self._copies = make_host_copies(ctx.device)
         self._is_emulated = is_emulated(comm.etp_ep, ctx)
-        self.read_sizes: Callable[[ExchangeRoute], ExchangeSizes] = self._read_sizes
-        """Reads the sizes of a routing on the host. Memory emulation replaces it by an estimate."""
         grid, by_host = expert_grid(ctx.config), split_by_host(self._group.ranks, ctx.config.ranks_per_host)
         order = [rank for ranks in by_host for rank in ranks]
         self._order_P = torch.tensor([self._group.ranks.index(rank) for rank in order], device=ctx.device)
@@ -109,24 +108,26 @@ class HierarchicalTransport:
         self._holders_EP = torch.tensor(holders, device=ctx.device).repeat_interleave(self._num_local, dim=0)
         """int64 [E, etp]: ranks that hold a part of an expert, in the order of `_order_P`."""
 
-    def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
-        ids_TK = self._defined(ids_TK)
+    def new_route(self, routing: Routing) -> ExchangeRoute:
+        assert routing.ids_TK is not None
+        ids_TK = self._defined(routing.ids_TK)
         needed_TP = self._needed(ids_TK)
         needed_TN = needed_TP.unflatten(1, (self._inter.size, self._intra.size)).any(dim=2)
         with self._streams.fork(_SIZES):
-            rows_e = self._kernels.count_tokens(ids_TK, self._num_experts).view(self._num_ep, -1).sum(dim=1)
+            rows_e = self._kernels.count_tokens(ids_TK, self._comm.num_experts).view(self._num_ep, -1).sum(dim=1)
             counts = torch.cat([needed_TN.sum(dim=0), needed_TP.sum(dim=0), rows_e])
             # etp x ep: 8 (hosts + etp * ep + ep) bytes per rank; no gradient flows through sizes
             sizes = self._own_sizes(AllGather(self._group).launch(counts)())
             buffer = self._copies.host_buffer(len(sizes), sizes.dtype, exact=False)
             copied = self._copies.to_host(buffer, sizes)
         index = None if self._inter.size == 1 else self._by_rank(needed_TN)
-        return ExchangeRoute(ids_TK, _StagedRoute(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes)))
+        state = _StagedRoute(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes))
+        return ExchangeRoute.of(routing, state, ids_TK)
 
     def start_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _StagedWork:
-        assert form is None, "tokens are sent between hosts in their dtype"
+        assert fmt is None, "tokens are sent between hosts in their dtype"
         state: _StagedRoute = route.state
         choices = None if probs_TK is None else _packed(route.ids_TK, probs_TK.to(internal_dtype(tokens_TH.dtype)))
         if choices is not None:
@@ -142,13 +143,14 @@ class HierarchicalTransport:
                 received = self._send_all(tokens_TH, choices, route)
             return _StagedWork(received, self._streams.record(), (tokens_TH, choices, route))
 
-    def finish_tokens(self, work: _StagedWork) -> ReceivedTokens:
+    def receive_tokens(self, work: _StagedWork) -> ReceivedTokens:
         received: ReceivedTokens = self._finished(work)
         return received
 
-    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _StagedWork:
+    def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _StagedWork:
         stages: tuple[_ExchangeStage, ...] = route.state.stages
-        assert index.rows_TK is not None
+        index, grad_GK = route.index, grad_probs
+        assert index is not None and index.rows_TK is not None
         sums_TH = self._kernels.unpermute(rows_RH, index, len(index.rows_TK))
         values_TK = None if grad_GK is None else grad_GK.to(internal_dtype(rows_RH.dtype))
         keep = (sums_TH, values_TK, route)
@@ -163,12 +165,6 @@ class HierarchicalTransport:
     def finish_sums(self, work: _StagedWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         sums_TH, values_TK = self._finished(work)
         return sums_TH, values_TK
-
-    def late_rank(self) -> None:
-        """None: collectives end by their own timeout."""
-
-    def release(self, work: _StagedWork) -> None:
-        """Nothing: received tensors are not reused."""
 
     def _send_all(self, tokens_TH: Tensor, choices_TC: Tensor, route: ExchangeRoute) -> ReceivedTokens:
         """Sends tokens with ids and probabilities, and sets the stages of the route. A stage sends choices first, so
@@ -235,7 +231,8 @@ class HierarchicalTransport:
             ]
         )
 
-    def _read_sizes(self, route: ExchangeRoute) -> ExchangeSizes:
+    def read_sizes(self, route: ExchangeRoute) -> ExchangeSizes:
+        """Reads the sizes of a routing on the host. An emulation without other ranks estimates them."""
         self._copies.synchronize(route.state.copied)
         left = iter(route.state.buffer.tolist())
         hosts, ranks = self._inter.size, self._intra.size
@@ -250,18 +247,6 @@ class HierarchicalTransport:
                 self._streams.record_use(result)
         work.keep = ()
         return work.results
-
-
-class HierarchicalDispatcher(FlexDispatcher):
-    """Flex dispatcher over process groups on several hosts. Ranks may have different numbers of tokens. The host reads
-    the sizes of the exchange once, so rows have no bound."""
-
-    host_reads = 1
-    can_overflow = False
-
-    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
-        comm.transport = comm.transport or HierarchicalTransport(num_experts, comm)
-        super().__init__(num_experts, comm, comm.transport, formats)
 
 
 def _packed(ids_TK: Tensor, probs_TK: Tensor) -> Tensor:

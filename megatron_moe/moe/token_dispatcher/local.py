@@ -4,31 +4,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_moe.moe.token_dispatcher.base import (
-    PLAIN_ROWS,
-    CombineHandle,
-    DispatchedTokens,
-    ExpertComm,
-    Routing,
-    RowFormats,
-    index_rows,
-)
+from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, Dispatcher, Routing, index_rows
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher[CombineHandle]):
     """Dispatches without communication or host synchronisation. Buffers have T * K rows, or E * capacity rows if
-    experts are padded. All work is done in `finish_dispatch` and `finish_combine`, or by the experts if rows are
-    token-major."""
-
-    host_reads = 0
-    can_overflow = False
-    can_be_captured = True
-    can_gather_in_fc1 = True
-    sends_fp8 = False
-
-    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
-        self.gathers_in_fc1 = formats.gathers_in_fc1
-        self.kernels, self.align = comm.kernels, comm.row_alignment
+    experts are padded. All work is done in `finish_dispatch` and `finish_combine`, or by the experts if fc1
+    gathers its rows."""
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         return tokens_TH, routing
@@ -36,9 +18,11 @@ class LocalDispatcher:
     def finish_dispatch(self, pending: tuple[Tensor, Routing]) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies every token to the rows of its experts; padding rows are zeros."""
         tokens_TH, routing = pending
-        index, probs_R = index_rows(routing, self.kernels, align=self.align)
-        rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, gathers_in_fc1=self.gathers_in_fc1)
-        return replace(rows, sums_tokens=self.gathers_in_fc1), CombineHandle(index, len(tokens_TH))
+        index, probs_R = index_rows(routing, self.kernels, align=self.comm.row_alignment)
+        rows = DispatchedTokens.sorted(
+            tokens_TH, index, probs_R, self.kernels, gathers_in_fc1=self.formats.gathers_in_fc1
+        )
+        return replace(rows, sums_tokens=self.formats.gathers_in_fc1), CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[DispatchedTokens, CombineHandle]:
         return rows, handle

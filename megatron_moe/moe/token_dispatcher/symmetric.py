@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import OperandFormat
+from megatron_moe.config.transport import PushConfig
 from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
-from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, LateRank, RowFormats
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens, quantized
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank, Routing
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantized
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.parallel.streams import make_streams
@@ -34,7 +34,7 @@ class _Push:
         """Tensors that the push reads, until the stream that allocated them has waited for it."""
 
 
-class SymmetricTransport:
+class SymmetricTransport(TokenTransport):
     """Pushes rows to the ranks that need them. Raises EnvironmentProblem if the ranks span hosts.
 
     One channel carries tokens (dispatch and the gradient of combine) and one carries sums (combine and the gradient of
@@ -42,8 +42,9 @@ class SymmetricTransport:
     own two, because exchanges of both are in progress at the same time.
     """
 
-    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
-        self._comm, self._kernels, self._group = comm, comm.kernels, comm.etp_ep
+    def __init__(self, comm: ExpertComm) -> None:
+        super().__init__(comm)
+        self._num_sms = (comm.options or PushConfig()).num_sms
         launch = comm.ctx.process
         hosts = {rank // launch.local_world_size for rank in self._group.ranks}
         if len(hosts) > 1 and not is_emulated(self._group, comm.ctx):
@@ -55,33 +56,33 @@ class SymmetricTransport:
         priority = comm.ctx.config.high_priority_a2a_comm_stream
         self._streams = make_streams(comm.ctx.device, _STREAM, high_priority=priority)
         self._num_in_flight = 0
-        if comm.num_sms is not None:
+        if self._num_sms is not None:
             ignore_warnings()
         self._channels: dict[tuple[str, bool, ChannelShape], PushChannel] = {}
-        num_local = num_experts // comm.ep.size
-        self._first, self._num_local = comm.ep.rank * num_local, num_local
+        self._first = comm.ep.rank * self._num_local
         grid = expert_grid(comm.ctx.config)
         places = [grid.coordinates(rank)["ep"] for rank in self._group.ranks]
-        owners = [[expert // num_local == place for place in places] for expert in range(num_experts)]
+        owners = [[expert // self._num_local == place for place in places] for expert in range(comm.num_experts)]
         self._owner_EP = torch.tensor(owners, device=comm.ctx.device)
         """bool: the rank holds the expert, or a part of it."""
 
-    def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
-        return ExchangeRoute(ids_TK, self._kernels.mark_ranks(ids_TK, self._owner_EP))
+    def new_route(self, routing: Routing) -> ExchangeRoute:
+        assert routing.ids_TK is not None
+        return ExchangeRoute.of(routing, self._kernels.mark_ranks(routing.ids_TK, self._owner_EP))
 
     def start_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _Push:
-        channel = self._channel("tokens", probs_TK is None, tokens_TH, route, form)
+        channel = self._channel("tokens", probs_TK is None, tokens_TH, route, fmt)
         choices = None if probs_TK is None else (route.ids_TK, probs_TK.to(channel.received_values.dtype))
-        sent = quantized(self._kernels, tokens_TH, form)
+        sent = quantized(self._kernels, tokens_TH, fmt)
 
         def push() -> None:
             self._kernels.push_tokens(sent, route.state, choices, channel)
 
         return self._start(push, channel, choices is not None, (sent, choices, route))
 
-    def finish_tokens(self, work: _Push) -> ReceivedTokens:
+    def receive_tokens(self, work: _Push) -> ReceivedTokens:
         channel = self._arrive(work)
         if not work.with_choices:
             return ReceivedTokens(channel.received, None, None)
@@ -89,9 +90,10 @@ class SymmetricTransport:
         local_GK.masked_fill_((local_GK < 0) | (local_GK >= self._num_local), -1)
         return ReceivedTokens(channel.received, local_GK, channel.received_values)
 
-    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _Push:
-        channel = self._channel("sums", grad_GK is not None, rows_RH, route)
-        rows, is_summed = rows_RH, self._comm.num_sms is not None
+    def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _Push:
+        channel, index, grad_GK = self._channel("sums", grad_probs is not None, rows_RH, route), route.index, grad_probs
+        assert index is not None
+        rows, is_summed = rows_RH, self._num_sms is not None
         if is_summed:  # few multiprocessors, with others busy, would read the rows slowly
             rows = self._kernels.unpermute(rows_RH, index, self._group.size * len(route.ids_TK))
 
@@ -102,7 +104,9 @@ class SymmetricTransport:
 
     def finish_sums(self, work: _Push, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         channel = self._arrive(work)
-        return self._kernels.sum_partials(route.ids_TK, self._owner_EP, channel, with_values=work.with_choices)
+        sums = self._kernels.sum_partials(route.ids_TK, self._owner_EP, channel, with_values=work.with_choices)
+        self.release(work)
+        return sums
 
     def release(self, work: _Push) -> None:
         self._kernels.acknowledge(work.channel)
@@ -111,9 +115,9 @@ class SymmetricTransport:
         """First rank that did not send or acknowledge in time, from any exchange so far; does not synchronise with the
         device."""
         for (content, *_), channel in tuple(self._channels.items()):
-            missing = int(channel.missing)
-            if missing:
-                return LateRank(self._group.ranks[missing - 1], content, channel.timeout_s)
+            late = int(channel.late_rank_flag)
+            if late:
+                return LateRank(self._group.ranks[late - 1], content, channel.timeout_s)
         return None
 
     def _start(
@@ -124,8 +128,8 @@ class SymmetricTransport:
             before = streams.record()
             push()
         self._num_in_flight += 1
-        if self._comm.num_sms is not None:
-            reserve_multiprocessors(self._comm.num_sms, self._comm.ctx.device)
+        if self._num_sms is not None:
+            reserve_multiprocessors(self._num_sms, self._comm.ctx.device)
             streams.wait(before)  # so that later work does not take the multiprocessors before the push starts
         return _Push(channel, with_choices, keep)
 
@@ -142,12 +146,12 @@ class SymmetricTransport:
         return exchange.channel
 
     def _channel(
-        self, content: str, in_backward: bool, rows: Tensor, route: ExchangeRoute, form: OperandFormat | None = None
+        self, content: str, in_backward: bool, rows: Tensor, route: ExchangeRoute, fmt: OperandFormat | None = None
     ) -> PushChannel:
         """Returns the channel for tokens or sums of this shape; creates it on first use (collective over the group)."""
         num_tokens, topk = route.ids_TK.shape
         sizes = {"num_ranks": self._group.size, "num_tokens": num_tokens, "width": rows.shape[1], "topk": topk}
-        shape = ChannelShape(**sizes, dtype=rows.dtype, form=form)
+        shape = ChannelShape(**sizes, dtype=rows.dtype, fmt=fmt)
         ctx, group = self._comm.ctx, self._group
         timeout_s = _SHARE_OF_TIMEOUT * ctx.timeout_s
         key = (content, in_backward and self._comm.overlaps_microbatches, shape)
@@ -157,7 +161,7 @@ class SymmetricTransport:
                 group.rank,
                 lambda num_bytes: allocate_symmetric(num_bytes, group, ctx),
                 timeout_s=timeout_s,
-                num_programs=self._comm.num_sms,
+                num_programs=self._num_sms,
             )
             if is_emulated(group, ctx):  # the other ranks never arrive
                 channel.arrived[group.rank].fill_(_PAST_ALL_EPOCHS)
@@ -167,13 +171,3 @@ class SymmetricTransport:
         if channel.timeout_s != timeout_s:
             channel = self._channels[key] = replace(channel, timeout_s=timeout_s)
         return channel
-
-
-class SymmetricDispatcher(FlexDispatcher):
-    """Flex dispatcher over symmetric memory."""
-
-    can_be_captured = True
-
-    def __init__(self, num_experts: int, comm: ExpertComm, formats: RowFormats = PLAIN_ROWS) -> None:
-        comm.transport = comm.transport or SymmetricTransport(num_experts, comm)
-        super().__init__(num_experts, comm, comm.transport, formats)

@@ -17,19 +17,13 @@ from torch import Tensor
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
+from megatron_moe.config.transport import ALLGATHER, DEEPEP, HIERARCHICAL, HYBRIDEP, LOCAL, NCCL, SYMMETRIC, PushConfig
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher import symmetric
-from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
-from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, expert_of_rows, index_rows
-from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
-from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
-from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
-from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
-from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.streams import Streams
 from tests.helpers.ranks import on_threads
@@ -43,8 +37,8 @@ EXPERTS, WIDTH = 8, 3
 STAND_INS = Path(__file__).parents[2] / "stand_ins"
 REFERENCE = reference.bundle()
 NATIVE = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
-FLEX = (SymmetricDispatcher, DeepEPDispatcher, HybridEPDispatcher, HierarchicalDispatcher)
-KINDS = (AllGatherDispatcher, AllToAllDispatcher, *FLEX)
+FLEX = (SYMMETRIC, DEEPEP, HYBRIDEP, HIERARCHICAL)
+KINDS = (ALLGATHER, NCCL, *FLEX)
 FOLDS = (
     parallel(2, ep=2), parallel(2, etp=2), parallel(4, etp=2, ep=2), parallel(8, ep=4, etp=2, order="ep-tp-cp-dp-pp")
 )  # fmt: skip
@@ -64,14 +58,14 @@ HOSTS = (
 EVERY_DISPATCHER = pytest.mark.parametrize(
     ("kind", "fold"),
     [
-        (LocalDispatcher, parallel(1)),
+        (LOCAL, parallel(1)),
         *product(KINDS, FOLDS),
         *thinned(list(product(KINDS, MORE_FOLDS)), 4),
-        *((HierarchicalDispatcher, fold) for fold in HOSTS),
+        *((HIERARCHICAL, fold) for fold in HOSTS),
     ],
-    ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.__name__,
+    ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.name,
 )
-BOTH = pytest.mark.parametrize("kind", KINDS)
+BOTH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 CASES = {
     "spread": lambda rank: [[0, 3], [1, 7], [5, 2], [6, 4]],
     "ranks differ": lambda rank: [[(rank + t) % EXPERTS, (rank + 3 * t + 1) % EXPERTS] for t in range(4)],
@@ -93,7 +87,7 @@ def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def new(kind: Any, ctx: ParallelContext, num_experts: int = EXPERTS, kernels: Any = REFERENCE) -> Any:
-    return kind(num_experts, ExpertComm(ctx, kernels, kind))
+    return ExpertComm(ctx, kernels, kind, num_experts).new_dispatcher()
 
 
 def scaled(rows: DispatchedTokens, share: float) -> DispatchedTokens:
@@ -144,10 +138,10 @@ def test_combine_undoes_dispatch_forward_and_backward(fold, kind, make, case, ca
 @pytest.mark.parametrize(
     ("kind", "fold"),
     [
-        *product((AllToAllDispatcher, HierarchicalDispatcher), (parallel(4, ep=4), parallel(4, etp=2, ep=2))),
-        *((HierarchicalDispatcher, fold) for fold in HOSTS if fold.world_size == 4),
+        *product((NCCL, HIERARCHICAL), (parallel(4, ep=4), parallel(4, etp=2, ep=2))),
+        *((HIERARCHICAL, fold) for fold in HOSTS if fold.world_size == 4),
     ],
-    ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.__name__,
+    ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.name,
 )
 @pytest.mark.parametrize("num_tokens", [[0, 3, 1, 5], [0, 0, 0, 2], [4, 0, 0, 0]], ids=str)
 def test_dispatchers_that_read_sizes_accept_different_token_counts_per_rank(kind, fold, num_tokens) -> None:
@@ -196,18 +190,14 @@ def test_each_expert_receives_its_tokens_of_all_ranks_once_and_in_order(fold, ki
             for r in members[edp_rank]:
                 places = [row[1] for row in held if row[0] == r]
                 assert places == sorted(places), f"expert {expert}: order of rank {r}"
-            if capacity is not None and kind is not HybridEPDispatcher:
+            if capacity is not None and kind is not HYBRIDEP:
                 assert len(rows) == capacity * fold.ep * fold.etp
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [
-        (AllGatherDispatcher, 1 + 6 * 2.0**-10),
-        (AllToAllDispatcher, 1 + 6 * 2.0**-10),
-        (SymmetricDispatcher, 1.0),
-        (HierarchicalDispatcher, 1.0),
-    ],
+    [(ALLGATHER, 1 + 6 * 2.0**-10), (NCCL, 1 + 6 * 2.0**-10), (SYMMETRIC, 1.0), (HIERARCHICAL, 1.0)],
+    ids=lambda value: getattr(value, "name", None),
 )
 def test_bf16_rows_of_one_token_are_summed_in_fp32_across_ranks(kind, expected) -> None:
     """1 + 3 * 2^-10 on one rank, 3 * 2^-10 on the other: rounding to bf16 before the last sum loses both, as where
@@ -241,7 +231,7 @@ def test_partial_sums_are_added_in_fp32_and_sent_in_bf16_once_per_host(ranks_per
 
     def rank(ctx: ParallelContext) -> Tensor:
         routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
-        dispatcher = new(HierarchicalDispatcher, ctx, 4)
+        dispatcher = new(HIERARCHICAL, ctx, 4)
         tokens = torch.ones(1, 1, dtype=torch.bfloat16)
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
         value = 1.0 if ctx.rank == 0 else 2.0**-9
@@ -253,7 +243,7 @@ def test_partial_sums_are_added_in_fp32_and_sent_in_bf16_once_per_host(ranks_per
 
 
 def test_local_combine_sums_bf16_rows_in_fp32() -> None:
-    dispatcher = new(LocalDispatcher, ParallelContext.single())
+    dispatcher = new(LOCAL, ParallelContext.single())
     routing = sparse([list(range(8))], torch.ones(1, 8, dtype=torch.float64), num_experts=8)
     tokens = torch.ones(1, 1, dtype=torch.bfloat16)
     rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
@@ -266,11 +256,12 @@ def test_local_combine_sums_bf16_rows_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("kind", "fold"),
     [
-        (LocalDispatcher, parallel(1)),
-        (AllGatherDispatcher, parallel(4, ep=2, etp=2)),
-        (AllToAllDispatcher, parallel(4, ep=2, etp=2)),
-        (HierarchicalDispatcher, parallel(4, ep=4, ranks_per_host=2)),
+        (LOCAL, parallel(1)),
+        (ALLGATHER, parallel(4, ep=2, etp=2)),
+        (NCCL, parallel(4, ep=2, etp=2)),
+        (HIERARCHICAL, parallel(4, ep=4, ranks_per_host=2)),
     ],
+    ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.name,
 )
 @pytest.mark.parametrize("case", CASES)
 def test_torch_native_kernels_combine_to_the_dispatched_tokens(kind, fold, case) -> None:
@@ -335,7 +326,7 @@ def traffic_of(fold: ParallelConfig, kind: Any, capacity: int | None) -> list[Co
 
 
 def test_all_to_all_sends_every_row_once_each_way_and_gathers_counts() -> None:
-    for sent in traffic_of(parallel(4, ep=4), AllToAllDispatcher, None):
+    for sent in traffic_of(parallel(4, ep=4), NCCL, None):
         assert sent == Counter(
             {
                 ("all_gather", 4, EXPERTS): 1,
@@ -348,7 +339,7 @@ def test_all_to_all_sends_every_row_once_each_way_and_gathers_counts() -> None:
 def test_hierarchical_exchange_sends_a_token_once_per_host_and_counts_once() -> None:
     """The four tokens of a rank have experts on 2 + 2 hosts of one rank each and on 2 x 2 of both: 6 copies between
     hosts. A rank forwards 8 copies within its host. Choices are 2 ids and 2 probabilities of 8 bytes, in int32."""
-    for sent in traffic_of(parallel(4, ep=4, ranks_per_host=2), HierarchicalDispatcher, None):
+    for sent in traffic_of(parallel(4, ep=4, ranks_per_host=2), HIERARCHICAL, None):
         assert sent == Counter(
             {
                 ("all_gather", 4, 2 + 4 + 4): 1,  # tokens for each host and rank, rows for each rank
@@ -364,7 +355,7 @@ def test_hierarchical_exchange_sends_a_token_once_per_host_and_counts_once() -> 
 
 def test_hierarchical_exchange_has_one_stage_on_one_host() -> None:
     """The tokens have experts on two ranks each."""
-    for sent in traffic_of(parallel(4, ep=4), HierarchicalDispatcher, None):
+    for sent in traffic_of(parallel(4, ep=4), HIERARCHICAL, None):
         assert sent == Counter(
             {
                 ("all_gather", 4, 1 + 4 + 4): 1,
@@ -385,14 +376,14 @@ def test_sizes_are_exchanged_before_tokens_are_sorted_and_before_any_token_is_se
     kernels = KernelSet.of({op: getattr(REFERENCE, op) for op in OPS} | {"sort_rows": sort_rows}, REFERENCE.choices)
 
     def rank(ctx: ParallelContext) -> None:
-        dispatcher = new(HierarchicalDispatcher, ctx, kernels=kernels)
-        read = dispatcher.transport.read_sizes
+        dispatcher = new(HIERARCHICAL, ctx, kernels=kernels)
+        read = dispatcher.comm.transport.read_sizes
 
         def noting(route: Any) -> Any:
             order[ctx.rank].append("read")
             return read(route)
 
-        dispatcher.transport.read_sizes = noting
+        dispatcher.comm.transport.read_sizes = noting
         dispatcher.start_dispatch(draw(4, WIDTH), sparse(CASES["spread"](0), num_experts=EXPERTS))
 
     with counted_traffic(lambda op: order[dist.get_rank()].append(op)):
@@ -403,14 +394,14 @@ def test_sizes_are_exchanged_before_tokens_are_sorted_and_before_any_token_is_se
 
 
 def test_padded_all_to_all_sends_every_expert_its_capacity_and_no_counts() -> None:
-    for sent in traffic_of(parallel(4, ep=4), AllToAllDispatcher, 3):
+    for sent in traffic_of(parallel(4, ep=4), NCCL, 3):
         rows = EXPERTS * 3
         assert sent == Counter({("all_to_all", 4, rows * WIDTH): 4, ("all_to_all", 4, rows): 2})
 
 
 def test_all_to_all_gathers_rows_over_etp_before_the_experts_and_reduce_scatters_them_after() -> None:
     """Every expert gets one row of every rank: 8 experts, 2 ranks of ep and 2 of etp, so each receives 8 rows."""
-    for sent in traffic_of(parallel(4, ep=2, etp=2), AllToAllDispatcher, None):
+    for sent in traffic_of(parallel(4, ep=2, etp=2), NCCL, None):
         assert sent == Counter(
             {
                 ("all_gather", 4, EXPERTS): 1,
@@ -427,7 +418,7 @@ def test_all_to_all_gathers_rows_over_etp_before_the_experts_and_reduce_scatters
 @pytest.mark.parametrize("capacity", [None, 3])
 @pytest.mark.parametrize("fold", [parallel(4, ep=4), parallel(4, ep=2, etp=2)], ids=name_of)
 def test_all_gather_sends_tokens_ids_and_probabilities_and_reduce_scatters_sums(fold, capacity) -> None:
-    for sent in traffic_of(fold, AllGatherDispatcher, capacity):
+    for sent in traffic_of(fold, ALLGATHER, capacity):
         assert sent == Counter(
             {
                 ("all_gather", 4, 4 * WIDTH): 2,  # dispatch, and the backward of combine
@@ -461,14 +452,14 @@ def test_dispatchers_read_split_sizes_on_the_host_once(monkeypatch) -> None:
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(4, WIDTH), routing))
         dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
 
-    kinds = (AllToAllDispatcher, HierarchicalDispatcher, AllGatherDispatcher, LocalDispatcher)
+    kinds = (NCCL, HIERARCHICAL, ALLGATHER, LOCAL)
     for kind, capacity, ep in product(kinds, (None, 3), (1, 2)):
-        if (kind is LocalDispatcher) == (ep == 1):
+        if (kind is LOCAL) == (ep == 1):
             reads.clear()
             on_threads(parallel(ep, ep=ep), lambda ctx, k=kind, c=capacity: rank(ctx, k, c))
-            padded_read = kind is AllToAllDispatcher and capacity is not None
+            padded_read = kind is NCCL and capacity is not None
             expected = ep * (0 if padded_read else kind.host_reads)
-            assert len(reads) == expected, f"{kind.__name__} with capacity {capacity}: {len(reads)} reads"
+            assert len(reads) == expected, f"{kind.name} with capacity {capacity}: {len(reads)} reads"
 
 
 def test_groups_on_several_hosts_use_the_hierarchical_exchange() -> None:
@@ -476,12 +467,12 @@ def test_groups_on_several_hosts_use_the_hierarchical_exchange() -> None:
     dense_router = {"balancing": ("expert_choice",)}
     padded = CapacityConfig(factor=1.0, pad=True)
     expected = {
-        ("alltoall", "sparse"): HierarchicalDispatcher,
-        ("flex", "sparse"): HierarchicalDispatcher,
-        ("allgather", "sparse"): AllGatherDispatcher,
-        ("alltoall", "dense"): AllToAllDispatcher,
-        ("alltoall", "padded"): AllToAllDispatcher,
-        ("flex", "padded"): HierarchicalDispatcher,
+        ("alltoall", "sparse"): HIERARCHICAL,
+        ("flex", "sparse"): HIERARCHICAL,
+        ("allgather", "sparse"): ALLGATHER,
+        ("alltoall", "dense"): NCCL,
+        ("alltoall", "padded"): NCCL,
+        ("flex", "padded"): HIERARCHICAL,
     }
 
     def rank(ctx: ParallelContext) -> dict[tuple[str, str], type]:
@@ -489,23 +480,23 @@ def test_groups_on_several_hosts_use_the_hierarchical_exchange() -> None:
         for name, routing in expected:
             changes = {"dense": {"router": dense_router}, "padded": {"capacity": padded}}.get(routing, {})
             config = moe_config(dispatcher=name, **changes)
-            found[name, routing] = new_expert_comm(config, ctx, REFERENCE).dispatcher
+            found[name, routing] = new_expert_comm(config, ctx, REFERENCE).kind
         return found
 
     fold = parallel(4, ep=4, ranks_per_host=2)
     assert on_threads(fold, rank) == [expected] * 4
     for comm in on_threads(fold, lambda ctx: new_expert_comm(moe_config(), ctx, REFERENCE)):
         assert comm.note and "4 expert ranks, with 2 on a host" in comm.note
-    assert on_threads(parallel(4, ep=2, ranks_per_host=2), rank)[0]["alltoall", "sparse"] is AllToAllDispatcher
+    assert on_threads(parallel(4, ep=2, ranks_per_host=2), rank)[0]["alltoall", "sparse"] is NCCL
 
 
 def test_config_selects_the_dispatcher_and_one_rank_uses_the_local_one() -> None:
     def rank(ctx: ParallelContext) -> list[type]:
         kinds = ("allgather", "alltoall", "flex")
-        return [new_expert_comm(moe_config(dispatcher=kind), ctx, REFERENCE).dispatcher for kind in kinds]
+        return [new_expert_comm(moe_config(dispatcher=kind), ctx, REFERENCE).kind for kind in kinds]
 
-    assert on_threads(parallel(2, ep=2), rank)[0] == [AllGatherDispatcher, AllToAllDispatcher, SymmetricDispatcher]
-    assert on_threads(parallel(2), rank)[0] == [LocalDispatcher] * 3
+    assert on_threads(parallel(2, ep=2), rank)[0] == [ALLGATHER, NCCL, SYMMETRIC]
+    assert on_threads(parallel(2), rank)[0] == [LOCAL] * 3
 
 
 class RecordingStreams(Streams):
@@ -533,8 +524,8 @@ def test_multiprocessors_are_reserved_while_exchanges_are_in_progress(num_sms, m
 
     def rank(ctx: ParallelContext) -> None:
         here.log = log = logs[ctx.rank]
-        comm = ExpertComm(ctx, REFERENCE, SymmetricDispatcher, num_sms=num_sms)
-        first, second = (comm.new_dispatcher(EXPERTS) for _ in range(2))
+        comm = ExpertComm(ctx, REFERENCE, SYMMETRIC, EXPERTS, options=PushConfig(num_sms=num_sms))
+        first, second = (comm.new_dispatcher() for _ in range(2))
         routing, tokens = sparse([[0, 7]], num_experts=EXPERTS), draw(1, WIDTH, seed=ctx.rank)
         rows, handle = first.finish_dispatch(first.start_dispatch(tokens, routing))
         del log[3 if num_sms else 1 :]

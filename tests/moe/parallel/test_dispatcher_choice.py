@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,16 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import CapacityConfig, HybridEPConfig
+from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.config.transport import ALLGATHER, DEEPEP, HIERARCHICAL, HYBRIDEP, LIBRARIES, LOCAL, NCCL, SYMMETRIC
+from megatron_moe.config.transport import (
+    ALLGATHER,
+    DEEPEP,
+    HIERARCHICAL,
+    HYBRIDEP,
+    LIBRARIES,
+    LOCAL,
+    NCCL,
+    SYMMETRIC,
+    ExpertTransport,
+    HybridEPConfig,
+)
+from megatron_moe.memory_emulation.rank import assumed_load, transport_without_peers
 from megatron_moe.moe.moe_layer import new_expert_comm
-from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
-from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
-from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
-from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
-from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.symmetric_memory import has_peer_access
 from tests.helpers.ranks import on_threads
@@ -50,19 +58,20 @@ def test_symmetric_memory_replaces_a_missing_library(backend: str, reason: str) 
     for comm in on_threads(
         parallel(2, ep=2, missing_libraries=LIBRARIES), lambda ctx: new_expert_comm(config, ctx, REFERENCE)
     ):
-        assert comm.dispatcher is SymmetricDispatcher and comm.note
+        assert comm.kind is SYMMETRIC and comm.note
         assert comm.note.startswith(f"--moe-flex-dispatcher-backend {backend}: {reason}")
     alone = new_expert_comm(config, ParallelContext.single(), REFERENCE)
-    assert alone.dispatcher is LocalDispatcher and alone.note is None
+    assert alone.kind is LOCAL and alone.note is None
 
 
-@pytest.mark.parametrize(("backend", "kind"), [("deepep", DeepEPDispatcher), ("hybridep", HybridEPDispatcher)])
-def test_installed_library_is_used(backend: str, kind: type) -> None:
+@pytest.mark.parametrize(("backend", "kind"), [("deepep", DEEPEP), ("hybridep", HYBRIDEP)])
+def test_installed_library_is_used(backend: str, kind: ExpertTransport) -> None:
     config = replace(moe_config(dispatcher="flex"), transport_backend=backend)
     comms = on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE))
-    assert [(comm.dispatcher, comm.note) for comm in comms] == [(kind, None)] * 2
+    assert [(comm.kind, comm.note) for comm in comms] == [(kind, None)] * 2
     emulated = ParallelContext.fake(parallel(2, ep=2), 0)
-    assert new_expert_comm(config, emulated, REFERENCE).dispatcher is SymmetricDispatcher
+    stand_in = partial(transport_without_peers, assumed_load(emulated))
+    assert new_expert_comm(config, emulated, REFERENCE, stand_in=stand_in).kind is SYMMETRIC
     emulated.stop()
 
 
@@ -84,21 +93,21 @@ def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: py
     padded = replace(library, capacity=CapacityConfig(factor=1.0, pad=True))
     assert [padded.transport(fold) for fold in folds] == [LOCAL, SYMMETRIC, HIERARCHICAL, SYMMETRIC, HIERARCHICAL]
 
-    def kind_and_note(ctx: ParallelContext) -> tuple[type, str | None]:
-        comm = new_expert_comm(config, ctx, REFERENCE)
-        return comm.dispatcher, comm.note
+    def kind_and_note(ctx: ParallelContext, **named: Any) -> tuple[ExpertTransport, str | None]:
+        comm = new_expert_comm(config, ctx, REFERENCE, **named)
+        return comm.kind, comm.note
 
     fold = parallel(2, ep=2, shares_memory=True)
-    assert on_threads(fold, kind_and_note) == [(AllToAllDispatcher, None)] * 2  # on CPUs
+    assert on_threads(fold, kind_and_note) == [(NCCL, None)] * 2  # on CPUs
     emulated = ParallelContext.fake(fold, 0)
-    kind, note = kind_and_note(emulated)
-    assert kind is SymmetricDispatcher and note == (
+    kind, note = kind_and_note(emulated, stand_in=lambda transport, config: transport)
+    assert kind is SYMMETRIC and note == (
         "--moe-token-dispatcher-type alltoall: 2 expert ranks on one host exchange tokens through symmetric memory; "
         "--moe-alltoall-backend nccl selects NCCL"
     )
     monkeypatch.setattr("megatron_moe.moe.moe_layer.has_peer_access", lambda group, ctx: False)
-    kind, note = kind_and_note(emulated)
-    assert kind is AllToAllDispatcher and note is not None and note.endswith("cannot access each other's memory")
+    kind, note = kind_and_note(emulated, stand_in=lambda transport, config: transport)
+    assert kind is NCCL and note is not None and note.endswith("cannot access each other's memory")
     emulated.stop()
 
 
@@ -128,8 +137,8 @@ def test_symmetric_memory_for_alltoall_equals_alltoall_in_fp64() -> None:
         return back.detach(), tokens.grad, routing.probs.grad
 
     fold = parallel(4, etp=2, ep=2)
-    expected = on_threads(fold, lambda ctx: rank(ctx, AllToAllDispatcher))
-    for actual, other in zip(on_threads(fold, lambda ctx: rank(ctx, SymmetricDispatcher)), expected, strict=True):
+    expected = on_threads(fold, lambda ctx: rank(ctx, NCCL))
+    for actual, other in zip(on_threads(fold, lambda ctx: rank(ctx, SYMMETRIC)), expected, strict=True):
         for name, *values in zip(("outputs", "gradients", "gradients of probabilities"), actual, other, strict=True):
             FP64_REF.check(*values, name)
 
@@ -139,8 +148,8 @@ def test_hybridep_counts_the_rows_beyond_its_bound(num_rows: int, overflow: int)
     """Rank 0 sends `num_rows` tokens to the last expert, whose rank has space for 12 rows."""
 
     def rank(ctx: ParallelContext) -> tuple[int, float]:
-        comm = ExpertComm(ctx, REFERENCE, HybridEPDispatcher, row_capacity_factor=0.25)
-        dispatcher = comm.new_dispatcher(EXPERTS)
+        comm = ExpertComm(ctx, REFERENCE, HYBRIDEP, EXPERTS, row_capacity_factor=0.25)
+        dispatcher = comm.new_dispatcher()
         ids = [[EXPERTS - 1, -1] if ctx.rank == 0 and token < num_rows else [-1, -1] for token in range(24)]
         routing = sparse(ids, num_experts=EXPERTS)
         rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(24, WIDTH), routing))
@@ -160,18 +169,18 @@ def test_hybridep_counts_the_rows_beyond_its_bound(num_rows: int, overflow: int)
 
 
 def test_hybridep_gets_its_settings_once_per_run() -> None:
-    settings = HybridEPConfig(fuse_permute=True, num_blocks_permute=7, num_blocks_unpermute=9, num_sms_preprocessing=64)
-    config = replace(
-        moe_config(dispatcher="flex"), transport_backend="hybridep", flex_dispatcher_num_sms=16, hybridep=settings
+    settings = HybridEPConfig(
+        num_sms=16, fuse_permute=True, num_blocks_permute=7, num_blocks_unpermute=9, num_sms_preprocessing=64
     )
+    config = replace(moe_config(dispatcher="flex"), transport_backend="hybridep", hybridep=settings)
 
     def rank(ctx: ParallelContext) -> tuple[Any, bool]:
         comm = new_expert_comm(config, ctx, REFERENCE)
-        first, second = comm.new_dispatcher(EXPERTS), comm.new_dispatcher(EXPERTS)
-        for dispatcher in (first, second):
+        buffers = []
+        for dispatcher in (comm.new_dispatcher(), comm.new_dispatcher()):
             there_and_back(dispatcher, draw(4, WIDTH), sparse(CASES["spread"](0), num_experts=EXPERTS), 1.0)
-        buffer = first.transport._buffer
-        return buffer, buffer is second.transport._buffer
+            buffers.append(comm.transport._buffer)
+        return buffers[0], buffers[0] is buffers[1]
 
     for buffer, is_shared in on_threads(parallel(2, ep=2), rank):
         assert is_shared and buffer.fused == [True] * 4

@@ -13,13 +13,13 @@ from torch import Tensor
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat, low_precision_config
+from megatron_moe.config.transport import DEEPEP, SYMMETRIC
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, DispatchedTokens, ExpertComm, RowFormats
-from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute
-from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher, SymmetricTransport
+from megatron_moe.moe.token_dispatcher.symmetric import SymmetricTransport
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.carried_copies import carried_grad, values_of
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
@@ -66,8 +66,8 @@ def exchanged(
     """Rows of a dispatch, gradient of the rows sent to combine, and the other tensors."""
     ids = CASES[case](ctx.rank)
     tokens, routing = spread_magnitudes(len(ids), width, seed=ctx.rank), sparse(ids, num_experts=EXPERTS)
-    comm = ExpertComm(ctx, REFERENCE, kind, row_capacity_factor=factor)
-    dispatcher = comm.new_dispatcher(EXPERTS, formats)
+    comm = ExpertComm(ctx, REFERENCE, kind, EXPERTS, row_capacity_factor=factor)
+    dispatcher = comm.new_dispatcher(formats)
     tokens.requires_grad_(), routing.probs.requires_grad_()
     rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
     data = (rows.data.detach() * rows.probs_R.detach()[:, None]).requires_grad_()
@@ -79,7 +79,7 @@ def exchanged(
 
 
 @pytest.mark.parametrize("fold", FOLDS[1:], ids=name_of)
-@pytest.mark.parametrize("kind", [SymmetricDispatcher, DeepEPDispatcher])
+@pytest.mark.parametrize("kind", [SYMMETRIC, DEEPEP], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("config", "width"), [(HYBRID, WIDTH), (MXFP8, 128)], ids=["blockwise hybrid", "mxfp8"])
 @pytest.mark.parametrize("case", CASES)
 def test_received_bytes_are_those_of_quantised_rows(case, config, width, kind, fold) -> None:
@@ -99,8 +99,8 @@ def test_received_bytes_are_those_of_quantised_rows(case, config, width, kind, f
     on_threads(fold, rank)
 
 
-def quantized(rows: Tensor, form: OperandFormat) -> QuantizedTensor:
-    return reference.quantize_rows(rows, form, rowwise=True, columnwise=False)
+def quantized(rows: Tensor, fmt: OperandFormat) -> QuantizedTensor:
+    return reference.quantize_rows(rows, fmt, rowwise=True, columnwise=False)
 
 
 def values(rows_q: QuantizedTensor) -> Tensor:
@@ -110,9 +110,9 @@ def values(rows_q: QuantizedTensor) -> Tensor:
 @pytest.mark.parametrize("case", ["ranks differ", "all to one expert"])
 def test_rows_beyond_the_bound_overflow_as_in_a_plain_exchange(case) -> None:
     def rank(ctx: ParallelContext) -> int:
-        plain, *_ = exchanged(SymmetricDispatcher, ctx, case, WIDTH, PLAIN_ROWS, 0.4)
+        plain, *_ = exchanged(SYMMETRIC, ctx, case, WIDTH, PLAIN_ROWS, 0.4)
         formats = RowFormats(tokens=BLOCKWISE.inputs, grads=BLOCKWISE.grads)
-        rows, *_ = exchanged(SymmetricDispatcher, ctx, case, WIDTH, formats, 0.4)
+        rows, *_ = exchanged(SYMMETRIC, ctx, case, WIDTH, formats, 0.4)
         same_copy(rows.quantized, quantized(plain.data, BLOCKWISE.inputs), "rows")
         assert rows.overflow is not None and plain.overflow is not None and rows.bound == plain.bound
         EXACT.check(rows.overflow, plain.overflow, "overflow")
@@ -145,9 +145,9 @@ class RoundingTransport(SymmetricTransport):
     """Sends tokens rounded to their FP8 format, in their dtype."""
 
     def start_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, form: OperandFormat | None
+        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Any:
-        rounded_TH = tokens_TH if form is None else values(quantized(tokens_TH, form))
+        rounded_TH = tokens_TH if fmt is None else values(quantized(tokens_TH, fmt))
         return super().start_tokens(rounded_TH, route, probs_TK, None)
 
 
@@ -188,7 +188,7 @@ def test_experts_multiply_the_received_bytes(monkeypatch) -> None:
 def test_received_bytes_are_not_kept_for_backward() -> None:
     def rank(ctx: ParallelContext) -> None:
         formats = RowFormats(tokens=BLOCKWISE.inputs, grads=BLOCKWISE.grads)
-        rows, *_ = exchanged(SymmetricDispatcher, ctx, "spread", WIDTH, formats)
+        rows, *_ = exchanged(SYMMETRIC, ctx, "spread", WIDTH, formats)
         assert rows.quantized is not None and rows.data.requires_grad
         found = weakref.ref(rows.quantized.row_copy.data)
         rows = replace(rows, quantized=None)

@@ -1,9 +1,9 @@
 """A rank that does not take part in an exchange of the flex dispatcher is named after the timeout."""
 
 from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.transport import SYMMETRIC
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
-from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 from tests.moe.parallel.folded import parallel
@@ -16,8 +16,8 @@ def test_late_rank_is_named_with_its_exchange_and_timeout() -> None:
     """Rank 1 leaves after one exchange. Its channels exist, so that only the wait for tokens can end the next one."""
 
     def rank(ctx: ParallelContext) -> list[str]:
-        comm = ExpertComm(ctx, reference.bundle(), SymmetricDispatcher)
-        dispatcher, found = comm.new_dispatcher(EXPERTS), []
+        comm = ExpertComm(ctx, reference.bundle(), SYMMETRIC, EXPERTS)
+        dispatcher, found = comm.new_dispatcher(), []
         routing = sparse([[0, 7]] * 4, num_experts=EXPERTS)
         for timeout_s in (60.0, 0.5):
             ctx.timeout_s = timeout_s

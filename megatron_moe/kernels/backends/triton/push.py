@@ -54,7 +54,7 @@ def push_tokens(
     columns = min(power_of_two(width), COLUMNS)
     _push_tokens[(_num_programs(channel),)](
         tokens_TH, ranks_T, ids_TK, values_TK, scales,
-        channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
+        channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.late_rank_flag,
         shape.num_tokens, width, tokens_TH.stride(0), num_scales, _timeout_ns(channel),
         slots, channel.values[channel.rank],
         RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, COLUMNS=columns, BLOCK=1024,
@@ -67,12 +67,12 @@ def push_sums(
     rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
 ) -> None:
     """See `Kernels.push_sums`."""
-    assert index.rows_TK is not None, "a dense form has no rows per choice"
+    assert index.rows_TK is not None, "a dense fmt has no rows per choice"
     shape, rows = channel.shape, rows_of(rows)
     columns = min(power_of_two(shape.width), COLUMNS)
     _push_sums[(_num_programs(channel),)](
         rows, index.rows_TK.contiguous(), rows if values_GK is None else values_GK.contiguous(),
-        channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
+        channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.late_rank_flag,
         shape.num_tokens, shape.width, rows.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
         RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk),
@@ -103,7 +103,7 @@ def wait_for_peers(channel: PushChannel) -> None:
     if INTERPRETED:
         return reference_push.wait_for_peers(channel)
     _wait_for_arrival[(1,)](
-        channel.arrived[channel.rank], channel.epoch, channel.missing, _timeout_ns(channel),
+        channel.arrived[channel.rank], channel.epoch, channel.late_rank_flag, _timeout_ns(channel),
         NUM_RANKS=channel.shape.num_ranks, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=1,
     )  # fmt: skip
 

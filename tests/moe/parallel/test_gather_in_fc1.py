@@ -1,4 +1,4 @@
-"""Experts gather the rows of token-major storage themselves, and a dispatcher's overflow reaches its `ExpertComm`."""
+"""Fc1 gathers its rows from tokens, and a dispatcher's overflow reaches its `ExpertComm`."""
 
 import pytest
 import torch
@@ -6,10 +6,9 @@ import torch
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.bounded_dispatcher import bounded_comm, gather_in_fc1
 from tests.helpers.ranks import on_threads
-from tests.helpers.token_major import TokenMajorDispatcher, use_token_major
 from tests.helpers.tolerances import FP64_LAYOUT
 from tests.moe.parallel.folded import (
     EXPERTS,
@@ -36,16 +35,16 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("fold", [parallel(1), parallel(2, ep=2), parallel(4, ep=2, etp=2)], ids=name_of)
-def test_token_major_storage_equals_sorted_rows(fold, case) -> None:
+def test_gathered_rows_equal_permuted_rows(fold, case) -> None:
     config, data = moe_config(dispatcher="allgather", **CASES[case]), Data.random(fold.dp)
-    expected, actual = on_one_rank(config, data), over_ranks(config, fold, data, use_token_major)
+    expected, actual = on_one_rank(config, data), over_ranks(config, fold, data, gather_in_fc1)
     FP64_LAYOUT.check_all(actual.tensors, expected.tensors, case)
 
 
 def test_the_first_matrix_saves_each_token_once() -> None:
     config, ids = moe_config(ffn_hidden_size=5).experts, [[t % EXPERTS, (t + 3) % EXPERTS] for t in range(6)]
     ctx = ParallelContext.single()
-    dispatcher = ExpertComm(ctx, KERNELS, TokenMajorDispatcher, row_capacity_factor=1.0).new_dispatcher(EXPERTS)
+    dispatcher = bounded_comm(ctx, KERNELS, EXPERTS).new_dispatcher()
     tokens = draw(len(ids), HIDDEN).requires_grad_()
     rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, sparse(ids, num_experts=EXPERTS)))
     assert rows.data is tokens and len(rows.probs_R) == 12
@@ -58,7 +57,7 @@ def test_the_first_matrix_saves_each_token_once() -> None:
 
 def test_overflow_on_one_pipeline_stage_is_visible_on_all_stages() -> None:
     def rank(ctx: ParallelContext) -> float:
-        comm = ExpertComm(ctx, KERNELS, TokenMajorDispatcher, row_capacity_factor=1.0)
+        comm = bounded_comm(ctx, KERNELS, EXPERTS)
         comm.overflow.fill_(0.25 * ctx.rank)
         return float(comm.largest_overflow())
 
@@ -68,8 +67,8 @@ def test_overflow_on_one_pipeline_stage_is_visible_on_all_stages() -> None:
 @pytest.mark.parametrize("max_rows", [24, 23])
 def test_overflow_on_one_rank_is_visible_on_all_ranks_until_the_next_step(max_rows: int) -> None:
     def rank(ctx: ParallelContext) -> list[bool]:
-        comm = ExpertComm(ctx, KERNELS, TokenMajorDispatcher, row_capacity_factor=1.0)
-        full, other = comm.new_dispatcher(EXPERTS), comm.new_dispatcher(EXPERTS)
+        comm = bounded_comm(ctx, KERNELS, EXPERTS)
+        full, other = comm.new_dispatcher(), comm.new_dispatcher()
         full.max_rows = max_rows
         found = []
         for dispatcher in (full, other):
