@@ -1,6 +1,6 @@
 """Interface of the kernels: every op with shapes, dtypes and semantics.
 
-`reference.py` defines each op in plain torch; every backend is tested against it. Shape letters are those of
+`kernels/reference/` defines each op in plain torch; every backend is tested against it. Shape letters are those of
 docs/shapes.md. Ops compute in the internal dtype promote(fp32, input dtype) and return the input's dtype unless stated
 otherwise. Differentiable ops include their backward; `autograd.py` adds the backward of linear and embedding ops.
 """
