@@ -23,6 +23,7 @@ from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
 from arguments.huggingface import published_flags
 from arguments.read import read_plan
+from megatron_moe.api import plan_of_checkpoint
 from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.directory import as_checkpoint, find_checkpoints
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
@@ -39,7 +40,7 @@ from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.train.train_state import TrainState
 from tools._common import positive, reports_errors, run_main, tool_parser
-from tools.generate import load_model, plan_of
+from tools.generate import load_model
 
 REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
@@ -116,7 +117,7 @@ def _flags_of_folder(folder: Path) -> list[str]:
 def _to_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Outcome:
     output = Path(options.save.removeprefix(HUGGING_FACE))
     candidate = find_checkpoints(Path(options.load))[0]
-    plan = plan_of(candidate, "cpu", flags)
+    plan = plan_of_checkpoint(candidate, ["--device", "cpu", *flags])
     dtype = None if options.dtype == "keep" else torch_dtype(options.dtype)
     template, shard_bytes = options.hf_config or _template(plan), _parse_size(options.shard_size)
     model = skeleton(plan, candidate.path)

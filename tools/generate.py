@@ -8,7 +8,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -17,54 +16,22 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.read import fewest_ranks, read_plan
-from megatron_moe import build
+from megatron_moe.api import LanguageModel, plan_of_checkpoint
 from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
-from megatron_moe.checkpoint.load import CheckpointSource, load
-from megatron_moe.checkpoint.statistics import OpenCheckpoint
-from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
-from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
-from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
-from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.config.run import KernelConfig, RunPlan
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.run import RunPlan
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
-from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
+from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel import rng
-from tools._common import rank_0_of, reports_errors, run_main, tool_parser
-
-
-def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> RunPlan:
-    """Plan of the run that wrote the checkpoint, changed to one rank and the default kernels.
-
-    `changes`: flags that override those of the run.
-    """
-    checkpoint = OpenCheckpoint(candidate.path)
-    if checkpoint.text("run.yaml") is None:
-        raise CheckpointProblem(f"checkpoint {candidate.path} has no run.yaml that describes its model")
-    arguments = ["--config", str(candidate.path / "run.yaml"), "--device", device, *changes]
-    ranks = checkpoint.manifest.ranks
-    plan = plan_of_run(arguments, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"])
-    return replace(
-        plan, process=ProcessInfo(), parallel=ParallelConfig(), pipeline=PipelineConfig(), kernels=KernelConfig()
-    )
-
-
-def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
-    """Plan of rank 0 of a run on `num_ranks` ranks. If the layout needs another number of ranks, the smallest one is
-    used, for example if `num_ranks` is 1 because the checkpoint was imported. Raises FlagErrors."""
-    fewest = fewest_ranks(words, {})
-    return read_plan(words, rank_0_of(fewest if num_ranks % fewest else num_ranks), vocab_size_of=vocab_size_of)
+from tools._common import reports_errors, run_main, tool_parser
 
 
 def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
     """Builds the model in evaluation mode and loads the checkpoint's weights after verifying their checksums."""
-    context = build.build_context(plan)
-    model = GPT(plan.model, context, build.build_kernels(plan, context))
-    tensors = {tensor_key("model", name): TensorShard.whole(value) for name, value in model.state_dict().items()}
-    source = CheckpointSource("--load", str(candidate.path.parent), (candidate,), optimizer=False)
-    load(source, tensors, context)
-    return model.eval()
+    loaded = LanguageModel(plan, initial=False)
+    loaded.read_weights(candidate)
+    return loaded.model.eval()
 
 
 @torch.no_grad()
@@ -113,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     if options.top_k < 1 or options.max_new_tokens < 0:
         parser.error("--top-k must be at least 1, --max-new-tokens at least 0")
     candidate = find_checkpoints(options.load)[0]
-    plan = plan_of(candidate, options.device)
+    plan = plan_of_checkpoint(candidate, ["--device", options.device])
     tokenizer = load_tokenizer(plan.data.tokenizer)
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
     ids = continue_text(load_model(candidate, plan), tokenizer, prompt, options)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
+from megatron_moe.api import plan_of_run
 from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.directory import TRACKER, iteration_folder, list_checkpoints, read_tracker
 from megatron_moe.checkpoint.megatron.source import import_model, open_megatron
@@ -24,7 +25,6 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
 from tools._common import reports_errors, run_main, split_at_dashes, tool_parser
 from tools.convert_checkpoint import skeleton
-from tools.generate import plan_of_run
 
 
 @reports_errors

@@ -77,7 +77,7 @@ def _is_init(path: str) -> bool:
         ("megatron_moe/moe/moe_layer.py", "import triton.language as tl", "kernels/backends/ only"),
         ("megatron_moe/logs/writers.py", "import wandb", "inside the function"),
         ("megatron_moe/logs/writers.py", "import pandas", "not among the packages"),
-        ("megatron_moe/train/trainer.py", "from arguments.parser import read_plan", "pretrain_moe.py and tools only"),
+        ("megatron_moe/train/trainer.py", "from arguments.parser import read_plan", "api.py and tools only"),
         ("arguments/parser.py", "from megatron_moe.parallel.context import ParallelContext", "without torch only"),
         ("arguments/parser.py", "import numpy", "yaml and modules without torch only"),
         ("megatron_moe/train/trainer.py", "import tests.helpers.tolerances", "nothing imports a program or a test"),

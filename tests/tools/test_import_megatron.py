@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_moe.api import plan_of_checkpoint
 from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.megatron import source
 from megatron_moe.checkpoint.megatron.per_rank import PerRank
@@ -28,7 +29,7 @@ from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.tolerances import BF16_RUN, EXACT
 from tools import import_megatron
-from tools.generate import load_model, plan_of
+from tools.generate import load_model
 
 FILES = Path(__file__).parents[1] / "data_files" / "megatron"
 COMMON = (
@@ -101,7 +102,7 @@ def test_weights_are_megatrons_and_give_its_logits(version: str, model: str, kep
     for key in common:
         EXACT.check(tensors[key].float(), truth[key].float(), key)
     candidate = find_checkpoints(tmp_path / "ours")[0]
-    network = load_model(candidate, plan_of(candidate, "cpu", []))
+    network = load_model(candidate, plan_of_checkpoint(candidate, ["--device", "cpu"]))
     tokens_BS = truth["tokens"]
     meta = TokenMeta(positions_BS=torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))
     with torch.no_grad():
@@ -155,7 +156,9 @@ def test_flags_of_a_parallel_run_are_imported_on_one_rank(kept: Path, tmp_path: 
     found = imported(kept / "0.19.2" / "alike", tmp_path / "ours", "alike", flags=layout)
     assert set(found) == set(alone)
     candidate = find_checkpoints(tmp_path / "ours")[0]
-    assert plan_of(candidate, "cpu").parallel.world_size == 1, "and what is written can be looked into"
+    assert plan_of_checkpoint(candidate, ["--device", "cpu"]).parallel.world_size == 1, (
+        "and what is written can be looked into"
+    )
 
 
 def test_fp32_weights_of_a_virtual_pipeline_are_imported_exactly(tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+"""Models in Python: build or load one on this machine, run text through it, inspect its routing, train a step.
+
+    from megatron_moe.api import LanguageModel
+    model = LanguageModel.load("runs/quickstart/checkpoints")
+    model.routing("def read(self):").loads()      # {layer: number of tokens of each expert}
+
+One process and one device. Flags are those of pretrain_moe.py; products run in the dtype of the parameters, so FP8 and
+FP4 flags of a run have no effect here. docs/python.md shows every function.
+"""
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arguments.read import fewest_ranks, read_plan
+from megatron_moe import build
+from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
+from megatron_moe.checkpoint.huggingface.load import load_hf
+from megatron_moe.checkpoint.load import CheckpointSource, load
+from megatron_moe.checkpoint.statistics import OpenCheckpoint
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.run import KernelConfig, RunPlan
+from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
+from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
+from megatron_moe.model.gpt import GPT
+from megatron_moe.moe.router import Router
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+
+Text = str | Sequence[int] | Tensor
+"""Text, or token ids [S]."""
+
+_UNUSED = "--mock-data --train-iters 1 --lr 1e-4 --micro-batch-size 1 --global-batch-size 1".split()
+"""Flags that a run needs and a loaded Hugging Face model does not have."""
+_DEFAULT_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    """Experts of the tokens of one text in one layer."""
+
+    ids_TK: Tensor
+    """Experts of each token, int64, by descending score; -1: none."""
+    probs_TK: Tensor
+    """Weight of each of these experts."""
+    loads_E: Tensor
+    """Number of tokens of each expert, int64."""
+
+
+@dataclass(frozen=True)
+class TextRouting:
+    """Experts of the tokens of one text in every MoE layer."""
+
+    tokens: tuple[int, ...]
+    layers: dict[int, LayerRouting]
+    """Global layer index, from 0 -> routing. Layers of multi-token prediction are not included."""
+
+    def loads(self) -> dict[int, list[int]]:
+        """Number of tokens of each expert, per layer."""
+        return {layer: routing.loads_E.tolist() for layer, routing in self.layers.items()}
+
+
+class LanguageModel:
+    """A model on one device, with its tokenizer and flags."""
+
+    def __init__(self, plan: RunPlan, *, initial: bool = True) -> None:
+        """Builds the model of a plan, with random weights unless `initial` is False."""
+        self.plan = replace(
+            _on_one_rank(plan),
+            memory=MemoryConfig(),
+            cuda_graphs=CudaGraphConfig(),
+            precision=replace(plan.precision, low_precision=None),
+        )
+        self.context = build.build_context(self.plan)
+        self.kernels = build.build_kernels(self.plan, self.context)
+        self.model: GPT = build.build_model(self.plan, self.context, self.kernels, initial=initial)
+        self.state = TrainState()
+        """Progress of `train_step`."""
+
+    @classmethod
+    def build(cls, flags: str | Sequence[str], *, device: str = "auto") -> "LanguageModel":
+        """Builds a model with random weights from flags of pretrain_moe.py. Raises FlagErrors."""
+        return cls(read_flags([*_words(flags), "--device", device]))
+
+    @classmethod
+    def load(cls, folder: str | Path, flags: str | Sequence[str] = (), *, device: str = "auto") -> "LanguageModel":
+        """Loads a checkpoint (the newest of a folder), or a Hugging Face folder with config.json and safetensors.
+
+        `flags` override those of the run, or those that follow from config.json. Raises CheckpointProblem if there is
+        no checkpoint, or if its contents are damaged or do not fit.
+        """
+        words = [*_words(flags), "--device", device]
+        if (Path(folder) / "config.json").is_file():
+            loaded = cls(read_flags([*_hf_flags(Path(folder)), *words]), initial=False)
+            load_hf(Path(folder), loaded.model, loaded.plan.model)
+            return loaded
+        candidate = find_checkpoints(Path(folder))[0]
+        loaded = cls(plan_of_checkpoint(candidate, words), initial=False)
+        loaded.read_weights(candidate)
+        return loaded
+
+    def read_weights(self, candidate: Candidate) -> None:
+        """Loads the weights of a checkpoint after verifying their checksums."""
+        state = self.model.state_dict()
+        tensors = {tensor_key("model", name): TensorShard.whole(value) for name, value in state.items()}
+        source = CheckpointSource("--load", str(candidate.path.parent), (candidate,), optimizer=False)
+        load(source, tensors, self.context)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.plan.data.tokenizer)
+
+    def ids(self, text: Text) -> Tensor:
+        """Token ids [S] on the model's device, at most as many as the model has positions."""
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else list(map(int, text))
+        if not ids or len(ids) > self.plan.model.max_positions:
+            raise ValueError(f"{len(ids)} tokens; the model takes 1 to {self.plan.model.max_positions}")
+        return torch.tensor(ids, device=self.context.device)
+
+    @torch.no_grad()
+    def logits(self, text: Text) -> Tensor:
+        """Logits [S, V] of the token that follows each token."""
+        ids_BS = self.ids(text)[None]
+        self.model.eval()
+        return self.model.logits(ids_BS, MicrobatchContext(tokens=_positions(ids_BS), training=False))[:, 0]
+
+    def loss(self, text: Text) -> float:
+        """Mean cross-entropy of every token given those before it, in nats per token."""
+        ids = self.ids(text)
+        logits_SV = self.logits(ids)[:-1, : self.plan.data.vocab_size].float()
+        return float(torch.nn.functional.cross_entropy(logits_SV, ids[1:]))
+
+    def routing(self, text: Text) -> TextRouting:
+        """Experts of every token of a text in every layer."""
+        ids, found = self.ids(text), {}
+
+        def note(router: Router, inputs: Any, routing: Any) -> None:
+            if routing.ids_TK is None:
+                raise ValueError(f"layer {router.layer}: experts choose tokens; a token has no list of experts")
+            found[router.layer] = LayerRouting(routing.ids_TK, routing.probs_TK, routing.counts_E)
+
+        routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        hooks = [router.register_forward_hook(note) for router in routers]
+        try:
+            self.logits(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return TextRouting(tuple(ids.tolist()), dict(sorted(found.items())))
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        """Optimizer and schedule of the flags; built by the first training step."""
+        return build.build_trainer(self.plan, self.context, self.model, self.kernels)
+
+    def train_step(self, texts: Sequence[Text]) -> float:
+        """Trains one step on texts of equal numbers of tokens and returns the loss before the step. The number of texts
+        is a multiple of `--micro-batch-size`; all microbatches make one optimizer step."""
+        ids_BS, size = torch.stack([self.ids(text) for text in texts]), self.plan.batch.micro_batch_size
+        if len(ids_BS) % size:
+            raise ValueError(f"{len(ids_BS)} texts are not a multiple of --micro-batch-size {size}")
+        batches = [
+            MicroBatch(
+                tokens_BS=part_BS[:, :-1],
+                labels_BS=part_BS[:, 1:],
+                loss_mask_BS=torch.ones(part_BS[:, 1:].shape, device=part_BS.device),
+                context=MicrobatchContext(tokens=_positions(part_BS[:, :-1])),
+            )
+            for part_BS in ids_BS.split(size)
+        ]
+        self.model.train()
+        outcome = self.trainer.step(batches, self.state)
+        self.state.advance(outcome.num_samples, build.build_train_state_config(self.plan))
+        return float(outcome.loss)
+
+
+def read_flags(flags: str | Sequence[str]) -> RunPlan:
+    """Plan of a run from flags of pretrain_moe.py, as rank 0 of as few ranks as its layout needs. Raises FlagErrors."""
+    return plan_of_run(_words(flags))
+
+
+def plan_of_checkpoint(candidate: Candidate, changes: Sequence[str] = ()) -> RunPlan:
+    """Plan of the run that wrote a checkpoint, on one rank. `changes`: flags that override those of the run."""
+    checkpoint = OpenCheckpoint(candidate.path)
+    if checkpoint.text("run.yaml") is None:
+        raise CheckpointProblem(f"checkpoint {candidate.path} has no run.yaml that describes its model")
+    ranks = checkpoint.manifest.ranks
+    words = ["--config", str(candidate.path / "run.yaml"), *changes]
+    return _on_one_rank(plan_of_run(words, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"]))
+
+
+def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
+    """Plan of rank 0 of a run on `num_ranks` ranks. If the layout needs another number of ranks, the smallest one is
+    used, for example if `num_ranks` is 1 because the checkpoint was imported. Raises FlagErrors."""
+    fewest = fewest_ranks(words, os.environ)
+    size = str(fewest if num_ranks % fewest else num_ranks)
+    process = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return read_plan(words, {**os.environ, **process}, vocab_size_of=vocab_size_of)
+
+
+def _on_one_rank(plan: RunPlan) -> RunPlan:
+    return replace(
+        plan, process=ProcessInfo(), parallel=ParallelConfig(), pipeline=PipelineConfig(), kernels=KernelConfig()
+    )
+
+
+def _words(flags: str | Sequence[str]) -> list[str]:
+    return shlex.split(flags) if isinstance(flags, str) else [str(word) for word in flags]
+
+
+def _hf_flags(folder: Path) -> list[str]:
+    """Flags of a Hugging Face folder: its model, and its tokenizer if it has one."""
+    words = ["--from-hf-config", str(folder), *_UNUSED, "--seq-length", str(_DEFAULT_LENGTH)]
+    if (folder / "tokenizer.json").is_file():
+        return [*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    return [*words, "--tokenizer-type", "NullTokenizer"]
+
+
+def _positions(ids_BS: Tensor) -> TokenMeta:
+    return TokenMeta(positions_BS=torch.arange(ids_BS.shape[1], device=ids_BS.device).expand(ids_BS.shape))

@@ -1,0 +1,81 @@
+"""docs/python.md and the notebook run as printed; the library loads what runs and transformers write."""
+
+import json
+import re
+
+import matplotlib
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_moe.api import LanguageModel
+from megatron_moe.checkpoint.directory import find_checkpoints
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from pretrain_moe import main
+from tests.checkpoint.hf_models import VOCAB, configs, hf_model, saved
+from tests.end_to_end.tiny_run import MODEL, TRAINING
+from tests.helpers.ranks import REPOSITORY
+from tests.helpers.tolerances import EXACT
+
+PAGE, NOTEBOOK = (REPOSITORY / "docs" / name for name in ("python.md", "notebooks/inspect_routing.ipynb"))
+FLAGS = [*MODEL, *TRAINING, "--mock-data", "--no-progress-bar"]
+
+
+def test_the_code_of_the_page_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), {})
+    assert "tensor(" in capsys.readouterr().out
+
+
+def test_the_notebook_runs_and_its_model_learns(capsys):
+    matplotlib.use("Agg")
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    names: dict = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None, "stored outputs would become stale"
+            exec(compile("".join(cell["source"]), str(NOTEBOOK), "exec"), names)
+    assert names["losses"][-1] < names["losses"][0] - 1
+    shown = [image.get_array() for axis in names["axes"][:, 0] for image in axis.get_images()]
+    num_tokens = len(names["routing"].tokens)
+    assert [image.shape for image in shown] == [(8, num_tokens)] * 2
+    for image in shown:
+        assert ((image > 0).sum(axis=0) == 2).all(), "two experts per token"
+
+
+def test_a_loaded_checkpoint_has_the_weights_of_the_run(tmp_path):
+    run = tmp_path / "run"
+    command = [*FLAGS, "--run-dir", str(run), "--train-iters", "3", "--save-interval", "3"]
+    assert main(command, {}) == ExitCode.OK
+    loaded, random = LanguageModel.load(run / "checkpoints", device="cpu"), LanguageModel.build(FLAGS, device="cpu")
+    stored = load_file(find_checkpoints(run / "checkpoints")[0].path / "model-00000-of-00001.safetensors")
+    state = loaded.model.state_dict()
+    assert stored.keys() == state.keys()
+    for name, value in stored.items():
+        EXACT.check(state[name], value, name)
+    assert (random.logits("text") - loaded.logits("text")).abs().max() > 1e-3
+    with pytest.raises(CheckpointProblem):
+        LanguageModel.load(tmp_path / "nothing")
+
+
+def test_a_hugging_face_folder_gives_the_logits_of_transformers(tmp_path):
+    oracle = hf_model(configs()["olmoe"])
+    model = LanguageModel.load(saved(oracle, tmp_path / "hf"), "--seq-length 64", device="cpu")
+    ids = list(range(3, 20))
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(model.logits(ids)[:, :VOCAB], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_loads_count_the_choices_and_inputs_are_checked():
+    model = LanguageModel.build(FLAGS, device="cpu")
+    routing = model.routing("some text")
+    assert list(routing.layers) == [1, 2] and len(routing.tokens) == 9
+    for layer, routed in routing.layers.items():
+        assert routing.loads()[layer] == torch.bincount(routed.ids_TK.flatten(), minlength=8).tolist()
+    with pytest.raises(ValueError, match="65 tokens; the model takes 1 to 64"):
+        model.logits("x" * 65)
+    with pytest.raises(ValueError, match="3 texts are not a multiple of --micro-batch-size 2"):
+        model.train_step(["abc"] * 3)
