@@ -14,6 +14,7 @@ from arguments.parser import Given, Settings
 from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
+from megatron_moe.checkpoint.huggingface.config_write import NoPublishedFamily, generated_config
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, RopeConfig, SoftmaxMixerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.config.mla import MLAConfig
@@ -253,6 +254,22 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
     return layer, [f"{path}: no flag for: {line}" for line in differences(expressed, published)]
 
 
+def exported_config(model: ModelConfig, vocab_size: int, registry: Registry) -> dict[str, Any]:
+    """Contents of a config.json that describes the model. Raises FlagErrors that name the flags if there is none."""
+    try:
+        return generated_config(model, vocab_size)
+    except NoPublishedFamily as problem:
+        rows = [] if problem.nearest is None else _differing_flags(registry, model, problem.nearest)
+        others = [row for row in rows if row[0] not in _training_options(registry)]
+        table = "\n" + _table(others) if others else ""
+        remedy = "an export needs a model that transformers can load, or --hf-config (--save-hf-config) with its code"
+        raise FlagErrors.of(f"{problem}{table}", remedy) from None
+
+
+def _training_options(registry: Registry) -> set[str]:
+    return {registry.flags[name].option for name in _TRAINING_FLAGS}
+
+
 def compared_with(folder: str, settings: Settings) -> str:
     """Compares the model of the flags with the model of a Hugging Face folder; returns a message if they are equal.
 
@@ -264,7 +281,7 @@ def compared_with(folder: str, settings: Settings) -> str:
     lines = differences(ours, published)
     rows = _differing_flags(settings.registry, ours, published)
     if not lines:
-        training = [settings.registry.flags[name].option for name in _TRAINING_FLAGS]
+        training = _training_options(settings.registry)
         others = _table([row for row in rows if row[0] in training])
         return f"The flags describe the model of {path}." + (f" Choices of this run:\n{others}" if others else "")
     count = f"1 difference from {path}:" if len(lines) == 1 else f"{len(lines)} differences from {path}:"

@@ -8,7 +8,7 @@ from arguments import derive
 from arguments.flags import Flags, from_flags
 from arguments.precision_file import read_module_precision
 from arguments.resolve_model import model_config
-from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.checkpoint import CheckpointConfig, HFDescription
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, DataConfig, TokenizerConfig
 from megatron_moe.config.faults import parse_fault
 from megatron_moe.config.logging import LoggingConfig, ProfileConfig
@@ -63,7 +63,7 @@ def run_plan(flags: Flags, launch: ProcessInfo, vocab_size: int, **provenance: A
         batch=batch,
         data=_data(flags, vocab_size),
         loop=loop,
-        checkpoint=_checkpoint(flags),
+        checkpoint=_checkpoint(flags, vocab_size),
         logging=from_flags(LoggingConfig, flags),
         profile=_profile(flags),
         resilience=_resilience(flags, loop),
@@ -290,7 +290,7 @@ def _data(flags: Flags, vocab_size: int) -> DataConfig:
     )
 
 
-def _checkpoint(flags: Flags) -> CheckpointConfig:
+def _checkpoint(flags: Flags, vocab_size: int) -> CheckpointConfig:
     sources = (flags.load, flags.pretrained_checkpoint)
     hf_folders = [source.removeprefix("hf:") for source in sources if source and source.startswith("hf:")]
     hf_config = flags.save_hf_config or next(iter(hf_folders), None)
@@ -302,6 +302,7 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
         load_optim=flags.load_optim and not flags.moe_use_upcycling,
         max_save_failures=1 if flags.on_save_failure == "stop" else CheckpointConfig.max_save_failures,
         save_hf_config=Path(hf_config) if hf_config else None,
+        hf_description=None if hf_config else HFDescription(vocab_size=vocab_size, tokenizer=tokenizer_config(flags)),
     )
 
 

@@ -1,11 +1,12 @@
 """Converts between Hugging Face folders and checkpoints on CPU, holding one tensor in memory at a time.
 
     python tools/convert_checkpoint.py --load hf:models/Qwen3-30B-A3B --save checkpoints/qwen3
-    python tools/convert_checkpoint.py --load runs/my/checkpoints --save hf:exports/my --hf-config models/Qwen3-30B-A3B
+    python tools/convert_checkpoint.py --load runs/my/checkpoints --save hf:exports/my
 
-`--pretrained-checkpoint checkpoints/qwen3` starts a run from the first output. All other arguments are flags of
-pretrain_moe.py; they override config.json or the settings of the run that wrote the checkpoint. conversion.md in the
-output folder lists every tensor. Exit code 0: done; 12: --compare-logits found a difference.
+`--pretrained-checkpoint checkpoints/qwen3` starts a run from the first output. An export has the config.json of
+`--hf-config` or of the folder from which the run started; for other models it is generated. All other arguments are
+flags of pretrain_moe.py; they override config.json or the settings of the run that wrote the checkpoint. conversion.md
+in the output folder lists every tensor. Exit code 0: done; 12: --compare-logits found a difference.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -21,16 +23,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
-from arguments.huggingface import published_flags
+from arguments.huggingface import exported_config, published_flags
 from arguments.read import read_plan
 from megatron_moe.api import plan_of_checkpoint
 from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.directory import as_checkpoint, find_checkpoints
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
+from megatron_moe.checkpoint.huggingface.config_write import tokenizer_files, write_template
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES
 from megatron_moe.checkpoint.huggingface.folder import CONFIG, has_mtp_layers, read_config, weights_dtype
 from megatron_moe.checkpoint.load import HUGGING_FACE
 from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode
+from megatron_moe.config.model_differences import differences
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
@@ -119,10 +124,22 @@ def _to_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Outco
     candidate = find_checkpoints(Path(options.load))[0]
     plan = plan_of_checkpoint(candidate, ["--device", "cpu", *flags])
     dtype = None if options.dtype == "keep" else torch_dtype(options.dtype)
-    template, shard_bytes = options.hf_config or _template(plan), _parse_size(options.shard_size)
-    model = skeleton(plan, candidate.path)
-    report = to_hf(candidate.path, output, model, plan.model, template, dtype=dtype, shard_bytes=shard_bytes)
+    shard_bytes, model = _parse_size(options.shard_size), skeleton(plan, candidate.path)
+    with TemporaryDirectory() as generated:
+        template, note = options.hf_config or _template(plan), ""
+        if template is None:
+            template, note = Path(generated), _generate(plan, Path(generated))
+        report = to_hf(candidate.path, output, model, plan.model, template, dtype=dtype, shard_bytes=shard_bytes)
+    report.notes += [note] if note else []
     return Outcome(report, output, output, candidate.path, plan)
+
+
+def _generate(plan: RunPlan, folder: Path) -> str:
+    """Writes config.json, generation config and tokenizer files of a model to `folder`; returns a note about them."""
+    values = exported_config(plan.model, plan.data.vocab_size, Registry.declared())
+    write_template(folder, values, plan.data.tokenizer)
+    tokenizer = "with its tokenizer" if tokenizer_files(plan.data.tokenizer) else "without tokenizer files"
+    return f"config.json is generated, {tokenizer}; {values['architectures'][0]} of transformers loads the folder"
 
 
 def skeleton(plan: RunPlan, folder: Path) -> GPT:
@@ -141,19 +158,22 @@ def skeleton(plan: RunPlan, folder: Path) -> GPT:
     return GPT(plan.model, context, bundle())
 
 
-def _template(plan: RunPlan) -> Path:
-    """Hugging Face folder that the run loaded its weights or its tokenizer from."""
+def _template(plan: RunPlan) -> Path | None:
+    """Hugging Face folder that the run loaded its weights from, or that of its tokenizer if it has the same model."""
     loaded = (plan.checkpoint.load, plan.checkpoint.pretrained_checkpoint)
     folders = [Path(path.removeprefix(HUGGING_FACE)) for path in loaded if path and path.startswith(HUGGING_FACE)]
     if plan.data.tokenizer.tokenizer_model is not None:
-        folders.append(local_copy(plan.data.tokenizer.tokenizer_model))
-    found = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
-    if found is None:
-        raise CheckpointProblem(
-            "no config.json is known for the model of the checkpoint; give --hf-config FOLDER with config.json and "
-            "the tokenizer files"
-        )
-    return found
+        folder = local_copy(plan.data.tokenizer.tokenizer_model)
+        folders += [folder] if (folder / CONFIG).is_file() and _describes(folder, plan) else []
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def _describes(folder: Path, plan: RunPlan) -> bool:
+    try:
+        published = model_config_from_hf(read_config(folder), mtp=plan.model.mtp is not None)
+    except CheckpointProblem:
+        return False
+    return not differences(plan.model, with_latent_norms_of(plan.model, published))
 
 
 @torch.no_grad()

@@ -36,17 +36,10 @@ def missing_checkpoint_exit_needs_load(flags: RuleFlags) -> Violations:
         yield "--exit-on-missing-checkpoint without a checkpoint directory", "set --load"
 
 
-def hf_export_has_folder_and_config(flags: RuleFlags) -> Violations:
-    """Exports are written next to the checkpoints and include the model's config.json."""
-    if flags.save_hf_interval is None:
-        return
-    if not flags.save and not flags.run_dir:
+def hf_export_has_folder(flags: RuleFlags) -> Violations:
+    """Exports are written next to the checkpoints."""
+    if flags.save_hf_interval is not None and not flags.save and not flags.run_dir:
         yield f"--save-hf-interval {flags.save_hf_interval} without a directory to write to", "set --save or --run-dir"
-    elif not flags.save_hf_config and not any(
-        (folder or "").startswith("hf:") for folder in (flags.load, flags.pretrained_checkpoint)
-    ):
-        remedy = "set --save-hf-config, a directory with the config.json of the model"
-        yield f"--save-hf-interval {flags.save_hf_interval} without a config.json", remedy
 
 
 def wandb_run_has_name(flags: RuleFlags) -> Violations:

@@ -31,7 +31,7 @@ class CheckpointFlags:
     also exports when it ends. Not set: no exports."""
     save_hf_config: str | None = new_flag(None)
     """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder given by `--load`
-    or `--pretrained-checkpoint`."""
+    or `--pretrained-checkpoint`, or else files generated for the model and its tokenizer."""
     keep_last_checkpoints: int | None = new_flag(None, least=1)
     """Number of newest checkpoints to keep. Not set: 1 with `--save-retain-interval`, otherwise all."""
     load: str | None = flag(None, essential=True)

@@ -3,6 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_moe.config.data import TokenizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFDescription:
+    """What a generated Hugging Face folder contains besides the model."""
+
+    vocab_size: int
+    """Size of the vocabulary without padding."""
+    tokenizer: TokenizerConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -48,7 +59,9 @@ class CheckpointConfig:
     save_hf_interval: int | None = None
     """Number of iterations between exports of the model as a Hugging Face folder. None: no exports."""
     save_hf_config: Path | None = None
-    """Folder whose config.json and tokenizer files are copied into each Hugging Face export."""
+    """Folder whose config.json and tokenizer files are copied into each Hugging Face export. None: `hf_description`."""
+    hf_description: HFDescription | None = None
+    """Describes exports whose config.json is generated from the model."""
 
     def largest_number(self, train_iters: int) -> int:
         """Largest number of checkpoints that a run of `train_iters` iterations has in `save` at the same time. A new

@@ -5,18 +5,20 @@ Parameters are gathered to the first rank one at a time (one expert at a time fo
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.directory import iteration_folder
+from megatron_moe.checkpoint.huggingface.config_write import generated_config, write_template
 from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import weight_tensors
 from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
 from megatron_moe.checkpoint.tensor_shards import TensorShard, intersection, tensor_key
-from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.checkpoint import CheckpointConfig, HFDescription
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.logs.reporter import Reporter
@@ -44,7 +46,8 @@ class HuggingFaceExport:
     """Writes the Hugging Face exports of one run.
 
     Args:
-        template: folder with the model's config.json and the tokenizer files, which are copied.
+        template: folder with the model's config.json and the tokenizer files, which are copied; or the description of
+            the files to generate.
         folder: folder in which each export gets a subfolder `iter_NNNNNNN`.
 
     Raises:
@@ -52,12 +55,22 @@ class HuggingFaceExport:
     """
 
     def __init__(
-        self, model: ModelConfig, context: ParallelContext, template: Path, folder: Path, reporter: Reporter
+        self,
+        model: ModelConfig,
+        context: ParallelContext,
+        template: Path | HFDescription,
+        folder: Path,
+        reporter: Reporter,
     ) -> None:
         self._template, self._folder = template, folder
         self._context, self._reporter = context, reporter
         unsharded = GPT(model, ParallelContext.single(dtype=context.dtype, device="meta"), bundle())
-        self._export = Export(weight_tensors(unsharded), model, read_config(template))
+        if isinstance(template, Path):
+            values: Mapping[str, Any] = read_config(template)
+        else:
+            values = generated_config(model, template.vocab_size)
+            reporter.note(f"exports to Hugging Face: config.json for {values['architectures'][0]} is generated")
+        self._export = Export(weight_tensors(unsharded), model, values)
         for note in self._export.notes:
             reporter.note(f"exports to Hugging Face: {note}")
         self._last: int | None = None
@@ -69,8 +82,9 @@ class HuggingFaceExport:
         """Creates the exporter of a run with `--save-hf-interval`; returns None without this flag."""
         if config.save_hf_interval is None:
             return None
-        assert config.save is not None and config.save_hf_config is not None, f"rejected by the flag checks: {config}"
-        return cls(model, context, config.save_hf_config, config.save / FOLDER, reporter)
+        template = config.save_hf_config or config.hf_description
+        assert config.save is not None and template is not None, f"rejected by the flag checks: {config}"
+        return cls(model, context, template, config.save / FOLDER, reporter)
 
     def save(self, iteration: int, tensors: Mapping[str, TensorShard]) -> None:
         """Writes or replaces the export of an iteration. Collective; a write error is reported and training continues.
@@ -88,7 +102,12 @@ class HuggingFaceExport:
             return
         path = self._folder / iteration_folder(iteration)
         try:
-            write_folder(path, self._export, values, self._template, replace=True)
+            with TemporaryDirectory() as name:
+                template = self._template
+                if isinstance(template, HFDescription):
+                    write_template(Path(name), self._export.hf_config, template.tokenizer)
+                    template = Path(name)
+                write_folder(path, self._export, values, template, replace=True)
             self._reporter.note(f"exported iteration {iteration} as a Hugging Face folder to {path}")
         except OSError as error:
             self._reporter.note(f"the export of iteration {iteration} to {path} failed: {error}; training continues")

@@ -14,8 +14,11 @@ import transformers
 from torch import Tensor
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.config_write import NoPublishedFamily, generated_config, write_template
+from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
-from megatron_moe.checkpoint.huggingface.load import load_hf
+from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
+from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.kernels.reference.backend import bundle
@@ -127,3 +130,27 @@ def test_vocabulary_padding_does_not_change_logits(tmp_path: Path):
     padded = our_logits(ours(replace(config, vocab_size=96), tmp_path), tokens())
     FP32_PARITY.check(padded[..., :VOCAB], published(tokens()).logits, "logits")
     EXACT.check(padded[..., VOCAB:], torch.zeros(2, 24, 96 - VOCAB), "logits of padding rows")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_generated_config_has_the_logits_of_the_published_one(name: str, tmp_path: Path):
+    published, config = model_of(CONFIGS[name], tmp_path / "weights")
+    weights, values = weight_tensors(ours(config, tmp_path / "weights")), generated_config(config, VOCAB)
+    export = Export(weights, config, values)
+    read = export.stream(lambda each: weights[each.name] if each.expert is None else weights[each.name][each.expert])
+    write_template(tmp_path, values, TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB))
+    write_folder(tmp_path / "out", export, read, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
+    )
+    assert [type(model).__name__] == values["architectures"] and (tmp_path / "out/generation_config.json").is_file()
+    tokens_BS = tokens()
+    EXACT.check_all({"logits": model.eval()(tokens_BS).logits}, {"logits": published(tokens_BS).logits}, name)
+
+
+def test_a_model_of_no_family_is_rejected(tmp_path: Path):
+    _, config = model_of(CONFIGS["qwen3_moe"], tmp_path)
+    mixed = replace(config, layers=(replace(config.layers[0], residual_from_norm=True), *config.layers[1:]))
+    with pytest.raises(NoPublishedFamily, match="the nearest, qwen3_moe, differs") as caught:
+        generated_config(mixed, VOCAB)
+    assert caught.value.nearest is not None

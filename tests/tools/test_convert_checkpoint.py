@@ -158,10 +158,21 @@ def test_an_invalid_shard_size_is_rejected(size: str, folder: Path, tmp_path: Pa
     assert f"--shard-size {size} is not a size" in capsys.readouterr().err
 
 
-def test_without_a_config_the_export_asks_for_one(folder: Path, tmp_path: Path, capsys):
+def test_without_a_config_the_export_generates_one(folder: Path, tmp_path: Path, capsys):
     assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
-    assert main(["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b"]) == ExitCode.CHECKPOINT
-    assert "give --hf-config FOLDER" in capsys.readouterr().err
+    words = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b", "--compare-logits", "8"]
+    assert main(words) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "config.json is generated, without tokenizer files; Qwen3MoeForCausalLM of transformers loads" in said
+    assert {path.name for path in (tmp_path / "b").iterdir()} >= {"config.json", "generation_config.json"}
+
+
+def test_a_model_without_a_family_is_rejected_by_its_flags(folder: Path, tmp_path: Path, capsys):
+    assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
+    words = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b", "--glu-linear-offset", "1"]
+    assert main(words) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "no model family of transformers computes this model" in said and "--glu-linear-offset" in said
 
 
 def test_a_config_with_an_invalid_length_is_rejected(tmp_path: Path, capsys):

@@ -11,7 +11,8 @@ import torch
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf
-from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.checkpoint import CheckpointConfig, HFDescription
+from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
@@ -23,7 +24,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train import hf_export
 from megatron_moe.train.checkpointing import model_tensors
 from megatron_moe.train.hf_export import HuggingFaceExport
-from tests.checkpoint.hf_models import configs, hf_model, saved
+from tests.checkpoint.hf_models import VOCAB, configs, hf_model, saved
 from tests.checkpoint.test_huggingface import LAYOUTS, hf_tensors, over_ranks, tensors_in
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads
@@ -67,6 +68,19 @@ def test_norm_that_transformers_computes_differently_is_reported(tmp_path: Path)
     HuggingFaceExport(plan.model, ParallelContext.single(), tmp_path / "hf", tmp_path / "out", reported)
     (line,) = reported
     assert line.startswith("exports to Hugging Face: layers 0-2 mixer norm eps: 0.0001, published 1e-06")
+
+
+def test_a_config_is_generated_for_a_model_without_a_folder(tmp_path: Path):
+    config = published("qwen2_moe", tmp_path / "hf")
+    model, reported = GPT(config, ParallelContext.single(), bundle()), Notes()
+    description = HFDescription(
+        vocab_size=VOCAB, tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB)
+    )
+    made = HuggingFaceExport(config, ParallelContext.single(), description, tmp_path / "out", reported)
+    made.save(5, model_tensors(model))
+    assert "config.json for Qwen2MoeForCausalLM is generated" in reported[0]
+    written = tmp_path / "out" / "iter_0000005"
+    assert model_config_from_hf(read_config(written)) == config and (written / "generation_config.json").is_file()
 
 
 def test_failed_export_is_reported_and_blocks_no_rank(tmp_path: Path, monkeypatch):

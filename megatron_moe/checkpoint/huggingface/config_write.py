@@ -1,0 +1,299 @@
+"""Writes the config.json of a model, and the generation config and tokenizer files next to it.
+
+A family of transformers is chosen by a round trip: its config.json is written from the model and read back, and must
+describe the same computation. Families are tried in the order of `FAMILIES`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
+from megatron_moe.config.attention import AttentionConfig, RopeConfig, SoftmaxMixerConfig
+from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.exit_codes import CheckpointProblem, listed
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.mlp import MLPConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig
+from megatron_moe.config.model_differences import differences
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.data.tokenizer import load_tokenizer, local_copy
+
+Values = dict[str, Any]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+class _NoFamily(Exception):
+    """Raised if a family has no key for a property of the model."""
+
+
+class NoPublishedFamily(CheckpointProblem):
+    """No family describes the model. `nearest`: the model of the family with the fewest differences, if any."""
+
+    nearest: ModelConfig | None = None
+
+
+class Family(NamedTuple):
+    """A model family of transformers."""
+
+    architecture: str
+    """Class that loads the folder."""
+    write: Callable[[ModelConfig, MoEConfig], Values]
+    """Returns the keys of config.json that `_common` lacks. May raise `_NoFamily`, AttributeError or TypeError."""
+
+
+def generated_config(model: ModelConfig, vocab_size: int) -> Values:
+    """Contents of a config.json that describes the model, whose first `vocab_size` rows are those of the tokenizer.
+
+    Raises NoPublishedFamily if no family of transformers computes this model.
+    """
+    found: list[tuple[str, list[str], ModelConfig]] = []
+    for model_type, family in FAMILIES.items():
+        try:
+            own = family.write(model, model.moe_configs[0])
+            values = {"architectures": [family.architecture], "model_type": model_type}
+            values |= {**_common(model, vocab_size), **own}
+            published = model_config_from_hf(values, mtp=model.mtp is not None)
+        except (_NoFamily, AttributeError, TypeError, IndexError, CheckpointProblem):
+            continue
+        lines = differences(model, with_latent_norms_of(model, published))
+        if not lines:
+            return values
+        found.append((model_type, lines, published))
+    if not found:
+        raise NoPublishedFamily("no model family of transformers has the layers of this model")
+    model_type, lines, nearest = min(found, key=lambda each: len(each[1]))
+    problem = NoPublishedFamily(
+        f"no model family of transformers computes this model; the nearest, {model_type}, differs:\n  {listed(lines)}"
+    )
+    problem.nearest = nearest
+    raise problem
+
+
+def write_template(folder: Path, values: Values, tokenizer: TokenizerConfig) -> None:
+    """Writes config.json, generation_config.json and the tokenizer files that transformers can load to `folder`."""
+    ends = {} if tokenizer.tokenizer_type == "NullTokenizer" else {"eos_token_id": load_tokenizer(tokenizer).eod}
+    _write_json(folder / "config.json", {**values, **ends})
+    _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
+    files = tokenizer_files(tokenizer)
+    for name, path in files.items():
+        (folder / name).write_bytes(path.read_bytes())
+    if files and "tokenizer_config.json" not in files:
+        kind = "LlamaTokenizer" if "tokenizer.model" in files else "PreTrainedTokenizerFast"
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": kind})
+
+
+def tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, Path]:
+    """Names in an exported folder and paths of the tokenizer's files; empty if transformers cannot load its kind."""
+    if tokenizer.tokenizer_model is None:
+        return {}
+    model = local_copy(tokenizer.tokenizer_model)
+    if tokenizer.tokenizer_type == "SentencePieceTokenizer":
+        return {"tokenizer.model": model}
+    if tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+        return {}
+    folder = model if model.is_dir() else model.parent
+    found = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    return found | ({"tokenizer.json": model} if model.is_file() else {})
+
+
+def _write_json(path: Path, values: Values) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _common(model: ModelConfig, vocab_size: int) -> Values:
+    """Keys that all families have."""
+    first, moe = model.layers[0], model.moe_configs[0]
+    return {
+        "hidden_size": model.hidden_size,
+        "vocab_size": vocab_size,
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": _mixer(first).num_heads,
+        "num_experts_per_tok": moe.router.topk,
+        "max_position_embeddings": model.max_positions,
+        "tie_word_embeddings": model.tied_embeddings,
+        "initializer_range": model.init.std,
+        "rms_norm_eps": first.norm.eps,
+        "attention_dropout": _mixer(first).core.dropout,
+        "hidden_act": "silu",
+        "router_aux_loss_coef": max(moe.router.aux_loss_coeffs, default=0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+
+
+def _mixer(layer: LayerConfig) -> SoftmaxMixerConfig:
+    if not isinstance(layer.mixer, SoftmaxMixerConfig):
+        raise _NoFamily
+    return layer.mixer
+
+
+def _rope(rope: RopeConfig | None) -> Values:
+    if rope is None:
+        raise _NoFamily
+    scaling: Values = {"rope_type": rope.scaling, "factor": rope.scaling_factor}
+    if rope.scaling == "none":
+        return {"rope_theta": rope.base}
+    if rope.scaling != "linear":
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.scaling == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.scaling == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        scaling |= {} if rope.concentration is None else {"attention_factor": rope.concentration}
+    return {"rope_theta": rope.base, "rope_scaling": scaling}
+
+
+def _grouped(model: ModelConfig, *, qk_norm: str = "none") -> tuple[AttentionConfig, Values]:
+    """Attention of the first layer and its keys."""
+    mixer = next((layer.mixer for layer in model.layers if _mixer(layer).core.window), model.layers[0].mixer)
+    if not isinstance(mixer, AttentionConfig) or mixer.qk_norm != qk_norm:
+        raise _NoFamily
+    return mixer, {"num_key_value_heads": mixer.num_query_groups, "head_dim": mixer.head_dim, **_rope(mixer.rope)}
+
+
+def _dense(model: ModelConfig) -> tuple[list[int], MLPConfig | None]:
+    """Indices of the dense layers, and their MLP."""
+    blocks = [layer.feed_forward for layer in model.layers]
+    dense = [index for index, block in enumerate(blocks) if isinstance(block, MLPConfig)]
+    first = blocks[dense[0]] if dense else None
+    return dense, first if isinstance(first, MLPConfig) else None
+
+
+def _window(mixer: AttentionConfig) -> int | None:
+    return mixer.core.window[0] + 1 if mixer.core.window else None
+
+
+def _mixtral(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _grouped(model)
+    experts = {"num_local_experts": moe.experts.num_experts, "intermediate_size": moe.experts.ffn_hidden_size}
+    return {**keys, **experts, "sliding_window": _window(mixer)}
+
+
+def _softmax(model: ModelConfig, moe: MoEConfig) -> Values:
+    """Keys of the experts of Qwen and of the dense layers between them."""
+    dense, mlp = _dense(model)
+    return {
+        "num_experts": moe.experts.num_experts,
+        "moe_intermediate_size": moe.experts.ffn_hidden_size,
+        "intermediate_size": mlp.ffn_hidden_size if mlp else moe.experts.ffn_hidden_size * moe.router.topk,
+        "norm_topk_prob": not moe.router.pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
+
+
+def _qwen3_moe(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _grouped(model, qk_norm="per_head")
+    windowed = {"use_sliding_window": mixer.core.window is not None, "sliding_window": _window(mixer)}
+    windowed |= {"max_window_layers": 0}
+    return {**keys, **_softmax(model, moe), **windowed, "attention_bias": mixer.qkv_bias}
+
+
+def _qwen2_moe(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _grouped(model)
+    if moe.shared is None or keys.pop("head_dim") * mixer.num_heads != model.hidden_size:
+        raise _NoFamily
+    shared = {"shared_expert_intermediate_size": moe.shared.mlp.ffn_hidden_size, "qkv_bias": mixer.qkv_bias}
+    return {**keys, **_softmax(model, moe), **shared}
+
+
+def _olmoe(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _grouped(model, qk_norm="full")
+    if keys.pop("head_dim") * mixer.num_heads != model.hidden_size:
+        raise _NoFamily
+    experts = {"num_experts": moe.experts.num_experts, "intermediate_size": moe.experts.ffn_hidden_size}
+    return {**keys, **experts, "norm_topk_prob": not moe.router.pre_softmax, "attention_bias": mixer.qkv_bias}
+
+
+def _gpt_oss(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _grouped(model)
+    windows = [_mixer(layer).core.window for layer in model.layers]
+    return {
+        **keys,
+        "num_local_experts": moe.experts.num_experts,
+        "intermediate_size": moe.experts.ffn_hidden_size,
+        "swiglu_limit": moe.experts.activation.clamp,
+        "attention_bias": mixer.qkv_bias,
+        "sliding_window": _window(mixer),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+    }
+
+
+def _sigmoid(model: ModelConfig, moe: MoEConfig) -> Values:
+    """Keys of the experts of DeepSeek and GLM and of the dense layers before them."""
+    dense, mlp = _dense(model)
+    leading = list(takewhile(lambda index: index in dense, range(len(model.layers))))
+    if dense != leading:
+        raise _NoFamily
+    width, shared = moe.experts.ffn_hidden_size, moe.shared.mlp.ffn_hidden_size if moe.shared else 0
+    if shared % width:
+        raise _NoFamily
+    return {
+        "n_routed_experts": moe.experts.num_experts,
+        "n_shared_experts": shared // width or None,
+        "moe_intermediate_size": width,
+        "intermediate_size": mlp.ffn_hidden_size if mlp else width * moe.router.topk,
+        "first_k_dense_replace": len(dense),
+        "n_group": moe.router.num_groups or 1,
+        "topk_group": moe.router.group_topk or 1,
+        "routed_scaling_factor": moe.router.scaling_factor or 1.0,
+        "norm_topk_prob": moe.router.score_function == "sigmoid" and moe.router.topk > 1,
+        "aux_loss_alpha": max(moe.router.aux_loss_coeffs, default=0.0),
+        "seq_aux": "seq_aux_loss" in moe.router.balancing,
+    }
+
+
+def _glm4_moe(model: ModelConfig, moe: MoEConfig) -> Values:
+    qk_norm = getattr(model.layers[0].mixer, "qk_norm", "none")
+    mixer, keys = _grouped(model, qk_norm=qk_norm)
+    assert mixer.rope is not None, "checked by _grouped"
+    options = {"use_qk_norm": qk_norm == "per_head", "attention_bias": mixer.qkv_bias}
+    return {**keys, **_sigmoid(model, moe), **options, "partial_rotary_factor": mixer.rope.dim / mixer.head_dim}
+
+
+def _latent(model: ModelConfig, moe: MoEConfig) -> tuple[MLAConfig, Values]:
+    mixer = model.layers[0].mixer
+    if not isinstance(mixer, MLAConfig):
+        raise _NoFamily
+    return mixer, {
+        **_sigmoid(model, moe),
+        "num_key_value_heads": mixer.num_heads,
+        "q_lora_rank": mixer.q_lora_rank,
+        "kv_lora_rank": mixer.kv_lora_rank,
+        "qk_nope_head_dim": mixer.qk_head_dim,
+        "qk_rope_head_dim": mixer.qk_rope_dim,
+        "v_head_dim": mixer.v_head_dim,
+        "moe_layer_freq": 1,
+        **_rope(mixer.rope),
+    }
+
+
+def _deepseek_v3(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _latent(model, moe)
+    interleaved = mixer.rope is not None and mixer.rope.interleaved
+    return {**keys, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": interleaved}
+
+
+def _deepseek_v2(model: ModelConfig, moe: MoEConfig) -> Values:
+    _, keys = _latent(model, moe)
+    method = "group_limited_greedy" if (moe.router.num_groups or 1) > 1 else "greedy"
+    return {**keys, "scoring_func": "softmax", "topk_method": method}
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "mixtral": Family("MixtralForCausalLM", _mixtral),
+        "qwen3_moe": Family("Qwen3MoeForCausalLM", _qwen3_moe),
+        "qwen2_moe": Family("Qwen2MoeForCausalLM", _qwen2_moe),
+        "olmoe": Family("OlmoeForCausalLM", _olmoe),
+        "gpt_oss": Family("GptOssForCausalLM", _gpt_oss),
+        "glm4_moe": Family("Glm4MoeForCausalLM", _glm4_moe),
+        "deepseek_v3": Family("DeepseekV3ForCausalLM", _deepseek_v3),
+        "deepseek_v2": Family("DeepseekV2ForCausalLM", _deepseek_v2),
+    }
+)
+"""Families by `model_type`, general ones first. Kimi K2 has no class in transformers and equals deepseek_v3."""
