@@ -29,9 +29,8 @@ from megatron_moe.api import plan_of_checkpoint
 from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.directory import as_checkpoint, find_checkpoints
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
-from megatron_moe.checkpoint.huggingface.config_write import tokenizer_files, write_template
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
-from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES
+from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, tokenizer_files, write_template
 from megatron_moe.checkpoint.huggingface.folder import CONFIG, has_mtp_layers, read_config, weights_dtype
 from megatron_moe.checkpoint.load import HUGGING_FACE
 from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.directory import iteration_folder
-from megatron_moe.checkpoint.huggingface.config_write import generated_config, write_template
-from megatron_moe.checkpoint.huggingface.export import Export, write_folder
+from megatron_moe.checkpoint.huggingface.config_write import generated_config
+from megatron_moe.checkpoint.huggingface.export import Export, write_folder, write_template
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import weight_tensors
 from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
-from megatron_moe.checkpoint.huggingface.config_write import NoPublishedFamily, generated_config, write_template
-from megatron_moe.checkpoint.huggingface.export import Export, write_folder
+from megatron_moe.checkpoint.huggingface.config_write import NoPublishedFamily, generated_config
+from megatron_moe.checkpoint.huggingface.export import Export, write_folder, write_template
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.config.data import TokenizerConfig

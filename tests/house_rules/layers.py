@@ -16,6 +16,7 @@ PACKAGES = (
 NO_TORCH = (
     "config", "cost_model", "pipeline.actions", "pipeline.overlap", "pipeline.schedule", "pipeline.simulator",
     "planner", "parallel.grid", "optim.param_layout", "checkpoint.huggingface.config_map",
+    "checkpoint.huggingface.config_write",
     "checkpoint.huggingface.config_reader", "resilience.packages",
 )  # fmt: skip
 """Packages and modules that load without torch, so that `--help` and `--dry-run` answer at once."""

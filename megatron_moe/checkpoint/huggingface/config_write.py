@@ -1,29 +1,24 @@
-"""Writes the config.json of a model, and the generation config and tokenizer files next to it.
+"""Contents of the config.json of a model.
 
 A family of transformers is chosen by a round trip: its config.json is written from the model and read back, and must
 describe the same computation. Families are tried in the order of `FAMILIES`.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from itertools import takewhile
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.config.attention import AttentionConfig, RopeConfig, SoftmaxMixerConfig
-from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, listed
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.data.tokenizer import load_tokenizer, local_copy
 
 Values = dict[str, Any]
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 class _NoFamily(Exception):
@@ -71,37 +66,6 @@ def generated_config(model: ModelConfig, vocab_size: int) -> Values:
     )
     problem.nearest = nearest
     raise problem
-
-
-def write_template(folder: Path, values: Values, tokenizer: TokenizerConfig) -> None:
-    """Writes config.json, generation_config.json and the tokenizer files that transformers can load to `folder`."""
-    ends = {} if tokenizer.tokenizer_type == "NullTokenizer" else {"eos_token_id": load_tokenizer(tokenizer).eod}
-    _write_json(folder / "config.json", {**values, **ends})
-    _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
-    files = tokenizer_files(tokenizer)
-    for name, path in files.items():
-        (folder / name).write_bytes(path.read_bytes())
-    if files and "tokenizer_config.json" not in files:
-        kind = "LlamaTokenizer" if "tokenizer.model" in files else "PreTrainedTokenizerFast"
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": kind})
-
-
-def tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, Path]:
-    """Names in an exported folder and paths of the tokenizer's files; empty if transformers cannot load its kind."""
-    if tokenizer.tokenizer_model is None:
-        return {}
-    model = local_copy(tokenizer.tokenizer_model)
-    if tokenizer.tokenizer_type == "SentencePieceTokenizer":
-        return {"tokenizer.model": model}
-    if tokenizer.tokenizer_type != "HuggingFaceTokenizer":
-        return {}
-    folder = model if model.is_dir() else model.parent
-    found = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
-    return found | ({"tokenizer.json": model} if model.is_file() else {})
-
-
-def _write_json(path: Path, values: Values) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _common(model: ModelConfig, vocab_size: int) -> Values:

@@ -20,9 +20,11 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf,
 from megatron_moe.checkpoint.huggingface.folder import CONFIG, INDEX, SINGLE
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import bytes_of, safetensors_header
+from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, listed
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
+from megatron_moe.data.tokenizer import load_tokenizer, local_copy
 
 SHARD_BYTES = 5 * 10**9
 """Default maximum size in bytes of one weight file. A tensor that is larger gets its own file."""
@@ -32,6 +34,7 @@ _COPIED = (
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),
 )
 """Patterns of the files copied from the template folder. Python files are copied but never executed."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _NUM_MTP_LAYERS = "num_nextn_predict_layers"
 
 Read = Callable[[weight_map.WeightMapping], Tensor]
@@ -136,6 +139,33 @@ def write_folder(
         storage.remove(temporary)
         raise
     storage.sync_dir(folder.parent)
+
+
+def write_template(folder: Path, values: Mapping[str, Any], tokenizer: TokenizerConfig) -> None:
+    """Writes config.json, generation_config.json and the tokenizer files that transformers can load to `folder`."""
+    ends = {} if tokenizer.tokenizer_type == "NullTokenizer" else {"eos_token_id": load_tokenizer(tokenizer).eod}
+    _write_json(folder / "config.json", {**values, **ends}, Storage())
+    _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends}, Storage())
+    files = tokenizer_files(tokenizer)
+    for name, path in files.items():
+        (folder / name).write_bytes(path.read_bytes())
+    if files and "tokenizer_config.json" not in files:
+        kind = "LlamaTokenizer" if "tokenizer.model" in files else "PreTrainedTokenizerFast"
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": kind}, Storage())
+
+
+def tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, Path]:
+    """Names in an exported folder and paths of the tokenizer's files; empty if transformers cannot load its kind."""
+    if tokenizer.tokenizer_model is None:
+        return {}
+    model = local_copy(tokenizer.tokenizer_model)
+    if tokenizer.tokenizer_type == "SentencePieceTokenizer":
+        return {"tokenizer.model": model}
+    if tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+        return {}
+    folder = model if model.is_dir() else model.parent
+    found = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    return found | ({"tokenizer.json": model} if model.is_file() else {})
 
 
 def shards(tensors: Sequence[HFTensor], shard_bytes: int) -> list[list[HFTensor]]:
