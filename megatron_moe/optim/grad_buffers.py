@@ -153,6 +153,8 @@ class FlatBuffer:
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
         """Flat tensor in the storage format; the parameters are views of it. If `codes` replace the weights, a NaN
         placeholder without memory, except between `allocate_weights` and `free_weights`."""
+        self.has_weights = True
+        """False while only the quantised copies of the weights, `codes`, are in memory."""
         self.codes = tuple(
             torch.zeros(layout.size * bits // 8, dtype=torch.uint8, device=device) for bits in layout.key.code_bits
         )
@@ -228,19 +230,16 @@ class FlatBuffer:
         for param in self.layout.params:
             yield param.name, flat[param.start : param.end].view(param.shape)
 
-    @property
-    def has_weights(self) -> bool:
-        """True if `weights` contains the values of the parameters."""
-        return self.weights.is_contiguous()
-
     def allocate_weights(self) -> None:
         """Allocates the values of weights that are stored as `codes`; they are zero."""
         self._set_weights(torch.zeros(self.layout.size, dtype=self.weights.dtype, device=self.weights.device))
+        self.has_weights = True
 
     def free_weights(self) -> None:
         """Frees the values of weights that are stored as `codes`."""
         nan = torch.full((), torch.nan, dtype=self.weights.dtype, device=self.weights.device)
         self._set_weights(nan.expand(self.layout.size))
+        self.has_weights = False
 
     def _set_weights(self, weights: Tensor) -> None:
         self.weights = weights

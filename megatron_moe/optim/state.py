@@ -233,10 +233,10 @@ class OptimizerState:
         wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
         out = torch.empty(state.size, dtype=wide)
         for start, end in self.chunks(total=state.size):
-            out[start:end] = self._numbers(state, start, end)
+            out[start:end] = self._unpacked(state, start, end)
         return out
 
-    def _numbers(self, state: PackedState, start: int, end: int) -> Tensor:
+    def _unpacked(self, state: PackedState, start: int, end: int) -> Tensor:
         """Unpacked values of elements `start` to `end`, on the device of `state`."""
         part = state.part(start, end)
         needs_weights = part.format == "remainder"
@@ -265,8 +265,8 @@ class OptimizerState:
 
     def write_weights(self) -> None:
         """Sets the parameters to the rounded master weights."""
-        for start, numbers in self.masters(_CHUNK):
-            self.weights[start : start + len(numbers)] = round_weights(numbers, self.weights.dtype)
+        for start, values in self.masters(_CHUNK):
+            self.weights[start : start + len(values)] = round_weights(values, self.weights.dtype)
 
     def masters(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields (start, values) of at most `size` consecutive master weights, which must not be remainders; None: as
@@ -304,7 +304,7 @@ class OptimizerState:
         if master.format == "plain" and self.placement == "device":
             return kernels.sum_of_squares(master.data)
         device = self.weights.device
-        parts = (self._numbers(master, start, end).to(device) for start, end in self.chunks())
+        parts = (self._unpacked(master, start, end).to(device) for start, end in self.chunks())
         return torch.stack([kernels.sum_of_squares(part) for part in parts]).sum()
 
 

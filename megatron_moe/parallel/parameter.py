@@ -40,7 +40,8 @@ class BatchedWeightGrad:
     product: Callable[[Sequence[Any], Tensor, bool], None]
     """`product(parts, out, accumulate)` writes the sum of all parts' gradients to `out`, or adds it if `accumulate`."""
     parts: tuple[Any, ...]
-    """One tuple element per merged gradient: the operands of its GEMM. Not to be modified before `product` has run."""
+    """Operands of the deferred weight-gradient GEMMs, one entry per microbatch; they must stay unmodified until
+    `product` has run."""
 
     def __call__(self, out: Tensor, accumulate: bool) -> None:
         self.product(self.parts, out, accumulate)

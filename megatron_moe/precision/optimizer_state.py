@@ -75,7 +75,8 @@ class PackedState:
 
 
 def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
-    """Returns fp32 values, or `data` itself for format plain. `weights`: bf16 parameters [n], for remainders only."""
+    """Dequantises a state to fp32; the format "plain" returns `data` without a copy. The format "remainder" needs
+    `weights`, the bf16 parameters [n] that contain the high 16 bits."""
     match packed.format:
         case "plain":
             return packed.data
@@ -93,24 +94,24 @@ def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
 
 
 def pack(
-    numbers: Tensor, like: PackedState, weights: Tensor | None = None, dither: Tensor | None = None
+    values: Tensor, like: PackedState, weights: Tensor | None = None, dither: Tensor | None = None
 ) -> PackedState:
-    """Packs numbers in the format of the state `like`.
+    """Packs values in the format of the state `like`.
 
     Args:
-        numbers: [n] in fp32; any dtype for the plain format.
-        weights: result of `round_weights` for `numbers`, bf16 [n]; for remainders only.
+        values: [n] in fp32; any dtype for the plain format.
+        weights: result of `round_weights` for `values`, bf16 [n]; for remainders only.
         dither: fp32 [n] in [0, 1), for fp8 only. It is added to each value, in units of the last place, and the sum is
             rounded down. If it is None, values are rounded to nearest.
     """
     match like.format:
         case "plain":
-            return PackedState("plain", numbers.to(like.data.dtype))
+            return PackedState("plain", values.to(like.data.dtype))
         case "remainder":
             assert weights is not None, "format 'remainder' needs the weights"
-            rest = numbers.view(torch.int32) - (weights.view(torch.int16).to(torch.int32) << 16)
+            rest = values.view(torch.int32) - (weights.view(torch.int16).to(torch.int32) << 16)
             return PackedState("remainder", rest.to(torch.int16))
-    wide = numbers.sqrt() if like.root else numbers
+    wide = values.sqrt() if like.root else values
     narrow = like.format == "fp8"
     exponents = _exponents(wide, *((8, 0x600000) if narrow else (15, 0x7FE000)))
     scaled = wide * _per_element(_power_of_two(-exponents), wide.numel())
@@ -120,12 +121,12 @@ def pack(
     return PackedState(like.format, data, exponents.to(torch.int8), like.root)
 
 
-def round_weights(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def round_weights(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounds weights to `dtype`. From fp32 to bf16, ties round away from zero; otherwise torch's rounding is used."""
-    if (numbers.dtype, dtype) != (torch.float32, torch.bfloat16):
-        return numbers.to(dtype)
-    away = ((numbers.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-    return torch.where(numbers.isnan(), numbers.to(dtype), away)
+    if (values.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return values.to(dtype)
+    away = ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isnan(), values.to(dtype), away)
 
 
 def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:
