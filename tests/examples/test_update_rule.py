@@ -4,15 +4,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.config.imports import import_file
 from megatron_moe.config.run import RunPlan
-from tests.examples import update_rule  # noqa: F401  registers the rule
+from megatron_moe.cost_model.memory import RankMemory
+from megatron_moe.memory_emulation.rank import emulate_rank
 from tests.helpers.checkpoint_files import stored_tensors
+from tests.helpers.command_lines import plan_of as plan_of_flags
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.parity.cells import compare_plan, plan_of
 from tests.parity.dimensions import cell_of
 from tests.train.test_resharding import resume, train_and_save
 
+FILE = Path(__file__).parent / "update_rule.py"
 LAYOUTS = (
     "dp=2 zero=on",
     "dp=2",
@@ -22,6 +28,11 @@ LAYOUTS = (
     "tp=2 sp=on dp=2 etp=2 zero=on dispatcher=alltoall shared=on",
     "dp=4 ep=2 zero=on overlap=params dispatcher=alltoall attention=mla",
 )
+
+
+@pytest.fixture(autouse=True)
+def imported() -> None:
+    import_file(str(FILE))
 
 
 def plan(layout: str, *, overlapped: bool = False) -> RunPlan:
@@ -62,3 +73,12 @@ def test_a_checkpoint_resumes_on_another_layout(writer: str, reader: str, tmp_pa
     EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
     straight = stored_tensors(tmp_path / "a" / "iter_0000002")
     FP64_LAYOUT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), straight, "one step further")
+
+
+@pytest.mark.parametrize("rule", ["preconditioned_momentum", "muon"])
+def test_the_dry_run_and_the_emulation_know_the_state(rule: str) -> None:
+    flags = f"--import {FILE} --optimizer {rule} --bf16 --hidden-size 1024 --ffn-hidden-size 4096"
+    plan = plan_of_flags(f"{flags} --moe-ffn-hidden-size 1024 --transformer-impl local --micro-batch-size 1")
+    emulated = emulate_rank(replace(plan, emulation=EmulationConfig(), device="cpu"), 0, torch.device("meta"))
+    closed = RankMemory(plan).state_of_rank(0).moments
+    assert emulated.timeline.peak().categories["moments"] == pytest.approx(closed, rel=0.01)
