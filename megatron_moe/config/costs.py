@@ -105,7 +105,7 @@ class SavedActivation:
     bytes: int
     elements: int
     rows_of_experts: tuple[int, int] | None = None
-    """Numbers of rows and of experts, for rows of experts, whose low-precision copies are padded per expert."""
+    """(number of rows, number of experts) if the rows are sorted by expert: quantised copies pad each expert's rows."""
     low: str = ""
     """Value of `--low-precision-activation-modules` with which the tensor is saved in the format of an FP8 or FP4
     recipe, because only GEMMs read it; empty: it is never saved in that format."""

@@ -38,9 +38,9 @@ class ScoreFunction(FunctionEntry):
     """Function logits [T, E] -> scores [T, E] >= 0 of the router (`--moe-router-score-function`)."""
 
     over_experts: bool = False
-    """Whether the scores of a token depend on one another and sum to 1, as with softmax. Such a function is applied to
-    the K largest logits, or with `--moe-router-pre-softmax` to all logits. Other scores are divided by the sum of the K
-    selected ones."""
+    """Whether the function normalises over experts, as softmax does. It is then applied to the K largest logits, or to
+    all logits with `--moe-router-pre-softmax`. If False, each score depends on one logit, and the K selected scores are
+    divided by their sum."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,8 +138,8 @@ class MLAConfig(SoftmaxMixerConfig):
         yield "--v-head-dim", self.v_head_dim, 1
 
     def published_as(self, own: Any, norm: NormConfig) -> "MLAConfig":
-        """A config.json has no epsilon for the norms of the latents: transformers uses 1e-6; Megatron-LM, vLLM and
-        SGLang use rms_norm_eps."""
+        """Accepts the epsilon of `norm` for the norms of the latents too, because a config.json has no key for it:
+        transformers uses 1e-6; Megatron-LM, vLLM and SGLang use rms_norm_eps."""
         return replace(self, norm=norm) if getattr(own, "norm", None) == norm else self
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:

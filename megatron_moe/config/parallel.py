@@ -19,8 +19,8 @@ class ProcessInfo:
     """True if the parent process is a launcher such as torchrun or srun; the rank then exits when the launcher dies.
     False if the user set the environment variables of the rank in a shell."""
     start_id: str = ""
-    """Name of this start of the run. All ranks of a start have the same name, and ranks of an earlier start, which may
-    have outlived their launcher, have another one, as far as the launcher makes that possible."""
+    """Name of this start of the run, equal on all its ranks. It differs from the names of earlier starts, whose ranks
+    may have outlived their launcher, unless the launcher provides no such name."""
     parent: int = 0
     """Process id of the parent when this process began; 0: not known."""
     missing_libraries: tuple[str, ...] = ()

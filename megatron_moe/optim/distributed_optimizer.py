@@ -63,7 +63,7 @@ class StateRange:
 
     @property
     def boxes(self) -> tuple[ParamBox, ...]:
-        """Boxes of the state of the whole parameter that this rank's shard consists of, joined along `dim`."""
+        """Boxes of the global state tensor that, concatenated along `dim`, are this rank's shard."""
         boxes, shape = self.parameter.boxes, self.matrix_shape
         if shape is None:
             return boxes

@@ -269,9 +269,11 @@ class OptimizerState:
             self.weights[start : start + len(values)] = round_weights(values, self.weights.dtype)
 
     def masters(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yields (start, values) of at most `size` consecutive master weights, which must not be remainders; None: as
-        many as possible without a large temporary tensor. Offsets count from the start of this state. Values are fp32
-        (fp64 in fp64 runs) and on the device; the current stream waits for copies from host memory."""
+        """Yields the master weights in pieces: (index of the first element in this state, values).
+
+        A piece has at most `size` elements; None: as many as need no large temporary tensor. Values are fp32 (fp64 in
+        fp64 runs) and on the device; the current stream waits for copies from host memory. Not for remainders.
+        """
         master = self.kept.master
         assert master is not None, "the parameters are the master weights"
         most = _CHUNK
