@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from megatron_moe.config.precision import ModulePrecision, low_precision_config
+from megatron_moe.config.precision import ModulePrecision, low_precision_config, quantization_recipe
+from megatron_moe.config.registry import QUANTIZATION_RECIPES
 
 _KEYS = ("fp8_quantization_recipe", "fp4_quantization_recipe", "fp8_format", "override_quantized_autocast",
          "override_nonquantized_autocast")  # fmt: skip
@@ -53,7 +54,8 @@ def _override(name: str, matcher: Any, configs: Mapping[str, Any], options: Mapp
     if unknown:
         raise ValueError(f"config {matcher['config']} has unavailable keys: {', '.join(unknown)}")
     given = recipe.get("fp8_quantization_recipe") or recipe.get("fp4_quantization_recipe")
-    known = ("nvfp4",) if recipe.get("fp4_quantization_recipe") else ("delayed", "tensorwise", "blockwise", "mxfp8")
+    family = "fp4" if recipe.get("fp4_quantization_recipe") else "fp8"
+    known = [name for name in QUANTIZATION_RECIPES.names() if quantization_recipe(name).family == family]
     if (given is not None and given not in known) or recipe.get("fp8_format", "e4m3") not in _FORMATS:
         raise ValueError(f"config {matcher['config']} has an unavailable recipe or format")
     hybrid = recipe.get("fp8_format") == "hybrid"

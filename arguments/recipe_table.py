@@ -1,8 +1,7 @@
 """Table of recipes for docs/recipes.md: model, layout, source, and unavailable features."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from arguments.checks.run import broken_rules, unavailable_flags
 from arguments.dry_run.cluster import DEFAULT_GPU
@@ -15,14 +14,12 @@ from arguments.plan_settings import QUICKSTART_VOCABULARY, planned
 from arguments.read import read_plan
 from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_names
 from megatron_moe.config.parallel import ProcessInfo
+from megatron_moe.config.precision import quantization_recipe
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.parameters import ParamCount, count_parameters
 
 _NOT_YET = " is not available yet"
-_FORMATS: Mapping[str | None, str] = MappingProxyType(
-    {None: "", "delayed": "FP8", "tensorwise": "FP8", "blockwise": "FP8 blockwise", "mxfp8": "MXFP8"}
-)
 _HEAD = """\
 # Recipes
 
@@ -178,6 +175,7 @@ def _size(count: ParamCount) -> str:
 
 def _numbers(row: Row) -> str:
     """Number format, and `balanced` if balanced routing is forced."""
-    low = _FORMATS[row.settings.setting("fp8_recipe").value if row.settings.setting("fp8_format").value else None]
+    recipe = row.settings.setting("fp8_recipe").value
+    low = quantization_recipe(recipe).label if row.settings.setting("fp8_format").value else ""
     balanced = "balanced" if row.settings.setting("moe_router_force_load_balancing").value else ""
     return ", ".join(filter(None, (low or row.plan.precision.params, balanced)))

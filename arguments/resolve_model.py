@@ -18,7 +18,7 @@ from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
-from megatron_moe.config.precision import ROW_ALIGNMENT
+from megatron_moe.config.precision import quantization_recipe
 from megatron_moe.config.registry import ACTIVATIONS, BALANCING, METRICS, SCORE_FUNCTIONS
 from megatron_moe.config.transport import HybridEPConfig, PushConfig
 
@@ -240,7 +240,7 @@ def moe_config(flags: Flags) -> MoEConfig:
 def _row_alignment(flags: Flags) -> int:
     if not flags.moe_router_padding_for_quantization or not (flags.fp8_format or flags.fp4_format):
         return 1
-    return ROW_ALIGNMENT[flags.fp4_recipe if flags.fp4_format else flags.fp8_recipe]
+    return quantization_recipe(flags.fp4_recipe if flags.fp4_format else flags.fp8_recipe).row_alignment
 
 
 def _router(flags: Flags) -> RouterConfig:

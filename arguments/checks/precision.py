@@ -4,6 +4,8 @@ from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 from arguments.precision_file import read_module_precision
 from megatron_moe.config.exit_codes import counted
+from megatron_moe.config.precision import low_precision_config, quantization_recipe
+from megatron_moe.config.registry import QUANTIZATION_RECIPES
 
 
 def _low_precision(flags: RuleFlags) -> str:
@@ -17,6 +19,12 @@ def one_low_precision_format(flags: RuleFlags) -> Violations:
     """GEMMs are computed either in FP8 or in FP4."""
     if flags.fp8_format and flags.fp4_format:
         yield f"--fp8-format {flags.fp8_format} with --fp4-format {flags.fp4_format}", "leave one of them out"
+
+
+def fp8_recipe_is_for_fp8(flags: RuleFlags) -> Violations:
+    """Recipes for FP4 have a flag of their own."""
+    if quantization_recipe(flags.fp8_recipe).family != "fp8":
+        yield f"--fp8-recipe {flags.fp8_recipe}", f"use --fp4-format e2m1 --fp4-recipe {flags.fp8_recipe}"
 
 
 def low_precision_needs_bf16(flags: RuleFlags) -> Violations:
@@ -47,7 +55,7 @@ def saved_activation_inputs_need_scales_per_row(flags: RuleFlags) -> Violations:
     option = "--activation-func-fp8-input-store"
     if not flags.activation_func_fp8_input_store:
         return
-    if not flags.fp8_format or flags.fp8_recipe not in ("blockwise", "mxfp8"):
+    if not flags.fp8_format or low_precision_config(flags.fp8_recipe).fused_block is None:
         given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "GEMMs in the dtype of the parameters"
         yield f"{option} with {given}", "use --fp8-format and --fp8-recipe blockwise or mxfp8, or leave it out"
     elif flags.moe_paged_stash:
@@ -74,8 +82,8 @@ def bf16_layers_leave_other_layers(flags: RuleFlags) -> Violations:
     """--first-last-layers-bf16 selects at most the layers of the first and of the last pipeline rank."""
     if not flags.first_last_layers_bf16 or not flags.fp8_format:  # Megatron does not check them for FP4
         return
-    if flags.fp8_recipe == "delayed":
-        yield "--first-last-layers-bf16 with --fp8-recipe delayed", "use another recipe, such as tensorwise"
+    if quantization_recipe(flags.fp8_recipe).has_history:
+        yield f"--first-last-layers-bf16 with --fp8-recipe {flags.fp8_recipe}", "use another recipe, such as tensorwise"
     most = flags.num_layers // flags.pipeline_model_parallel_size
     for option, number in (
         ("--num-layers-at-start-in-bf16", flags.num_layers_at_start_in_bf16),
@@ -103,9 +111,11 @@ def router_padding_needs_low_precision(flags: RuleFlags) -> Violations:
 
 def fp8_exchange_matches_the_recipe(flags: RuleFlags) -> Violations:
     """Tokens are sent as the bytes that the experts multiply, so that they are quantised once."""
-    recipes = {"fp8": "blockwise", "mxfp8": "mxfp8"}
+    recipes = {
+        dtype: name for name in QUANTIZATION_RECIPES.names() if (dtype := quantization_recipe(name).exchange_dtype)
+    }
     for option, dtype in _fp8_exchanges(flags).items():
-        if not flags.fp8_format or flags.fp8_recipe != recipes[dtype]:
+        if not flags.fp8_format or quantization_recipe(flags.fp8_recipe).exchange_dtype != dtype:
             given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "experts that do not compute in FP8"
             needed = f"--fp8-format e4m3 --fp8-recipe {recipes[dtype]}"
             yield f"{option} {dtype} with {given}", f"use {needed}, or {option} bf16"

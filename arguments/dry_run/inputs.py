@@ -7,7 +7,7 @@ from pathlib import Path
 from arguments.parser import Settings
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.data import DataConfig
-from megatron_moe.config.precision import LEAST_CAPABILITY, PrecisionConfig
+from megatron_moe.config.precision import PrecisionConfig, quantization_recipe
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import LIBRARIES
 from megatron_moe.cost_model.hardware import GPU
@@ -28,8 +28,10 @@ def unsupported_formats(precision: PrecisionConfig, gpu: GPU) -> Iterator[str]:
     """Yields a sentence for each FP8 or FP4 recipe for which the GPU has no tensor cores."""
     configs = [precision.low_precision, *(module.config for module in precision.module_precision)]
     for recipe in dict.fromkeys(config.recipe for config in configs if config and not config.emulate):
-        least = LEAST_CAPABILITY[recipe]
-        if gpu.capability < least:
+        least = quantization_recipe(recipe).least_capability
+        if least is None:
+            yield f"no GPU has tensor cores for the recipe {recipe}; add --emulate-low-precision"
+        elif gpu.capability < least:
             needed, found = (".".join(map(str, each)) for each in (least, gpu.capability))
             yield (
                 f"the recipe {recipe} needs a GPU of compute capability {needed}, but {gpu.name} has {found}; use "

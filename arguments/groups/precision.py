@@ -1,9 +1,10 @@
 """Number-format flags."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from arguments.flag import differs, flag, new_flag, refused
+from megatron_moe.config.registry import QUANTIZATION_RECIPES
 
 _CUSTOM = "use one of the recipes of Megatron"
 _BLOCKS = "fp16 and fp8 state has one scale per 128 elements"
@@ -33,11 +34,12 @@ class PrecisionFlags:
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
     """Compute the GEMMs of linear layers in FP8: e4m3, or hybrid with output gradients in e5m2. Embedding, router,
     attention, norms and output layer keep the dtype of the parameters."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = refused(
-        "delayed", _CUSTOM, works=("tensorwise", "mxfp8", "blockwise")
+    fp8_recipe: Annotated[str, QUANTIZATION_RECIPES] = differs(
+        "delayed", "no recipe custom; imported files add recipes"
     )
     """FP8 scaling recipe: one scale per tensor from its history (delayed) or its values (tensorwise), or one scale per
-    block of 128 (blockwise) or 32 (mxfp8) elements."""
+    block of 128 (blockwise) or 32 (mxfp8) elements; nvfp4 is for `--fp4-recipe`. Imported files may add recipes (see
+    `--import`)."""
     fp8_wgrad: bool = differs(
         True, "Megatron ignores --no-fp8-wgrad with Transformer Engine 2.0 and later", off=("--disable-fp8-wgrad",)
     )

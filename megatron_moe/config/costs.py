@@ -12,8 +12,6 @@ Number = TypeVar("Number", int, float)
 TRAINING_FLOPS = 6
 """Training FLOPs per multiply-add of a GEMM: 2 in forward, 2 for the input gradient, 2 for the weight gradient."""
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
-_LOW_BYTES = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
-"""FP8 or FP4 recipe -> bytes per element of a quantised activation, including scales; 1 for recipes not listed."""
 WHOLE_LAYER = "whole layer"
 """Entry in `SavedActivation.recomputed_by`: the tensor is in an MTP layer and is freed by uniform full recompute."""
 INDEX = 8
@@ -27,7 +25,7 @@ def num_bytes(name: str) -> int:
 
 def bytes_per_fp8_element(config: LowPrecisionConfig) -> float:
     """Bytes per element of an activation or gradient that is quantised by an FP8 or FP4 recipe."""
-    return _LOW_BYTES.get(config.recipe, 1.0)
+    return config.inputs.bytes_per_element
 
 
 def row_padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:

@@ -1,37 +1,48 @@
 """Number formats of parameters, gradients, optimizer state and GEMMs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+from megatron_moe.config.registry import ELEMENTS, QUANTIZATION_RECIPES
 
 FloatName = Literal["fp64", "fp32", "bf16", "fp16"]
 StateName = Literal["fp32", "bf16", "fp16", "fp8"]
-Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "custom"]
-Element = Literal["e4m3", "e5m2", "e2m1"]
-
 ActivationModule = Literal["qkv_linear", "attn_proj", "mlp", "experts", "shared_experts", "mtp"]
 ACTIVATION_MODULES: tuple[ActivationModule, ...] = get_args(ActivationModule)
 LinearRole = ActivationModule | Literal["expert_latent", "head"]
 """Role of a linear layer in the model. "mtp": a layer of multi-token prediction outside of its transformer layer;
 "expert_latent": a projection into or out of the latent space of routed experts."""
 
-ROW_ALIGNMENT = MappingProxyType(
-    {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128, "custom": 16}
-)
-"""Multiple to which `--moe-router-padding-for-quantization` pads the rows of an expert, by recipe."""
-LEAST_CAPABILITY = MappingProxyType(
-    {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
-)
-"""Least CUDA compute capability of GPUs with tensor cores for a recipe."""
 WHOLE = (0, 0)
 """Block shape of tensors that have one scale per matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementFormat:
+    """Number format of quantised elements, registered in `ELEMENTS`."""
+
+    dtype: str
+    """torch dtype of stored elements, as "torch:int8"."""
+    largest: float
+    """Largest number; larger ones saturate."""
+    bits: int = 8
+    """Bits per element. Several E2M1 elements share a byte."""
+    is_integer: bool = False
+    """Whether casts to the dtype truncate, so that values are rounded to nearest before."""
+
+
+ELEMENTS.register("e4m3", ElementFormat(dtype="torch:float8_e4m3fn", largest=448.0))
+ELEMENTS.register("e5m2", ElementFormat(dtype="torch:float8_e5m2", largest=57344.0))
+ELEMENTS.register("e2m1", ElementFormat(dtype="torch:uint8", largest=6.0, bits=4))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperandFormat:
     """Low-precision format of one kind of GEMM operand: inputs, weights or output gradients."""
 
-    element: Element
+    element: str
+    """Name of an `ElementFormat` in registry `ELEMENTS`."""
     block: tuple[int, int]
     """Shape of the blocks that share a scale: (1, n) along the GEMM's reduction dim, (n, n), or `WHOLE`."""
     scale: Literal["fp32", "power of 2", "e8m0", "e4m3"]
@@ -44,7 +55,19 @@ class OperandFormat:
     @property
     def bits(self) -> int:
         """Bits per element."""
-        return 4 if self.element == "e2m1" else 8
+        element: ElementFormat = ELEMENTS.get(self.element)
+        return element.bits
+
+    @property
+    def scale_bytes(self) -> float:
+        """Bytes of scales per element; one scale per matrix counts as nothing."""
+        each = 1 if self.scale in ("e8m0", "e4m3") else 4
+        return 0.0 if self.block == WHOLE else each / (self.block[0] * self.block[1])
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes per element of one copy, with its scales."""
+        return self.bits / 8 + self.scale_bytes
 
     def is_stored(self, width: int) -> bool:
         """Whether weights with rows of `width` elements are stored in this format. Rows in E2M1 must be whole blocks,
@@ -60,7 +83,8 @@ class OperandFormat:
 class LowPrecisionConfig:
     """Scaling recipe of FP8 or FP4 GEMMs and the layers to which it applies."""
 
-    recipe: Recipe
+    recipe: str
+    """Name in registry `QUANTIZATION_RECIPES`."""
     inputs: OperandFormat
     """Format of the inputs of linear layers."""
     weights: OperandFormat
@@ -155,13 +179,96 @@ class PrecisionConfig:
     """Stores and gathers weights in their GEMM's FP8 or FP4 format (`--fp8-param-gather`, `--fp4-param-gather`)."""
 
     @property
-    def recipe(self) -> Recipe | None:
+    def recipe(self) -> str | None:
         """Scaling recipe of FP8 or FP4 GEMMs; None: GEMMs use the format `params`."""
         return None if self.low_precision is None else self.low_precision.recipe
 
 
+class OperandFormats(NamedTuple):
+    """Formats of the three kinds of operands of a linear layer's GEMMs."""
+
+    inputs: OperandFormat
+    weights: OperandFormat
+    grads: OperandFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationRecipe:
+    """Scaling recipe of FP8 or FP4 GEMMs, registered in `QUANTIZATION_RECIPES`."""
+
+    formats: Callable[..., OperandFormats]
+    """`formats(hybrid=...)` returns the formats of operands. `hybrid`: gradients have more exponent bits."""
+    family: Literal["fp8", "fp4"] = "fp8"
+    """Flag that selects the recipe: `--fp8-recipe` or `--fp4-recipe`."""
+    label: str = "FP8"
+    """Short name in tables."""
+    row_alignment: int = 16
+    """Multiple to which `--moe-router-padding-for-quantization` pads the rows of an expert."""
+    least_capability: tuple[int, int] | None = None
+    """Least CUDA compute capability of GPUs with tensor cores for the recipe; None: it is always emulated."""
+    has_history: bool = False
+    """Whether scales are computed from the magnitudes of earlier steps, instead of from the tensor."""
+    exchange_dtype: str | None = None
+    """Value of `--moe-dispatch-fwd-dtype` for which tokens are sent in the format of inputs; None: they cannot be."""
+
+
+def _block_formats(*, hybrid: bool, blocks: int = 128, power_of_2: bool = True) -> OperandFormats:
+    inputs = OperandFormat(element="e4m3", block=(1, blocks), scale="power of 2" if power_of_2 else "fp32")
+    return _with_grads(inputs, replace(inputs, block=(blocks, blocks)), hybrid)
+
+
+def _tensor_formats(*, hybrid: bool) -> OperandFormats:
+    inputs = OperandFormat(element="e4m3", block=WHOLE, scale="fp32")
+    return _with_grads(inputs, inputs, hybrid)
+
+
+def _mxfp8_formats(*, hybrid: bool, blocks: int = 32) -> OperandFormats:
+    inputs = OperandFormat(element="e4m3", block=(1, blocks), scale="e8m0")
+    return _with_grads(inputs, inputs, hybrid)
+
+
+def _nvfp4_formats(*, hybrid: bool, blocks: int = 16) -> OperandFormats:
+    inputs = OperandFormat(element="e2m1", block=(1, blocks), scale="e4m3", hadamard=True)
+    weights = OperandFormat(element="e2m1", block=(blocks, blocks), scale="e4m3")
+    return OperandFormats(inputs, weights, replace(inputs, stochastic=True))
+
+
+def _with_grads(inputs: OperandFormat, weights: OperandFormat, hybrid: bool) -> OperandFormats:
+    return OperandFormats(inputs, weights, replace(inputs, element="e5m2" if hybrid else "e4m3"))
+
+
+QUANTIZATION_RECIPES.register("tensorwise", QuantizationRecipe(formats=_tensor_formats, least_capability=(8, 9)))
+QUANTIZATION_RECIPES.register(
+    "delayed", QuantizationRecipe(formats=_tensor_formats, least_capability=(8, 9), has_history=True)
+)
+QUANTIZATION_RECIPES.register(
+    "mxfp8",
+    QuantizationRecipe(
+        formats=_mxfp8_formats, label="MXFP8", row_alignment=32, least_capability=(10, 0), exchange_dtype="mxfp8"
+    ),
+)
+QUANTIZATION_RECIPES.register(
+    "blockwise",
+    QuantizationRecipe(
+        formats=_block_formats, label="FP8 blockwise", row_alignment=128, least_capability=(9, 0), exchange_dtype="fp8"
+    ),
+)
+QUANTIZATION_RECIPES.register(
+    "nvfp4",
+    QuantizationRecipe(
+        formats=_nvfp4_formats, family="fp4", label="NVFP4", row_alignment=128, least_capability=(10, 0)
+    ),
+)
+
+
+def quantization_recipe(name: str) -> QuantizationRecipe:
+    """Returns the registered recipe of this name."""
+    recipe: QuantizationRecipe = QUANTIZATION_RECIPES.get(name)
+    return recipe
+
+
 def low_precision_config(
-    recipe: Recipe, *, hybrid: bool = False, blocks: int | None = None, power_of_2: bool = True, **options: Any
+    recipe: str, *, hybrid: bool = False, blocks: int | None = None, power_of_2: bool = True, **options: Any
 ) -> LowPrecisionConfig:
     """Builds the operand formats of a scaling recipe.
 
@@ -169,26 +276,8 @@ def low_precision_config(
     of the recipe; `power_of_2`: rounds scales of the recipe blockwise down to powers of two. `options`: see
     `LowPrecisionConfig`.
     """
-    grads: Element = "e5m2" if hybrid else "e4m3"
-    match recipe:
-        case "blockwise":
-            length = blocks or 128
-            scale: Literal["power of 2", "fp32"] = "power of 2" if power_of_2 else "fp32"
-            inputs = OperandFormat(element="e4m3", block=(1, length), scale=scale)
-            weights = replace(inputs, block=(length, length))
-        case "tensorwise" | "delayed":
-            inputs = weights = OperandFormat(element="e4m3", block=WHOLE, scale="fp32")
-        case "mxfp8":
-            inputs = weights = OperandFormat(element="e4m3", block=(1, blocks or 32), scale="e8m0")
-        case "nvfp4":
-            length = blocks or 16
-            inputs = OperandFormat(element="e2m1", block=(1, length), scale="e4m3", hadamard=True)
-            weights = OperandFormat(element="e2m1", block=(length, length), scale="e4m3")
-            return LowPrecisionConfig(
-                recipe=recipe, inputs=inputs, weights=weights, grads=replace(inputs, stochastic=True), **options
-            )
-        case _:
-            raise AssertionError(f"no formats for recipe {recipe}")
-    return LowPrecisionConfig(
-        recipe=recipe, inputs=inputs, weights=weights, grads=replace(inputs, element=grads), **options
-    )
+    changes: dict[str, Any] = {} if blocks is None else {"blocks": blocks}
+    if not power_of_2:
+        changes["power_of_2"] = False
+    formats = quantization_recipe(recipe).formats(hybrid=hybrid, **changes)
+    return LowPrecisionConfig(recipe=recipe, **formats._asdict(), **options)

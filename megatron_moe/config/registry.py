@@ -69,6 +69,7 @@ FEED_FORWARDS: ComponentRegistry[Any] = ComponentRegistry("feed-forward block")
 UPDATE_RULES: ComponentRegistry[Any] = ComponentRegistry("update rule")
 TRANSPORTS: ComponentRegistry[Any] = ComponentRegistry("transport")
 QUANTIZATION_RECIPES: ComponentRegistry[Any] = ComponentRegistry("quantisation recipe")
+ELEMENTS: ComponentRegistry[Any] = ComponentRegistry("format of quantised elements")
 SCORE_FUNCTIONS: ComponentRegistry[Any] = ComponentRegistry("score function")
 BALANCING: ComponentRegistry[Any] = ComponentRegistry("load-balancing method")
 ACTIVATIONS: ComponentRegistry[Any] = ComponentRegistry("activation")
@@ -79,7 +80,7 @@ IMPORTED: ComponentRegistry[str] = ComponentRegistry("imported file")
 """Absolute paths of imported files, with the SHA-256 of their contents."""
 
 REGISTRIES: tuple[ComponentRegistry[Any], ...] = (
-    *(MIXERS, FEED_FORWARDS, UPDATE_RULES, TRANSPORTS, QUANTIZATION_RECIPES),
+    *(MIXERS, FEED_FORWARDS, UPDATE_RULES, TRANSPORTS, QUANTIZATION_RECIPES, ELEMENTS),
     *(SCORE_FUNCTIONS, BALANCING, ACTIVATIONS, METRICS, FLAGS, IMPORTED),
 )
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import mul
-from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_moe.config.costs import (
@@ -47,8 +46,6 @@ from megatron_moe.cost_model.workspace import (
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
-_LOW_WEIGHT = MappingProxyType({"blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32), "nvfp4": 1 + 2 / 16**2})
-"""FP8 or FP4 recipe -> bytes per weight element of the rowwise and the columnwise copy; 2 for recipes not listed."""
 _FEW_GROUPS = 4
 """Number of microbatch groups after which the counts in `Moment` repeat periodically."""
 LATE = "waiting for weight gradients"
@@ -128,8 +125,8 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements, moments: f
     if precision.low_precision_params:
         weights += low.total * (stored_bytes(precision).total - weight)
         masters += (low.attention / owners[0] + low.expert / owners[1]) * (main - of_weight)
-    elif precision.recipe is not None:
-        weights += low.total * _LOW_WEIGHT.get(precision.recipe, 2.0)
+    elif precision.low_precision is not None:  # a rowwise and a columnwise copy
+        weights += low.total * 2 * precision.low_precision.weights.bytes_per_element
     if moments is None:
         moments = owned * state_bytes_per_element(plan.optimizer, precision)
     return StateBytes(

@@ -10,7 +10,7 @@ from megatron_moe.config.costs import CostSum, num_bytes
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout, StageLayout
-from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
+from megatron_moe.config.precision import WHOLE, LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import rule_of, spec_of
 
@@ -145,12 +145,9 @@ class StoredBytes(NamedTuple):
 def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
     """Storage of weights for the run's recipe; one scale per matrix counts as nothing."""
     amax = min(4, num_bytes(precision.params))
-    match precision.recipe:
-        case "blockwise":
-            return StoredBytes(1.0, 4 / 128**2, amax / 128**2)
-        case "mxfp8":  # a copy for each direction
-            return StoredBytes(2.0, 2 / 32, 2 * amax / 32)
-        case "nvfp4":
-            return StoredBytes(0.5, 1 / 16**2, amax / 16**2, 0.5)
-        case _:
-            return StoredBytes(1.0, 0.0, 0.0)
+    if precision.low_precision is None:
+        return StoredBytes(1.0, 0.0, 0.0)
+    form = precision.low_precision.weights
+    copies = 2 if form.block[0] == 1 else 1  # blocks in rows differ for each direction
+    scales = 0.0 if form.block == WHOLE else copies / (form.block[0] * form.block[1])
+    return StoredBytes(copies * form.bits / 8, copies * form.scale_bytes, scales * amax, form.bits / 8)

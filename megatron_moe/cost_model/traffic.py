@@ -141,7 +141,8 @@ class Communication:
     def expert_traffic(self, config: MoEConfig) -> ExpertTraffic:
         """Dispatch volume of one rank for one MoE layer with this config and one microbatch."""
         placement = self.placements["ep"]
-        block = 32 if self.plan.precision.recipe == "mxfp8" else 128
+        low = self.plan.precision.low_precision
+        block = low.fused_block or 128 if low is not None else 128
         return expert_traffic(
             config, placement.size, placement.domains[1], self._sizes, block=block, destinations=self.destinations
         )

@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.precision import LEAST_CAPABILITY, LowPrecisionConfig, Recipe
+from megatron_moe.config.precision import LowPrecisionConfig, quantization_recipe
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority, Selection, Support
 from megatron_moe.kernels.reference import backend as reference
@@ -183,9 +183,11 @@ def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
         raise EnvironmentProblem(f"Kernel backend '{config.kernel_backend}' does not exist; use {listed(known)}.")
 
 
-def check_device(recipe: Recipe, device: torch.device) -> None:
+def check_device(recipe: str, device: torch.device) -> None:
     """Raises `EnvironmentProblem` if `device` has no tensor cores for the FP8 or FP4 recipe."""
-    least = LEAST_CAPABILITY[recipe]
+    least = quantization_recipe(recipe).least_capability
+    if least is None:
+        raise EnvironmentProblem(f"No GPU has tensor cores for the recipe {recipe}; add --emulate-low-precision")
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if found is None or found < least:
         name = f"a GPU of compute capability {found[0]}.{found[1]}" if found else f"device {device.type}"

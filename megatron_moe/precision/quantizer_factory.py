@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_moe.config.precision import LinearRole, LowPrecisionConfig, PrecisionConfig
+from megatron_moe.config.precision import LinearRole, LowPrecisionConfig, PrecisionConfig, quantization_recipe
 from megatron_moe.precision.linear_quantizer import DelayedScaling, LinearQuantizer, Quantizers
 
 
@@ -41,7 +41,7 @@ class QuantizerFactory:
         module = "experts" if role == "expert_latent" else role
         in_low_precision = module == "head" or module in config.activation_modules
         num_experts, first = experts or (None, 0)
-        is_delayed = config.recipe == "delayed"
+        is_delayed = quantization_recipe(config.recipe).has_history
         return LinearQuantizer(
             config.of_experts if role == "experts" else config,
             self._kernels,

@@ -5,23 +5,42 @@ Elements are rounded to nearest even and saturate. The stored scale of a block w
 product with it is nan and the step is not applied; Transformer Engine's scale would be 1, and inf the largest element.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.config.precision import WHOLE, Element, OperandFormat
+from megatron_moe.config.precision import WHOLE, ElementFormat, OperandFormat
+from megatron_moe.config.registry import ELEMENTS, resolve
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, spread_scales
 
-DTYPES: Mapping[Element, torch.dtype] = MappingProxyType(
-    {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
-)
+T = TypeVar("T")
+
+
+class _OfElements(Mapping[str, T]):
+    """Mapping from the names of registered element formats."""
+
+    def __init__(self, read: Callable[[ElementFormat], T]) -> None:
+        self._read = read
+
+    def __getitem__(self, name: str) -> T:
+        return self._read(ELEMENTS.get(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ELEMENTS.names())
+
+    def __len__(self) -> int:
+        return len(ELEMENTS.names())
+
+
+DTYPES: Mapping[str, torch.dtype] = _OfElements(lambda element: resolve(element.dtype))
 """Dtypes of stored elements, by `OperandFormat.element`; a byte has two E2M1 elements."""
-LARGEST = MappingProxyType({"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0})
+LARGEST: Mapping[str, float] = _OfElements(lambda element: element.largest)
 """Largest number of each element format."""
 SCALE_DTYPES = MappingProxyType(
     {"fp32": torch.float32, "power of 2": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
@@ -115,7 +134,7 @@ def block_scales(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> tuple
     return factors.nan_to_num(1.0), 1 / factors
 
 
-def _e8m0(amax: Tensor, element: Element) -> Tensor:
+def _e8m0(amax: Tensor, element: str) -> Tensor:
     """E8M0 exponents of amax / `LARGEST[element]` rounded up, uint8. inf and nan give 255 (nan)."""
     ratio = amax * torch.full((), 1 / LARGEST[element], device=amax.device)
     bits = ratio.view(torch.int32)
@@ -145,9 +164,10 @@ def scale_of(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
 
-def cast(scaled: Tensor, element: Element) -> Tensor:
+def cast(scaled: Tensor, element: str) -> Tensor:
     """Rounds fp32 values [..., C] to nearest, with saturation. E2M1 elements are packed, [..., C / 2]."""
     if element == "e2m1":
         return nvfp4.encode(scaled)
     largest = LARGEST[element]
-    return scaled.clamp(-largest, largest).to(DTYPES[element])
+    clamped = scaled.clamp(-largest, largest)
+    return (clamped.round() if ELEMENTS.get(element).is_integer else clamped).to(DTYPES[element])

@@ -1,0 +1,109 @@
+"""A quantisation recipe from an imported file that the product does not know."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
+from megatron_moe.config.imports import import_file
+from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.cost_model.memory import RankMemory, heaviest
+from megatron_moe.kernels import autograd
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.memory_emulation.rank import emulate_rank
+from megatron_moe.precision.linear_quantizer import LinearQuantizer
+from pretrain_moe import main
+from tests.end_to_end.tiny_run import arguments, losses
+from tests.helpers.command_lines import calls_of, plan_of
+from tests.helpers.tolerances import EXACT, FP64_REF
+from tests.parity import cells
+from tests.parity.dimensions import cell_of
+from tests.train.test_low_precision import POLICIES, trained
+from tests.train.test_low_precision import plan_of as tiny_plan
+
+FILE = str(Path(__file__).parent / "quantization_recipe.py")
+USE = f"--import {FILE} --fp8-format e4m3 --fp8-recipe int8_blocks --emulate-low-precision"
+
+
+def recipe(**options) -> LowPrecisionConfig:
+    import_file(FILE)
+    return low_precision_config("int8_blocks", blocks=4, **options)
+
+
+def rounded(x, height, width):
+    """Quantises and dequantises a matrix, one block at a time."""
+    out = torch.empty_like(x)
+    for i in range(0, x.shape[0], height):
+        for j in range(0, x.shape[1], width):
+            part = x[i : i + height, j : j + width]
+            scale = torch.tensor(127.0) / part.abs().max().float()
+            integers = (part.float() * scale).round()
+            assert integers.abs().max() <= 127
+            out[i : i + height, j : j + width] = integers.double() * (1 / scale).double()
+    return out
+
+
+def test_linear_layers_multiply_dequantised_integers():
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(*shape, generator=generator).double() for shape in ((6, 10), (7, 10), (6, 7)))
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    kernels, config = reference.bundle(), recipe()
+    out = autograd.linear(kernels, *leaves, quantizer=LinearQuantizer(config, kernels))
+    out.backward(grad)
+    weight_q = rounded(weight, 4, 4)
+    FP64_REF.check(out.detach(), rounded(x, 1, 4) @ weight_q.T, "output")
+    FP64_REF.check(leaves[0].grad, rounded(grad, 1, 4) @ weight_q, "input gradient")
+    FP64_REF.check(leaves[1].grad, rounded(grad, 4, 1).T @ rounded(x, 4, 1), "weight gradient")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "tp=2 sp=on shared=on",
+        "cp=2 pp=2 accumulation=2 recompute=small",
+        "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2",
+    ],
+)
+def test_layouts_equal_one_rank(cell):
+    plan = cells.plan_of(cell_of(cell))
+    low = recipe(weight_grad=False)
+    comparison = cells.compare_plan(replace(plan, precision=replace(plan.precision, low_precision=low)))
+    assert comparison.equal, comparison.text()
+
+
+@pytest.mark.parametrize("policy", ["full recompute", "offload"])
+def test_recomputed_and_offloaded_copies_give_the_same_bits(policy):
+    EXACT.check_all(trained(tiny_plan(recipe(), memory=POLICIES[policy])), trained(tiny_plan(recipe())), policy)
+
+
+def test_emulated_memory_agrees_with_the_cost_model():
+    sizes = "--bf16 --seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096"
+    plan = plan_of(f"{USE} {sizes} --moe-ffn-hidden-size 1024 --transformer-impl local --micro-batch-size 1")
+    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
+    closed = heaviest(RankMemory(plan).all_ranks()).total
+    emulated = sum(emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories.values())
+    assert emulated == pytest.approx(closed, rel=0.03)
+
+
+def test_it_needs_emulation():
+    config = recipe()
+    with pytest.raises(EnvironmentProblem, match="No GPU has tensor cores for the recipe int8_blocks"):
+        select_kernels(KernelConfig(), torch.device("cpu"), torch.bfloat16, config)
+    words = ["--recipe", "m8", "--dry-run", *USE.removesuffix(" --emulate-low-precision").split()]
+    text, _ = calls_of(words)
+    assert "no GPU has tensor cores for the recipe int8_blocks" in text
+
+
+def test_a_run_resumes_bitwise(data, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(arguments(data, whole, *USE.split(), "--train-iters", "6"), {}) == ExitCode.OK
+    command = arguments(data, parts, *USE.split(), "--train-iters", "6", "--exit-interval", "3", "--save-interval", "3")
+    assert main(command, {}) == ExitCode.OK
+    assert main(["--config", str(parts / "run.yaml"), "--exit-interval", "6"], {}) == ExitCode.OK
+    assert losses(parts) == losses(whole)
+    assert losses(whole)[6] < losses(whole)[1]
