@@ -1,5 +1,6 @@
 """Builds the objects of a run, such as model, trainer, data loaders and checkpointing, from the RunPlan."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -71,7 +72,8 @@ def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
 
 
 def set_algorithms(plan: RunPlan) -> None:
-    """Sets torch's process-wide options for --deterministic-mode."""
+    """Sets torch's process-wide options: for --deterministic-mode, and no warnings about its own new names."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if plan.precision.deterministic_mode:
         torch.use_deterministic_algorithms(True)
         # not needed: no memory is read before it is written

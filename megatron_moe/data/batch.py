@@ -13,6 +13,7 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.samples import PADDING
 from megatron_moe.logs.metrics import MetricAccumulator
+from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, fewest_ranks, split_positions
 from megatron_moe.parallel.rng import Key, RNGKey
@@ -74,6 +75,8 @@ class MicrobatchContext:
     given_ids: Mapping[int, Tensor] | None = None
     """Layer index -> int64 expert ids [T, K] that the decoder's routers use instead of selecting
     (`--moe-routing-replay-path`). None: they select."""
+    timers: Timers | None = None
+    """Timers of the nodes of layers (`--timing-log-level 2`); None: nodes are not timed."""
     graph_instance: GraphRunner | None = None
     """CUDA graphs that this microbatch replays. None: eager execution."""
 

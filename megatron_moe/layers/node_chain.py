@@ -126,7 +126,11 @@ def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Paramet
 def run_nodes(nodes: Iterable[Node], state: State, mb: MicrobatchContext) -> State:
     """Runs the nodes in order and returns the final state."""
     for node in nodes:
-        state = node.run(state, mb) if node.store is None else _run_acquired(node, node.store, state, mb)
+        if mb.timers is None:
+            state = node.run(state, mb) if node.store is None else _run_acquired(node, node.store, state, mb)
+            continue
+        with mb.timers.span(f"{node.name.partition('_')[0]}-forward", level=2):
+            state = node.run(state, mb) if node.store is None else _run_acquired(node, node.store, state, mb)
     return state
 
 

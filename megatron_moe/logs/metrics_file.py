@@ -17,7 +17,6 @@ from megatron_moe.logs.metrics import Metric, MetricValue
 
 Record = dict[str, Any]
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")
-THROUGHPUT_TAGS = ("throughput", "tokens-per-second-per-gpu", "mfu")
 _ONLY_BY_ITERATION = ("mem-", "moe/", "throughput", "tokens-per-second-per-gpu", "mfu")
 
 
@@ -62,9 +61,7 @@ def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, f
     """Subset of `tags` that the run's flags enable for TensorBoard and W&B; metrics.jsonl has all tags."""
     hidden: set[str] = set()
     if not config.log_timers_to_tensorboard:
-        hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
-    if not config.log_throughput:
-        hidden.update(THROUGHPUT_TAGS)
+        hidden.update(tag for tag in tags if tag.endswith("-time"))
     if not config.log_world_size_to_tensorboard:
         hidden.add("world-size")
     if not config.log_memory_to_tensorboard:

@@ -177,7 +177,7 @@ class Reporter:
             flops_per_step=self._flops_of(steps[-1].num_samples),
             peak_flops=self._peak_flops,
         )
-        timings = self.timers.take(self.context, len(steps))
+        timings = self.timers.take(self.context)
         if self.context.is_last:
             for line in (step_line(report, self.config), *timer_lines(timings, self.config.timing_log_option)):
                 self._detail(line)

@@ -1,8 +1,9 @@
-"""Named timers with Megatron's levels and output format. On a GPU they record events and synchronise only when read."""
+"""Named timers with Megatron's levels and output format. On a GPU they record events and never synchronise."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, takewhile
 from typing import Literal
 
 import torch
@@ -46,35 +47,50 @@ class Timers:
     def __init__(self, level: int, device: torch.device) -> None:
         self._level = level
         self._device = device
-        self._spans: list[tuple[str, Moment, Moment]] = []
+        self._steps: list[list[tuple[str, Moment, Moment]]] = [[]]
+        """Spans of each step that has not been taken, as (name, begin, end)."""
+
+    @property
+    def times_nodes(self) -> bool:
+        """True if the nodes of layers are measured (level 2)."""
+        return self._level >= 2
+
+    def begin_step(self) -> None:
+        """Assigns the following spans to a new step."""
+        if self._level:
+            self._steps.append([])
 
     @contextmanager
     def span(self, name: str, level: int) -> Iterator[None]:
-        """Context manager that measures its body: host time on a CPU, time on the current stream on a GPU."""
-        if level > self._level:
+        """Context manager that measures its body: host time on a CPU, time on the current stream on a GPU. Does nothing
+        while a CUDA graph is captured, as its events would not measure the replays."""
+        if level > self._level or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             yield
             return
         begin = Moment(self._device)
         try:
             yield
         finally:
-            self._spans.append((name, begin, Moment(self._device)))
+            self._steps[-1].append((name, begin, Moment(self._device)))
 
-    def take(self, context: ParallelContext, num_steps: int) -> dict[str, list[float]]:
-        """Returns the seconds per step of each rank, by span name, measured since the last call. Resets the timers.
+    def take(self, context: ParallelContext) -> dict[str, list[float]]:
+        """Returns the seconds per step of each rank, by span name, of the steps that ended since the last call.
 
-        Blocks until the measured spans have ended. Collective over all ranks, unless timers are off (level 0).
+        Does not wait for the device: steps that it has not completed are returned by the next call. Collective over all
+        ranks, unless timers are off (level 0).
         """
         if self._level == 0:
             return {}
-        spans, self._spans = self._spans, []
+        ended = list(takewhile(lambda spans: all(end.has_come() for _, _, end in spans), self._steps))
+        self._steps = self._steps[len(ended) :] or [[]]
+        num_steps = sum(map(bool, ended))
         seconds: dict[str, float] = {}
-        for name, begin, end in spans:
-            end.wait()
-            seconds[name] = seconds.get(name, 0.0) + end.seconds_since(begin)
-        ranks = gather_objects(seconds, context.group("world"))
+        for name, begin, end in chain.from_iterable(ended):
+            seconds[name] = seconds.get(name, 0.0) + end.seconds_since(begin) / num_steps
+        # host: some hundred bytes per rank
+        ranks = gather_objects(seconds, context.host_group())
         names = dict.fromkeys(name for rank in ranks for name in rank)
-        return {name: [rank.get(name, 0.0) / num_steps for rank in ranks] for name in names}
+        return {name: [rank.get(name, 0.0) for rank in ranks] for name in names}
 
 
 def timer_lines(timings: Mapping[str, Sequence[float]], option: Option) -> list[str]:

@@ -5,11 +5,13 @@ log must not stop training.
 """
 
 import os
+import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from io import FileIO
@@ -25,6 +27,8 @@ HOUR = 3600.0
 _MAX_PENDING = 10_000
 _RECENT_STEPS = 20
 """Number of recent steps whose median time gives the displayed speed and time left. The median ignores outliers."""
+_SECONDS_BETWEEN_DRAWS = 0.25
+_BAR_WIDTH = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,48 +104,74 @@ class Console:
 
 
 class LiveConsole(Console):
-    """Console that prints lines above a live line with iteration, loss, tokens/s and time left; needs a terminal."""
+    """Console that prints lines above a live line with iteration, loss, tokens/s and time left; needs a terminal.
 
-    def __init__(self, seq_length: int) -> None:
+    The live line is shorter than the terminal is wide. If the terminal becomes narrower, it may wrap the line, whose
+    rows are all erased before the next one is drawn.
+    """
+
+    def __init__(self, seq_length: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._seq_length = seq_length
+        self._clock = clock
         self._last_iteration = 0
         self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._live: Any = None
-        self._task: Any = None
+        self._text: str | None = None
+        """Content of the live line; None before `start` and after `close`."""
+        self._shown = ""
+        """The live line as it was drawn; empty if it is not on the screen."""
+        self._drawn_at = 0.0
 
     def start(self, iteration: int, last_iteration: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
         self._last_iteration = last_iteration
-        self._live = Progress(
-            TextColumn("iteration"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
-            refresh_per_second=4,
-        )
-        self._task = self._live.add_task("", total=last_iteration, completed=iteration)
-        self._live.start()
+        self._text = self._line(iteration, "")
+        self._draw()
 
     def write(self, line: str) -> None:
-        if self._live is None:
+        if self._text is None:
             super().write(line)
         else:
-            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            super().write(f"{self._erasure()}{line}")
+            self._shown = ""
+            self._draw()
 
     def progress(self, result: StepResult) -> None:
         self._seconds.append(result.seconds)
         seconds = median(self._seconds)
         speed = result.num_samples * self._seq_length / max(seconds, 1e-9)
         left = timedelta(seconds=round((self._last_iteration - result.iteration) * seconds))
-        text = f"loss {result.loss:.4f}  {speed:,.0f} tokens/s  {left} left"
-        self._live.update(self._task, completed=result.iteration, description=text)
+        self._text = self._line(result.iteration, f"loss {result.loss:.4f}  {speed:,.0f} tokens/s  {left} left")
+        if self._clock() - self._drawn_at >= _SECONDS_BETWEEN_DRAWS or result.iteration == self._last_iteration:
+            self._draw()
 
     def close(self) -> None:
         """Stops updating the live line, whose last state remains on the screen."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._text is not None:
+            self._draw()
+            super().write("")
+            self._text = None
+
+    def _line(self, iteration: int, text: str) -> str:
+        filled = round(_BAR_WIDTH * iteration / max(self._last_iteration, 1))
+        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+        return f"iteration {iteration}/{self._last_iteration} [{bar}] {text}"
+
+    def _draw(self) -> None:
+        assert self._text is not None, "the live line has not been started"
+        erasure, self._shown = self._erasure(), self._text[: _columns() - 1]
+        self._drawn_at = self._clock()
+        print(f"{erasure}{self._shown}", end="", flush=True)
+
+    def _erasure(self) -> str:
+        """Control sequences that erase the rows of the live line and leave the cursor at their beginning."""
+        rows = -(-len(self._shown) // _columns())
+        return "\r" + "\x1b[A" * (rows - 1) + "\x1b[J"
+
+
+def _columns() -> int:
+    """Width of the terminal now; an exported COLUMNS would not follow its size."""
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns or shutil.get_terminal_size().columns
+    return shutil.get_terminal_size().columns
 
 
 def has_live_line() -> bool:
@@ -204,7 +234,8 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard, plotted over iterations. Most scalars are also plotted over consumed samples.
+    """Writes scalars to TensorBoard, plotted over iterations. Most scalars are also plotted over consumed samples. The
+    number of tokens of each expert of a layer is a histogram over expert ids.
 
     After a failure, the next attempt opens a new event file, because the writer's thread ends at its first error.
     """
@@ -225,9 +256,27 @@ class TensorBoard:
                 self._writer.add_scalar(tag, value, entry.iteration)
                 if has_samples_variant(tag):
                     self._writer.add_scalar(f"{tag} vs samples", value, entry.samples)
+            for tag, values in (entry.record or {}).items():
+                if isinstance(values, list):
+                    self._add_bars(tag, values, entry.iteration)
         except OSError:
             self._writer, self._purge_step = None, None
             raise
+
+    def _add_bars(self, tag: str, values: list[float], iteration: int) -> None:
+        """Adds a histogram with one bar per value."""
+        bars = range(len(values))
+        self._writer.add_histogram_raw(
+            tag,
+            min=0,
+            max=len(values) - 1,
+            num=sum(values),
+            sum=sum(bar * value for bar, value in zip(bars, values, strict=True)),
+            sum_squares=sum(bar**2 * value for bar, value in zip(bars, values, strict=True)),
+            bucket_limits=[bar + 0.5 for bar in bars],
+            bucket_counts=values,
+            global_step=iteration,
+        )
 
     def close(self) -> None:
         if self._writer is not None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode, counted
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.logs.run_lock import RUN_FOLDER, refuse_held
 from megatron_moe.resilience.run_status import RunStatus
@@ -99,10 +99,15 @@ class LauncherWatch:
 def supervise(
     launch: ProcessInfo, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
 ) -> tuple[Signals, RunStatus]:
-    """Starts signal handling, status.json and the launcher watch, in this order; `stack` ends them.
+    """Starts signal handling, status.json and the launcher watch, in this order; `stack` ends them. Prints the first
+    line of the run, as loading torch takes seconds.
 
     Must be called before anything that can fail. Raises EnvironmentProblem if another job writes into the run folder.
     """
+    if launch.rank == 0:
+        with suppress(OSError):  # the reader of a pipe may have exited
+            where = f", run folder {run_dir}" if run_dir else ""
+            print(f"starting on {counted(launch.world_size, 'rank')}{where}; loading torch", flush=True)
     has_launcher = launch.launcher != "none"
     signals = stack.enter_context(Signals(exit_signals, has_launcher=has_launcher, says=launch.rank == 0))
     if run_dir is not None:

@@ -95,8 +95,11 @@ class RunStatus:
         self._said = False
         self._failed: Path | None = None
         """Path of this rank's report in crash/; None if it has not failed."""
-        self.report = StatusReport(time=clock())
-        if not self._peer_failed() and rank == 0:
+        earlier = self._earlier()
+        self.report = StatusReport(
+            time=clock(), last_checkpoint=earlier.last_checkpoint
+        )  # until a checkpoint is loaded
+        if not self._peer_failed(earlier) and rank == 0:
             self._write(STATUS, self.report)
 
     def __enter__(self) -> "RunStatus":
@@ -173,7 +176,16 @@ class RunStatus:
             return []
         return [failure for failure in failures if failure is not None and failure.time >= begun]
 
-    def _peer_failed(self) -> bool:
+    def _earlier(self) -> StatusReport:
+        """Content of status.json, by an earlier start or another rank; a default report if there is none."""
+        try:
+            if self._run_dir is not None:
+                return StatusReport(**json.loads((self._run_dir / STATUS).read_text()))
+        except (OSError, ValueError, TypeError):
+            pass
+        return StatusReport()
+
+    def _peer_failed(self, earlier: StatusReport) -> bool:
         """Touches STARTED. Returns True if status.json has another rank's failure in this start, which must be kept."""
         if self._run_dir is None:
             return False
@@ -182,8 +194,8 @@ class RunStatus:
             started, status = self._run_dir / STARTED, self._run_dir / STATUS
             started.touch()
             recent = started.stat().st_mtime - status.stat().st_mtime < _START_SECONDS
-            return recent and json.loads(status.read_text())["state"] == "failed"
-        except (OSError, ValueError, TypeError, KeyError):
+            return recent and earlier.state == "failed"
+        except OSError:
             return False
 
     def _write(self, name: str, report: StatusReport) -> Path | None:

@@ -57,6 +57,8 @@ class Evaluation:
     """Name of the validation set -> loader."""
     test: EvalLoader | None
     reporter: Reporter
+    evaluated: int | None = None
+    """Last iteration after which the validation sets were evaluated."""
 
     def due(self, iteration: int) -> bool:
         """True if an evaluation is due after this iteration."""
@@ -65,23 +67,24 @@ class Evaluation:
 
     def run_if_due(self, state: TrainState) -> None:
         if self.due(state.iteration):
-            self._evaluate_all(state, self._num_until(state) - 1, where="")
+            self._evaluate_all(state, where="")
 
     def final(self, state: TrainState) -> None:
-        """Evaluates the validation and test sets at the end of the run."""
+        """Evaluates the test set at the end of the run, and the validation sets unless that was done after the last
+        iteration. (Megatron-LM would evaluate them again, on other samples.)"""
         if not self.config.eval_iters:
             return
-        self._evaluate_all(state, self._num_until(state), where="on validation set")
+        if self.evaluated != state.iteration:
+            self._evaluate_all(state, where="on validation set")
         if self.test is not None:
             self._evaluate(state, self.test.batches(), where="on test set", split="test")
 
-    def _num_until(self, state: TrainState) -> int:
-        """Number of evaluations due up to this iteration; unaffected by restarts."""
-        return state.iteration // self.config.eval_interval if self.config.eval_interval else 0
-
-    def _evaluate_all(self, state: TrainState, number: int, where: str) -> None:
-        """Evaluates all validation sets. `number`: evaluation index (selects data). `where`: see `ValidationReport`."""
+    def _evaluate_all(self, state: TrainState, where: str) -> None:
+        """Evaluates all validation sets. `where`: see `ValidationReport`."""
+        # number of evaluations due before this iteration, which selects the data; unaffected by restarts
+        number = max(state.iteration - 1, 0) // self.config.eval_interval if self.config.eval_interval else 0
         losses = []
+        self.evaluated = state.iteration
         for name, loader in self.valid.items():
             data_set = name if len(self.valid) > 1 else ""
             losses.append(self._evaluate(state, loader.batches(number), where=where, data_set=data_set))

@@ -143,6 +143,7 @@ class Trainer:
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)
+        self.timers.begin_step()
         trial = self._trial(batches, iteration) if self.repeatability else None
         if self.routing_trace is not None:
             self.routing_trace.begin_step(iteration)
@@ -348,6 +349,7 @@ class Trainer:
                 rng=RNGKey(self.loop.seed, iteration, number, scope),
                 metrics=self.metrics,
                 given_ids=None if replay is None else replay.choices(iteration, number),
+                timers=self.timers if self.timers.times_nodes else None,
                 training=True,
             )
             prepared.append(replace(batch, context=mb))

@@ -19,6 +19,17 @@ SHORT_VALIDATION_LINE = "4 on validation set: lm loss "
 KERNEL_LINE = re.compile(r"^sort_rows +\w+ ", re.MULTILINE)
 
 
+def test_the_first_line_comes_before_torch_is_loaded(data: str, tmp_path: Path) -> None:
+    """Within a second on an idle machine; without torch, nothing else takes long."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, tmp_path / "run")]
+    environment = child_environment()
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == f"starting on 1 rank, run folder {tmp_path / 'run'}; loading torch\n"
+    assert "torch was imported" in done.stderr
+
+
 def run(data: str, *more: str, terminal: bool) -> str:
     """Standard output of a run of four iterations, without escape sequences."""
     words = [*arguments(data, None, "--train-iters", "4", "--eval-iters", "1", "--no-plots", "--progress-bar"), *more]

@@ -12,6 +12,7 @@ from arguments.read import read_plan
 from benchmarks.harness.timed_run import TimedRun
 from megatron_moe import build
 from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.logs.timers import Timers
 from tests.gpu.host_sync import no_host_sync
 from tests.helpers.tolerances import EXACT, FP32_MODEL
 
@@ -43,12 +44,17 @@ def start(flags: list[str]) -> TimedRun:
 @pytest.mark.parametrize("update", [(), ("--overlap-optimizer-step",)], ids=["", "updates in the forward"])
 def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tuple[str, ...]) -> None:
     run = start([*flags, routing, *update])
+    timers = run.trainer.timers = Timers(2, run.trainer.context.device)
     for _ in range(2):
         run.step()
     batches = run.loader.next_step()
     with no_host_sync():
         outcome = run.trainer.step(batches, run.state)
+        timers.take(run.trainer.context)
     assert torch.isfinite(outcome.loss)
+    torch.cuda.synchronize()
+    times = timers.take(run.trainer.context)
+    assert 0 < times["attention-forward"][0] + times["experts-forward"][0] < times["forward-backward"][0]
     run.close()
 
 

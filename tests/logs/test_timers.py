@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.logs.timers import Timers, timer_lines
+from megatron_moe.logs.timers import Moment, Timers, timer_lines
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 
@@ -22,25 +22,41 @@ def clock(monkeypatch):
 
 def test_spans_are_summed_and_divided_by_steps(clock):
     timers = Timers(1, CPU)
-    for _ in range(4):
-        with timers.span("forward-backward", level=1):
+    for _ in range(2):
+        timers.begin_step()
+        for _ in range(2):
+            with timers.span("forward-backward", level=1):
+                pass
+    assert timers.take(ParallelContext.single()) == {"forward-backward": [2.0]}
+    assert timers.take(ParallelContext.single()) == {}
+
+
+def test_a_step_that_the_device_has_not_completed_is_left_for_the_next_report(clock, monkeypatch):
+    timers = Timers(1, CPU)
+    for name in ("first", "second"):
+        timers.begin_step()
+        with timers.span(name, level=1):
             pass
-    assert timers.take(ParallelContext.single(), num_steps=2) == {"forward-backward": [2.0]}
-    assert timers.take(ParallelContext.single(), num_steps=2) == {}
+    running = timers._steps[-1][-1][-1]
+    monkeypatch.setattr(Moment, "has_come", lambda moment: moment is not running)
+    monkeypatch.setattr(Moment, "wait", None)
+    assert timers.take(ParallelContext.single()) == {"first": [1.0]}
+    monkeypatch.undo()
+    assert timers.take(ParallelContext.single()) == {"second": [1.0]}
 
 
 def test_spans_above_the_timing_level_are_not_measured(clock):
     timers = Timers(1, CPU)
     with timers.span("forward-compute", level=2), timers.span("forward-backward", level=1):
         pass
-    assert timers.take(ParallelContext.single(), num_steps=1) == {"forward-backward": [1.0]}
+    assert timers.take(ParallelContext.single()) == {"forward-backward": [1.0]}
 
 
 def test_failing_span_is_timed(clock):
     timers = Timers(1, CPU)
     with pytest.raises(ValueError), timers.span("optimizer", level=1):
         raise ValueError
-    assert timers.take(ParallelContext.single(), num_steps=1) == {"optimizer": [1.0]}
+    assert timers.take(ParallelContext.single()) == {"optimizer": [1.0]}
 
 
 def test_times_are_gathered_and_missing_spans_are_zero(clock):
@@ -49,7 +65,7 @@ def test_times_are_gathered_and_missing_spans_are_zero(clock):
         if context.rank == 1:
             with timers.span("send", level=2):
                 pass
-        return timers.take(context, num_steps=1)
+        return timers.take(context)
 
     results = on_threads(ParallelConfig(world_size=2), rank)
     assert all(list(result) == ["send"] and result["send"][0] == 0.0 < result["send"][1] for result in results)

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import re
 import resource
 import signal
 import sys
@@ -162,6 +163,21 @@ def test_tensorboard_scalars_over_iterations_and_samples(tmp_path):
     }
 
 
+def test_tensorboard_shows_the_tokens_of_each_expert(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink, tag = TensorBoard(tmp_path, resumed_iteration=0), "moe/tokens_per_expert_layer_3"
+    sink.log(LogEntry(iteration=5, samples=1, tags={}, record={"iteration": 5, tag: [10.0, 0.0, 30.0]}))
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Histograms(tag)
+    shown = event.histogram_value
+    assert (event.step, shown.num, shown.min, shown.max) == (5, 40, 0, 2)
+    bars = dict(zip(shown.bucket_limit, shown.bucket, strict=True))
+    assert [bars.get(expert + 0.5, 0) for expert in range(3)] == [10, 0, 30]
+
+
 def test_tensorboard_of_a_resumed_run_replaces_later_points(tmp_path):
     first = TensorBoard(tmp_path, resumed_iteration=0)
     for iteration in (1, 2, 3):
@@ -241,6 +257,47 @@ def test_live_console(monkeypatch):
     assert line in shown
     last = shown[shown.rindex("iteration") :]
     assert all(part in last for part in ("5/10", "loss 2.5000", "512 tokens/s", "0:00:02 left")), last
+
+
+class Screen(io.StringIO):
+    """Terminal that wraps long lines again when its width changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.lines = 100, [""]
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        for token in re.findall(r"\r(?:\x1b\[A)*\x1b\[J|\n|[^\r\n\x1b]+", text):
+            if token.startswith("\r"):
+                rows = [
+                    line[at : at + self.width] for line in self.lines for at in range(0, len(line) or 1, self.width)
+                ]
+                self.lines = [*rows[: len(rows) - 1 - token.count("[A")], ""]
+            elif token == "\n":
+                self.lines.append("")
+            else:
+                self.lines[-1] += token
+        return len(text)
+
+
+@pytest.mark.parametrize("widths", [(100, 30, 100), (100, 12, 200, 31)])
+def test_a_terminal_that_changes_its_width_keeps_no_fragments(monkeypatch, widths):
+    screen, clock = Screen(), Clock()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("megatron_moe.logs.writers._columns", lambda: screen.width)
+    console = LiveConsole(seq_length=32, clock=clock)
+    console.start(0, 10)
+    for iteration, screen.width in enumerate(widths, start=1):
+        clock.now += 1.0
+        console.progress(step_result(iteration, seconds=0.5))
+        console.write(f"note {iteration}")
+    console.close()
+    notes = [f"note {iteration}" for iteration in range(1, len(widths) + 1)]
+    assert screen.lines[:-2] == notes and screen.lines[-1] == ""
+    assert screen.lines[-2].startswith(f"iteration {len(widths)}/10 ["[: widths[-1] - 1])
 
 
 def test_closing_the_live_console_is_idempotent(monkeypatch):

@@ -142,6 +142,16 @@ def test_failure_of_an_earlier_start_is_overwritten(tmp_path: Path) -> None:
     assert read(tmp_path)["state"] == "starting"
 
 
+def test_a_start_that_is_rejected_keeps_the_newest_checkpoint(tmp_path: Path) -> None:
+    RunStatus(tmp_path).update(state="saving", last_checkpoint=400)
+    with pytest.raises(DataProblem), RunStatus(tmp_path):
+        raise DataProblem("no data")
+    assert (read(tmp_path)["state"], read(tmp_path)["last_checkpoint"]) == ("failed", 400)
+    status = RunStatus(tmp_path)
+    status.update(state="running", last_checkpoint=None)  # a start from scratch
+    assert read(tmp_path)["last_checkpoint"] is None
+
+
 def test_writes_are_atomic(tmp_path: Path) -> None:
     status = RunStatus(tmp_path, timer=(clock := Clock()))
     for iteration in range(20):

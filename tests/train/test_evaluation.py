@@ -87,7 +87,7 @@ class NumberedLoader:
 
 
 def test_evaluations_read_consecutive_data_across_restarts():
-    """The first evaluation reads the beginning of the data, the final one follows all others."""
+    """The first evaluation reads the beginning of the data. The final one is left out after the last iteration's."""
     plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
     pipeline, data = (
         Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)),
@@ -98,4 +98,8 @@ def test_evaluations_read_consecutive_data_across_restarts():
         for iteration in iterations:
             validation.run_if_due(TrainState(iteration=iteration))
     validation.final(TrainState(iteration=6))
+    assert data.read == [0, 1, 2]
+    validation.final(TrainState(iteration=7))
     assert data.read == [0, 1, 2, 3]
+    Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, None, Mock()).final(TrainState(iteration=6))
+    assert data.read[4:] == [2], "an evaluation without training repeats that of the run"

@@ -13,6 +13,7 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
+from megatron_moe.logs.timers import Timers
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
@@ -105,6 +106,24 @@ def test_expert_bias_range_is_recorded_every_step():
     figures = train(plan, ParallelContext.single(dtype=torch.float64), spoil=look)
     assert max(ranges) > 0
     FP64_LAYOUT.check(figures["moe/expert_bias_range"], torch.stack(ranges).mean(), "range, before every step")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_timers_of_level_2_have_the_parts_of_a_step(overlap):
+    plan = tiny.plan()
+    plan = replace(plan, pipeline=replace(plan.pipeline, overlap=overlap))
+    context, kernels = ParallelContext.single(), reference.bundle()
+    parts = [f"{part}-forward" for part in "embedding attention router dispatch experts combine residual head".split()]
+    whole = ["forward-backward", "all-grads-sync", "optimizer"]
+    for level, expected in ((0, []), (1, whole), (2, [*parts, *whole])):
+        timers = Timers(level, context.device)
+        trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels, timers)
+        loader = build_train_loader(plan, context, build_data(plan, context))
+        trainer.step(loader.next_step(), TrainState())
+        found = timers.take(context)
+        assert set(expected) <= set(found) if expected else not found, found
+        spent = sum(found[part][0] for part in parts if level == 2)
+        assert spent < found["forward-backward"][0] if level else spent == 0
 
 
 def test_step_lowers_the_loss_on_its_batch():
