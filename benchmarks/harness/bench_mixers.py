@@ -1,0 +1,115 @@
+"""Times linear attention on one GPU, forward and backward, and writes a table.
+
+    python benchmarks/harness/bench_mixers.py [--output-dir benchmarks]
+
+If the package fla-core can be imported, its forward (and its backward, where it supports the GPU) is timed beside ours.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
+
+from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention  # noqa: E402
+
+CASES = {
+    "gated delta rule, 16 key and 32 value heads of 128": (16, 32, 128, 128, True),
+    "Mamba-2, 8 groups, 64 heads of 64, state 128": (8, 64, 128, 64, False),
+}
+"""Key heads, value heads, key channels, value channels, delta rule."""
+LENGTHS = (4096, 16384, 65536)
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
+    """Median time of a call, from CUDA events."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def draw(case: tuple[int, int, int, int, bool], length: int) -> list[Tensor | None]:
+    groups, heads, width, value_width, delta = case
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k = (torch.randn(length, 1, groups, width, **options) for _ in range(2))
+    q, k = (torch.nn.functional.normalize(x, dim=-1).requires_grad_() for x in (q, k))
+    v = torch.randn(length, 1, heads, value_width, **options).requires_grad_()
+    decay = (-torch.rand(length, 1, heads, device="cuda")).requires_grad_()
+    beta = torch.rand(length, 1, heads, device="cuda").requires_grad_() if delta else None
+    return [q, k, v, decay, beta]
+
+
+def ours(values: list[Tensor | None]) -> Tensor:
+    q, k, v, decay, beta = values
+    return linear_attention(q, k, v, decay, beta, None, 128**-0.5)  # type: ignore[arg-type, union-attr]
+
+
+def fla(values: list[Tensor | None]) -> Tensor:
+    """The same by fla-core, whose tensors have the batch first and q and k as many heads as v."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    heads = values[2].shape[2]  # type: ignore[union-attr]
+    q, k, v, decay, beta = (None if x is None else x.transpose(0, 1) for x in values)
+    q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))  # type: ignore[union-attr]
+    if beta is not None:
+        return chunk_gated_delta_rule(q, k, v, g=decay, beta=beta, scale=128**-0.5)[0]
+    return chunk_simple_gla(q, k, v, g=decay, scale=128**-0.5)[0]
+
+
+def times(function: Callable[[list[Tensor | None]], Tensor], values: list[Tensor | None]) -> tuple[str, str]:
+    """Times of forward and backward, or the reason why there is none."""
+    try:
+        with torch.no_grad():
+            forward = f"{milliseconds(lambda: function(values)):.3f}"
+    except Exception as error:  # noqa: BLE001  a library may reject the GPU
+        return f"{type(error).__name__}: {error}"[:80].replace("\n", " "), ""
+    try:
+        out = function(values)
+        grad, leaves = torch.randn_like(out), [x for x in values if x is not None]
+        backward = milliseconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
+    except Exception as error:  # noqa: BLE001
+        return forward, f"{type(error).__name__}: {error}"[:80].replace("\n", " ")
+    return forward, f"{backward:.3f}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
+    options = parser.parse_args(argv)
+    machine = torch.cuda.get_device_name().replace("NVIDIA ", "").lower().replace(" ", "-")
+    lines = [
+        f"# Linear attention on {machine}",
+        "",
+        f"{date.today()}, torch {torch.__version__}, `python benchmarks/harness/bench_mixers.py`. One sequence,",
+        "bf16; ms, medians of 10 calls.",
+        "",
+        "| op | tokens | forward | backward | fla-core forward | fla-core backward |",
+        "|---|---|---|---|---|---|",
+    ]
+    for title, case in CASES.items():
+        for length in LENGTHS:
+            values = draw(case, length)
+            cells = (title, f"{length:,}", *times(ours, values), *times(fla, values))
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    (options.output_dir / f"{date.today()}-{machine}-mixers.md").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

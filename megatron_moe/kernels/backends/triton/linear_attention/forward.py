@@ -1,0 +1,205 @@
+"""Forward of linear attention in chunks: the delta rule's triangular systems, the states of chunks, and the outputs."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
+from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
+    Shape,
+    chunk_decays,
+    load_tile,
+    pair_decays,
+    place,
+    state_place,
+    store_tile,
+)
+from megatron_moe.kernels.reference.linear_attention import CHUNK
+
+_BLOCK = tl.constexpr(16)
+"""Rows of the diagonal blocks that are inverted by substitution."""
+
+
+def inverse_systems(k: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | None, shape: Shape) -> Tensor:
+    """Inverse [B * M, chunks, CHUNK, CHUNK] of I + A of every chunk, in the dtype of k. A_ij is beta_i (k_i k_j) times
+    the decay from token j to token i, for j < i."""
+    out = k.new_empty(shape.batch * shape.heads, shape.num_chunks, CHUNK, CHUNK)
+    _inverse_systems[(shape.num_chunks, shape.batch * shape.heads)](
+        k, decay, beta, segments, out, *shape.sizes, WIDEN=INTERPRETED, **_without(shape.tiles, "VALUE"), num_warps=4
+    )
+    return out
+
+
+def solutions(
+    k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | None, inverse: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor]:
+    """Returns (values [B * M, chunks, CHUNK, E], reads [B * M, chunks, CHUNK, D]): a chunk stores values - reads times
+    the state before it."""
+    values = v.new_empty(*inverse.shape[:3], shape.value_width)
+    reads = k.new_empty(*inverse.shape[:3], shape.width)
+    _solutions[(shape.num_chunks, shape.batch * shape.heads)](
+        k, v, decay, beta, segments, inverse, values, reads, *shape.sizes, WIDEN=INTERPRETED, **shape.tiles, num_warps=4
+    )
+    return values, reads
+
+
+def states(
+    k: Tensor, v: Tensor, decay: Tensor, segments: Tensor | None, solved: tuple[Tensor, Tensor] | None, shape: Shape
+) -> tuple[Tensor, Tensor]:
+    """Returns (state before each chunk [B * M, chunks, D, E], stored values [B * M, chunks, CHUNK, E]) in the dtype of
+    v. `solved`: result of `solutions`; None without the delta rule, whose stored values are v itself."""
+    before = v.new_empty(shape.batch * shape.heads, shape.num_chunks, shape.width, shape.value_width)
+    values, reads = (None, None) if solved is None else solved
+    stored = v if values is None else torch.empty_like(values)
+    _states[(shape.value_tiles, shape.batch * shape.heads)](
+        k, v, decay, segments, values, reads, before, stored, *shape.sizes,
+        WIDEN=INTERPRETED, **shape.tiles, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return before, stored
+
+
+def outputs(
+    q: Tensor, k: Tensor, stored: Tensor, decay: Tensor, segments: Tensor | None, before: Tensor, scale: float,
+    shape: Shape, *, delta: bool,
+) -> Tensor:  # fmt: skip
+    """Output [S, B, M, E]. `delta`: `stored` is a result of `states`; False: it is v."""
+    out = stored.new_empty(shape.length, shape.batch, shape.heads, shape.value_width)
+    _outputs[(shape.value_tiles, shape.num_chunks, shape.batch * shape.heads)](
+        q, k, stored, decay, segments, before, out, scale, *shape.sizes,
+        DELTA=delta, WIDEN=INTERPRETED, **shape.tiles, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _without(tiles: dict[str, int], name: str) -> dict[str, int]:
+    return {key: value for key, value in tiles.items() if key != name}
+
+
+@triton.jit
+def _inverse_systems(
+    k_ptr, decay_ptr, beta_ptr, segments_ptr, out_ptr, length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    row = head // heads
+    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
+    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
+    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
+    system = beta[:, None] * dot(k, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, True)
+    inverse = _inverse(system, CHUNK)
+    rows, columns = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
+    number = (head * tl.num_programs(0) + chunk).to(tl.int64)
+    place_out = out_ptr + number * CHUNK * CHUNK + rows[:, None] * CHUNK + columns[None, :]
+    tl.store(place_out, inverse.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _inverse(system, CHUNK: tl.constexpr):
+    """Inverse of I + `system`, strictly lower triangular fp32 [CHUNK, CHUNK].
+
+    The diagonal blocks are inverted row by row. With their inverses in D and the other blocks in O, the result is
+    (I + X)^-1 D for X = D O. X is strictly lower triangular in blocks, so (I + X)^-1 = (I - X) (I + X^2) for 4 blocks.
+    """
+    NUM: tl.constexpr = CHUNK // _BLOCK
+    tl.static_assert(NUM == 4)
+    blocks = tl.reshape(system, (NUM, _BLOCK, NUM, _BLOCK))
+    at = tl.arange(0, NUM)
+    is_diagonal = (at[:, None] == at[None, :])[:, None, :, None]
+    diagonal = -tl.sum(tl.where(is_diagonal, blocks, 0.0), axis=2)
+    rows = tl.arange(0, _BLOCK)
+    for number in range(1, _BLOCK):
+        is_row = (rows == number)[None, :, None]
+        row = tl.sum(tl.where(is_row, diagonal, 0.0), axis=1)
+        row += tl.sum(row[:, :, None] * diagonal, axis=1)
+        diagonal = tl.where(is_row, row[:, None, :], diagonal)
+    diagonal += tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)[None, :, :]
+    inverses = tl.reshape(tl.where(is_diagonal, diagonal[:, :, None, :], 0.0), (CHUNK, CHUNK))
+    others = tl.reshape(tl.where(is_diagonal, 0.0, blocks), (CHUNK, CHUNK))
+    # three TF32 products are as accurate as one in fp32, for which there are no tensor cores
+    x = tl.dot(inverses, others, input_precision="tf32x3")
+    squared = tl.dot(x, x, input_precision="tf32x3")
+    even = tl.dot(squared, inverses, inverses, input_precision="tf32x3")
+    return even - tl.dot(x, even, input_precision="tf32x3")
+
+
+@triton.jit
+def _solutions(
+    k_ptr, v_ptr, decay_ptr, beta_ptr, segments_ptr, inverse_ptr, values_ptr, reads_ptr,
+    length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    row = head // heads
+    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
+    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
+    _, _, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
+    at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
+    rows, whole = number * CHUNK + at, at < CHUNK
+    inverse = load_tile(inverse_ptr, rows, whole, CHUNK, 0, CHUNK)
+    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    scaled = ((beta * from_state)[:, None] * k.to(tl.float32)).to(k.dtype)
+    store_tile(reads_ptr, rows, whole, width, 0, dot(inverse, scaled, None, WIDEN), WIDTH)
+    for first in range(0, value_width, VALUE):
+        v = load_tile(v_ptr, tokens, held, value_width, first, VALUE)
+        scaled_v = (beta[:, None] * v.to(tl.float32)).to(v.dtype)
+        store_tile(values_ptr, rows, whole, value_width, first, dot(inverse, scaled_v, None, WIDEN), VALUE)
+
+
+@triton.jit
+def _states(
+    k_ptr, v_ptr, decay_ptr, segments_ptr, values_ptr, reads_ptr, before_ptr, stored_ptr,
+    length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    first, head = tl.program_id(0) * VALUE, tl.program_id(1)
+    row, key_head = head // heads, (head // heads) * groups + (head % heads) // (heads // groups)
+    num_chunks, at = tl.cdiv(length, CHUNK), tl.arange(0, CHUNK)
+    state = tl.zeros((WIDTH, VALUE), tl.float32)
+    for chunk in range(0, num_chunks):
+        number = (head * num_chunks + chunk).to(tl.int64)
+        offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
+        tl.store(before_ptr + offsets, state.to(before_ptr.dtype.element_ty), mask=mask)
+        tokens, held = place(chunk, head, length, batch, heads, CHUNK)
+        key_rows, _ = place(chunk, key_head, length, batch, groups, CHUNK)
+        _, _, _, to_end, carry = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+        k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+        if values_ptr is not None:
+            rows, whole = number * CHUNK + at, at < CHUNK
+            reads = load_tile(reads_ptr, rows, whole, width, 0, WIDTH)
+            values = load_tile(values_ptr, rows, whole, value_width, first, VALUE)
+            stored = values.to(tl.float32) - dot(reads, state.to(reads.dtype), None, WIDEN)
+            store_tile(stored_ptr, rows, whole, value_width, first, stored, VALUE)
+        else:
+            stored = load_tile(v_ptr, tokens, held, value_width, first, VALUE).to(tl.float32)
+        state = dot(tl.trans(k), (to_end[:, None] * stored).to(k.dtype), carry * state, WIDEN)
+
+
+@triton.jit
+def _outputs(
+    q_ptr, k_ptr, stored_ptr, decay_ptr, segments_ptr, before_ptr, out_ptr, scale,
+    length, batch, groups, heads, width, value_width,
+    DELTA: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
+    row = head // heads
+    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
+    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
+    total, ids, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    q = load_tile(q_ptr, key_rows, held, width, 0, WIDTH)
+    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    number = (head * tl.num_programs(1) + chunk).to(tl.int64)
+    offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
+    state = tl.load(before_ptr + offsets, mask=mask, other=0.0)
+    if DELTA:
+        at = tl.arange(0, CHUNK)
+        stored = load_tile(stored_ptr, number * CHUNK + at, at < CHUNK, value_width, first, VALUE)
+    else:
+        stored = load_tile(stored_ptr, tokens, held, value_width, first, VALUE)
+    scores = dot(q, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, False)
+    out = from_state[:, None] * dot(q, state.to(q.dtype), None, WIDEN)
+    out = dot(scores.to(stored.dtype), stored, out, WIDEN)
+    store_tile(out_ptr, tokens, held, value_width, first, scale * out, VALUE)

@@ -1,0 +1,87 @@
+"""Linear attention with decay in chunks (Mamba-2, arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464).
+
+Products within a chunk of 64 tokens are matrix products; between chunks, one program per head and tile of value
+channels passes the state on in fp32. The delta rule solves one triangular system per chunk. Backward computes states
+and solutions again, so only the inputs and the inverses of the systems are saved.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.linear_attention import backward, forward
+from megatron_moe.kernels.backends.triton.linear_attention.tiles import WIDEST_HEAD, Shape
+from megatron_moe.kernels.reference import linear_attention as reference
+
+
+def linear_attention(
+    q_SBND: Tensor,
+    k_SBND: Tensor,
+    v_SBME: Tensor,
+    log_decay_SBM: Tensor,
+    beta_SBM: Tensor | None,
+    segments_BS: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """See `Kernels.linear_attention`. Head dims above 128 use the reference."""
+    inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale)
+    if max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD or not v_SBME.numel():
+        return reference.linear_attention(*inputs)
+    out: Tensor = _LinearAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        ctx.dtypes = log_decay.dtype, None if beta is None else beta.dtype
+        q, k, v, decay = q.contiguous(), k.contiguous(), v.contiguous(), log_decay.float().contiguous()
+        beta = None if beta is None else beta.float().contiguous()
+        segments = None if segments is None else segments.contiguous()
+        ctx.shape, ctx.scale = Shape.of(q, v), scale
+        inverse = None if beta is None else forward.inverse_systems(k, decay, beta, segments, ctx.shape)
+        before, stored, _ = _states(k, v, decay, beta, segments, inverse, ctx.shape)
+        ctx.save_for_backward(q, k, v, decay, beta, segments, inverse)
+        return forward.outputs(q, k, stored, decay, segments, before, scale, ctx.shape, delta=beta is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, decay, beta, segments, inverse = ctx.saved_tensors
+        before, stored, system = _states(k, v, decay, beta, segments, inverse, ctx.shape)
+        grad = grads[0].contiguous()
+        found = backward.gradients(grad, q, k, v, decay, segments, before, stored, system, ctx.scale, ctx.shape)
+        of_decay, of_beta = ctx.dtypes
+        of_q, of_k = (x.unflatten(2, (ctx.shape.groups, -1)) for x in (found.q, found.k))
+        if ctx.shape.heads > ctx.shape.groups:
+            of_q, of_k = of_q.sum(dim=3), of_k.sum(dim=3)
+        of_q, of_k = of_q.view(q.shape).to(q.dtype), of_k.view(k.shape).to(k.dtype)
+        grad_beta = None if found.beta is None else found.beta.to(of_beta)
+        return of_q, of_k, found.v, found.log_decay.to(of_decay), grad_beta, None, None
+
+
+def _states(
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    segments: Tensor | None,
+    inverse: Tensor | None,
+    shape: Shape,
+) -> tuple[Tensor, Tensor, backward.System | None]:
+    """Returns (states before chunks, stored values, systems of the delta rule)."""
+    system = None
+    if beta is not None and inverse is not None:
+        solved = forward.solutions(k, v, decay, beta, segments, inverse, shape)
+        system = backward.System(beta, inverse, *solved)
+    before, stored = forward.states(k, v, decay, segments, None if system is None else system[2:], shape)
+    return before, stored, system

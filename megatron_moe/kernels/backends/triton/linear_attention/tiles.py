@@ -1,0 +1,128 @@
+"""Helpers of the linear attention kernels: sizes, tile loads, decays and masks of a chunk.
+
+One program works on a chunk of `CHUNK` tokens of one value head. Tensors are contiguous: q and k [S, B, N, D], v
+[S, B, M, E], log decay and beta [S, B, M]; results of chunks have the dims [B * M, chunks, ...].
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
+from megatron_moe.kernels.reference.linear_attention import CHUNK
+
+WIDEST_HEAD = 128
+"""Largest head dim that the kernels support."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of linear attention."""
+
+    length: int
+    batch: int
+    groups: int
+    """Number of heads of q and k."""
+    heads: int
+    """Number of heads of v, a multiple of `groups`."""
+    width: int
+    value_width: int
+
+    @classmethod
+    def of(cls, q_SBND: Tensor, v_SBME: Tensor) -> "Shape":
+        length, batch, heads, value_width = v_SBME.shape
+        return cls(length, batch, q_SBND.shape[2], heads, q_SBND.shape[3], value_width)
+
+    @property
+    def num_chunks(self) -> int:
+        return cdiv(self.length, CHUNK)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of the kernels' arguments."""
+        return self.length, self.batch, self.groups, self.heads, self.width, self.value_width
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """Tile sizes of the kernels: tokens, channels of keys, and channels of values."""
+        value = max(power_of_two(self.value_width), 16)
+        return {"CHUNK": CHUNK, "WIDTH": max(power_of_two(self.width), 16), "VALUE": min(value, 64)}
+
+    @property
+    def value_tiles(self) -> int:
+        return cdiv(self.value_width, self.tiles["VALUE"])
+
+
+@triton.jit
+def place(chunk, head, length, batch, heads, CHUNK: tl.constexpr):
+    """Returns (offsets of a chunk's tokens in [S, B, heads], bool mask of tokens that exist). `head`: index in
+    [B, heads]."""
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    return (tokens.to(tl.int64) * batch) * heads + head, tokens < length
+
+
+@triton.jit
+def load_tile(ptr, rows, held, width, first, WIDTH: tl.constexpr):
+    """Loads a tile [CHUNK, WIDTH] of channels `first` and following; 0 where it ends. `rows`: offsets of the rows in
+    units of `width` elements."""
+    dims = first + tl.arange(0, WIDTH)
+    return tl.load(ptr + rows[:, None] * width + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, rows, held, width, first, tile, WIDTH: tl.constexpr):
+    """Stores a tile [CHUNK, WIDTH], as `load_tile` loads it."""
+    dims = first + tl.arange(0, WIDTH)
+    mask = held[:, None] & (dims < width)[None, :]
+    tl.store(ptr + rows[:, None] * width + dims[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def state_place(number, width, value_width, first, WIDTH: tl.constexpr, VALUE: tl.constexpr):
+    """Returns (offsets [WIDTH, VALUE], mask) of the state [width, value_width] with a number, from value channel
+    `first` on."""
+    keys, values = tl.arange(0, WIDTH), first + tl.arange(0, VALUE)
+    offsets = number * width * value_width + keys[:, None] * value_width + values[None, :]
+    return offsets, (keys < width)[:, None] & (values < value_width)[None, :]
+
+
+@triton.jit
+def chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK: tl.constexpr):
+    """Decays of a chunk: (cumulative log decay [CHUNK], document ids [CHUNK], decay from the state before the chunk to
+    each token, decay from each token to the chunk's end, decay over the whole chunk).
+
+    `row`: batch row. Tokens beyond the end belong to the last document and have a log decay of 0. The last three are 0
+    where another document lies between.
+    """
+    total = tl.cumsum(tl.load(decay_ptr + tokens, mask=held, other=0.0), axis=0)
+    whole = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, total, 0.0), axis=0)
+    from_state, to_end, carry = tl.exp(total), tl.exp(whole - total), tl.exp(whole)
+    ids = tl.zeros((CHUNK,), tl.int64)
+    if segments_ptr is not None:
+        segments_ptr += row * length
+        first = chunk * CHUNK
+        ids = tl.load(segments_ptr + tl.minimum(first + tl.arange(0, CHUNK), length - 1)).to(tl.int64)
+        before = tl.load(segments_ptr + tl.maximum(first - 1, 0)).to(tl.int64)
+        last = tl.load(segments_ptr + tl.minimum(first + CHUNK, length) - 1).to(tl.int64)
+        from_state = tl.where(ids == before, from_state, 0.0)
+        to_end = tl.where(ids == last, to_end, 0.0)
+        carry = tl.where(before == last, carry, 0.0)
+    return total, ids, from_state, to_end, carry
+
+
+@triton.jit
+def pair_decays(total, ids, CHUNK: tl.constexpr, STRICT: tl.constexpr):
+    """Decay from token j to token i, fp32 [i, j]: 0 unless j <= i (`STRICT`: j < i) is in the same document."""
+    tokens = tl.arange(0, CHUNK)
+    seen = (ids[:, None] == ids[None, :]) & (tokens[:, None] >= tokens[None, :] + (1 if STRICT else 0))
+    return tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+
+
+@triton.jit
+def pair_decays_transposed(total, ids, CHUNK: tl.constexpr, STRICT: tl.constexpr):
+    """`pair_decays` transposed, [j, i]."""
+    tokens = tl.arange(0, CHUNK)
+    seen = (ids[:, None] == ids[None, :]) & (tokens[None, :] >= tokens[:, None] + (1 if STRICT else 0))
+    return tl.exp(tl.where(seen, total[None, :] - total[:, None], float("-inf")))

@@ -1,0 +1,62 @@
+"""Reference implementation of linear attention with decay, in chunks of tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_moe.kernels.ops import internal_dtype
+
+CHUNK = 64
+"""Tokens whose products are computed as matrices; between chunks, the state is passed on."""
+
+
+def linear_attention(
+    q_SBND: Tensor,
+    k_SBND: Tensor,
+    v_SBME: Tensor,
+    log_decay_SBM: Tensor,
+    beta_SBM: Tensor | None,
+    segments_BS: Tensor | None,
+    scale: float,
+) -> Tensor:
+    wide, (length, batch, num_heads, _) = internal_dtype(q_SBND.dtype), v_SBME.shape
+    repeats = num_heads // q_SBND.shape[2]
+
+    def chunked(x: Tensor) -> Tensor:  # [S, B, M, ...] -> [B, M, C, CHUNK, ...]
+        padding = (0, 0) * (x.dim() - 1) + (0, -length % CHUNK)
+        return F.pad(x.to(wide), padding).unflatten(0, (-1, CHUNK)).movedim((2, 3), (0, 1))
+
+    q, k = (chunked(x.repeat_interleave(repeats, dim=2)) for x in (q_SBND * scale, k_SBND))
+    v, log_decay = chunked(v_SBME), chunked(log_decay_SBM).cumsum(-1)
+    if segments_BS is None:
+        segments_BS = torch.zeros(batch, length, device=v.device, dtype=torch.int64)
+    # padding belongs to the last document and changes nothing, because its k, v and log decay are 0
+    padded = torch.cat([segments_BS, segments_BS[:, -1:].expand(-1, -length % CHUNK)], dim=1)
+    segments = padded.view(batch, 1, -1, CHUNK)
+    same = segments[..., :, None] == segments[..., None, :]
+    seen = same & torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
+    between = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+    last = segments[..., -1:]
+    before = torch.cat([segments[:, :, :1, :1], last[:, :, :-1]], dim=2)
+    from_state = log_decay.masked_fill(segments != before, -torch.inf).exp()[..., None]
+    to_end = (log_decay[..., -1:] - log_decay).masked_fill(segments != last, -torch.inf).exp()[..., None]
+    carry = log_decay[..., -1:].masked_fill(before != last, -torch.inf).exp()[..., None]
+    values, read = v, None
+    if beta_SBM is not None:
+        # each token stores the difference of its value and what the state returns for its key, which depends on the
+        # tokens before it in the chunk: a triangular system
+        beta = chunked(beta_SBM)[..., None]
+        system = (beta * (k @ k.mT) * between).tril(-1) + torch.eye(CHUNK, device=v.device, dtype=wide)
+        values, read = torch.linalg.solve_triangular(
+            system, torch.cat([beta * v, beta * from_state * k], dim=-1), upper=False, unitriangular=True
+        ).split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = (q @ k.mT) * between
+    state, outs = v.new_zeros(batch, num_heads, k.shape[-1], v.shape[-1]), []
+    for chunk in range(v.shape[2]):
+        stored = values[:, :, chunk]
+        if read is not None:
+            stored = stored - read[:, :, chunk] @ state
+        outs.append((from_state * q)[:, :, chunk] @ state + scores[:, :, chunk] @ stored)
+        state = carry[:, :, chunk] * state + (to_end * k)[:, :, chunk].mT @ stored
+    out = torch.stack(outs, dim=2).movedim((0, 1), (2, 3)).flatten(0, 1)[:length]
+    return out.to(v_SBME.dtype)
