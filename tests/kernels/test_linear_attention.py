@@ -1,13 +1,20 @@
-"""Linear attention with decay and the delta rule: chunks against the recurrence over tokens, kernels against chunks."""
+"""Linear attention with decay and the delta rule, short convolution and gated norm.
+
+Chunks are compared with the recurrence over tokens, and kernels with the reference.
+"""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.kernels.backends.triton.gated_norm import gated_rms_norm
 from megatron_moe.kernels.backends.triton.linear_attention import op as triton
+from megatron_moe.kernels.backends.triton.short_conv import short_conv
+from megatron_moe.kernels.reference import linear_attention as reference
 from megatron_moe.kernels.reference.linear_attention import linear_attention
 from tests.helpers.kernel_comparison import draw
-from tests.helpers.tolerances import FP32_REF, FP64_LAYOUT, LINEAR_ATTENTION_BF16
+from tests.helpers.tolerances import FP32_REF, FP64_LAYOUT, FP64_REF, LINEAR_ATTENTION_BF16
 
 SEGMENTS = {"one document": None, "documents": [5, 1, 1, 58, 64, 1, 3, 7], "a document per token": [1] * 140}
 """Lengths of the first documents of a sequence."""
@@ -67,11 +74,26 @@ def test_chunks_equal_the_recurrence(shape, delta, lengths):
 
 @pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
-@pytest.mark.parametrize("shape", [(130, 2, 1, 2, 24, 70), (64, 1, 2, 2, 16, 16), (3, 1, 1, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 1, 1, 2, 24, 70), (64, 2, 2, 2, 16, 16), (3, 1, 1, 1, 2, 3)], ids=str)
 def test_triton_kernels_equal_the_reference(shape, delta, lengths):
     values = [None if x is None else x.float() for x in inputs(*shape, delta=delta)]
     rest = segments_of(lengths, shape[1], shape[0]), 0.3
     FP32_REF.check_all(results(triton.linear_attention, values, *rest), results(linear_attention, values, *rest))
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
+def test_triton_kernels_read_parts_of_one_tensor(delta):
+    *_, decay, beta = (None if x is None else x.float() for x in inputs(70, 2, 2, 4, 8, 6, delta=delta))
+    packed = draw(70, 2, 2 * 8 * 2 + 4 * 6 + 3, seed=5).float() / 4
+
+    def function(op):
+        def run(packed, decay, beta):
+            q, k, v, _ = packed.split((16, 16, 24, 3), dim=-1)
+            return op(q.unflatten(-1, (2, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (4, 6)), decay, beta, None, 0.3)
+
+        return results(run, [packed, decay, beta])
+
+    FP32_REF.check_all(function(triton.linear_attention), function(linear_attention))
 
 
 def test_systems_of_equal_keys_are_solved_accurately():
@@ -87,7 +109,7 @@ def test_systems_of_equal_keys_are_solved_accurately():
 
 
 def test_triton_kernels_in_bf16_are_close_to_the_reference():
-    values = inputs(200, 1, 1, 2, 32, 32, delta=True)
+    values = inputs(130, 1, 1, 2, 32, 32, delta=True)
     values = [x.bfloat16() for x in values[:3]] + [x.float() for x in values[3:]]
     expected = results(linear_attention, [x.double() for x in values], None, 32**-0.5)
     actual = results(triton.linear_attention, values, None, 32**-0.5)
@@ -95,3 +117,54 @@ def test_triton_kernels_in_bf16_are_close_to_the_reference():
     for (name, value), dtype in zip(expected.items(), dtypes, strict=True):
         LINEAR_ATTENTION_BF16.check(actual[name].double(), value, name)
         assert actual[name].dtype is dtype, name
+
+
+def filters(length: int, batch: int, channels: int, width: int, *, bias: bool) -> list[Tensor | None]:
+    weight, offset = draw(channels, width, seed=1), draw(channels, seed=2) if bias else None
+    return [draw(length, batch, channels), weight, offset]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_short_convolution_is_that_of_torch(bias):
+    x, weight, offset = filters(9, 2, 5, 4, bias=bias)
+    padded = F.conv1d(x.permute(1, 2, 0), weight[:, None], offset, padding=3, groups=5)[..., :9]
+    FP64_REF.check(reference.short_conv(x, weight, offset, None), F.silu(padded.permute(2, 0, 1)))
+
+
+def test_short_convolution_does_not_cross_documents():
+    x, weight, offset = filters(9, 1, 5, 4, bias=True)
+    segments = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 2, 3]])
+    parts = [reference.short_conv(part, weight, offset, None) for part in x.split((2, 5, 1, 1))]
+    FP64_REF.check(reference.short_conv(x, weight, offset, segments), torch.cat(parts))
+
+
+@pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("shape", [(40, 2, 70, 4), (2, 1, 3, 4), (520, 1, 5, 3)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_triton_short_convolution_equals_the_reference(bias, shape, lengths):
+    values = [None if x is None else x.float() for x in filters(*shape, bias=bias)]
+    segments = segments_of(lengths, shape[1], shape[0])
+    FP32_REF.check_all(results(short_conv, values, segments), results(reference.short_conv, values, segments))
+
+
+def test_short_convolution_of_a_part_of_the_channels():
+    whole, weight, _ = (None if x is None else x.float() for x in filters(20, 2, 12, 4, bias=False))
+    expected = results(lambda x: reference.short_conv(x[..., 3:10], weight[3:10], None, None), [whole])
+    FP32_REF.check_all(results(lambda x: short_conv(x[..., 3:10], weight[3:10], None, None), [whole]), expected)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("per_group", [True, False])
+@pytest.mark.parametrize("shape", [(7, 2, 3, 20), (1, 1, 1, 1), (90, 1, 2, 64)], ids=str)
+def test_triton_gated_norm_equals_the_reference(shape, per_group, norm_first):
+    *outer, groups, width = shape
+    x, packed = draw(*shape).float(), draw(*outer, groups * width + 5, seed=1).float()
+    weight = draw(*(shape[-2:] if per_group else shape[-1:]), seed=2).float()
+
+    def run(op):  # the gate is a part of a wider tensor
+        def function(x, packed, weight):
+            return op(x, packed[..., 5:].unflatten(-1, (groups, width)), weight, 1e-5, norm_first=norm_first)
+
+        return results(function, [x, packed, weight])
+
+    FP32_REF.check_all(run(gated_rms_norm), run(reference.gated_rms_norm))

@@ -60,3 +60,25 @@ def linear_attention(
         state = carry[:, :, chunk] * state + (to_end * k)[:, :, chunk].mT @ stored
     out = torch.stack(outs, dim=2).movedim((0, 1), (2, 3)).flatten(0, 1)[:length]
     return out.to(v_SBME.dtype)
+
+
+def short_conv(x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:
+    wide, width = internal_dtype(x_SBC.dtype), weight_CK.shape[1]
+    x, weight = x_SBC.to(wide), weight_CK.to(wide)
+    total = torch.zeros_like(x) if bias_C is None else bias_C.to(wide).expand_as(x)
+    for back in range(min(width, len(x))):
+        earlier = F.pad(x, (0, 0, 0, 0, back, 0))[: len(x)]
+        if segments_BS is not None:
+            same = segments_BS[:, back:] == segments_BS[:, : len(x) - back]
+            earlier = earlier * F.pad(same, (back, 0)).T[..., None]
+        total = total + weight[:, width - 1 - back] * earlier
+    return F.silu(total).to(x_SBC.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, norm_first: bool) -> Tensor:
+    wide = internal_dtype(x.dtype)
+    total, silu = x.to(wide), F.silu(gate.to(wide))
+    if not norm_first:
+        total = total * silu
+    out = total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps) * weight.to(wide)
+    return (out * silu if norm_first else out).to(x.dtype)

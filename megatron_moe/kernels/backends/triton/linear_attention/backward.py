@@ -27,7 +27,9 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
     Shape,
     chunk_decays,
+    load_keys,
     load_tile,
+    load_values,
     pair_decays,
     pair_decays_transposed,
     place,
@@ -63,7 +65,7 @@ def gradients(
     chunks, sizes, delta = (shape.num_chunks, shape.batch * shape.heads), shape.sizes, system is not None
     options = {"WIDEN": INTERPRETED, **shape.tiles}
     # gradients of stored values: first those through the outputs of the chunk, then all
-    grad_stored = torch.empty_like(stored)
+    grad_stored = torch.empty_like(stored, memory_format=torch.contiguous_format)
     _local_grads[(shape.value_tiles, *chunks)](
         grad, q, k, decay, segments, grad_stored, scale, *sizes, DELTA=delta, **options, num_warps=4
     )
@@ -84,7 +86,7 @@ def gradients(
     )  # fmt: skip
     if system is None:
         return Gradients(grad_q, grad_k, grad_stored, grad_total, None)
-    grad_v, grad_beta = torch.empty_like(v), torch.empty_like(system.beta)
+    grad_v, grad_beta = torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(system.beta)
     solved_values, solved_keys = torch.empty_like(system.values), torch.empty_like(system.reads)
     _solution_grads[chunks](
         k, v, decay, segments, system.beta, system.inverse, grad_stored, grad_reads, solved_values, solved_keys,
@@ -99,17 +101,17 @@ def gradients(
 
 @triton.jit
 def _local_grads(
-    grad_ptr, q_ptr, k_ptr, decay_ptr, segments_ptr, out_ptr, scale, length, batch, groups, heads, width, value_width,
+    grad_ptr, q_ptr, k_ptr, decay_ptr, segments_ptr, out_ptr, scale,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     DELTA: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the stored values through the outputs of their own chunk: P^T dO."""
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
     total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
-    q = load_tile(q_ptr, key_rows, held, width, 0, WIDTH)
-    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    q = load_keys(q_ptr, q_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
     grad = load_tile(grad_ptr, tokens, held, value_width, first, VALUE)
     scores = scale * dot(k, tl.trans(q), None, WIDEN) * pair_decays_transposed(total, ids, CHUNK, False)
     out = dot(scores.to(grad.dtype), grad, None, WIDEN)
@@ -123,12 +125,12 @@ def _local_grads(
 @triton.jit
 def _state_grads(
     grad_ptr, q_ptr, k_ptr, decay_ptr, segments_ptr, reads_ptr, grad_stored_ptr, after_ptr, scale,
-    length, batch, groups, heads, width, value_width,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the state after each chunk, from the last chunk to the first; completes that of stored values."""
     first, head = tl.program_id(0) * VALUE, tl.program_id(1)
-    row, key_head = head // heads, (head // heads) * groups + (head % heads) // (heads // groups)
+    row = head // heads
     num_chunks, at = tl.cdiv(length, CHUNK), tl.arange(0, CHUNK)
     state = tl.zeros((WIDTH, VALUE), tl.float32)
     for step in range(0, num_chunks):
@@ -137,11 +139,10 @@ def _state_grads(
         offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
         tl.store(after_ptr + offsets, state.to(after_ptr.dtype.element_ty), mask=mask)
         tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-        key_rows, _ = place(chunk, key_head, length, batch, groups, CHUNK)
         _, _, from_state, to_end, carry = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
-        k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+        k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
         later = to_end[:, None] * dot(k, state.to(k.dtype), None, WIDEN)
-        q = load_tile(q_ptr, key_rows, held, width, 0, WIDTH)
+        q = load_keys(q_ptr, q_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
         grad = load_tile(grad_ptr, tokens, held, value_width, first, VALUE)
         scaled = (scale * from_state)[:, None] * grad.to(tl.float32)
         state = dot(tl.trans(q), scaled.to(q.dtype), carry * state, WIDEN)
@@ -159,14 +160,14 @@ def _state_grads(
 @triton.jit
 def _key_grads(
     grad_ptr, q_ptr, k_ptr, stored_ptr, decay_ptr, segments_ptr, before_ptr, after_ptr, grad_stored_ptr,
-    grad_q_ptr, grad_k_ptr, grad_total_ptr, grad_reads_ptr, scale, length, batch, groups, heads, width, value_width,
+    grad_q_ptr, grad_k_ptr, grad_total_ptr, grad_reads_ptr, scale,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     DELTA: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k and decay through outputs and states, and of the reads of the delta rule."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
     total, ids, from_state, to_end, carry = chunk_decays(
         decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK
     )
@@ -189,13 +190,15 @@ def _key_grads(
             grad_stored = load_tile(grad_stored_ptr, rows, whole, value_width, first, VALUE)
             of_reads = dot(grad_stored, tl.trans(before), of_reads, WIDEN)
         else:
-            stored = load_tile(stored_ptr, tokens, held, value_width, first, VALUE)
+            stored = load_values(
+                stored_ptr, v_stride, chunk, head, length, batch, heads, value_width, first, CHUNK, VALUE
+            )
         of_q = dot(grad, tl.trans(before), of_q, WIDEN)
         of_k = dot(stored, tl.trans(after), of_k, WIDEN)
         pairs = dot(grad, tl.trans(stored), pairs, WIDEN)
         pairs_transposed = dot(stored, tl.trans(grad), pairs_transposed, WIDEN)
-    q = load_tile(q_ptr, key_rows, held, width, 0, WIDTH)
-    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    q = load_keys(q_ptr, q_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
     of_q *= (scale * from_state)[:, None]
     of_k *= to_end[:, None]
     wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
@@ -222,14 +225,13 @@ def _key_grads(
 def _solution_grads(
     k_ptr, v_ptr, decay_ptr, segments_ptr, beta_ptr, inverse_ptr, grad_stored_ptr, grad_reads_ptr,
     solved_values_ptr, solved_keys_ptr, grad_k_ptr, grad_v_ptr, grad_total_ptr, grad_beta_ptr,
-    length, batch, groups, heads, width, value_width,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Gradients through the right sides of the systems, beta v and beta from_state k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
     _, _, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
     at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
@@ -241,13 +243,15 @@ def _solution_grads(
         grad_stored = load_tile(grad_stored_ptr, rows, whole, value_width, first, VALUE)
         solved = dot(transposed, grad_stored, None, WIDEN)
         store_tile(solved_values_ptr, rows, whole, value_width, first, solved, VALUE)
-        v = load_tile(v_ptr, tokens, held, value_width, first, VALUE).to(tl.float32)
+        v = load_values(v_ptr, v_stride, chunk, head, length, batch, heads, value_width, first, CHUNK, VALUE).to(
+            tl.float32
+        )
         grad_beta += tl.sum(solved * v, axis=1)
         store_tile(grad_v_ptr, tokens, held, value_width, first, beta[:, None] * solved, VALUE)
     grad_reads = load_tile(grad_reads_ptr, rows, whole, width, 0, WIDTH)
     solved = dot(transposed, grad_reads, None, WIDEN)
     store_tile(solved_keys_ptr, rows, whole, width, 0, solved, WIDTH)
-    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH).to(tl.float32)
+    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH).to(tl.float32)
     product = from_state * tl.sum(solved * k, axis=1)
     grad_k = load_tile(grad_k_ptr, tokens, held, width, 0, WIDTH) + (beta * from_state)[:, None] * solved
     store_tile(grad_k_ptr, tokens, held, width, 0, grad_k, WIDTH)
@@ -259,14 +263,14 @@ def _solution_grads(
 @triton.jit
 def _system_grads(
     k_ptr, decay_ptr, segments_ptr, beta_ptr, values_ptr, reads_ptr, solved_values_ptr, solved_keys_ptr,
-    grad_k_ptr, grad_total_ptr, grad_beta_ptr, length, batch, groups, heads, width, value_width,
+    grad_k_ptr, grad_total_ptr, grad_beta_ptr,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Gradients through the matrices of the systems, beta_i (k_i k_j) decay_ij."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
     total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
     at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
@@ -280,7 +284,7 @@ def _system_grads(
         solved_values = load_tile(solved_values_ptr, rows, whole, value_width, first, VALUE)
         pairs = dot(solved_values, tl.trans(values), pairs, WIDEN)
         pairs_transposed = dot(values, tl.trans(solved_values), pairs_transposed, WIDEN)
-    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
     pairs *= -pair_decays(total, ids, CHUNK, True)
     pairs_transposed *= -beta[None, :] * pair_decays_transposed(total, ids, CHUNK, True)
     products = pairs * dot(k, tl.trans(k), None, WIDEN)

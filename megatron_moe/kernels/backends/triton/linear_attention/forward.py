@@ -9,7 +9,9 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
     Shape,
     chunk_decays,
+    load_keys,
     load_tile,
+    load_values,
     pair_decays,
     place,
     state_place,
@@ -78,14 +80,14 @@ def _without(tiles: dict[str, int], name: str) -> dict[str, int]:
 
 @triton.jit
 def _inverse_systems(
-    k_ptr, decay_ptr, beta_ptr, segments_ptr, out_ptr, length, batch, groups, heads, width, value_width,
+    k_ptr, decay_ptr, beta_ptr, segments_ptr, out_ptr,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
-    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
     total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
     system = beta[:, None] * dot(k, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, True)
@@ -128,23 +130,22 @@ def _inverse(system, CHUNK: tl.constexpr):
 @triton.jit
 def _solutions(
     k_ptr, v_ptr, decay_ptr, beta_ptr, segments_ptr, inverse_ptr, values_ptr, reads_ptr,
-    length, batch, groups, heads, width, value_width,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
     _, _, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
     at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
     rows, whole = number * CHUNK + at, at < CHUNK
     inverse = load_tile(inverse_ptr, rows, whole, CHUNK, 0, CHUNK)
-    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
     scaled = ((beta * from_state)[:, None] * k.to(tl.float32)).to(k.dtype)
     store_tile(reads_ptr, rows, whole, width, 0, dot(inverse, scaled, None, WIDEN), WIDTH)
     for first in range(0, value_width, VALUE):
-        v = load_tile(v_ptr, tokens, held, value_width, first, VALUE)
+        v = load_values(v_ptr, v_stride, chunk, head, length, batch, heads, value_width, first, CHUNK, VALUE)
         scaled_v = (beta[:, None] * v.to(tl.float32)).to(v.dtype)
         store_tile(values_ptr, rows, whole, value_width, first, dot(inverse, scaled_v, None, WIDEN), VALUE)
 
@@ -152,11 +153,11 @@ def _solutions(
 @triton.jit
 def _states(
     k_ptr, v_ptr, decay_ptr, segments_ptr, values_ptr, reads_ptr, before_ptr, stored_ptr,
-    length, batch, groups, heads, width, value_width,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0) * VALUE, tl.program_id(1)
-    row, key_head = head // heads, (head // heads) * groups + (head % heads) // (heads // groups)
+    row = head // heads
     num_chunks, at = tl.cdiv(length, CHUNK), tl.arange(0, CHUNK)
     state = tl.zeros((WIDTH, VALUE), tl.float32)
     for chunk in range(0, num_chunks):
@@ -164,9 +165,8 @@ def _states(
         offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
         tl.store(before_ptr + offsets, state.to(before_ptr.dtype.element_ty), mask=mask)
         tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-        key_rows, _ = place(chunk, key_head, length, batch, groups, CHUNK)
         _, _, _, to_end, carry = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
-        k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+        k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
         if values_ptr is not None:
             rows, whole = number * CHUNK + at, at < CHUNK
             reads = load_tile(reads_ptr, rows, whole, width, 0, WIDTH)
@@ -174,23 +174,24 @@ def _states(
             stored = values.to(tl.float32) - dot(reads, state.to(reads.dtype), None, WIDEN)
             store_tile(stored_ptr, rows, whole, value_width, first, stored, VALUE)
         else:
-            stored = load_tile(v_ptr, tokens, held, value_width, first, VALUE).to(tl.float32)
+            stored = load_values(
+                v_ptr, v_stride, chunk, head, length, batch, heads, value_width, first, CHUNK, VALUE
+            ).to(tl.float32)
         state = dot(tl.trans(k), (to_end[:, None] * stored).to(k.dtype), carry * state, WIDEN)
 
 
 @triton.jit
 def _outputs(
     q_ptr, k_ptr, stored_ptr, decay_ptr, segments_ptr, before_ptr, out_ptr, scale,
-    length, batch, groups, heads, width, value_width,
+    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     DELTA: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    key_rows, _ = place(chunk, row * groups + (head % heads) // (heads // groups), length, batch, groups, CHUNK)
     total, ids, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
-    q = load_tile(q_ptr, key_rows, held, width, 0, WIDTH)
-    k = load_tile(k_ptr, key_rows, held, width, 0, WIDTH)
+    q = load_keys(q_ptr, q_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
     number = (head * tl.num_programs(1) + chunk).to(tl.int64)
     offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
     state = tl.load(before_ptr + offsets, mask=mask, other=0.0)
@@ -198,7 +199,7 @@ def _outputs(
         at = tl.arange(0, CHUNK)
         stored = load_tile(stored_ptr, number * CHUNK + at, at < CHUNK, value_width, first, VALUE)
     else:
-        stored = load_tile(stored_ptr, tokens, held, value_width, first, VALUE)
+        stored = load_values(stored_ptr, v_stride, chunk, head, length, batch, heads, value_width, first, CHUNK, VALUE)
     scores = dot(q, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, False)
     out = from_state[:, None] * dot(q, state.to(q.dtype), None, WIDEN)
     out = dot(scores.to(stored.dtype), stored, out, WIDEN)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.linear_attention import backward, forward
-from megatron_moe.kernels.backends.triton.linear_attention.tiles import WIDEST_HEAD, Shape
+from megatron_moe.kernels.backends.triton.linear_attention.tiles import WIDEST_HEAD, Shape, strided
 from megatron_moe.kernels.reference import linear_attention as reference
 
 
@@ -45,10 +45,10 @@ class _LinearAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.dtypes = log_decay.dtype, None if beta is None else beta.dtype
-        q, k, v, decay = q.contiguous(), k.contiguous(), v.contiguous(), log_decay.float().contiguous()
+        q, k, v, decay = strided(q), strided(k), strided(v), log_decay.float().contiguous()
         beta = None if beta is None else beta.float().contiguous()
         segments = None if segments is None else segments.contiguous()
-        ctx.shape, ctx.scale = Shape.of(q, v), scale
+        ctx.shape, ctx.scale = Shape.of(q, k, v), scale
         inverse = None if beta is None else forward.inverse_systems(k, decay, beta, segments, ctx.shape)
         before, stored, _ = _states(k, v, decay, beta, segments, inverse, ctx.shape)
         ctx.save_for_backward(q, k, v, decay, beta, segments, inverse)

@@ -1,7 +1,8 @@
 """Helpers of the linear attention kernels: sizes, tile loads, decays and masks of a chunk.
 
-One program works on a chunk of `CHUNK` tokens of one value head. Tensors are contiguous: q and k [S, B, N, D], v
-[S, B, M, E], log decay and beta [S, B, M]; results of chunks have the dims [B * M, chunks, ...].
+One program works on a chunk of `CHUNK` tokens of one value head. q and k are [S, B, N, D] and v [S, B, M, E]; their
+rows [N, D] and [M, E] are contiguous and evenly spaced, so that they may be parts of one tensor. All other tensors are
+contiguous: log decay and beta [S, B, M], results of chunks [B * M, chunks, ...].
 """
 
 from dataclasses import dataclass
@@ -30,10 +31,14 @@ class Shape:
     width: int
     value_width: int
 
+    strides: tuple[int, int, int]
+    """Elements between consecutive rows of q, k and v."""
+
     @classmethod
-    def of(cls, q_SBND: Tensor, v_SBME: Tensor) -> "Shape":
+    def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor) -> "Shape":
         length, batch, heads, value_width = v_SBME.shape
-        return cls(length, batch, q_SBND.shape[2], heads, q_SBND.shape[3], value_width)
+        strides = q_SBND.stride(1), k_SBND.stride(1), v_SBME.stride(1)
+        return cls(length, batch, q_SBND.shape[2], heads, q_SBND.shape[3], value_width, strides)
 
     @property
     def num_chunks(self) -> int:
@@ -42,7 +47,7 @@ class Shape:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes in the order of the kernels' arguments."""
-        return self.length, self.batch, self.groups, self.heads, self.width, self.value_width
+        return (*self.strides, self.length, self.batch, self.groups, self.heads, self.width, self.value_width)
 
     @property
     def tiles(self) -> dict[str, int]:
@@ -55,12 +60,46 @@ class Shape:
         return cdiv(self.value_width, self.tiles["VALUE"])
 
 
+def strided(x: Tensor) -> Tensor:
+    """x [S, B, N, D] with contiguous rows [N, D] that are evenly spaced; copies only if necessary."""
+    _, batch, _, width = x.shape
+    spaced = x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == batch * x.stride(1)
+    return x if spaced else x.contiguous()
+
+
 @triton.jit
 def place(chunk, head, length, batch, heads, CHUNK: tl.constexpr):
     """Returns (offsets of a chunk's tokens in [S, B, heads], bool mask of tokens that exist). `head`: index in
     [B, heads]."""
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     return (tokens.to(tl.int64) * batch) * heads + head, tokens < length
+
+
+@triton.jit
+def load_keys(
+    ptr, stride, chunk, head, length, batch, groups, heads, width, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Loads the rows of q or k, [CHUNK, WIDTH], that value head `head` of [B, heads] reads. `stride`: elements between
+    the rows of [S, B]."""
+    rows, held = place(chunk, head // heads, length, batch, 1, CHUNK)
+    dims = tl.arange(0, WIDTH)
+    ptr += (head % heads) // (heads // groups) * width
+    return tl.load(
+        ptr + rows[:, None] * stride + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def load_values(
+    ptr, stride, chunk, head, length, batch, heads, width, first, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Loads the rows of v of value head `head` of [B, heads], channels `first` and following; see `load_keys`."""
+    rows, held = place(chunk, head // heads, length, batch, 1, CHUNK)
+    dims = first + tl.arange(0, WIDTH)
+    ptr += (head % heads) * width
+    return tl.load(
+        ptr + rows[:, None] * stride + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0
+    )
 
 
 @triton.jit
