@@ -387,6 +387,37 @@ class Kernels(Quantizers, Protocol):
         over all keys. A backend may round its gradients to the dtype of q before adding them."""
         ...
 
+    # linear attention: differentiable
+    def linear_attention(
+        self,
+        q_SBND: Tensor,
+        k_SBND: Tensor,
+        v_SBME: Tensor,
+        log_decay_SBM: Tensor,
+        beta_SBM: Tensor | None,
+        segments_BS: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Causal linear attention with one decay per value head -> [S, B, M, E] in the dtype of v.
+
+        A head has a state [D, E], 0 before each document. For every token, the state is multiplied by exp(log_decay),
+        k v^T is added to it, and the output is scale q^T state (state-space duality, arXiv 2405.21060). With `beta`,
+        the token adds beta k (v - state^T k)^T instead (gated delta rule, arXiv 2412.06464). M is a multiple of N:
+        consecutive M / N value heads share a head of q and k. `segments_BS`: ids of the documents, ascending; None: one
+        document per row. States and decays have the internal dtype."""
+        ...
+
+    def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:
+        """SiLU of a causal depthwise convolution of x over the last K tokens of the same document -> [S, B, C]. The
+        last column of the weight multiplies the token itself. `segments_BS`: see `linear_attention`."""
+        ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool) -> Tensor:
+        """RMSNorm of x over its last dim W with a SiLU gate; x and gate are [..., G, W], the weight is [W] or [G, W].
+
+        Returns norm(x) * weight * silu(gate) if `norm_first`, else norm(x * silu(gate)) * weight."""
+        ...
+
     # elementwise and loss: differentiable
     def activation(self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
         """Returns the activation [..., F] of x [..., F] (gated: x [..., 2F], gate first), multiplied by probs [...] if

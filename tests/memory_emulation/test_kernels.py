@@ -109,6 +109,21 @@ def attention_block(*chunks: range, dtype: torch.dtype = BF16, forward: bool = T
     return case
 
 
+def linear_attention(*, delta: bool) -> Case:
+    def case(k: Any) -> Any:
+        q, k_, v, decay = (
+            leaf(70, 2, 2, 16),
+            leaf(70, 2, 2, 16),
+            leaf(70, 2, 4, 32),
+            leaf(70, 2, 4, dtype=torch.float32),
+        )
+        beta = [leaf(70, 2, 4, dtype=torch.float32)] if delta else []
+        used = [q, k_, v, decay, *beta]
+        return k.linear_attention(q, k_, v, decay, *(beta or [None]), None, 0.25), used
+
+    return case
+
+
 def route_with_losses(k: Any) -> Any:
     logits, config = leaf(40, 160, dtype=torch.float32), replace(ROUTER, num_experts=160, num_groups=8, group_topk=2)
     routed = k.route(logits, None, config, valid_T=torch.arange(40) > 2, balance_sets=2, z=True)
@@ -146,6 +161,10 @@ CASES: dict[str, Case] = {
     "attention with window, sinks and documents": attention(sinks=True, window=(16, 0), segments_BS=True),
     "attention_block": attention_block(range(16, 32), range(64, 96)),
     "attention_block with window": attention_block(range(16, 32), range(64, 96), window=(40, 0)),
+    "linear_attention": linear_attention(delta=False),
+    "linear_attention with the delta rule": linear_attention(delta=True),
+    "short_conv": differentiable("short_conv", [(20, 2, 96), (96, 4), (96,)], None),
+    "gated_rms_norm": differentiable("gated_rms_norm", [(20, 2, 3, 32), (20, 2, 3, 32), (32,)], 1e-6, True),
     "activation": differentiable("activation", [(40, 128), (40,)], ActivationConfig(kind="silu", gated=True)),
     "activation alone": differentiable("activation", [(9, 2, 128)], None, ActivationConfig(kind="gelu", gated=False)),
     "cross_entropy": differentiable("cross_entropy", [(20, 300)], lambda: torch.arange(20)),

@@ -33,6 +33,9 @@ from megatron_moe.kernels.ops import (
 from megatron_moe.kernels.reference.attention_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference.attention_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference.attention_blocks import visible_between
+from megatron_moe.kernels.reference.linear_attention import gated_rms_norm as gated_rms_norm
+from megatron_moe.kernels.reference.linear_attention import linear_attention as linear_attention
+from megatron_moe.kernels.reference.linear_attention import short_conv as short_conv
 from megatron_moe.kernels.reference.low_precision import dequantize_rows as dequantize_rows
 from megatron_moe.kernels.reference.low_precision import quantize_weight_part as quantize_weight_part
 from megatron_moe.kernels.reference.low_precision import quantized_grouped_forward as quantized_grouped_forward

@@ -75,7 +75,7 @@ def short_conv(x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments
     return F.silu(total).to(x_SBC.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, norm_first: bool) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool) -> Tensor:
     wide = internal_dtype(x.dtype)
     total, silu = x.to(wide), F.silu(gate.to(wide))
     if not norm_first:

@@ -17,9 +17,11 @@ from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as 
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
 from megatron_moe.kernels.backends.triton.gate import gate_product as gate_product
+from megatron_moe.kernels.backends.triton.gated_norm import gated_rms_norm as gated_rms_norm
 from megatron_moe.kernels.backends.triton.heads import query_key_value as query_key_value
 from megatron_moe.kernels.backends.triton.latent import latent_key_value as latent_key_value
 from megatron_moe.kernels.backends.triton.layer_norm import layer_norm as layer_norm
+from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention as linear_attention
 from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm_quantized as rms_norm_quantized
@@ -44,6 +46,7 @@ from megatron_moe.kernels.backends.triton.routing.op import route as route
 from megatron_moe.kernels.backends.triton.rows import gather_probs as gather_probs
 from megatron_moe.kernels.backends.triton.rows import permute as permute
 from megatron_moe.kernels.backends.triton.rows import unpermute as unpermute
+from megatron_moe.kernels.backends.triton.short_conv import short_conv as short_conv
 from megatron_moe.kernels.backends.triton.sort import count_tokens as count_tokens
 from megatron_moe.kernels.backends.triton.sort import sort_rows as sort_rows
 from megatron_moe.kernels.backends.triton.stored_weight import quantize_weight_part as quantize_weight_part
@@ -65,6 +68,9 @@ PROVIDES = (
     "attention",
     "attention_block",
     "attention_block_grad",
+    "linear_attention",
+    "short_conv",
+    "gated_rms_norm",
     "activation",
     "cross_entropy",
     "gate_product",
@@ -118,6 +124,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "attention": "Triton for windows, document masks and --deterministic-mode; cuDNN for sinks; torch otherwise",
         "attention_block": "cuDNN and a merge kernel; Triton for windows, document masks and --deterministic-mode",
         "attention_block_grad": "cuDNN; Triton for windows, document masks and --deterministic-mode",
+        "linear_attention": "chunks of 64 tokens as matrix products; torch for heads wider than 128",
         "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
         "embedding_grad": "adds the summed gradient of each id to the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",

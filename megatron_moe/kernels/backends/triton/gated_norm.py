@@ -11,7 +11,7 @@ from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.backends.triton.norm import backward_tiles, forward_tiles
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, norm_first: bool) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool) -> Tensor:
     """See `Kernels.gated_rms_norm`."""
     out: Tensor = _GatedRMSNorm.apply(x, gate, weight, eps, norm_first)  # type: ignore[no-untyped-call]
     return out

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
-    Shape,
+    ScanShape,
     chunk_decays,
     load_keys,
     load_tile,
@@ -38,8 +38,8 @@ from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
 )
 
 
-class Gradients(NamedTuple):
-    """Gradients of linear attention; those of q and k for each value head, [S, B, M, D]."""
+class ScanGradients(NamedTuple):
+    """ScanGradients of linear attention; those of q and k for each value head, [S, B, M, D]."""
 
     q: Tensor
     k: Tensor
@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
     beta: Tensor | None
 
 
-class System(NamedTuple):
+class DeltaSystem(NamedTuple):
     """The delta rule's triangular systems and their solutions, which `forward.py` computes."""
 
     beta: Tensor
@@ -59,9 +59,9 @@ class System(NamedTuple):
 
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, segments: Tensor | None,
-    before: Tensor, stored: Tensor, system: System | None, scale: float, shape: Shape,
-) -> Gradients:  # fmt: skip
-    """Gradients for the output gradient `grad` [S, B, M, E]. `before`, `stored`: results of `forward.states`."""
+    before: Tensor, stored: Tensor, system: DeltaSystem | None, scale: float, shape: ScanShape,
+) -> ScanGradients:  # fmt: skip
+    """ScanGradients for the output gradient `grad` [S, B, M, E]. `before`, `stored`: results of `forward.states`."""
     chunks, sizes, delta = (shape.num_chunks, shape.batch * shape.heads), shape.sizes, system is not None
     options = {"WIDEN": INTERPRETED, **shape.tiles}
     # gradients of stored values: first those through the outputs of the chunk, then all
@@ -85,7 +85,7 @@ def gradients(
         scale, *sizes, DELTA=delta, **options, num_warps=8,
     )  # fmt: skip
     if system is None:
-        return Gradients(grad_q, grad_k, grad_stored, grad_total, None)
+        return ScanGradients(grad_q, grad_k, grad_stored, grad_total, None)
     grad_v, grad_beta = torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(system.beta)
     solved_values, solved_keys = torch.empty_like(system.values), torch.empty_like(system.reads)
     _solution_grads[chunks](
@@ -96,7 +96,7 @@ def gradients(
         k, decay, segments, system.beta, system.values, system.reads, solved_values, solved_keys,
         grad_k, grad_total, grad_beta, *sizes, **options, num_warps=4,
     )  # fmt: skip
-    return Gradients(grad_q, grad_k, grad_v, grad_total, grad_beta)
+    return ScanGradients(grad_q, grad_k, grad_v, grad_total, grad_beta)
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _key_grads(
     q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     DELTA: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k and decay through outputs and states, and of the reads of the delta rule."""
+    """ScanGradients of q, k and decay through outputs and states, and of the reads of the delta rule."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
@@ -228,7 +228,7 @@ def _solution_grads(
     q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients through the right sides of the systems, beta v and beta from_state k."""
+    """ScanGradients through the right sides of the systems, beta v and beta from_state k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
@@ -267,7 +267,7 @@ def _system_grads(
     q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients through the matrices of the systems, beta_i (k_i k_j) decay_ij."""
+    """ScanGradients through the matrices of the systems, beta_i (k_i k_j) decay_ij."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)

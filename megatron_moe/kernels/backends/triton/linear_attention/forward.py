@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
-    Shape,
+    ScanShape,
     chunk_decays,
     load_keys,
     load_tile,
@@ -23,7 +23,7 @@ _BLOCK = tl.constexpr(16)
 """Rows of the diagonal blocks that are inverted by substitution."""
 
 
-def inverse_systems(k: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | None, shape: Shape) -> Tensor:
+def inverse_systems(k: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | None, shape: ScanShape) -> Tensor:
     """Inverse [B * M, chunks, CHUNK, CHUNK] of I + A of every chunk, in the dtype of k. A_ij is beta_i (k_i k_j) times
     the decay from token j to token i, for j < i."""
     out = k.new_empty(shape.batch * shape.heads, shape.num_chunks, CHUNK, CHUNK)
@@ -34,7 +34,7 @@ def inverse_systems(k: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | N
 
 
 def solutions(
-    k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | None, inverse: Tensor, shape: Shape
+    k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | None, inverse: Tensor, shape: ScanShape
 ) -> tuple[Tensor, Tensor]:
     """Returns (values [B * M, chunks, CHUNK, E], reads [B * M, chunks, CHUNK, D]): a chunk stores values - reads times
     the state before it."""
@@ -47,7 +47,7 @@ def solutions(
 
 
 def states(
-    k: Tensor, v: Tensor, decay: Tensor, segments: Tensor | None, solved: tuple[Tensor, Tensor] | None, shape: Shape
+    k: Tensor, v: Tensor, decay: Tensor, segments: Tensor | None, solved: tuple[Tensor, Tensor] | None, shape: ScanShape
 ) -> tuple[Tensor, Tensor]:
     """Returns (state before each chunk [B * M, chunks, D, E], stored values [B * M, chunks, CHUNK, E]) in the dtype of
     v. `solved`: result of `solutions`; None without the delta rule, whose stored values are v itself."""
@@ -63,7 +63,7 @@ def states(
 
 def outputs(
     q: Tensor, k: Tensor, stored: Tensor, decay: Tensor, segments: Tensor | None, before: Tensor, scale: float,
-    shape: Shape, *, delta: bool,
+    shape: ScanShape, *, delta: bool,
 ) -> Tensor:  # fmt: skip
     """Output [S, B, M, E]. `delta`: `stored` is a result of `states`; False: it is v."""
     out = stored.new_empty(shape.length, shape.batch, shape.heads, shape.value_width)

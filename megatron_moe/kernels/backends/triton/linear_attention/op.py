@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.linear_attention import backward, forward
-from megatron_moe.kernels.backends.triton.linear_attention.tiles import WIDEST_HEAD, Shape, strided
+from megatron_moe.kernels.backends.triton.linear_attention.tiles import WIDEST_HEAD, ScanShape, strided
 from megatron_moe.kernels.reference import linear_attention as reference
 
 
@@ -48,7 +48,7 @@ class _LinearAttention(torch.autograd.Function):
         q, k, v, decay = strided(q), strided(k), strided(v), log_decay.float().contiguous()
         beta = None if beta is None else beta.float().contiguous()
         segments = None if segments is None else segments.contiguous()
-        ctx.shape, ctx.scale = Shape.of(q, k, v), scale
+        ctx.shape, ctx.scale = ScanShape.of(q, k, v), scale
         inverse = None if beta is None else forward.inverse_systems(k, decay, beta, segments, ctx.shape)
         before, stored, _ = _states(k, v, decay, beta, segments, inverse, ctx.shape)
         ctx.save_for_backward(q, k, v, decay, beta, segments, inverse)
@@ -76,12 +76,12 @@ def _states(
     beta: Tensor | None,
     segments: Tensor | None,
     inverse: Tensor | None,
-    shape: Shape,
-) -> tuple[Tensor, Tensor, backward.System | None]:
+    shape: ScanShape,
+) -> tuple[Tensor, Tensor, backward.DeltaSystem | None]:
     """Returns (states before chunks, stored values, systems of the delta rule)."""
     system = None
     if beta is not None and inverse is not None:
         solved = forward.solutions(k, v, decay, beta, segments, inverse, shape)
-        system = backward.System(beta, inverse, *solved)
+        system = backward.DeltaSystem(beta, inverse, *solved)
     before, stored = forward.states(k, v, decay, segments, None if system is None else system[2:], shape)
     return before, stored, system

@@ -19,7 +19,7 @@ WIDEST_HEAD = 128
 
 
 @dataclass(frozen=True)
-class Shape:
+class ScanShape:
     """Sizes of linear attention."""
 
     length: int
@@ -35,7 +35,7 @@ class Shape:
     """Elements between consecutive rows of q, k and v."""
 
     @classmethod
-    def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor) -> "Shape":
+    def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor) -> "ScanShape":
         length, batch, heads, value_width = v_SBME.shape
         strides = q_SBND.stride(1), k_SBND.stride(1), v_SBME.stride(1)
         return cls(length, batch, q_SBND.shape[2], heads, q_SBND.shape[3], value_width, strides)
