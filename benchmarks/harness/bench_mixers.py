@@ -54,7 +54,7 @@ def draw(case: tuple[int, int, int, int, bool], length: int) -> list[Tensor | No
 
 def ours(values: list[Tensor | None]) -> Tensor:
     q, k, v, decay, beta = values
-    return linear_attention(q, k, v, decay, beta, None, 128**-0.5)  # type: ignore[arg-type, union-attr]
+    return linear_attention(q, k, v, decay, beta, None, 128**-0.5, None if beta is None else 1e-6)  # type: ignore[arg-type, union-attr]
 
 
 def fla(values: list[Tensor | None]) -> Tensor:
@@ -66,7 +66,7 @@ def fla(values: list[Tensor | None]) -> Tensor:
     q, k, v, decay, beta = (None if x is None else x.transpose(0, 1) for x in values)
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))  # type: ignore[union-attr]
     if beta is not None:
-        return chunk_gated_delta_rule(q, k, v, g=decay, beta=beta, scale=128**-0.5)[0]
+        return chunk_gated_delta_rule(q, k, v, g=decay, beta=beta, scale=128**-0.5, use_qk_l2norm_in_kernel=True)[0]
     return chunk_simple_gla(q, k, v, g=decay, scale=128**-0.5)[0]
 
 

@@ -397,6 +397,7 @@ class Kernels(Quantizers, Protocol):
         beta_SBM: Tensor | None,
         segments_BS: Tensor | None,
         scale: float,
+        eps: float | None = None,
     ) -> Tensor:
         """Causal linear attention with one decay per value head -> [S, B, M, E] in the dtype of v.
 
@@ -404,7 +405,8 @@ class Kernels(Quantizers, Protocol):
         k v^T is added to it, and the output is scale q^T state (state-space duality, arXiv 2405.21060). With `beta`,
         the token adds beta k (v - state^T k)^T instead (gated delta rule, arXiv 2412.06464). M is a multiple of N:
         consecutive M / N value heads share a head of q and k. `segments_BS`: ids of the documents, ascending; None: one
-        document per row. States and decays have the internal dtype."""
+        document per row. `eps`: each row x of q and k is first divided by sqrt(sum x^2 + eps); None: rows are not
+        normalised. States and decays have the internal dtype."""
         ...
 
     def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:

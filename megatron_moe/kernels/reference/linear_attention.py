@@ -18,8 +18,11 @@ def linear_attention(
     beta_SBM: Tensor | None,
     segments_BS: Tensor | None,
     scale: float,
+    eps: float | None = None,
 ) -> Tensor:
     wide, (length, batch, num_heads, _) = internal_dtype(q_SBND.dtype), v_SBME.shape
+    if eps is not None:
+        q_SBND, k_SBND = (x * torch.rsqrt(x.square().sum(-1, True) + eps) for x in (q_SBND.to(wide), k_SBND.to(wide)))
     repeats = num_heads // q_SBND.shape[2]
 
     def chunked(x: Tensor) -> Tensor:  # [S, B, M, ...] -> [B, M, C, CHUNK, ...]

@@ -27,6 +27,7 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
     ScanShape,
     chunk_decays,
+    grad_of_keys,
     load_keys,
     load_tile,
     load_values,
@@ -39,7 +40,7 @@ from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
 
 
 class ScanGradients(NamedTuple):
-    """ScanGradients of linear attention; those of q and k for each value head, [S, B, M, D]."""
+    """Gradients of linear attention; those of q and k for each value head, [S, B, M, D]."""
 
     q: Tensor
     k: Tensor
@@ -102,16 +103,17 @@ def gradients(
 @triton.jit
 def _local_grads(
     grad_ptr, q_ptr, k_ptr, decay_ptr, segments_ptr, out_ptr, scale,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    DELTA: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    DELTA: tl.constexpr, WIDEN: tl.constexpr, NORMS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the stored values through the outputs of their own chunk: P^T dO."""
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
     total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
-    q = load_keys(q_ptr, q_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
-    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     grad = load_tile(grad_ptr, tokens, held, value_width, first, VALUE)
     scores = scale * dot(k, tl.trans(q), None, WIDEN) * pair_decays_transposed(total, ids, CHUNK, False)
     out = dot(scores.to(grad.dtype), grad, None, WIDEN)
@@ -125,8 +127,8 @@ def _local_grads(
 @triton.jit
 def _state_grads(
     grad_ptr, q_ptr, k_ptr, decay_ptr, segments_ptr, reads_ptr, grad_stored_ptr, after_ptr, scale,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the state after each chunk, from the last chunk to the first; completes that of stored values."""
     first, head = tl.program_id(0) * VALUE, tl.program_id(1)
@@ -140,9 +142,9 @@ def _state_grads(
         tl.store(after_ptr + offsets, state.to(after_ptr.dtype.element_ty), mask=mask)
         tokens, held = place(chunk, head, length, batch, heads, CHUNK)
         _, _, from_state, to_end, carry = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
-        k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+        k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
         later = to_end[:, None] * dot(k, state.to(k.dtype), None, WIDEN)
-        q = load_keys(q_ptr, q_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+        q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
         grad = load_tile(grad_ptr, tokens, held, value_width, first, VALUE)
         scaled = (scale * from_state)[:, None] * grad.to(tl.float32)
         state = dot(tl.trans(q), scaled.to(q.dtype), carry * state, WIDEN)
@@ -161,10 +163,11 @@ def _state_grads(
 def _key_grads(
     grad_ptr, q_ptr, k_ptr, stored_ptr, decay_ptr, segments_ptr, before_ptr, after_ptr, grad_stored_ptr,
     grad_q_ptr, grad_k_ptr, grad_total_ptr, grad_reads_ptr, scale,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    DELTA: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    DELTA: tl.constexpr, WIDEN: tl.constexpr, NORMS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """ScanGradients of q, k and decay through outputs and states, and of the reads of the delta rule."""
+    """Gradients of q, k and decay through outputs and states, and of the reads of the delta rule."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
@@ -197,8 +200,8 @@ def _key_grads(
         of_k = dot(stored, tl.trans(after), of_k, WIDEN)
         pairs = dot(grad, tl.trans(stored), pairs, WIDEN)
         pairs_transposed = dot(stored, tl.trans(grad), pairs_transposed, WIDEN)
-    q = load_keys(q_ptr, q_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
-    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     of_q *= (scale * from_state)[:, None]
     of_k *= to_end[:, None]
     wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
@@ -212,6 +215,13 @@ def _key_grads(
     pairs_transposed *= scale * pair_decays_transposed(total, ids, CHUNK, False)
     of_q = dot(pairs.to(k.dtype), k, of_q, WIDEN)
     of_k = dot(pairs_transposed.to(q.dtype), q, of_k, WIDEN)
+    of_q = grad_of_keys(
+        of_q, q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH
+    )
+    if not DELTA:  # otherwise the gradient of k is not complete
+        of_k = grad_of_keys(
+            of_k, k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH
+        )
     store_tile(grad_q_ptr, tokens, held, width, 0, of_q, WIDTH)
     store_tile(grad_k_ptr, tokens, held, width, 0, of_k, WIDTH)
     if DELTA:
@@ -225,10 +235,10 @@ def _key_grads(
 def _solution_grads(
     k_ptr, v_ptr, decay_ptr, segments_ptr, beta_ptr, inverse_ptr, grad_stored_ptr, grad_reads_ptr,
     solved_values_ptr, solved_keys_ptr, grad_k_ptr, grad_v_ptr, grad_total_ptr, grad_beta_ptr,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """ScanGradients through the right sides of the systems, beta v and beta from_state k."""
+    """Gradients through the right sides of the systems, beta v and beta from_state k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
@@ -251,7 +261,9 @@ def _solution_grads(
     grad_reads = load_tile(grad_reads_ptr, rows, whole, width, 0, WIDTH)
     solved = dot(transposed, grad_reads, None, WIDEN)
     store_tile(solved_keys_ptr, rows, whole, width, 0, solved, WIDTH)
-    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH).to(tl.float32)
+    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH).to(
+        tl.float32
+    )
     product = from_state * tl.sum(solved * k, axis=1)
     grad_k = load_tile(grad_k_ptr, tokens, held, width, 0, WIDTH) + (beta * from_state)[:, None] * solved
     store_tile(grad_k_ptr, tokens, held, width, 0, grad_k, WIDTH)
@@ -264,10 +276,10 @@ def _solution_grads(
 def _system_grads(
     k_ptr, decay_ptr, segments_ptr, beta_ptr, values_ptr, reads_ptr, solved_values_ptr, solved_keys_ptr,
     grad_k_ptr, grad_total_ptr, grad_beta_ptr,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """ScanGradients through the matrices of the systems, beta_i (k_i k_j) decay_ij."""
+    """Gradients through the matrices of the systems, beta_i (k_i k_j) decay_ij."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
@@ -284,7 +296,7 @@ def _system_grads(
         solved_values = load_tile(solved_values_ptr, rows, whole, value_width, first, VALUE)
         pairs = dot(solved_values, tl.trans(values), pairs, WIDEN)
         pairs_transposed = dot(values, tl.trans(solved_values), pairs_transposed, WIDEN)
-    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     pairs *= -pair_decays(total, ids, CHUNK, True)
     pairs_transposed *= -beta[None, :] * pair_decays_transposed(total, ids, CHUNK, True)
     products = pairs * dot(k, tl.trans(k), None, WIDEN)
@@ -293,6 +305,9 @@ def _system_grads(
     grad_k = load_tile(grad_k_ptr, tokens, held, width, 0, WIDTH).to(tl.float32)
     grad_k = dot((beta[:, None] * pairs).to(k.dtype), k, grad_k, WIDEN)
     grad_k = dot(pairs_transposed.to(k.dtype), k, grad_k, WIDEN)
+    grad_k = grad_of_keys(
+        grad_k, k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH
+    )
     store_tile(grad_k_ptr, tokens, held, width, 0, grad_k, WIDTH)
     tl.store(grad_beta_ptr + tokens, tl.load(grad_beta_ptr + tokens, mask=held, other=0.0) + of_rows, mask=held)
     later = tl.cumsum(grad_total, axis=0, reverse=True)

@@ -81,13 +81,13 @@ def _without(tiles: dict[str, int], name: str) -> dict[str, int]:
 @triton.jit
 def _inverse_systems(
     k_ptr, decay_ptr, beta_ptr, segments_ptr, out_ptr,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
     system = beta[:, None] * dot(k, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, True)
@@ -130,8 +130,8 @@ def _inverse(system, CHUNK: tl.constexpr):
 @triton.jit
 def _solutions(
     k_ptr, v_ptr, decay_ptr, beta_ptr, segments_ptr, inverse_ptr, values_ptr, reads_ptr,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = head // heads
@@ -141,7 +141,7 @@ def _solutions(
     at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
     rows, whole = number * CHUNK + at, at < CHUNK
     inverse = load_tile(inverse_ptr, rows, whole, CHUNK, 0, CHUNK)
-    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     scaled = ((beta * from_state)[:, None] * k.to(tl.float32)).to(k.dtype)
     store_tile(reads_ptr, rows, whole, width, 0, dot(inverse, scaled, None, WIDEN), WIDTH)
     for first in range(0, value_width, VALUE):
@@ -153,8 +153,8 @@ def _solutions(
 @triton.jit
 def _states(
     k_ptr, v_ptr, decay_ptr, segments_ptr, values_ptr, reads_ptr, before_ptr, stored_ptr,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0) * VALUE, tl.program_id(1)
     row = head // heads
@@ -166,7 +166,7 @@ def _states(
         tl.store(before_ptr + offsets, state.to(before_ptr.dtype.element_ty), mask=mask)
         tokens, held = place(chunk, head, length, batch, heads, CHUNK)
         _, _, _, to_end, carry = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
-        k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+        k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
         if values_ptr is not None:
             rows, whole = number * CHUNK + at, at < CHUNK
             reads = load_tile(reads_ptr, rows, whole, width, 0, WIDTH)
@@ -183,15 +183,16 @@ def _states(
 @triton.jit
 def _outputs(
     q_ptr, k_ptr, stored_ptr, decay_ptr, segments_ptr, before_ptr, out_ptr, scale,
-    q_stride, k_stride, v_stride, length, batch, groups, heads, width, value_width,
-    DELTA: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
+    DELTA: tl.constexpr, WIDEN: tl.constexpr, NORMS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
     row = head // heads
     tokens, held = place(chunk, head, length, batch, heads, CHUNK)
     total, ids, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
-    q = load_keys(q_ptr, q_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
-    k = load_keys(k_ptr, k_stride, chunk, head, length, batch, groups, heads, width, CHUNK, WIDTH)
+    q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
+    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     number = (head * tl.num_programs(1) + chunk).to(tl.int64)
     offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
     state = tl.load(before_ptr + offsets, mask=mask, other=0.0)

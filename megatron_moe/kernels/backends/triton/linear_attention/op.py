@@ -23,9 +23,10 @@ def linear_attention(
     beta_SBM: Tensor | None,
     segments_BS: Tensor | None,
     scale: float,
+    eps: float | None = None,
 ) -> Tensor:
     """See `Kernels.linear_attention`. Head dims above 128 use the reference."""
-    inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale)
+    inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
     if max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD or not v_SBME.numel():
         return reference.linear_attention(*inputs)
     out: Tensor = _LinearAttention.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -43,12 +44,13 @@ class _LinearAttention(torch.autograd.Function):
         beta: Tensor | None,
         segments: Tensor | None,
         scale: float,
+        eps: float | None,
     ) -> Tensor:
         ctx.dtypes = log_decay.dtype, None if beta is None else beta.dtype
         q, k, v, decay = strided(q), strided(k), strided(v), log_decay.float().contiguous()
         beta = None if beta is None else beta.float().contiguous()
         segments = None if segments is None else segments.contiguous()
-        ctx.shape, ctx.scale = ScanShape.of(q, k, v), scale
+        ctx.shape, ctx.scale = ScanShape.of(q, k, v, eps), scale
         inverse = None if beta is None else forward.inverse_systems(k, decay, beta, segments, ctx.shape)
         before, stored, _ = _states(k, v, decay, beta, segments, inverse, ctx.shape)
         ctx.save_for_backward(q, k, v, decay, beta, segments, inverse)
@@ -66,7 +68,7 @@ class _LinearAttention(torch.autograd.Function):
             of_q, of_k = of_q.sum(dim=3), of_k.sum(dim=3)
         of_q, of_k = of_q.view(q.shape).to(q.dtype), of_k.view(k.shape).to(k.dtype)
         grad_beta = None if found.beta is None else found.beta.to(of_beta)
-        return of_q, of_k, found.v, found.log_decay.to(of_decay), grad_beta, None, None
+        return of_q, of_k, found.v, found.log_decay.to(of_decay), grad_beta, None, None, None
 
 
 def _states(

@@ -33,27 +33,35 @@ class ScanShape:
 
     strides: tuple[int, int, int]
     """Elements between consecutive rows of q, k and v."""
+    eps: float | None
+    """Added to the squared norms by which rows of q and k are divided; None: they are used as they are."""
 
     @classmethod
-    def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor) -> "ScanShape":
+    def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor, eps: float | None) -> "ScanShape":
         length, batch, heads, value_width = v_SBME.shape
         strides = q_SBND.stride(1), k_SBND.stride(1), v_SBME.stride(1)
-        return cls(length, batch, q_SBND.shape[2], heads, q_SBND.shape[3], value_width, strides)
+        return cls(length, batch, q_SBND.shape[2], heads, q_SBND.shape[3], value_width, strides, eps)
 
     @property
     def num_chunks(self) -> int:
         return cdiv(self.length, CHUNK)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int | float, ...]:
         """Sizes in the order of the kernels' arguments."""
-        return (*self.strides, self.length, self.batch, self.groups, self.heads, self.width, self.value_width)
+        eps = self.eps or 0.0
+        return (*self.strides, eps, self.length, self.batch, self.groups, self.heads, self.width, self.value_width)
 
     @property
     def tiles(self) -> dict[str, int]:
-        """Tile sizes of the kernels: tokens, channels of keys, and channels of values."""
+        """Constants of the kernels: whether keys are normalised, and tile sizes of tokens, keys and values."""
         value = max(power_of_two(self.value_width), 16)
-        return {"CHUNK": CHUNK, "WIDTH": max(power_of_two(self.width), 16), "VALUE": min(value, 64)}
+        return {
+            "NORMS": self.eps is not None,
+            "CHUNK": CHUNK,
+            "WIDTH": max(power_of_two(self.width), 16),
+            "VALUE": min(value, 64),
+        }
 
     @property
     def value_tiles(self) -> int:
@@ -77,16 +85,35 @@ def place(chunk, head, length, batch, heads, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    ptr, stride, chunk, head, length, batch, groups, heads, width, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+    ptr, stride, eps, chunk, head, length, batch, groups, heads, width,
+    NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Loads the rows of q or k, [CHUNK, WIDTH], that value head `head` of [B, heads] reads. `stride`: elements between
-    the rows of [S, B]."""
+    the rows of [S, B]. `NORMS`: divides each row by its norm."""
     rows, held = place(chunk, head // heads, length, batch, 1, CHUNK)
     dims = tl.arange(0, WIDTH)
     ptr += (head % heads) // (heads // groups) * width
-    return tl.load(
-        ptr + rows[:, None] * stride + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0
-    )
+    x = tl.load(ptr + rows[:, None] * stride + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0)
+    if NORMS:
+        wide = x.to(tl.float32)
+        x = (wide * tl.rsqrt(tl.sum(wide * wide, axis=1) + eps)[:, None]).to(x.dtype)
+    return x
+
+
+@triton.jit
+def grad_of_keys(
+    grad, ptr, stride, eps, chunk, head, length, batch, groups, heads, width,
+    NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the rows in memory from the gradient `grad`, fp32 [CHUNK, WIDTH], of what `load_keys` returns."""
+    if NORMS:
+        x = load_keys(ptr, stride, eps, chunk, head, length, batch, groups, heads, width, False, CHUNK, WIDTH).to(
+            tl.float32
+        )
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) + eps)[:, None]
+        normed = x * scale
+        grad = scale * (grad - normed * tl.sum(grad * normed, axis=1)[:, None])
+    return grad
 
 
 @triton.jit
