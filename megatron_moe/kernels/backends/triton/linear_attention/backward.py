@@ -62,7 +62,7 @@ def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, segments: Tensor | None,
     before: Tensor, stored: Tensor, system: DeltaSystem | None, scale: float, shape: ScanShape,
 ) -> ScanGradients:  # fmt: skip
-    """ScanGradients for the output gradient `grad` [S, B, M, E]. `before`, `stored`: results of `forward.states`."""
+    """Gradients for the output gradient `grad` [S, B, M, E]. `before`, `stored`: results of `forward.states`."""
     chunks, sizes, delta = (shape.num_chunks, shape.batch * shape.heads), shape.sizes, system is not None
     options = {"WIDEN": INTERPRETED, **shape.tiles}
     # gradients of stored values: first those through the outputs of the chunk, then all
