@@ -43,6 +43,9 @@ def _initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig
 
 
 def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitConfig, device: Device) -> Tensor:
+    if meta.init in ("uniform", "decay_rate"):
+        drawn = torch.rand(shape, generator=rng.generator(key, device), dtype=torch.float32, device=device)
+        return (1 + 15 * drawn).log() if meta.init == "decay_rate" else (2 * drawn - 1) / math.sqrt(meta.fan_in)
     own = meta.init == "embedding" and config.embedding_std is not None
     if config.method == "xavier_uniform" and len(shape) == 2 and not own:
         bound = math.sqrt(6 / sum(shape))

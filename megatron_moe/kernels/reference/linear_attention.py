@@ -4,10 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.config.gated_delta_net import CHUNK
 from megatron_moe.kernels.ops import internal_dtype
-
-CHUNK = 64
-"""Tokens whose products are computed as matrices; between chunks, the state is passed on."""
 
 
 def linear_attention(

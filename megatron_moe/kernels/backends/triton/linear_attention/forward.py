@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.gated_delta_net import CHUNK
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
     ScanShape,
@@ -17,7 +18,6 @@ from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
     state_place,
     store_tile,
 )
-from megatron_moe.kernels.reference.linear_attention import CHUNK
 
 _BLOCK = tl.constexpr(16)
 """Rows of the diagonal blocks that are inverted by substitution."""

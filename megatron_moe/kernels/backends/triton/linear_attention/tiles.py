@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.gated_delta_net import CHUNK
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
-from megatron_moe.kernels.reference.linear_attention import CHUNK
 
 WIDEST_HEAD = 128
 """Largest head dim that the kernels support."""

@@ -1,0 +1,38 @@
+"""Transforms between the projections of gated delta nets and their Hugging Face tensors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint.huggingface.weight_map import Transform
+
+FILTERS = Transform(lambda tensors: tensors[0].squeeze(1), lambda tensor: [tensor.unsqueeze(1)])
+"""Filters of the short convolution: Hugging Face [C, 1, K] <-> our [C, K]."""
+
+
+def by_key_head(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Transform:
+    """Qwen3-Next's `in_proj_qkvz` and `in_proj_ba` <-> our rows q, k, v, z, beta, decay.
+
+    Theirs are ordered by key head: its q, its k, then v and z of its value heads; and beta and decay of these.
+    """
+    values = value_heads // key_heads
+    widths = ((key_dim, key_dim, values * value_dim, values * value_dim), (values, values))
+
+    def from_hf(tensors: Sequence[Tensor]) -> Tensor:
+        rows = []
+        for tensor, parts in zip(tensors, widths, strict=True):
+            rows += [part.flatten(0, 1) for part in tensor.unflatten(0, (key_heads, -1)).split(parts, dim=1)]
+        return torch.cat(rows)
+
+    def to_hf(tensor: Tensor) -> list[Tensor]:
+        sizes = [key_heads * width for parts in widths for width in parts]
+        q, k, v, z, beta, decay = (part.unflatten(0, (key_heads, -1)) for part in tensor.split(sizes))
+        return [torch.cat(parts, dim=1).flatten(0, 1) for parts in ((q, k, v, z), (beta, decay))]
+
+    return Transform(from_hf, to_hf)
+
+
+def by_section(*sizes: int) -> Transform:
+    """Qwen3.5's separate projections of q, k and v together, z, beta and decay <-> our rows. `sizes`: their rows."""
+    return Transform(lambda tensors: torch.cat(list(tensors)), lambda tensor: list(tensor.split(sizes)))

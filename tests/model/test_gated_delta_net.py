@@ -1,0 +1,147 @@
+"""Gated delta net: that of transformers, and the same over tensor- and context-parallel ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from megatron_moe.checkpoint.huggingface.delta_net import FILTERS, by_key_head, by_section
+from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.model.gated_delta_net import GatedDeltaNet
+from megatron_moe.model.init import init_parameters
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context_parallel import SequencePart, split_positions, take_positions
+from tests.helpers.ranks import on_threads
+from tests.helpers.sharded import KERNELS, held, sum_partials, whole
+from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, make_mb, randn
+from tests.helpers.tolerances import FP32_MODEL, FP64_LAYOUT
+
+SEQ, BATCH = 12, 2
+CONFIG = GatedDeltaNetConfig(
+    hidden_size=HIDDEN,
+    num_key_heads=4,
+    num_value_heads=8,
+    key_head_dim=3,
+    value_head_dim=5,
+    conv_width=4,
+    norm=NormConfig(kind="RMSNorm", eps=1e-6),
+)
+LAYOUTS = {
+    "tp2": ParallelConfig(world_size=2, tp=2),
+    "tp4 with sequence parallelism": ParallelConfig(world_size=4, tp=4, sequence_parallel=True),
+    "cp2": ParallelConfig(world_size=2, cp=2),
+    "cp2 in contiguous parts": ParallelConfig(world_size=2, cp=2, cp_split="contiguous"),
+    "tp2 cp2": ParallelConfig(world_size=4, tp=2, cp=2, sequence_parallel=True),
+}
+
+
+def make(config: GatedDeltaNetConfig, ctx: ParallelContext) -> GatedDeltaNet:
+    return GatedDeltaNet(config, "mixer", ModelResources(ctx, KERNELS, SavedTensorPolicy()))
+
+
+def run(ctx: ParallelContext, segments_BS: Tensor | None) -> dict:
+    """Output and gradients on one rank, of its part of the positions."""
+    module = make(CONFIG, ctx)
+    init_parameters(module, 5, UNIT_GAIN)
+    hidden, probe = (randn(SEQ, BATCH, HIDDEN, seed=seed) for seed in (1, 2))
+    mb, positions = make_mb(BATCH, SEQ, segments_BS=segments_BS), torch.arange(SEQ)[None]
+    cp, tp = ctx.group("cp"), ctx.group("tp")
+    if cp.size > 1:
+        parts = split_positions(ctx.config.cp_split, SEQ, cp.size)
+        positions = take_positions(positions, parts[cp.rank])
+        mb = make_mb(BATCH, positions.shape[1], whole_segments_BS=segments_BS, part=SequencePart(parts, cp.rank))
+    if ctx.config.sequence_parallel:
+        positions = positions.chunk(tp.size, dim=1)[tp.rank]
+    x = hidden[positions[0]].requires_grad_()
+    out = module(x, mb)
+    (out * probe[positions[0]]).sum().backward()
+    sum_partials(module, ctx)
+    grads = held(((name, p.grad) for name, p in module.named_parameters()), module)
+    return {"positions": positions[0], "out": out.detach(), "x": x.grad, "grads": grads}
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_results_over_ranks_are_those_of_one_rank(layout, documents):
+    segments_BS = torch.tensor([[0] * 2 + [1] * 7 + [2] * 3, [0] * 12]) if documents else None
+    alone = run(ParallelContext.single(), segments_BS)
+    ranks = on_threads(layout, lambda ctx: run(ctx, segments_BS))
+    for rank in ranks:
+        FP64_LAYOUT.check(rank["out"], alone["out"][rank["positions"]], "output")
+        if layout.sequence_parallel or layout.tp == 1:
+            FP64_LAYOUT.check(rank["x"], alone["x"][rank["positions"]], "gradient of the input")
+    # gradients of context-parallel ranks are sums over their own tokens or heads
+    by_tp = [ranks[first :: layout.tp] for first in range(layout.tp)]
+    summed = [
+        {
+            name: replace(each, part=sum(of["grads"][name].part for of in group))
+            for name, each in group[0]["grads"].items()
+        }
+        for group in by_tp
+    ]
+    FP64_LAYOUT.check_all(whole(summed), whole([alone["grads"]]), "gradients")
+
+
+def test_output_and_gradients_are_those_of_transformers():
+    theirs = Qwen3NextGatedDeltaNet(
+        Qwen3NextConfig(
+            hidden_size=HIDDEN,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+            linear_key_head_dim=3,
+            linear_value_head_dim=5,
+            linear_conv_kernel_dim=4,
+            rms_norm_eps=1e-6,
+        ),
+        0,
+    )
+    torch.manual_seed(3)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    ours = make(CONFIG, ParallelContext.single(dtype=torch.float32))
+    projections = by_key_head(4, 8, 3, 5)
+    with torch.no_grad():
+        ours.in_proj.weight.copy_(projections.from_hf([theirs.in_proj_qkvz.weight, theirs.in_proj_ba.weight]))
+        ours.conv1d.weight.copy_(FILTERS.from_hf([theirs.conv1d.weight]))
+        for mine, other in (
+            (ours.dt_bias, theirs.dt_bias),
+            (ours.A_log, theirs.A_log),
+            (ours.out_norm.weight, theirs.norm.weight),
+            (ours.out_proj.weight, theirs.out_proj.weight),
+        ):
+            mine.copy_(other)
+    hidden = randn(SEQ, BATCH, HIDDEN).float()
+    out, expected = ours(hidden, make_mb(BATCH, SEQ)), theirs(hidden.transpose(0, 1)).transpose(0, 1)
+    FP32_MODEL.check(out, expected, "output")
+    probe = randn(SEQ, BATCH, HIDDEN, seed=4).float()
+    (out * probe).sum().backward()
+    (expected * probe).sum().backward()
+    in_proj = projections.from_hf([theirs.in_proj_qkvz.weight.grad, theirs.in_proj_ba.weight.grad])
+    FP32_MODEL.check(ours.in_proj.weight.grad, in_proj, "in_proj")
+    FP32_MODEL.check(ours.conv1d.weight.grad, theirs.conv1d.weight.grad.squeeze(1), "conv1d")
+    for name in ("dt_bias", "A_log", "out_proj.weight"):
+        FP32_MODEL.check(ours.get_parameter(name).grad, theirs.get_parameter(name).grad, name)
+    FP32_MODEL.check(ours.out_norm.weight.grad, theirs.norm.weight.grad, "norm")
+
+
+@pytest.mark.parametrize("transform", [by_key_head(2, 6, 3, 5), by_section(2 * 2 * 3 + 30, 30, 6, 6)])
+def test_projections_survive_the_way_to_hugging_face_and_back(transform):
+    rows = randn(2 * 2 * 3 + 2 * 30 + 2 * 6, 7)
+    tensors = transform.to_hf(rows)
+    assert torch.equal(transform.from_hf(tensors), rows)
+    assert sum(map(len, tensors)) == len(rows)
+
+
+def test_parameters_are_those_of_the_config():
+    module = make(CONFIG, ParallelContext.single())
+    specs = {spec.name: (spec.shape, spec.meta) for spec in CONFIG.parameters(ParallelConfig())}
+    assert {name: (p.global_shape, p.meta) for name, p in module.named_parameters()} == specs
