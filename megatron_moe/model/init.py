@@ -5,6 +5,7 @@ from those drawn on the CPU.
 """
 
 import math
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,22 @@ Device = torch.device | str
 
 SPREAD = 0.1
 """Standard deviation of norm weights, biases and routers' expert biases in unit-gain initialisation."""
+
+
+def _time_step(drawn: Tensor) -> Tensor:
+    """Inverse softplus of time steps between 0.001 and 0.1, as in Mamba."""
+    step = (math.log(1e-3) + drawn * (math.log(1e-1) - math.log(1e-3))).exp()
+    return step + (-torch.expm1(-step)).log()
+
+
+_UNIFORM = MappingProxyType(
+    {
+        "uniform": lambda drawn: 2 * drawn - 1,
+        "decay_rate": lambda drawn: (1 + 15 * drawn).log(),
+        "time_step": _time_step,
+    }
+)
+"""`ParamMeta.init` -> function of numbers uniform in 0 to 1, whose result is divided by sqrt(fan_in)."""
 
 
 @torch.no_grad()
@@ -43,9 +60,9 @@ def _initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig
 
 
 def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitConfig, device: Device) -> Tensor:
-    if meta.init in ("uniform", "decay_rate"):
+    if meta.init in _UNIFORM:
         drawn = torch.rand(shape, generator=rng.generator(key, device), dtype=torch.float32, device=device)
-        return (1 + 15 * drawn).log() if meta.init == "decay_rate" else (2 * drawn - 1) / math.sqrt(meta.fan_in)
+        return _UNIFORM[meta.init](drawn) / math.sqrt(meta.fan_in)
     own = meta.init == "embedding" and config.embedding_std is not None
     if config.method == "xavier_uniform" and len(shape) == 2 and not own:
         bound = math.sqrt(6 / sum(shape))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.config.gated_delta_net import CHUNK
+from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.ops import internal_dtype
 
 

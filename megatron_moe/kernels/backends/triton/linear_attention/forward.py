@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.config.gated_delta_net import CHUNK
+from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
     ScanShape,

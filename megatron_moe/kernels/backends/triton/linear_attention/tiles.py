@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.config.gated_delta_net import CHUNK
+from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
 
 WIDEST_HEAD = 128

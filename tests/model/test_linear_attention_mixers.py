@@ -1,21 +1,25 @@
-"""Gated delta net: that of transformers, and the same over tensor- and context-parallel ranks."""
+"""Mixers with linear attention: those of transformers, and the same over tensor- and context-parallel ranks."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3NextConfig
+from transformers import NemotronHConfig, Qwen3NextConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from megatron_moe.checkpoint.huggingface.delta_net import FILTERS, by_key_head, by_section
+from megatron_moe.checkpoint.huggingface.linear_attention import FILTERS, by_key_head, by_section
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.linear_attention import LinearAttentionConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.registry import resolve
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.gated_delta_net import GatedDeltaNet
 from megatron_moe.model.init import init_parameters
+from megatron_moe.model.linear_attention import LinearAttention
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_positions, take_positions
 from tests.helpers.ranks import on_threads
@@ -24,15 +28,17 @@ from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, make_mb, randn
 from tests.helpers.tolerances import FP32_MODEL, FP64_LAYOUT
 
 SEQ, BATCH = 12, 2
-CONFIG = GatedDeltaNetConfig(
-    hidden_size=HIDDEN,
-    num_key_heads=4,
-    num_value_heads=8,
-    key_head_dim=3,
-    value_head_dim=5,
-    conv_width=4,
-    norm=NormConfig(kind="RMSNorm", eps=1e-6),
-)
+SIZES = {
+    "hidden_size": HIDDEN,
+    "num_key_heads": 4,
+    "num_value_heads": 8,
+    "key_head_dim": 3,
+    "value_head_dim": 5,
+    "conv_width": 4,
+    "norm": NormConfig(kind="RMSNorm", eps=1e-6),
+}
+DELTA_NET, MAMBA = GatedDeltaNetConfig(**SIZES), MambaConfig(**SIZES)
+MIXERS = pytest.mark.parametrize("config", [DELTA_NET, MAMBA], ids=["gated delta net", "Mamba-2"])
 LAYOUTS = {
     "tp2": ParallelConfig(world_size=2, tp=2),
     "tp4 with sequence parallelism": ParallelConfig(world_size=4, tp=4, sequence_parallel=True),
@@ -42,13 +48,13 @@ LAYOUTS = {
 }
 
 
-def make(config: GatedDeltaNetConfig, ctx: ParallelContext) -> GatedDeltaNet:
-    return GatedDeltaNet(config, "mixer", ModelResources(ctx, KERNELS, SavedTensorPolicy()))
+def make(config: LinearAttentionConfig, ctx: ParallelContext) -> LinearAttention:
+    return resolve(config.module)(config, "mixer", ModelResources(ctx, KERNELS, SavedTensorPolicy()))
 
 
-def run(ctx: ParallelContext, segments_BS: Tensor | None) -> dict:
+def run(config: LinearAttentionConfig, ctx: ParallelContext, segments_BS: Tensor | None) -> dict:
     """Output and gradients on one rank, of its part of the positions."""
-    module = make(CONFIG, ctx)
+    module = make(config, ctx)
     init_parameters(module, 5, UNIT_GAIN)
     hidden, probe = (randn(SEQ, BATCH, HIDDEN, seed=seed) for seed in (1, 2))
     mb, positions = make_mb(BATCH, SEQ, segments_BS=segments_BS), torch.arange(SEQ)[None]
@@ -69,10 +75,11 @@ def run(ctx: ParallelContext, segments_BS: Tensor | None) -> dict:
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_results_over_ranks_are_those_of_one_rank(layout, documents):
+@MIXERS
+def test_results_over_ranks_are_those_of_one_rank(config, layout, documents):
     segments_BS = torch.tensor([[0] * 2 + [1] * 7 + [2] * 3, [0] * 12]) if documents else None
-    alone = run(ParallelContext.single(), segments_BS)
-    ranks = on_threads(layout, lambda ctx: run(ctx, segments_BS))
+    alone = run(config, ParallelContext.single(), segments_BS)
+    ranks = on_threads(layout, lambda ctx: run(config, ctx, segments_BS))
     for rank in ranks:
         FP64_LAYOUT.check(rank["out"], alone["out"][rank["positions"]], "output")
         if layout.sequence_parallel or layout.tp == 1:
@@ -89,7 +96,7 @@ def test_results_over_ranks_are_those_of_one_rank(layout, documents):
     FP64_LAYOUT.check_all(whole(summed), whole([alone["grads"]]), "gradients")
 
 
-def test_output_and_gradients_are_those_of_transformers():
+def test_gated_delta_net_is_that_of_transformers():
     theirs = Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(
             hidden_size=HIDDEN,
@@ -107,7 +114,7 @@ def test_output_and_gradients_are_those_of_transformers():
     torch.manual_seed(3)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
-    ours = make(CONFIG, ParallelContext.single(dtype=torch.float32))
+    ours = make(DELTA_NET, ParallelContext.single(dtype=torch.float32))
     projections = by_key_head(4, 8, 3, 5)
     with torch.no_grad():
         ours.in_proj.weight.copy_(projections.from_hf([theirs.in_proj_qkvz.weight, theirs.in_proj_ba.weight]))
@@ -133,6 +140,39 @@ def test_output_and_gradients_are_those_of_transformers():
     FP32_MODEL.check(ours.out_norm.weight.grad, theirs.norm.weight.grad, "norm")
 
 
+def test_mamba_is_that_of_transformers():
+    theirs = NemotronHMamba2Mixer(
+        NemotronHConfig(
+            hidden_size=HIDDEN,
+            layer_types=["mamba"],
+            mamba_num_heads=8,
+            mamba_head_dim=5,
+            n_groups=4,
+            ssm_state_size=3,
+            conv_kernel=4,
+            chunk_size=4,
+            time_step_min=0.0,
+            layer_norm_epsilon=1e-6,
+        ),
+        0,
+    )
+    torch.manual_seed(3)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    ours = make(MAMBA, ParallelContext.single(dtype=torch.float32))
+    names = {rule.name: rule.hf_names[0].removeprefix("mixer.") for rule in MAMBA.name_rules("nemotron_h")}
+    with torch.no_grad():
+        for name, mine in ours.named_parameters():
+            mine.copy_(theirs.get_parameter(names[name]).view_as(mine))
+    hidden, probe = randn(SEQ, BATCH, HIDDEN).float(), randn(SEQ, BATCH, HIDDEN, seed=4).float()
+    out, expected = ours(hidden, make_mb(BATCH, SEQ)), theirs(hidden.transpose(0, 1)).transpose(0, 1)
+    FP32_MODEL.check(out, expected, "output")
+    (out * probe).sum().backward()
+    (expected * probe).sum().backward()
+    for name, mine in ours.named_parameters():
+        FP32_MODEL.check(mine.grad, theirs.get_parameter(names[name]).grad.view_as(mine), name)
+
+
 @pytest.mark.parametrize("transform", [by_key_head(2, 6, 3, 5), by_section(2 * 2 * 3 + 30, 30, 6, 6)])
 def test_projections_survive_the_way_to_hugging_face_and_back(transform):
     rows = randn(2 * 2 * 3 + 2 * 30 + 2 * 6, 7)
@@ -141,7 +181,8 @@ def test_projections_survive_the_way_to_hugging_face_and_back(transform):
     assert sum(map(len, tensors)) == len(rows)
 
 
-def test_parameters_are_those_of_the_config():
-    module = make(CONFIG, ParallelContext.single())
-    specs = {spec.name: (spec.shape, spec.meta) for spec in CONFIG.parameters(ParallelConfig())}
+@MIXERS
+def test_parameters_are_those_of_the_config(config):
+    module = make(config, ParallelContext.single())
+    specs = {spec.name: (spec.shape, spec.meta) for spec in config.parameters(ParallelConfig())}
     assert {name: (p.global_shape, p.meta) for name, p in module.named_parameters()} == specs

@@ -1,4 +1,4 @@
-"""Transforms between the projections of gated delta nets and their Hugging Face tensors."""
+"""Transforms between the parameters of mixers with linear attention and their Hugging Face tensors."""
 
 from collections.abc import Sequence
 

@@ -1,0 +1,126 @@
+"""Base of mixers with linear attention: a projection, a short convolution, a recurrence, a gated norm, a projection."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Self
+
+from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.component import MixerConfig, ParamSpec, linear_parameters
+from megatron_moe.config.costs import TRAINING_FLOPS, ActivationSizes, FlopCount, SavedActivation, saved_tensor
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.precision import LowPrecisionConfig
+
+CHUNK = 64
+"""Tokens of a chunk, within which the kernels of linear attention compute matrix products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig(MixerConfig):
+    """Mixer with linear attention. Its heads are sharded over tensor- and context-parallel ranks."""
+
+    num_key_heads: int
+    """Number of heads of q and k."""
+    num_value_heads: int
+    """Number of heads of v, each with its own state [key_head_dim, value_head_dim]; a multiple of `num_key_heads`."""
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    """Tokens that the short convolution sees (`--linear-conv-kernel-dim`)."""
+    norm: NormConfig
+    """Norm of the gated output, without a bias. Its weight is never stored zero-centred."""
+
+    solves_systems: ClassVar[bool] = False
+    """Whether the recurrence solves a triangular system per chunk, for the delta rule."""
+
+    @property
+    def key_width(self) -> int:
+        """Width of q over all heads, which is also that of k."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of v over all heads, which is also that of the output gate."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def mixed_sections(self) -> tuple[int, ...]:
+        """Widths of the tensors that enter the short convolution, in the order of the rows of `in_proj`."""
+        raise NotImplementedError
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Output widths of `in_proj`, in the order of its rows."""
+        raise NotImplementedError
+
+    def shard(self, tp: int) -> Self:
+        """Config with the heads of one of `tp` ranks."""
+        return replace(self, num_key_heads=self.num_key_heads // tp, num_value_heads=self.num_value_heads // tp)
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        linear = partial(linear_parameters, parallel=parallel, counted="attention")
+        yield from linear(
+            "in_proj", (sum(self.sections), self.hidden_size), low="qkv_linear", tp_dim=0, splits=self.sections
+        )
+        spec = partial(ParamSpec, counted="attention")
+        mixed = self.mixed_sections
+        conv = ParamMeta(role="vector", init="uniform", fan_in=self.conv_width, tp_dim=0, splits=mixed)
+        yield spec(name="conv1d.weight", shape=(sum(mixed), self.conv_width), meta=conv)
+        heads = ParamMeta(role="vector", init="decay_rate", tp_dim=0, decay=False)
+        yield spec(name="A_log", shape=(self.num_value_heads,), meta=heads)
+        shape = (self.hidden_size, self.value_width)
+        yield from linear("out_proj", shape, low="attn_proj", tp_dim=1, init="output")
+
+    def recurrence_products(self) -> int:
+        """Multiply-adds of the recurrence per token, as Megatron counts them."""
+        raise NotImplementedError
+
+    def flops(self, seq_length: int) -> FlopCount:
+        """FLOPs of the short convolution and of the recurrence."""
+        products = self.conv_width * sum(self.mixed_sections) + self.recurrence_products()
+        return FlopCount(core_attention=seq_length * TRAINING_FLOPS * products)
+
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        num_ranks = parallel.tp * parallel.cp
+        if self.num_key_heads % num_ranks or self.num_value_heads % num_ranks:
+            heads = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads of linear attention"
+            return f"{parallel.tp} tensor- times {parallel.cp} context-parallel ranks cannot share {heads} equally"
+        return None
+
+    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+        """Bytes of the inputs of the recurrence, whose heads are scattered, and of its output, gathered again."""
+        shard = self.shard(parallel.tp)
+        # the gate stays on the ranks of its positions; the output has its width
+        return 2 * sizes.inner * sum(shard.sections) * sizes.activation * (parallel.cp - 1) / parallel.cp
+
+    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+        return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """The output gate is a part of the projection's output, and q, k and v are parts of the convolution's."""
+        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation
+        tensor, heads = partial(saved_tensor, "attention"), tokens * shard.num_value_heads
+        mixed = tokens * sum(shard.mixed_sections)
+        yield tensor("projection", "U C", tokens * sum(shard.sections), size)
+        if parallel.cp > 1:
+            yield tensor("input of whole sequences", "U C", mixed, size)
+        yield tensor("q, k and v", "U C", mixed, size)
+        yield from self.recurrence_tensors(heads, sizes)
+        yield tensor("output", "U N V", heads * self.value_head_dim, size)
+        yield tensor("gated output", "U N V", heads * self.value_head_dim, size, {"low": "attn_proj"})
+
+    def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Saved tensors besides q, k, v and output. `heads`: local tokens times value heads."""
+        raise NotImplementedError
+
+    def backward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """Backward of the recurrence: states, stored values and, with systems, their solutions, and all gradients."""
+        keys, values = self.key_head_dim, self.value_head_dim
+        heads = sizes.inner * self.shard(parallel.tp).num_value_heads
+        narrow = 2 * keys * values / CHUNK + 3 * values
+        if self.solves_systems:
+            narrow += 3 * keys + 4 * values
+        return heads * (narrow * sizes.activation + 2 * keys * sizes.internal)

@@ -1,0 +1,57 @@
+"""Mamba-2: a state space model as linear attention with a decay (Nemotron-3)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from megatron_moe.config.component import NameRule, ParamSpec
+from megatron_moe.config.costs import ActivationSizes, SavedActivation, saved_tensor
+from megatron_moe.config.linear_attention import LinearAttentionConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
+
+_TRANSFORMS = "megatron_moe.checkpoint.huggingface.linear_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig(LinearAttentionConfig):
+    """Mamba-2 (arXiv 2405.21060). Its groups of B and C are the heads of k and q, and its state size is their width.
+
+    The norm is over the value heads of a group, after the gate.
+    """
+
+    module: ClassVar[str] = "megatron_moe.model.mamba:Mamba"
+
+    @property
+    def mixed_sections(self) -> tuple[int, ...]:
+        """Widths of x, B and C."""
+        return self.value_width, self.key_width, self.key_width
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Widths of gate, x, B, C, and one time step per head."""
+        return (self.value_width, *self.mixed_sections, self.num_value_heads)
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        yield from super().parameters(parallel)
+        heads = ParamMeta(role="bias", init="time_step", tp_dim=0, decay=False)
+        for name, shape, meta in (
+            ("conv1d.bias", (sum(self.mixed_sections),), replace(heads, init="zeros", splits=self.mixed_sections)),
+            ("dt_bias", (self.num_value_heads,), heads),
+            ("D", (self.num_value_heads,), replace(heads, role="vector", init="ones")),
+            ("norm.weight", (self.value_width,), replace(heads, role="norm", init="ones")),
+        ):
+            yield ParamSpec(name=name, shape=shape, meta=meta, counted="norms" if "norm" in name else "attention")
+
+    def recurrence_products(self) -> int:
+        return 7 * self.value_width * self.key_head_dim // 2
+
+    def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        yield saved_tensor("attention", "time steps and decay", "U N", 3 * heads, sizes.internal)
+        yield saved_tensor("attention", "x times time step", "U N V", heads * self.value_head_dim, sizes.activation)
+
+    def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        yield NameRule("conv1d.weight", ("mixer.conv1d.weight",), f"{_TRANSFORMS}:FILTERS")
+        names = ("in_proj.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight")
+        for name in names:
+            yield NameRule(name, (f"mixer.{name}",))

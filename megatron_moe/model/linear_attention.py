@@ -1,0 +1,83 @@
+"""Base of mixers with linear attention: projections, short convolution, and context parallelism."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.config.linear_attention import LinearAttentionConfig
+from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.parallel.context import ProcessGroup
+from megatron_moe.parallel.context_parallel import by_rank, gather_heads, in_order, scatter_heads
+from megatron_moe.parallel.parameter import Parameter, new_parameter
+
+
+class LinearAttention(nn.Module):
+    """Mixer with linear attention.
+
+    Heads are sharded over tensor-parallel ranks. Under context parallelism, an all-to-all gathers the positions and
+    scatters the heads before the convolution, and another one reverses this after the recurrence (arXiv 2309.14509).
+    """
+
+    def __init__(self, config: LinearAttentionConfig, site: str, resources: ModelResources) -> None:
+        super().__init__()
+        self.ctx, self.kernels = resources.ctx, resources.kernels
+        self.local = config.shard(self.ctx.group("tp").size)
+        """Config with the heads of this tensor-parallel rank."""
+        self._specs = {spec.name: spec for spec in config.parameters(self.ctx.config)}
+        hidden, ctx, kernels = config.hidden_size, self.ctx, self.kernels
+        self.in_proj = Linear(hidden, sum(config.sections), ctx, kernels, tp_dim=0, splits=config.sections)
+        self.out_proj = Linear(config.value_width, hidden, ctx, kernels, tp_dim=1, init="output")
+        self.conv1d = nn.Module()
+        self.conv1d.weight = self.parameter_of("conv1d.weight")
+        self.A_log = self.parameter_of("A_log")
+
+    def parameter_of(self, name: str) -> Parameter:
+        """Creates this rank's shard of a parameter that the config declares."""
+        return new_parameter(self._specs[name].shape, self._specs[name].meta, self.ctx)
+
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
+        """[S, B, H] -> [S, B, H]"""
+        mixed_SBC, gate_SBC, others = self.split_projection(self.in_proj(hidden_SBH))
+        part = mb.tokens.part
+        if part is not None and len(part.of_ranks) > 1:
+            group = self.ctx.group(part.group)
+            # cp: S * B elements of all channels but the gate here, S * B * v back; backward: the same
+            channels = (*mixed_SBC.split(self.local.mixed_sections, dim=-1), *others)
+            packed_SBNC = torch.cat([x.unflatten(-1, (group.size, -1)) for x in channels], dim=-1)
+            own_SBC = in_order(scatter_heads(packed_SBNC, group).squeeze(2), part.of_ranks)
+            widths = [x.shape[-1] // group.size for x in (mixed_SBC, *others)]
+            mixed_SBC, *others = own_SBC.split(widths, dim=-1)
+            out_SBMV = self.recurrence(mixed_SBC, others, mb.tokens.whole_segments_BS, group)
+            out_SBMV = gather_heads(by_rank(out_SBMV, part.of_ranks), group)
+        else:
+            assert part is not None or self.ctx.group("cp").size == 1, "TokenMeta.part is not set"
+            out_SBMV = self.recurrence(mixed_SBC, others, mb.tokens.segments_BS, None)
+        return self.out_proj(self.gated_norm(out_SBMV, gate_SBC))
+
+    def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Returns the input of the convolution, with the channels of `mixed_sections`; the output gate; and the other
+        inputs of the recurrence, whose channels are ordered by head. All are [S, B, C]."""
+        raise NotImplementedError
+
+    def recurrence(
+        self, mixed_SBC: Tensor, others: Sequence[Tensor], segments_BS: Tensor | None, group: ProcessGroup | None
+    ) -> Tensor:
+        """Output [S, B, M, V] of convolution and linear attention on whole sequences. `group`: ranks that share the
+        local heads equally; None: this rank has all of them."""
+        raise NotImplementedError
+
+    def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:
+        """Input [S, B, C] of the output projection."""
+        raise NotImplementedError
+
+
+def share_of(parameter: Tensor, group: ProcessGroup | None, sections: Sequence[int] = ()) -> Tensor:
+    """Part of a parameter of the local heads for the heads of this rank of `group`. `sections`: sizes of parts of dim
+    0, each of which is divided equally; empty: the whole is."""
+    if group is None:
+        return parameter
+    parts = parameter.split(list(sections)) if sections else [parameter]
+    return torch.cat([part.chunk(group.size)[group.rank] for part in parts])

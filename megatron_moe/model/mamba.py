@@ -1,0 +1,63 @@
+"""Mamba-2 (arXiv 2405.21060).
+
+1. one projection to an output gate z, x, B, C, and a time step for each head
+2. short causal convolution of x, B and C with SiLU
+3. state space model: linear attention with queries C, keys B, values x times time step, and a skip of D x
+4. norm of the output times silu(z) over the heads of each group
+5. output projection
+"""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_moe.config.mamba import MambaConfig
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.model.linear_attention import LinearAttention, share_of
+from megatron_moe.parallel.context import ProcessGroup
+
+
+class Mamba(LinearAttention):
+    """Mamba-2 mixer; see `LinearAttention`."""
+
+    def __init__(self, config: MambaConfig, site: str, resources: ModelResources) -> None:
+        super().__init__(config, site, resources)
+        self.config = config
+        self.conv1d.bias = self.parameter_of("conv1d.bias")
+        self.dt_bias, self.D = self.parameter_of("dt_bias"), self.parameter_of("D")
+        self.norm = nn.Module()
+        self.norm.weight = self.parameter_of("norm.weight")
+
+    def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        sizes = (self.local.value_width, sum(self.local.mixed_sections), self.local.num_value_heads)
+        gate_SBC, mixed_SBC, step_SBM = projected_SBC.split(sizes, dim=-1)
+        return mixed_SBC, gate_SBC, [step_SBM]
+
+    def recurrence(
+        self, mixed_SBC: Tensor, others: Sequence[Tensor], segments_BS: Tensor | None, group: ProcessGroup | None
+    ) -> Tensor:
+        (step_SBM,), config, mixed = others, self.config, self.local.mixed_sections
+        filters_CK, bias_C = (share_of(x, group, mixed) for x in (self.conv1d.weight, self.conv1d.bias))
+        conv_SBC = self.kernels.short_conv(mixed_SBC, filters_CK, bias_C, segments_BS)
+        widths = self.local.shard(1 if group is None else group.size).mixed_sections
+        x_SBC, k_SBC, q_SBC = conv_SBC.split(widths, dim=-1)
+        x_SBMV, wide = x_SBC.unflatten(-1, (-1, config.value_head_dim)), internal_dtype(conv_SBC.dtype)
+        step_SBM = F.softplus(step_SBM.to(wide) + share_of(self.dt_bias, group).to(wide))
+        out_SBMV = self.kernels.linear_attention(
+            q_SBC.unflatten(-1, (-1, config.key_head_dim)),
+            k_SBC.unflatten(-1, (-1, config.key_head_dim)),
+            (x_SBMV * step_SBM[..., None]).to(x_SBMV.dtype),
+            -share_of(self.A_log, group).to(wide).exp() * step_SBM,
+            None,
+            segments_BS,
+            1.0,
+        )
+        return out_SBMV + x_SBMV * share_of(self.D, group)[:, None]
+
+    def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:
+        groups = (self.local.num_key_heads, -1)
+        out_SBGW, gate_SBGW = (x.unflatten(-1, groups) for x in (out_SBMV.flatten(2), gate_SBC))
+        weight_GW = self.norm.weight.unflatten(0, groups)
+        return self.kernels.gated_rms_norm(out_SBGW, gate_SBGW, weight_GW, self.config.norm.eps, False).flatten(2)
