@@ -14,6 +14,7 @@ from megatron_moe.config.attention import (
     yarn_mscale,
 )
 from megatron_moe.config.functions import FunctionEntry, Options
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
@@ -55,6 +56,7 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
 def _layers(flags: Flags) -> tuple[LayerConfig, ...]:
     layers = zip(
         from_flags(derive.moe_layers, flags),
+        from_flags(derive.linear_layers, flags),
         from_flags(derive.windowed_layers, flags),
         from_flags(derive.rotated_layers, flags),
         from_flags(derive.context_exchanges, flags),
@@ -62,13 +64,13 @@ def _layers(flags: Flags) -> tuple[LayerConfig, ...]:
     )
     return tuple(
         LayerConfig(
-            mixer=_mixer(flags, windowed, rotated, exchange),
+            mixer=_delta_net(flags) if linear else _mixer(flags, windowed, rotated, exchange),
             feed_forward=moe_config(flags) if is_moe else _dense(flags),
             norm=_norm(flags),
             hidden_dropout=flags.hidden_dropout,
             residual_from_norm=flags.apply_residual_connection_post_layernorm,
         )
-        for is_moe, windowed, rotated, exchange in layers
+        for is_moe, linear, windowed, rotated, exchange in layers
     )
 
 
@@ -91,6 +93,18 @@ def _mixer(flags: Flags, windowed: bool, rotated: bool, exchange: ContextExchang
     latent = flags.multi_latent_attention
     mixer = _mla(flags, windowed) if latent else _attention(flags, windowed, rotated)
     return replace(mixer, core=replace(mixer.core, context_exchange=exchange))
+
+
+def _delta_net(flags: Flags) -> GatedDeltaNetConfig:
+    return GatedDeltaNetConfig(
+        hidden_size=flags.hidden_size,
+        num_key_heads=flags.linear_num_key_heads,
+        num_value_heads=flags.linear_num_value_heads,
+        key_head_dim=flags.linear_key_head_dim,
+        value_head_dim=flags.linear_value_head_dim,
+        conv_width=flags.linear_conv_kernel_dim,
+        norm=NormConfig(kind="RMSNorm", eps=flags.norm_epsilon),
+    )
 
 
 def _core(flags: Flags, scale: float, windowed: bool) -> CoreAttentionConfig:

@@ -8,7 +8,6 @@ from arguments.flag import REQUIRED, flag, new_flag, unsupported
 from arguments.values import LayerPattern
 
 _qk_clip = partial(unsupported, note="attention logits are not clipped")
-_linear_attention = partial(unsupported, note="only softmax attention is implemented")
 _sparse_attention = partial(unsupported, note="only dense softmax attention is implemented")
 
 
@@ -74,19 +73,21 @@ class AttentionFlags:
     """YaRN: cos and sin are divided by m = 0.1 * mscale_all_dim * ln(scaling factor) + 1; the softmax scale of
     multi-latent attention is multiplied by m^2."""
 
-    experimental_attention_variant: str | None = _linear_attention(None)
-    """Type of the layer that replaces softmax attention, such as gated_delta_net."""
-    linear_attention_freq: LayerPattern | None = _linear_attention(None)
+    experimental_attention_variant: str | None = unsupported(
+        None, note="of the variants, only gated delta nets are implemented", works=("gated_delta_net", "gdn")
+    )
+    """Type of the mixer that replaces softmax attention in the layers of `--linear-attention-freq`."""
+    linear_attention_freq: LayerPattern | None = flag(None)
     """Layers with linear attention: all but every n-th layer, or a list with 1 (linear) or 0 (softmax) per layer."""
-    linear_conv_kernel_dim: int = _linear_attention(4, harmless=True)
-    """Convolution kernel size of linear attention."""
-    linear_key_head_dim: int = _linear_attention(128, harmless=True)
+    linear_conv_kernel_dim: int = flag(4, least=1)
+    """Number of tokens that the convolution of linear attention sees."""
+    linear_key_head_dim: int = flag(128, least=1)
     """Key head dimension of linear attention."""
-    linear_value_head_dim: int = _linear_attention(128, harmless=True)
+    linear_value_head_dim: int = flag(128, least=1)
     """Value head dimension of linear attention."""
-    linear_num_key_heads: int = _linear_attention(16, harmless=True)
+    linear_num_key_heads: int = flag(16, least=1)
     """Number of key heads of linear attention."""
-    linear_num_value_heads: int = _linear_attention(32, harmless=True)
+    linear_num_value_heads: int = flag(32, least=1)
     """Number of value heads of linear attention."""
 
     dsa_indexer_n_heads: int | None = _sparse_attention(None)
