@@ -1,12 +1,15 @@
 """Tiny model configs and microbatches. All sizes differ, so that confused dims fail."""
 
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, RopeConfig
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig
@@ -46,6 +49,21 @@ def mla_config(**changes: Any) -> MLAConfig:
         norm=RMS,
     )
     return replace(config, **changes)
+
+
+_LINEAR_SIZES = {
+    "hidden_size": HIDDEN,
+    "num_key_heads": 4,
+    "num_value_heads": 8,
+    "key_head_dim": 12,
+    "value_head_dim": 5,
+    "conv_width": 4,
+    "norm": NormConfig(kind="RMSNorm", eps=1e-6),
+}
+LINEAR_ATTENTION = MappingProxyType(
+    {"delta": GatedDeltaNetConfig(**_LINEAR_SIZES), "mamba": MambaConfig(**_LINEAR_SIZES)}
+)
+"""Mixers with linear attention, by name: four key heads, each shared by two value heads."""
 
 
 def mlp_config(**changes: Any) -> MLPConfig:

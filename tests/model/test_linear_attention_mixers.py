@@ -10,10 +10,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from megatron_moe.checkpoint.huggingface.linear_attention import FILTERS, by_key_head, by_section
-from megatron_moe.config.attention import NormConfig
-from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.linear_attention import LinearAttentionConfig
-from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.registry import resolve
 from megatron_moe.layers.resources import ModelResources
@@ -24,20 +21,11 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_positions, take_positions
 from tests.helpers.ranks import on_threads
 from tests.helpers.sharded import KERNELS, held, sum_partials, whole
-from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, make_mb, randn
+from tests.helpers.tiny_models import HIDDEN, LINEAR_ATTENTION, UNIT_GAIN, make_mb, randn
 from tests.helpers.tolerances import FP32_MODEL, FP64_LAYOUT
 
 SEQ, BATCH = 12, 2
-SIZES = {
-    "hidden_size": HIDDEN,
-    "num_key_heads": 4,
-    "num_value_heads": 8,
-    "key_head_dim": 3,
-    "value_head_dim": 5,
-    "conv_width": 4,
-    "norm": NormConfig(kind="RMSNorm", eps=1e-6),
-}
-DELTA_NET, MAMBA = GatedDeltaNetConfig(**SIZES), MambaConfig(**SIZES)
+DELTA_NET, MAMBA = LINEAR_ATTENTION["delta"], LINEAR_ATTENTION["mamba"]
 MIXERS = pytest.mark.parametrize("config", [DELTA_NET, MAMBA], ids=["gated delta net", "Mamba-2"])
 LAYOUTS = {
     "tp2": ParallelConfig(world_size=2, tp=2),
@@ -104,7 +92,7 @@ def test_gated_delta_net_is_that_of_transformers():
             layer_types=["linear_attention"],
             linear_num_key_heads=4,
             linear_num_value_heads=8,
-            linear_key_head_dim=3,
+            linear_key_head_dim=12,
             linear_value_head_dim=5,
             linear_conv_kernel_dim=4,
             rms_norm_eps=1e-6,
@@ -113,9 +101,9 @@ def test_gated_delta_net_is_that_of_transformers():
     )
     torch.manual_seed(3)
     for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
+        torch.nn.init.normal_(parameter, std=0.3)
     ours = make(DELTA_NET, ParallelContext.single(dtype=torch.float32))
-    projections = by_key_head(4, 8, 3, 5)
+    projections = by_key_head(4, 8, 12, 5)
     with torch.no_grad():
         ours.in_proj.weight.copy_(projections.from_hf([theirs.in_proj_qkvz.weight, theirs.in_proj_ba.weight]))
         ours.conv1d.weight.copy_(FILTERS.from_hf([theirs.conv1d.weight]))
@@ -148,7 +136,7 @@ def test_mamba_is_that_of_transformers():
             mamba_num_heads=8,
             mamba_head_dim=5,
             n_groups=4,
-            ssm_state_size=3,
+            ssm_state_size=12,
             conv_kernel=4,
             chunk_size=4,
             time_step_min=0.0,
@@ -158,7 +146,7 @@ def test_mamba_is_that_of_transformers():
     )
     torch.manual_seed(3)
     for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
+        torch.nn.init.normal_(parameter, std=0.3)
     ours = make(MAMBA, ParallelContext.single(dtype=torch.float32))
     names = {rule.name: rule.hf_names[0].removeprefix("mixer.") for rule in MAMBA.name_rules("nemotron_h")}
     with torch.no_grad():

@@ -10,9 +10,8 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_moe.config.attention import AttentionConfig
+from megatron_moe.config.attention import SoftmaxMixerConfig
 from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
-from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
@@ -165,18 +164,21 @@ def pipeline_of(cell: Cell) -> PipelineConfig:
 
 def model_of(cell: Cell) -> ModelConfig:
     """One dense layer and three MoE layers, or only dense ones; one layer per stage where there are more stages."""
-    mixer: AttentionConfig | MLAConfig = tiny.attention(num_query_groups=_groups(cell))
+    softmax: SoftmaxMixerConfig = tiny.attention(num_query_groups=_groups(cell))
     if cell["attention"] == "mla":
-        mixer = tiny_models.mla_config(num_heads=4)
+        softmax = tiny_models.mla_config(num_heads=4)
     dropout = DROPOUT if cell["dropout"] == "on" else 0.0
-    core = replace(mixer.core, context_exchange=cell["cpcomm"], sinks=cell["sinks"] == "on", dropout=dropout)
-    mixer = replace(mixer, core=core)
+    core = replace(softmax.core, context_exchange=cell["cpcomm"], sinks=cell["sinks"] == "on", dropout=dropout)
+    softmax = replace(softmax, core=core)
+    # linear attention in every second layer
+    mixers = (tiny_models.LINEAR_ATTENTION.get(cell["attention"], softmax), softmax)
     dense = tiny_models.mlp_config(ffn_hidden_size=48)
     num_layers = max(NUM_LAYERS, int(cell["pp"]) * int(cell["vpp"]))
     kinds = [dense] + [moe_of(cell) if cell["layers"] == "moe" else dense] * (num_layers - 1)
     return tiny.model(
         layers=tuple(
-            LayerConfig(mixer=mixer, feed_forward=kind, norm=tiny.NORM, hidden_dropout=dropout) for kind in kinds
+            LayerConfig(mixer=mixers[layer % 2], feed_forward=kind, norm=tiny.NORM, hidden_dropout=dropout)
+            for layer, kind in enumerate(kinds)
         ),
         embedding_dropout=dropout,
         tied_embeddings=cell["head"] == "tied",

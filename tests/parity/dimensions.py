@@ -39,7 +39,7 @@ DIMENSIONS = MappingProxyType(
         "experts": ("grouped", "sequential"),
         "latent": ("off", "on"),
         "layers": ("moe", "dense"),
-        "attention": ("gqa", "mla"),
+        "attention": ("gqa", "mla", "delta", "mamba"),
         "groups": ("whole", "shared"),
         "sinks": ("off", "on"),
         "mtp": ("off", "on"),
@@ -140,6 +140,9 @@ RULES: tuple[Rule, ...] = (
     # fewer query groups than tensor-parallel ranks
     (("tp", "groups"), lambda c: c["groups"] == "whole" or c["tp"] != "1"),
     (("attention", "groups"), lambda c: c["groups"] == "whole" or c["attention"] == "gqa"),
+    # context-parallel and tensor-parallel ranks share four heads of linear attention; sinks belong to softmax attention
+    (("tp", "cp", "attention"), lambda c: c["attention"] in ("gqa", "mla") or int(c["tp"]) * int(c["cp"]) <= 4),
+    (("sinks", "attention"), lambda c: c["sinks"] == "off" or c["attention"] in ("gqa", "mla")),
     # interleaving runs microbatches in groups of pp
     (("pp", "vpp"), lambda c: c["vpp"] == "1" or c["pp"] != "1"),
     (("pp", "stages"), lambda c: c["stages"] == "even" or c["pp"] != "1"),
