@@ -55,7 +55,7 @@ _LINEAR_SIZES = {
     "hidden_size": HIDDEN,
     "num_key_heads": 4,
     "num_value_heads": 8,
-    "key_head_dim": 12,
+    "key_head_dim": 24,
     "value_head_dim": 5,
     "conv_width": 4,
     "norm": NormConfig(kind="RMSNorm", eps=1e-6),

@@ -92,7 +92,7 @@ def test_gated_delta_net_is_that_of_transformers():
             layer_types=["linear_attention"],
             linear_num_key_heads=4,
             linear_num_value_heads=8,
-            linear_key_head_dim=12,
+            linear_key_head_dim=24,
             linear_value_head_dim=5,
             linear_conv_kernel_dim=4,
             rms_norm_eps=1e-6,
@@ -103,7 +103,7 @@ def test_gated_delta_net_is_that_of_transformers():
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ours = make(DELTA_NET, ParallelContext.single(dtype=torch.float32))
-    projections = by_key_head(4, 8, 12, 5)
+    projections = by_key_head(4, 8, 24, 5)
     with torch.no_grad():
         ours.in_proj.weight.copy_(projections.from_hf([theirs.in_proj_qkvz.weight, theirs.in_proj_ba.weight]))
         ours.conv1d.weight.copy_(FILTERS.from_hf([theirs.conv1d.weight]))
@@ -136,7 +136,7 @@ def test_mamba_is_that_of_transformers():
             mamba_num_heads=8,
             mamba_head_dim=5,
             n_groups=4,
-            ssm_state_size=12,
+            ssm_state_size=24,
             conv_kernel=4,
             chunk_size=4,
             time_step_min=0.0,
