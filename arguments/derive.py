@@ -134,11 +134,15 @@ def windowed_layers(
     return tuple(entry == 1 for entry in window_attn_skip_freq)
 
 
+DELTA_NETS = ("gated_delta_net", "gdn")
+"""Values of `--experimental-attention-variant` that name the gated delta net."""
+
+
 def linear_layers(
     num_layers: int, experimental_attention_variant: str | None, linear_attention_freq: LayerPattern | None
 ) -> tuple[bool, ...]:
     """For each layer, whether linear attention is its mixer. An integer n exempts layers n, 2n, ... (from 1)."""
-    if experimental_attention_variant is None or linear_attention_freq is None:
+    if experimental_attention_variant not in DELTA_NETS or linear_attention_freq is None:
         return (False,) * num_layers
     if isinstance(linear_attention_freq, int):
         return tuple((layer + 1) % linear_attention_freq != 0 for layer in range(num_layers))

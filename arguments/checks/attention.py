@@ -27,7 +27,7 @@ def query_groups_divide_heads(flags: RuleFlags) -> Violations:
 
 def linear_attention_has_layers(flags: RuleFlags) -> Violations:
     """A linear attention needs both its variant and the layers in which it replaces softmax attention."""
-    if flags.experimental_attention_variant is not None and flags.linear_attention_freq is None:
+    if flags.experimental_attention_variant in derive.DELTA_NETS and flags.linear_attention_freq is None:
         variant = f"--experimental-attention-variant {flags.experimental_attention_variant}"
         yield f"{variant} does not say which layers have it", "add --linear-attention-freq"
     if flags.linear_attention_freq is not None:
@@ -42,7 +42,7 @@ def linear_attention_has_layers(flags: RuleFlags) -> Violations:
 def linear_attention_shares_keys_equally(flags: RuleFlags) -> Violations:
     """Every key head of linear attention is shared by the same number of value heads."""
     keys, values = flags.linear_num_key_heads, flags.linear_num_value_heads
-    if flags.experimental_attention_variant is not None and values % keys:
+    if flags.experimental_attention_variant in derive.DELTA_NETS and values % keys:
         yield (
             f"{keys} key heads do not divide {counted(values, 'value head')} of linear attention",
             f"use --linear-num-key-heads {divisors(values)}",
@@ -53,7 +53,7 @@ def ranks_share_heads_of_linear_attention(flags: RuleFlags) -> Violations:
     """Tensor- and context-parallel ranks hold equal shares of the heads of linear attention."""
     num_ranks = flags.tensor_model_parallel_size * flags.context_parallel_size
     keys, values = flags.linear_num_key_heads, flags.linear_num_value_heads
-    if flags.experimental_attention_variant is not None and (keys % num_ranks or values % num_ranks):
+    if flags.experimental_attention_variant in derive.DELTA_NETS and (keys % num_ranks or values % num_ranks):
         yield (
             f"{flags.tensor_model_parallel_size} tensor- times {flags.context_parallel_size} context-parallel ranks do "
             f"not divide {keys} key heads and {values} value heads of linear attention",

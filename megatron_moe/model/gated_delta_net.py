@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.layers.components import Site
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.linear_attention import LinearAttention, share_of
@@ -26,7 +27,7 @@ KEY_EPS = 1e-6
 class GatedDeltaNet(LinearAttention):
     """Gated delta net; see `LinearAttention`."""
 
-    def __init__(self, config: GatedDeltaNetConfig, site: str, resources: ModelResources) -> None:
+    def __init__(self, config: GatedDeltaNetConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
         self.config = config
         self.dt_bias = self.parameter_of("dt_bias")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.layers.components import Mixer, Site
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.parallel.context import ProcessGroup
@@ -14,22 +15,32 @@ from megatron_moe.parallel.context_parallel import by_rank, gather_heads, in_ord
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Mixer):
     """Mixer with linear attention.
 
     Heads are sharded over tensor-parallel ranks. Under context parallelism, an all-to-all gathers the positions and
     scatters the heads before the convolution, and another one reverses this after the recurrence (arXiv 2309.14509).
     """
 
-    def __init__(self, config: LinearAttentionConfig, site: str, resources: ModelResources) -> None:
-        super().__init__()
-        self.ctx, self.kernels = resources.ctx, resources.kernels
+    def __init__(self, config: LinearAttentionConfig, site: Site, resources: ModelResources) -> None:
+        super().__init__(site, resources)
         self.local = config.shard(self.ctx.group("tp").size)
         """Config with the heads of this tensor-parallel rank."""
         self._specs = {spec.name: spec for spec in config.parameters(self.ctx.config)}
         hidden, ctx, kernels = config.hidden_size, self.ctx, self.kernels
-        self.in_proj = Linear(hidden, sum(config.sections), ctx, kernels, tp_dim=0, splits=config.sections)
-        self.out_proj = Linear(config.value_width, hidden, ctx, kernels, tp_dim=1, init="output")
+        saves_input, new = self.saved_tensors.is_recomputed("layernorm"), resources.quantizers.new
+        self.in_proj = Linear(
+            hidden,
+            sum(config.sections),
+            ctx,
+            kernels,
+            tp_dim=0,
+            splits=config.sections,
+            quantizer=new("qkv_linear", "in_proj", saves_input=saves_input),
+        )
+        self.input_linears = (self.in_proj,)
+        of_output = new("attn_proj", "out_proj")
+        self.out_proj = Linear(config.value_width, hidden, ctx, kernels, tp_dim=1, init="output", quantizer=of_output)
         self.conv1d = nn.Module()
         self.conv1d.weight = self.parameter_of("conv1d.weight")
         self.A_log = self.parameter_of("A_log")

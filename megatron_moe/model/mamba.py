@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.layers.components import Site
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.linear_attention import LinearAttention, share_of
 from megatron_moe.parallel.context import ProcessGroup
@@ -22,7 +23,7 @@ from megatron_moe.parallel.context import ProcessGroup
 class Mamba(LinearAttention):
     """Mamba-2 mixer; see `LinearAttention`."""
 
-    def __init__(self, config: MambaConfig, site: str, resources: ModelResources) -> None:
+    def __init__(self, config: MambaConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
         self.config = config
         self.conv1d.bias = self.parameter_of("conv1d.bias")

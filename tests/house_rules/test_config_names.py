@@ -15,7 +15,10 @@ EXCEPTIONS = {
     "ParallelConfig": ("tp", "pp", "cp", "ep", "etp"),  # the field's names of the axes, next to the derived dp and edp
     "OptimizerOffloadConfig": ("fraction",),  # of --optimizer-cpu-offload or of --chunked-optimizer-state-offload
 }
-RECORDED = ("attention", "mla", "mlp", "moe", "model", "optimizer", "transport")
+RECORDED = (
+    *("attention", "linear_attention", "gated_delta_net", "mla", "mlp", "moe", "model", "optimizer"),
+    "transport",
+)
 """Files of megatron_moe/config whose fields may have another name than their flag: those that checkpoints record by
 field name (model and learning-rate schedule), and options of transports that share a flag. A name that is not the end
 of the flag's name names the flag in its docstring."""

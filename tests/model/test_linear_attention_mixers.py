@@ -12,9 +12,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from megatron_moe.checkpoint.huggingface.linear_attention import FILTERS, by_key_head, by_section
 from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.config.registry import resolve
+from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.linear_attention import LinearAttention
 from megatron_moe.parallel.context import ParallelContext
@@ -37,7 +36,7 @@ LAYOUTS = {
 
 
 def make(config: LinearAttentionConfig, ctx: ParallelContext) -> LinearAttention:
-    return resolve(config.module)(config, "mixer", ModelResources(ctx, KERNELS, SavedTensorPolicy()))
+    return new_module(config, Site("mixer", 0), ModelResources.alone(ctx, KERNELS))
 
 
 def run(config: LinearAttentionConfig, ctx: ParallelContext, segments_BS: Tensor | None) -> dict:
