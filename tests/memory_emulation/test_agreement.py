@@ -46,7 +46,6 @@ FEATURES = frozenset(
         "deepseek-v4-flash-gb200-128",
         "deepseek-v4-pro-gb300-256",
         "nemotron-3-nano-30b-a3b-h100-16",
-        "qwen3-next-80b-a3b-h100-128",
     }
 )
 """Recipes whose layers are not available."""
