@@ -279,7 +279,6 @@ def test_a_second_start_reads_no_load_folder(ready):
     "line",
     [
         "--recipe nemotron-3-nano-30b-a3b-h100-16",
-        "--recipe qwen3-next-80b-a3b-h100-128",
         "--recipe deepseek-v4-flash-gb200-128",
         f"{shlex.join(words(SMALL))} --moe-n-hash-layers 1",
     ],
