@@ -5,7 +5,7 @@ folder, the newest checkpoint that verifies on all ranks is loaded. Every byte t
 checkpoint verifies, the run ends, as a silent restart from iteration 0 would be far more expensive.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ from megatron_moe.parallel.context import ParallelContext
 
 HUGGING_FACE = "hf:"
 """Prefix of the values of `--load` and `--pretrained-checkpoint` that name a Hugging Face folder."""
+_NO_RULE_STATE = ("model", "master", "optimizer")
+"""Kinds of tensors that do not depend on the update rule."""
 CheckState = Callable[[Mapping[str, Any], int], None]
 """Function that checks the content of train_state.json against the manifest's iteration. Raises CorruptCheckpoint."""
 
@@ -278,7 +280,7 @@ def _attempt(
                 f"it was saved with, --moe-use-upcycling to upcycle a dense model, or --no-load-optim if only the "
                 f"optimizer state differs:\n  {listed(problems)}"
             )
-        notes = scaling_differences(wanted, known, manifest)
+        notes = scaling_differences(wanted, known, manifest) | rule_differences(wanted, known, manifest, casting)
         wanted = {key: target for key, target in wanted.items() if key in manifest.tensors}
         extents = extents_by_file(manifest)
         for name in _used_files(wanted, manifest):
@@ -314,11 +316,12 @@ def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[s
 
 def mismatches(wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
     """Lists differences in keys, shapes and dtypes between run and checkpoint, without those of
-    `scaling_differences`. `known`: digests of all ranks' keys."""
+    `scaling_differences` and `rule_differences`. `known`: digests of all ranks' keys."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
     missing, unknown = _other_keys(wanted, known, saved)
-    problems = [f"missing in the checkpoint: {key}" for key in missing if not is_scaling_state(key)]
-    problems += [f"unknown to this run: {key}" for key in unknown if not is_scaling_state(key)]
+    ignored = _state_of_other_rules(missing, unknown, saved)
+    problems = [f"missing in the checkpoint: {key}" for key in missing if not (is_scaling_state(key) or key in ignored)]
+    problems += [f"unknown to this run: {key}" for key in unknown if not (is_scaling_state(key) or key in ignored)]
     for key in wanted.keys() & saved.keys():
         target, entry = wanted[key], saved[key]
         skipped = 1 if key.endswith(FP8_AMAX_HISTORY) else 0
@@ -346,6 +349,30 @@ def scaling_differences(wanted: Mapping[str, TensorShard], known: Set[bytes], ma
             change = f"the {now} newest steps are used" if now < then else "the older steps start empty"
             notes.append(f"amax histories of {then} steps in the checkpoint, --fp8-amax-history-len {now}: {change}")
     return frozenset(notes)
+
+
+def rule_differences(
+    wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest, casting: bool
+) -> frozenset[str]:
+    """Message about parameters that another update rule stepped before the checkpoint was saved. `known`: digests of
+    all ranks' keys."""
+    missing, unknown = _other_keys(wanted, known, manifest.tensors)
+    if casting or not _state_of_other_rules(missing, unknown, manifest.tensors):
+        return frozenset()
+    return frozenset({"another update rule saved the optimizer state of some parameters; their state starts anew"})
+
+
+def _state_of_other_rules(missing: Iterable[str], unknown: Iterable[str], saved: Mapping[str, Any]) -> set[str]:
+    """Keys of optimizer state of the parameters for which run and checkpoint have no kind of state in common."""
+    kinds: dict[str, set[str]] = {}
+    for key in saved:
+        kind, _, name = key.partition(".")
+        if kind not in _NO_RULE_STATE:
+            kinds.setdefault(name, set()).add(key)
+    unused = set(unknown)
+    replaced = {name for name, keys in kinds.items() if keys <= unused}
+    names = {key: key.partition(".")[::2] for key in (*missing, *unknown)}
+    return {key for key, (kind, name) in names.items() if kind not in _NO_RULE_STATE and name in replaced}
 
 
 def _other_keys(wanted: Mapping[str, Any], known: Set[bytes], saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -93,9 +93,7 @@ def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
     return wide.square() if packed.root else wide
 
 
-def pack(
-    values: Tensor, like: PackedState, weights: Tensor | None = None, dither: Tensor | None = None
-) -> PackedState:
+def pack(values: Tensor, like: PackedState, weights: Tensor | None = None, dither: Tensor | None = None) -> PackedState:
     """Packs values in the format of the state `like`.
 
     Args:

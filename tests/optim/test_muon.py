@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.checkpoint.load import find, load
+from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.optimizer import MuonConfig, OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.run import RunPlan
@@ -15,9 +17,12 @@ from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.muon import COEFFICIENTS, coefficients_of, newton_schulz, scale_of
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.checkpointing import saved_tensors
+from megatron_moe.train.train_state import TrainState
 from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.optim_parameters import FP32, FP64, set_grads
 from tests.helpers.optim_ranks import KINDS, joined, make_parameters, run, run_alone, total_gradient
+from tests.helpers.pipelines import make_trainer, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.parity.cells import compare_plan, plan_of
@@ -168,3 +173,26 @@ def test_a_checkpoint_resumes_on_another_layout(tmp_path: Path) -> None:
     EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
     straight = stored_tensors(tmp_path / "a" / "iter_0000002")
     FP64_LAYOUT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), straight, "one step further")
+
+
+def test_a_run_of_adam_continues_with_muon_and_new_momentum(tmp_path: Path) -> None:
+    """Parameters that AdamW continues to step keep their state."""
+    before = plan("dp=2 zero=on")
+    train_and_save(replace(before, optimizer=replace(before.optimizer, optimizer="adam")), tmp_path / "a")
+    notes: list[str] = []
+
+    def resumed(context: ParallelContext) -> dict[str, Tensor]:
+        trainer = make_trainer(before, context)
+        found = find(CheckpointConfig(load=str(tmp_path / "a"), ckpt_step=1), context, say=notes.append)
+        load(found, saved_tensors(trainer, optimizer=True), context, say=notes.append)
+        trainer.restored(with_optimizer=True)
+        run_steps(before, trainer, TrainState(iteration=1, consumed_samples=8), 1)
+        state = trainer.optimizer.named_state()
+        return {f"{each.kind}.{each.name}.{each.start}": each.data.clone() for each in state}
+
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
+    for found in on_threads(before.parallel, resumed):
+        assert any(name.startswith("momentum.") for name in found)
+        assert all(value.isfinite().all() for value in found.values())
+    assert notes == ["another update rule saved the optimizer state of some parameters; their state starts anew"]
+    assert any(name.startswith("exp_avg.decoder") for name in saved)
