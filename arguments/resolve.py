@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arguments import derive
+from arguments.errors import FlagErrors
 from arguments.flags import Flags, from_flags
 from arguments.precision_file import read_module_precision
 from arguments.resolve_model import model_config
@@ -43,11 +44,15 @@ _MAX_TIMEOUT_S = 10**9  # threading timeouts overflow at about 300 years
 
 def run_plan(flags: Flags, launch: ProcessInfo, vocab_size: int, **provenance: Any) -> RunPlan:
     """Builds the plan from checked flags. `provenance`: values of further RunPlan fields, such as the command line,
-    notes and environment."""
+    notes and environment. Raises FlagErrors if a module of a layer cannot be sharded over the ranks."""
     parallel = parallel_config(flags, launch)
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
     model = model_config(flags, vocab_size)
+    problems = dict.fromkeys(layer.layout_problem(parallel) for layer in dict.fromkeys(model.layers))
+    problem = next(filter(None, problems), None)
+    if problem is not None:
+        raise FlagErrors.of(problem, "choose other parallel sizes or widths")
     layout = derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
     return from_flags(
         RunPlan,

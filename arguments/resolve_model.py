@@ -1,18 +1,14 @@
 """Converts checked flags to the `ModelConfig`."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from arguments import derive
 from arguments.flags import Flags, from_flags
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    ContextExchange,
-    CoreAttentionConfig,
-    NormConfig,
-    RopeConfig,
-    yarn_mscale,
-)
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, RopeConfig, yarn_mscale
+from megatron_moe.config.component import FeedForwardConfig, MixerConfig
 from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.mla import MLAConfig
@@ -20,7 +16,15 @@ from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.precision import quantization_recipe
-from megatron_moe.config.registry import ACTIVATIONS, BALANCING, METRICS, SCORE_FUNCTIONS
+from megatron_moe.config.registry import (
+    ACTIVATIONS,
+    BALANCING,
+    FEED_FORWARDS,
+    METRICS,
+    MIXERS,
+    SCORE_FUNCTIONS,
+    ComponentRegistry,
+)
 from megatron_moe.config.transport import HybridEPConfig, PushConfig
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
@@ -54,24 +58,23 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
 
 
 def _layers(flags: Flags) -> tuple[LayerConfig, ...]:
-    layers = zip(
-        from_flags(derive.moe_layers, flags),
-        from_flags(derive.linear_layers, flags),
-        from_flags(derive.windowed_layers, flags),
-        from_flags(derive.rotated_layers, flags),
-        from_flags(derive.context_exchanges, flags),
-        strict=True,
-    )
+    mixers, feed_forwards = _selected(MIXERS, flags.mixer, flags), _selected(FEED_FORWARDS, flags.feed_forward, flags)
     return tuple(
         LayerConfig(
-            mixer=_delta_net(flags) if linear else _mixer(flags, windowed, rotated, exchange),
-            feed_forward=moe_config(flags) if is_moe else _dense(flags),
+            mixer=mixer,
+            feed_forward=feed_forward,
             norm=_norm(flags),
             hidden_dropout=flags.hidden_dropout,
             residual_from_norm=flags.apply_residual_connection_post_layernorm,
         )
-        for is_moe, linear, windowed, rotated, exchange in layers
+        for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
     )
+
+
+def _selected(registry: ComponentRegistry[Any], names: tuple[str, ...], flags: Flags) -> list[Any]:
+    """Config of every layer's module: `names` repeat over the layers, and each entry has a config for every layer."""
+    columns = [registry.get(name)(flags) for name in names]
+    return [columns[layer % len(columns)][layer] for layer in range(flags.num_layers)]
 
 
 def _norm(flags: Flags) -> NormConfig:
@@ -89,14 +92,16 @@ def _mtp(flags: Flags) -> MTPConfig | None:
     )
 
 
-def _mixer(flags: Flags, windowed: bool, rotated: bool, exchange: ContextExchange) -> AttentionConfig | MLAConfig:
-    latent = flags.multi_latent_attention
-    mixer = _mla(flags, windowed) if latent else _attention(flags, windowed, rotated)
-    return replace(mixer, core=replace(mixer.core, context_exchange=exchange))
+def _mixers(flags: Flags) -> tuple[MixerConfig, ...]:
+    softmax = _mla(flags) if flags.multi_latent_attention else _attention(flags)
+    is_linear = from_flags(derive.linear_layers, flags)
+    if not any(is_linear):
+        return softmax
+    return tuple(linear if on else each for on, linear, each in zip(is_linear, _delta_net(flags), softmax, strict=True))
 
 
-def _delta_net(flags: Flags) -> GatedDeltaNetConfig:
-    return GatedDeltaNetConfig(
+def _delta_net(flags: Flags) -> tuple[GatedDeltaNetConfig, ...]:
+    config = GatedDeltaNetConfig(
         hidden_size=flags.hidden_size,
         num_key_heads=flags.linear_num_key_heads,
         num_value_heads=flags.linear_num_value_heads,
@@ -105,36 +110,47 @@ def _delta_net(flags: Flags) -> GatedDeltaNetConfig:
         conv_width=flags.linear_conv_kernel_dim,
         norm=NormConfig(kind="RMSNorm", eps=flags.norm_epsilon),
     )
+    return (config,) * flags.num_layers
 
 
-def _core(flags: Flags, scale: float, windowed: bool) -> CoreAttentionConfig:
-    return CoreAttentionConfig(
-        softmax_scale=scale,
-        window=flags.window_size if windowed else None,
-        sinks=flags.softmax_type == "learnable",
-        off_by_one=flags.softmax_type == "off-by-one",
-        dropout=flags.attention_dropout,
-    )
+def _feed_forwards(flags: Flags) -> tuple[FeedForwardConfig, ...]:
+    return tuple(moe_config(flags) if is_moe else _dense(flags) for is_moe in from_flags(derive.moe_layers, flags))
 
 
-def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionConfig:
+def _cores(flags: Flags, scale: float) -> Iterator[CoreAttentionConfig]:
+    windowed, exchanges = from_flags(derive.windowed_layers, flags), from_flags(derive.context_exchanges, flags)
+    for has_window, exchange in zip(windowed, exchanges, strict=True):
+        yield CoreAttentionConfig(
+            softmax_scale=scale,
+            window=flags.window_size if has_window else None,
+            context_exchange=exchange,
+            sinks=flags.softmax_type == "learnable",
+            off_by_one=flags.softmax_type == "off-by-one",
+            dropout=flags.attention_dropout,
+        )
+
+
+def _attention(flags: Flags) -> tuple[AttentionConfig, ...]:
     head_dim = derive.head_dim(flags)
-    has_rope = rotated and flags.position_embedding_type in ("rope", "yarn")
+    has_rope = flags.position_embedding_type in ("rope", "yarn")
+    rope = _rope(flags, head_dim) if has_rope else None
     scope = {"head": "per_head", "all-heads": "full"}[flags.qk_layernorm_over] if flags.qk_layernorm else "none"
-    return from_flags(
+    common = from_flags(
         AttentionConfig,
         flags,
         num_heads=flags.num_attention_heads,
         **({} if flags.group_query_attention else {"num_query_groups": flags.num_attention_heads}),
         head_dim=head_dim,
-        core=_core(flags, head_dim**-0.5, windowed),
-        rope=_rope(flags, head_dim) if has_rope else None,
+        core=CoreAttentionConfig(softmax_scale=1.0),
+        rope=rope,
         qk_norm="l2" if flags.qk_l2_norm else scope,
         norm=_norm(flags),
         qkv_bias=flags.add_bias_linear or flags.add_qkv_bias,
         out_bias=flags.add_bias_linear,
         output_gate=flags.attention_output_gate,
     )
+    layers = zip(_cores(flags, head_dim**-0.5), from_flags(derive.rotated_layers, flags), strict=True)
+    return tuple(replace(common, core=core, rope=rope if rotated else None) for core, rotated in layers)
 
 
 def _rope(flags: Flags, head_dim: int) -> RopeConfig:
@@ -174,7 +190,7 @@ def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int
     )
 
 
-def _mla(flags: Flags, windowed: bool) -> MLAConfig:
+def _mla(flags: Flags) -> tuple[MLAConfig, ...]:
     rope_dim = flags.qk_pos_emb_head_dim
     gain = 1.0
     if flags.rope_type == "rope":
@@ -182,16 +198,18 @@ def _mla(flags: Flags, windowed: bool) -> MLAConfig:
     else:
         rope = _yarn(flags, rope_dim, True, flags.original_max_position_embeddings)
         gain = yarn_mscale(flags.rotary_scaling_factor, flags.mscale_all_dim)
-    return from_flags(
+    common = from_flags(
         MLAConfig,
         flags,
         num_heads=flags.num_attention_heads,
         qk_rope_dim=rope_dim,
-        core=_core(flags, gain * gain * (flags.qk_head_dim + rope_dim) ** -0.5, windowed),
+        core=CoreAttentionConfig(softmax_scale=1.0),
         rope=rope,
         qk_norm=flags.qk_layernorm,
         norm=_norm(flags),
     )
+    scale = gain * gain * (flags.qk_head_dim + rope_dim) ** -0.5
+    return tuple(replace(common, core=core) for core in _cores(flags, scale))
 
 
 def _activation(flags: Flags) -> ActivationConfig:
@@ -312,3 +330,12 @@ def _shared(flags: Flags) -> SharedExpertsConfig | None:
         activation=_activation(flags),
     )
     return SharedExpertsConfig(mlp=mlp, gate=flags.moe_shared_expert_gate)
+
+
+MIXERS.register("auto", _mixers)
+MIXERS.register("attention", _attention)
+MIXERS.register("mla", _mla)
+MIXERS.register("gated_delta_net", _delta_net)
+FEED_FORWARDS.register("auto", _feed_forwards)
+FEED_FORWARDS.register("mlp", lambda flags: (_dense(flags),) * flags.num_layers)
+FEED_FORWARDS.register("moe", lambda flags: (moe_config(flags),) * flags.num_layers)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from arguments.flag import REQUIRED, differs, flag, new_flag, refused, unsupported
 from arguments.values import LayerPattern
-from megatron_moe.config.registry import ACTIVATIONS
+from megatron_moe.config.registry import ACTIVATIONS, FEED_FORWARDS, MIXERS
 
 _GATED = "applies to all gated MLPs, dense ones included"
 
@@ -21,6 +21,13 @@ class ModelFlags:
     import_: tuple[str, ...] = new_flag((), repeats=True)
     """Python files that register components or flags (docs/development.md). They are imported before the other flags
     are read, on every rank, in dry runs, and by tools that read the run.yaml of a run."""
+
+    mixer: tuple[Annotated[str, MIXERS], ...] = new_flag(("auto",))
+    """Mixers of the layers; several names repeat over the layers in this order. auto: attention, or multi-latent
+    attention with `--multi-latent-attention`. Imported files may add mixers (see `--import`)."""
+    feed_forward: tuple[Annotated[str, FEED_FORWARDS], ...] = new_flag(("auto",))
+    """Feed-forward modules of the layers; several names repeat over the layers in this order. auto: MLP, or experts as
+    `--num-experts` and `--moe-layer-freq` say. Imported files may add modules (see `--import`)."""
 
     num_layers: int = flag(REQUIRED, least=1, below=100_000, essential=True)
     """Number of transformer layers, without multi-token prediction layers."""

@@ -65,7 +65,8 @@ class ComponentRegistry(Generic[T]):
 
 
 MIXERS: ComponentRegistry[Any] = ComponentRegistry("mixer")
-FEED_FORWARDS: ComponentRegistry[Any] = ComponentRegistry("feed-forward block")
+FEED_FORWARDS: ComponentRegistry[Any] = ComponentRegistry("feed-forward module")
+"""Functions from the flags to a sequence with the config of every layer's module (`config/component.py`)."""
 UPDATE_RULES: ComponentRegistry[Any] = ComponentRegistry("update rule")
 TRANSPORTS: ComponentRegistry[Any] = ComponentRegistry("transport")
 QUANTIZATION_RECIPES: ComponentRegistry[Any] = ComponentRegistry("quantisation recipe")

@@ -1,0 +1,152 @@
+"""Mixer and feed-forward module, each one imported file that the product does not know.
+
+docs/development.md shows these files.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.build import build_model, build_trainer, record_steps
+from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.imports import import_file
+from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.precision import low_precision_config
+from megatron_moe.config.registry import FEED_FORWARDS, MIXERS
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.memory import RankMemory, heaviest
+from megatron_moe.layers.components import Site, new_module
+from megatron_moe.layers.quantized_module import quantizers_of
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.memory_emulation.rank import emulate_rank
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.train.train_state import TrainState
+from pretrain_moe import main
+from tests.end_to_end.tiny_run import arguments, losses, succeed
+from tests.helpers.check_cases import EIGHT_RANKS
+from tests.helpers.command_lines import plan_of, texts_of
+from tests.helpers.eager_graphs import EagerRecorder
+from tests.helpers.pipelines import KERNELS, run_steps
+from tests.helpers.ranks import run_torchrun
+from tests.helpers.tolerances import EXACT
+from tests.parity import cells
+from tests.parity.dimensions import cell_of
+
+FOLDER = Path(__file__).parent
+FILES = tuple(str(FOLDER / f"{name}.py") for name in ("mixer", "feed_forward"))
+USE = "--mixer short_conv --feed-forward auto soft_mixture --short-conv-taps 3".split()
+
+
+class Sizes:
+    """Flags that the factories of the examples read."""
+
+    num_layers, hidden_size, ffn_hidden_size, short_conv_taps = 1, 24, 48, 3
+
+
+def components(hidden_size: int = 24):
+    for file in FILES:
+        import_file(file)
+    sizes = Sizes()
+    sizes.hidden_size = hidden_size
+    return MIXERS.get("short_conv")(sizes)[0], FEED_FORWARDS.get("soft_mixture")(sizes)[0]
+
+
+def with_examples(plan: RunPlan) -> RunPlan:
+    """Plan of the parity matrix with the mixer in all layers and the feed-forward module in all dense ones."""
+    mixer, feed_forward = components(plan.model.hidden_size)
+    layers = tuple(
+        replace(layer, mixer=mixer, feed_forward=layer.feed_forward if layer.is_moe else feed_forward)
+        for layer in plan.model.layers
+    )
+    return replace(plan, model=replace(plan.model, layers=layers))
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tp=2, world_size=2, sequence_parallel=True)])
+def test_declared_parameters_are_those_of_the_modules(parallel):
+    for config in components():
+        context = ParallelContext.fake(parallel, parallel.world_size - 1)
+        try:
+            resources = ModelResources.alone(context, KERNELS)
+            built = dict(named_parameters(new_module(config, Site("layer", 0), resources)))
+        finally:
+            context.stop()
+        declared = {spec.name: (spec.shape, spec.meta, spec.held(parallel)) for spec in config.parameters(parallel)}
+        assert declared == {name: (p.global_shape, p.meta, p.numel()) for name, p in built.items()}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "tp=2 sp=on dp=2 balance=none recompute=small",
+        "tp=2 sp=on dp=2 ep=2 dispatcher=alltoall balance=none",
+        "cp=2 documents=packed balance=none",
+        "cp=2 pp=2 accumulation=2 balance=none recompute=full",
+        "tp=2 sp=on cp=2 documents=packed balance=none",
+        "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2 balance=none",
+    ],
+)
+def test_layouts_equal_one_rank(cell):
+    comparison = cells.compare_plan(with_examples(cells.plan_of(cell_of(cell))))
+    assert comparison.equal, comparison.text()
+
+
+def test_layouts_with_fp8_products_equal_one_rank():
+    plan = with_examples(cells.plan_of(cell_of("tp=2 sp=on balance=none")))
+    low = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
+    plan = replace(plan, precision=replace(plan.precision, low_precision=low))
+    comparison = cells.compare_plan(plan)
+    assert comparison.equal, comparison.text()
+    names = {quantizer.name for quantizer in quantizers_of(build_model(plan, ParallelContext.single(), KERNELS))}
+    expected = {f"decoder.layers.0.self_attention.{name}" for name in ("linear_in", "linear_out")}
+    assert expected | {"decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"} <= names
+
+
+def test_replayed_graphs_equal_eager_steps():
+    plan = with_examples(cells.plan_of(cell_of("balance=none")))
+
+    def steps(graphs: CudaGraphConfig | None):
+        trainer = build_trainer(plan, context := ParallelContext.single(), build_model(plan, context, KERNELS), KERNELS)
+        if graphs is not None:
+            record_steps(trainer, EagerRecorder(), graphs)
+        return run_steps(plan, trainer, TrainState(), 3)
+
+    modules = CudaGraphConfig(cuda_graph_modules=("attn", "mlp", "moe_router"), cuda_graph_warmup_steps=1)
+    EXACT.check_all(steps(modules), steps(None), "replayed steps")
+
+
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity selective --recompute-modules mlp layernorm"])
+def test_emulated_memory_agrees_with_the_cost_model(recompute):
+    words = " ".join(["--import", *FILES, "--mixer short_conv --feed-forward soft_mixture"])
+    sizes = "--seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 8192 --bf16"
+    plan = plan_of(f"{words} {sizes} --transformer-impl local --micro-batch-size 2 {recompute}")
+    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
+    expected = heaviest(RankMemory(plan).all_ranks())
+    emulated = emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories
+    assert sum(emulated.values()) == pytest.approx(expected.total, rel=0.03)
+
+
+def test_layouts_that_do_not_divide_the_modules_are_rejected():
+    plan = plan_of(" ".join(["--import", *FILES, *USE]))
+    found = [(type(layer.mixer).__name__, type(layer.feed_forward).__name__) for layer in plan.model.layers[:2]]
+    assert found == [("ShortConvConfig", "MLPConfig"), ("ShortConvConfig", "SoftMixtureConfig")]
+    assert plan.model.layers[0].mixer.taps == 3
+    flags = "--ffn-hidden-size 254 --tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 32"
+    (text,) = texts_of(" ".join(["--import", *FILES, *USE, flags]), environ=EIGHT_RANKS)
+    assert text == "2 tensor-parallel ranks cannot share 127 channels equally"
+
+
+def test_a_run_trains_and_resumes_on_two_ranks(data, tmp_path):
+    run, again = tmp_path / "run", tmp_path / "again"
+    command = arguments(data, run, "--import", *FILES, *USE, "--train-iters", "9", "--save-interval", "6")
+    assert main(command, {}) == ExitCode.OK
+    whole = losses(run)
+    assert whole[6] < whole[1] - 0.5
+    words = ["--config", run / "run.yaml", "--run-dir", again, "--load", run / "checkpoints", "--ckpt-step", "6"]
+    words += ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--make-vocab-size-divisible-by", "4"]
+    succeed(run_torchrun(2, list(map(str, words)), cwd=tmp_path))
+    assert losses(again) == pytest.approx({i: whole[i] for i in (7, 8, 9)}, rel=1e-4)
