@@ -1,13 +1,15 @@
 """R1, R4: import directions, and packages that load without torch."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
 from tests.house_rules.layers import PACKAGES, cycles, late_import_findings, level_findings, loads_without_torch
-from tests.house_rules.source import PROGRAM, ROOT, report, source, sources
+from tests.house_rules.source import PROGRAM, ROOT, Source, report, source, sources
 
 
 def test_modules_import_lower_packages_only():
@@ -49,6 +51,36 @@ def test_training_does_not_import_unused_packages():
     program += f"sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stderr.strip() == "", f"every start pays for the import of {done.stderr}"
+
+
+GENERIC = (
+    "build", "cost_model", "checkpoint", "memory_emulation", "model.gpt", "model.mtp", "model.transformer_layer",
+    "planner", "precision", "resilience",
+)  # fmt: skip
+"""Packages and modules that treat all mixers and feed-forward modules alike, through the protocol of components."""
+COMPONENTS = frozenset("AttentionConfig SoftmaxMixerConfig MLAConfig MLPConfig Attention MLA MLP MoELayer".split())
+PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("map", "reader", "write"))
+"""Modules that translate between configs and a config.json."""
+
+
+def component_findings(files: Iterable[Source]) -> list[str]:
+    """Imports of single components in `GENERIC`."""
+    findings = []
+    for file in files:
+        module = file.module.removeprefix("megatron_moe.")
+        if module in PARSERS or not any(f"{module}.".startswith(f"{name}.") for name in GENERIC):
+            continue
+        for node in file.nodes:
+            if isinstance(node, ast.ImportFrom):
+                names = COMPONENTS & {name.name for name in node.names}
+                findings += [f"{file.path}:{node.lineno} imports {name}" for name in sorted(names)]
+    return findings
+
+
+def test_generic_packages_name_no_component():
+    report(component_findings(sources(*PROGRAM)), "cost model, planner, checkpoints and builders use Component only")
+    planted = source("megatron_moe/planner/work.py", "from megatron_moe.config.mla import MLAConfig")
+    assert len(component_findings([planted])) == 1
 
 
 def test_init_files_are_empty():
