@@ -71,9 +71,9 @@ class RunRecords:
         return cls(name, read_metrics(folder / "metrics.jsonl"), found)
 
     def points(self, key: str, factor: float = 1.0) -> Points:
-        """(iteration, value) of every record with a finite value of the key."""
-        pairs = ((record["iteration"], record.get(key)) for record in self.records)
-        return [(x, y * factor) for x, y in pairs if isinstance(y, int | float) and math.isfinite(y)]
+        """(iteration, value) of every iteration with a finite value of the key: the last one, if there are several."""
+        pairs = {record["iteration"]: record[key] for record in self.records if key in record}
+        return [(x, y * factor) for x, y in pairs.items() if isinstance(y, int | float) and math.isfinite(y)]
 
 
 def page(runs: Sequence[RunRecords]) -> str:
@@ -125,10 +125,10 @@ def _missing(runs: Sequence[RunRecords]) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunRecords]) -> Iterator[str]:
-    """Flags whose values differ, and the training loss of each run minus that of the first run."""
+    """Flags of all runs whose values differ, and the training loss of each run minus that of the first run."""
     first, *others = runs
     names = dict.fromkeys(name for run in runs for name in run.flags if name not in _NOT_COMPARED)
-    differing = [name for name in names if len({run.flags.get(name) for run in runs}) > 1]
+    differing = [name for name in names if len({run.flags.get(name) for run in runs} - {None}) > 1]
     heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     rows = [
         f"<tr><td>--{name}</td>" + "".join(f"<td>{escape(run.flags.get(name, ''))}</td>" for run in runs) + "</tr>"
