@@ -50,10 +50,10 @@ def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tup
     batches = run.loader.next_step()
     with no_host_sync():
         outcome = run.trainer.step(batches, run.state)
-        timers.take(run.trainer.context)
+        early = timers.take(run.trainer.context)  # all steps, if the device has kept up with the host
     assert torch.isfinite(outcome.loss)
     torch.cuda.synchronize()
-    times = timers.take(run.trainer.context)
+    times = timers.take(run.trainer.context) or early
     assert 0 < times["attention-forward"][0] + times["experts-forward"][0] < times["forward-backward"][0]
     run.close()
 
