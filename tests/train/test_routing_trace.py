@@ -24,6 +24,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.routing_trace import RoutingTrace, _cells, _encode
+from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.step_supervisor import StepSupervisor
 from megatron_moe.train.train_state import TrainState
@@ -118,9 +119,9 @@ def test_a_trace_holds_the_choices_of_every_call(
     chosen: dict[int, list[list[list[int]]]] = {1: [], 2: []}
     record = Router._record
 
-    def remember(self: Router, metrics: MetricAccumulator, routing: Any, valid: Any) -> None:
+    def remember(self: Router, metrics: MetricAccumulator, routing: Routing, *others: Any) -> None:
         chosen[self.layer].append(routing.chosen_TK.tolist())
-        record(self, metrics, routing, valid)
+        record(self, metrics, routing, *others)
 
     monkeypatch.setattr(Router, "_record", remember)
     train(the_plan(trace=tmp_path, **changes))
@@ -351,11 +352,12 @@ def test_a_resumed_run_continues_the_trace(tmp_path: Path) -> None:
             state, config = TrainState(), build.build_train_state_config(plan)
             for _ in range(2):  # as in the run before, without a trace
                 state.advance(len(loader.next_step()) * plan.batch.micro_batch_size, config)
-            log = TrainingLog(trainer, Reports(), loader)
+            supervisor = StepSupervisor(trainer, TrainingLog(trainer, Reports()), loader)
             for _ in range(2):
-                log.after(trainer.step(log.next_step(loader), state))
-                state.advance(plan.batch.global_batch_size, config)
-            log.catch_up()
+                outcome = supervisor.step(state)
+                state.advance(outcome.num_samples, config)
+                supervisor.after(outcome)
+            supervisor.catch_up()
 
     run(ParallelContext.single())
     found = [record["step"] for record in records(resumed) if record["rank"] == 0]
