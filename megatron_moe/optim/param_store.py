@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.param_layout import Direction, forward_order
@@ -53,11 +53,9 @@ class ParamStore:
         """Number of elements or bytes of each rank's shard of the flat tensors of each bucket."""
         self._sharded = buffers.data_parallel.use_distributed_optimizer
         self._units = buffers.layout.buckets_of_units()
-        self._slots: dict[str, list[tuple[str, Tensor]]] = {unit: [] for unit in self._units}
         self._unit_of: dict[int, str] = {}
         for buffer in buffers.buffers:
             for param, slot in zip(buffer.layout.params, buffer.slots, strict=True):
-                self._slots[param.parameter.unit].append((slot.name, slot.main_grad))
                 self._unit_of[id(slot.parameter)] = param.parameter.unit
         self._pending: dict[int, _PendingBucket] = {}
 
@@ -95,10 +93,6 @@ class ParamStore:
         if self._pending:
             missing = [index for index in self._units[unit] if index in self._pending]
             assert not missing, f"{unit} was read while its buckets {missing} were pending"
-
-    def grads(self, unit: str) -> dict[str, Tensor]:
-        """Accumulated gradients of the unit's parameters by global name, as views of the flat buffers."""
-        return dict(self._slots[unit])
 
     def write_back(self, bucket: int, streams: Streams | None = None) -> None:
         """Publishes the new weights of a bucket after this rank's update of the ranges that it owns.

@@ -16,15 +16,7 @@ from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.param_store import ParamStore
 from megatron_moe.optim.state import StepScalars, UpdateOperands
 from megatron_moe.parallel.streams import Streams
-from tests.helpers.optim_parameters import (
-    BF16,
-    FP64,
-    main_grads,
-    make_buffers,
-    make_gradients,
-    make_parameters,
-    set_grads,
-)
+from tests.helpers.optim_parameters import BF16, FP64, make_buffers, make_gradients, make_parameters, set_grads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 EXPERTS, HEAD = "decoder.layers.0.mlp.experts.linear_fc1.weight", "output_layer.weight"
@@ -133,14 +125,3 @@ def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
     assert streams.waited == list(buckets["layers.0.experts"])
     store.acquire_all()
     assert sorted(streams.waited) == list(range(max(map(max, buckets.values())) + 1))
-
-
-def test_gradients_of_units_are_views_of_all_gradients() -> None:
-    buffers = make_buffers(make_parameters())
-    set_grads(buffers, make_gradients(0))
-    store = ParamStore(buffers)
-    found = {name: grad for unit in buffers.layout.buckets_of_units() for name, grad in store.grads(unit).items()}
-    EXACT.check_all(found, main_grads(buffers), "gradients")
-    assert set(store.grads("layers.0.experts")) == {EXPERTS, EXPERTS.replace("weight", "bias")}
-    found[EXPERTS].zero_()
-    assert not main_grads(buffers)[EXPERTS].any()
