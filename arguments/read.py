@@ -42,7 +42,7 @@ from megatron_moe.config.faults import ALLOWED
 from megatron_moe.config.imports import digests, import_file
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.transport import LIBRARIES, if_not_installed
+from megatron_moe.config.transport import if_not_installed, libraries
 
 VocabSizeOf = Callable[[TokenizerConfig], int]
 
@@ -241,7 +241,7 @@ def _checked(
     if plan_only:
         launch = replace(launch, launcher="dry run")
     if checks_packages:
-        launch = replace(launch, missing_libraries=tuple(each for each in LIBRARIES if find_spec(each) is None))
+        launch = replace(launch, missing_libraries=tuple(each for each in libraries() if find_spec(each) is None))
     if settings.setting("inject").value and environ.get(ALLOWED) != "1":
         what = "--inject and --error-injection-rate inject faults, which is allowed in tests only"
         problems.append(Problem(what=what, remedy=f"leave them out, or set {ALLOWED}=1"))

@@ -128,13 +128,14 @@ def fp8_exchange_has_a_transport(flags: RuleFlags) -> Violations:
         return
     ranks, remedy = derive.expert_ranks(flags), "use bf16, or --moe-token-dispatcher-type flex within one host"
     library, width = flags.moe_flex_dispatcher_backend, flags.moe_latent_size or flags.hidden_size
+    transport = derive.expert_transport(flags, flags.ranks_per_host).transport
     if not flags.num_experts or ranks == 1:
         yield f"{options} without effect: no token is sent to another rank", "leave them out"
     elif flags.moe_token_dispatcher_type != "flex":
         yield f"{options} with --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}", remedy
-    elif library == "hybridep":
-        yield f"{options} with --moe-flex-dispatcher-backend hybridep", "use symmetric or deepep, or bf16"
-    elif ranks > flags.ranks_per_host:
+    elif not transport.sends_fp8 and transport.name == library:
+        yield f"{options} with --moe-flex-dispatcher-backend {library}", "use symmetric or deepep, or bf16"
+    elif not transport.sends_fp8:
         yield f"{options} over {ranks} expert ranks, with {flags.ranks_per_host} on a host", remedy
     elif library == "deepep" and width % 128:
         yield (

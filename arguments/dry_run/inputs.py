@@ -9,7 +9,7 @@ from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.precision import PrecisionConfig, quantization_recipe
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.transport import LIBRARIES
+from megatron_moe.config.transport import libraries
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.resilience.packages import PACKAGES
 
@@ -45,7 +45,7 @@ def missing_packages(settings: Settings) -> list[str]:
         f"{option} needs the package {package.name}, which is not installed on this machine: {package.install}"
         for package in PACKAGES
         for option, value in package.flags
-        if package.module not in LIBRARIES and find_spec(package.module) is None and _selects(settings, option, value)
+        if package.module not in libraries() and find_spec(package.module) is None and _selects(settings, option, value)
     ]
 
 

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from arguments.flag import differs, flag, new_flag, unsupported
 from arguments.values import LayerPattern
-from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
+from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS, TRANSPORTS
+from megatron_moe.config.transport import SYMMETRIC
 
 _WIRE = "needs the flex dispatcher, over symmetric memory or deepep; Megatron-LM has only mxfp8, with ncclep"
 
@@ -125,13 +126,13 @@ class MoEFlags:
     moe_alltoall_backend: Literal["auto", "nccl"] = new_flag("auto")
     """Transport of `--moe-token-dispatcher-type alltoall`. auto: symmetric memory, as in flex, if the expert ranks are
     GPUs of one host and no expert selects its tokens; otherwise NCCL. nccl: always one row per choice over NCCL."""
-    moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = differs(
-        "symmetric",
+    moe_flex_dispatcher_backend: Annotated[str, TRANSPORTS] = differs(
+        SYMMETRIC.name,
         "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; it replaces ncclep, and "
         "deepep and hybridep if the library is not installed or cannot serve the expert ranks",
     )
-    """Communication library of the flex dispatcher. Between hosts, `symmetric` sends each token once per host, over
-    NCCL."""
+    """Transport of the flex dispatcher. Between hosts, `symmetric` is `hierarchical`, which sends each token once per
+    host, over NCCL. Imported files may add transports (see `--import`)."""
     moe_flex_require_backend: bool = new_flag(False)
     """Reject the run if another transport would replace that of `--moe-flex-dispatcher-backend`."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)

@@ -23,11 +23,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from megatron_moe.config.moe import DEEPEP_SMS  # noqa: E402
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo  # noqa: E402
 from megatron_moe.config.precision import OperandFormat, low_precision_config  # noqa: E402
 from megatron_moe.config.run import KernelConfig  # noqa: E402
-from megatron_moe.config.transport import ALLGATHER, DEEPEP, NCCL, SYMMETRIC, ExpertTransport, PushConfig  # noqa: E402
+from megatron_moe.config.transport import ALLGATHER, DEEPEP, DEEPEP_SMS, NCCL, SYMMETRIC, ExpertTransport, PushConfig  # noqa: E402
 from megatron_moe.kernels.registry import is_installed, select_kernels  # noqa: E402
 from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats  # noqa: E402
 from megatron_moe.moe.token_dispatcher.flex import quantized  # noqa: E402

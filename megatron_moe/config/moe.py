@@ -200,10 +200,6 @@ class SharedExpertsConfig:
             yield saved_tensor("shared", "gate", "T", sizes.residual * 2, sizes.internal, mark)
 
 
-DEEPEP_SMS = 20
-"""Multiprocessors of DeepEP's kernels by default."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(FeedForwardConfig):
     """An MoE layer: router, token dispatch, experts, combine, and optional shared experts."""

@@ -25,6 +25,9 @@ class RowBound(Enum):
     ANY_ROUTING = "the rows that any routing can need"
 
 
+_MODULES = "megatron_moe.moe.token_dispatcher."
+
+
 def _no_options(config: Any) -> None:
     """Options of a transport that has none."""
 
@@ -34,8 +37,8 @@ class ExpertTransport:
     """Exchange of tokens between expert-parallel ranks. A transport changes no result."""
 
     name: str
-    dispatcher: Any
-    """Class of its token dispatcher (`Dispatcher`), or the text "package.module:class"."""
+    dispatcher: Any = _MODULES + "flex:FlexDispatcher"
+    """Class of its token dispatcher (`Dispatcher`), or the text "package.module:class"; None: it is not implemented."""
     transport: Any = None
     """Class of the `Transport` that the flex dispatcher uses, or its text; None for other dispatchers."""
     options: Callable[[Any], Any] = _no_options
@@ -55,8 +58,10 @@ class ExpertTransport:
     """CUDA graphs can contain the exchange: no host reads, no collectives, static shapes."""
     pads_experts: bool = True
     """Whether it supports `--moe-pad-expert-input-to-capacity`: every expert receives as many rows as its capacity."""
-    has_receive_slots: bool = False
-    """Tokens arrive in slots that are allocated for the whole run."""
+    has_channels: bool = False
+    """Tokens arrive in slots for those of all ranks, which are allocated for the whole run."""
+    buffer_bytes: Callable[[Any, int, float], float] | None = None
+    """(`MoEConfig`, number of ranks, bytes of an activation) -> bytes of another buffer for the whole run."""
     sums_before_sending: bool = False
     """Combine sums the rows of all received tokens before it sends the sums."""
 
@@ -82,8 +87,6 @@ class HybridEPConfig:
     num_blocks_unpermute: int | None = None
     num_sms_preprocessing: int | None = None
 
-
-_MODULES = "megatron_moe.moe.token_dispatcher."
 
 LOCAL = ExpertTransport(
     name="local",
@@ -113,27 +116,36 @@ NCCL = ExpertTransport(
 )
 SYMMETRIC = ExpertTransport(
     name="symmetric",
-    dispatcher=_MODULES + "flex:FlexDispatcher",
     transport=_MODULES + "symmetric:SymmetricTransport",
     options=lambda config: config.push,
     copies=SentCopies.PER_RANK,
     rows=RowBound.BOUNDED,
     is_captured=True,
     sends_fp8=True,
-    has_receive_slots=True,
+    has_channels=True,
 )
 HIERARCHICAL = ExpertTransport(
     name="hierarchical",
-    dispatcher=_MODULES + "flex:FlexDispatcher",
     transport=_MODULES + "hierarchical:HierarchicalTransport",
     host_reads=1,
     copies=SentCopies.PER_HOST,
     rows=RowBound.RECEIVED,
     spans_hosts=True,
 )
+DEEPEP_SMS = 20
+"""Multiprocessors of DeepEP's kernels by default."""
+_DEEPEP_SLOTS, _DEEPEP_SLOT_BYTES = 256, 8 + 128 * (8 + 4 + 4)
+"""Tokens that a channel of DeepEP 1.2 receives from one rank at a time, and the bytes of each in addition to its row:
+its source, and up to 128 expert ids, weights and scales (`Config::get_nvl_buffer_size_hint`)."""
+
+
+def _deepep_buffer(config: Any, num_ranks: int, element_bytes: float) -> float:
+    num_slots = (config.push.num_sms or DEEPEP_SMS) // 2 * num_ranks * _DEEPEP_SLOTS
+    return float(num_slots * (config.experts.hidden_size * max(element_bytes, 2.0) + _DEEPEP_SLOT_BYTES))
+
+
 DEEPEP = ExpertTransport(
     name="deepep",
-    dispatcher=_MODULES + "flex:FlexDispatcher",
     transport=_MODULES + "deepep:DeepEPTransport",
     options=lambda config: config.push,
     copies=SentCopies.PER_RANK,
@@ -141,24 +153,29 @@ DEEPEP = ExpertTransport(
     library="deep_ep",
     sends_fp8=True,
     pads_experts=False,
-    has_receive_slots=True,
+    buffer_bytes=_deepep_buffer,
     sums_before_sending=True,
 )
 HYBRIDEP = ExpertTransport(
     name="hybridep",
-    dispatcher=_MODULES + "flex:FlexDispatcher",
     transport=_MODULES + "hybridep:HybridEPTransport",
     options=lambda config: config.hybridep,
     copies=SentCopies.PER_RANK,
     rows=RowBound.BOUNDED,
     library="hybrid_ep_cpp",
     spans_hosts=True,
-    has_receive_slots=True,
+    has_channels=True,
 )
-for _transport in (LOCAL, ALLGATHER, NCCL, SYMMETRIC, HIERARCHICAL, DEEPEP, HYBRIDEP):
+NCCLEP = ExpertTransport(name="ncclep", dispatcher=None, copies=SentCopies.PER_RANK, rows=RowBound.BOUNDED)
+"""Library of Megatron-LM that has no backend here."""
+for _transport in (SYMMETRIC, HIERARCHICAL, DEEPEP, HYBRIDEP, NCCLEP):
     TRANSPORTS.register(_transport.name, _transport)
-LIBRARIES = ("deep_ep", "hybrid_ep_cpp")
-"""Modules of the transports that need one."""
+
+
+def libraries() -> tuple[str, ...]:
+    """Modules that registered transports need."""
+    found = (TRANSPORTS.get(name).library for name in TRANSPORTS.names())
+    return tuple(library for library in found if library is not None)
 
 
 class TransportChoice(NamedTuple):
@@ -215,10 +232,10 @@ def choose_transport(
             return TransportChoice(SYMMETRIC, f"{exchange} symmetric memory; --moe-alltoall-backend nccl selects NCCL")
         return TransportChoice(NCCL)
     ours, through = (per_host, _ONCE_PER_HOST) if spans_hosts else (TransportChoice(SYMMETRIC), "use symmetric memory")
-    requested: ExpertTransport | None = TRANSPORTS.get(backend) if backend in TRANSPORTS else None
-    if backend in ("auto", "symmetric"):
+    if backend in ("auto", SYMMETRIC.name):
         return ours
-    if requested is None:
+    requested: ExpertTransport = TRANSPORTS.get(backend)
+    if requested.dispatcher is None:
         reason = "there is no backend for this library"
     elif spans_hosts and not requested.spans_hosts:
         reason = f"it serves the ranks of one host, of which there are {ranks_per_host}"

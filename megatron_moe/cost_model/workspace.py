@@ -11,18 +11,15 @@ from dataclasses import dataclass
 
 from megatron_moe.config.costs import ActivationSizes
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import DEEPEP_SMS, MoEConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.transport import DEEPEP, SentCopies
+from megatron_moe.config.transport import SentCopies
 from megatron_moe.cost_model.expert_load import token_copies
 
 ATTENTION = ("input_norm", "attention")
 """Modules of the attention part of a layer."""
-_DEEPEP_SLOTS, _DEEPEP_SLOT_BYTES = 256, 8 + 128 * (8 + 4 + 4)
-"""Tokens that a channel of DeepEP 1.2 receives from one rank at a time, and the bytes of each in addition to its row:
-its source, and up to 128 expert ids, weights and scales (`Config::get_nvl_buffer_size_hint`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,24 +100,25 @@ def receive_slots(
     """Bytes of the flex dispatcher's receive buffers. `layers`: layers of a rank and their FP8 recipes. A channel has
     slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice. There is one channel
     for sums and one for tokens per width and format; in a schedule that overlaps two microbatches, each pass has its
-    own. DeepEP has one buffer with slots for a few tokens. HybridEP is counted as symmetric memory."""
+    own. HybridEP is counted as symmetric memory."""
     parallel, ranks = plan.parallel, plan.parallel.ep * plan.parallel.etp
     channels: dict[Hashable, float] = {}
-    deepep = 0.0
+    buffer = 0.0
     for layer, low in layers:
         config = layer.moe
-        if config is None or not config.transport(parallel).has_receive_slots:
+        if config is None:
+            continue
+        transport = config.transport(parallel)
+        if transport.buffer_bytes is not None:
+            buffer = max(buffer, transport.buffer_bytes(config, ranks, sizes.activation))
+        if not transport.has_channels:
             continue
         width, topk = config.experts.hidden_size, config.router.topk
-        if config.transport(parallel) is DEEPEP:
-            num_slots = (config.push.num_sms or DEEPEP_SMS) // 2 * ranks * _DEEPEP_SLOTS
-            deepep = max(deepep, num_slots * (width * max(sizes.activation, 2.0) + _DEEPEP_SLOT_BYTES))
-            continue
         tokens, grads = config.exchange_formats(low)
-        for content, in_backward, form in (
+        for content, in_backward, fmt in (
             ("tokens", False, tokens), ("tokens", True, grads), ("sums", False, None), ("sums", True, None)
         ):  # fmt: skip
-            row = width * sizes.activation if form is None else form.row_bytes(width)
-            key = content, in_backward and plan.pipeline.overlap, width, topk, form
+            row = width * sizes.activation if fmt is None else fmt.row_bytes(width)
+            key = content, in_backward and plan.pipeline.overlap, width, topk, fmt
             channels[key] = row + topk * (4 + sizes.internal)
-    return deepep + ranks * sizes.residual * sum(channels.values())
+    return buffer + ranks * sizes.residual * sum(channels.values())

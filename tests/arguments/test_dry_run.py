@@ -13,7 +13,7 @@ from arguments.errors import Finished, FlagErrors
 from arguments.read import read_plan
 from arguments.recipes import recipe_names
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
-from megatron_moe.config.transport import LIBRARIES
+from megatron_moe.config.transport import libraries
 from pretrain_moe import main
 from tests.helpers.command_lines import SMALL, VOCAB_SIZE, calls_of, vocab_size_of, words
 from tools import plan
@@ -155,7 +155,7 @@ def test_only_with_check_packages_a_dry_run_depends_on_installed_packages(ready,
     installed: set[str] = set()
 
     def find(name: str) -> object:
-        return name if name in installed or name not in (*LIBRARIES, "wandb") else None
+        return name if name in installed or name not in (*libraries(), "wandb") else None
 
     monkeypatch.setattr("arguments.read.find_spec", find)
     monkeypatch.setattr("arguments.dry_run.inputs.find_spec", find)

@@ -1,4 +1,4 @@
-"""docs/tour.md lists the files that a token passes in an expert-parallel MoE layer, at most 12."""
+"""docs/tour.md lists the files that a token passes in an expert-parallel MoE layer on a GPU host, there and back."""
 
 import re
 import sys
@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.transport import SYMMETRIC
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.node_chain import LayerState, run_nodes
 from megatron_moe.layers.resources import ModelResources
@@ -19,7 +20,7 @@ from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, moe_config, randn
 from tests.house_rules.source import ROOT
 
-MOST_FILES = 12
+MOST_FILES = 16
 BACKENDS = re.compile(r"kernels/(?!ops\.py|autograd\.py)")
 """Implementations of the `Kernels` interface."""
 
@@ -46,20 +47,27 @@ def executed_files(run: Callable[[], Any]) -> set[str]:
     return files
 
 
-def forward_after_attention(context: ParallelContext) -> set[str]:
-    """Files that run in the nodes of an MoE layer from the router to the residual connection."""
-    moe = tiny.moe(moe_config().router, dispatcher="alltoall")
+def both_directions(context: ParallelContext) -> set[str]:
+    """Files that run in the nodes of an MoE layer from the router to the residual connection, and in their backward,
+    with the transport of a GPU host. A first exchange allocates its buffers."""
+    moe = tiny.moe(moe_config().router, dispatcher="flex")
     resources = ModelResources(context, reference.bundle(), SavedTensorPolicy())
     layer = TransformerLayer(layer_config(feed_forward=moe), 0, "decoder.layers.0", resources)
+    assert layer.mlp.expert_comm.kind is SYMMETRIC
     init_parameters(layer, 5, UNIT_GAIN)
-    mb, normed_SBH = make_mb(2, 5), randn(5, 2, HIDDEN)
-    state = LayerState(hidden_SBH=randn(5, 2, HIDDEN), normed_SBH=normed_SBH.requires_grad_())
-    return executed_files(lambda: run_nodes(layer.nodes[1:], state, mb))
+    mb, normed_SBH = make_mb(2, 5), randn(5, 2, HIDDEN).requires_grad_()
+
+    def run() -> None:
+        state = LayerState(hidden_SBH=randn(5, 2, HIDDEN), normed_SBH=normed_SBH)
+        run_nodes(layer.nodes[1:], state, mb).hidden_SBH.sum().backward()
+
+    run()
+    return executed_files(run)
 
 
 def test_tour_lists_the_files_on_the_path_of_a_token():
     listed = listed_files()
     assert len(listed) == len(set(listed)) <= MOST_FILES, listed
     assert all((ROOT / "megatron_moe" / path).is_file() for path in listed), listed
-    for executed in on_threads(ParallelConfig(world_size=2, ep=2), forward_after_attention):
+    for executed in on_threads(ParallelConfig(world_size=2, ep=2), both_directions):
         assert executed == set(listed)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import DEEPEP_SMS
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.config.transport import PushConfig
+from megatron_moe.config.transport import DEEPEP_SMS, PushConfig
 from megatron_moe.kernels.ops import MatrixOperand, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, holders_of_experts
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantized

@@ -18,12 +18,12 @@ from megatron_moe.config.transport import (
     DEEPEP,
     HIERARCHICAL,
     HYBRIDEP,
-    LIBRARIES,
     LOCAL,
     NCCL,
     SYMMETRIC,
     ExpertTransport,
     HybridEPConfig,
+    libraries,
 )
 from megatron_moe.memory_emulation.rank import assumed_load, transport_without_peers
 from megatron_moe.moe.moe_layer import new_expert_comm
@@ -56,7 +56,7 @@ def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_symmetric_memory_replaces_a_missing_library(backend: str, reason: str) -> None:
     config = replace(moe_config(dispatcher="flex"), transport_backend=backend)
     for comm in on_threads(
-        parallel(2, ep=2, missing_libraries=LIBRARIES), lambda ctx: new_expert_comm(config, ctx, REFERENCE)
+        parallel(2, ep=2, missing_libraries=libraries()), lambda ctx: new_expert_comm(config, ctx, REFERENCE)
     ):
         assert comm.kind is SYMMETRIC and comm.note
         assert comm.note.startswith(f"--moe-flex-dispatcher-backend {backend}: {reason}")
@@ -86,7 +86,7 @@ def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: py
     assert replace(config, dispatcher="allgather").transport(folds[2]) is ALLGATHER
     library = replace(config, dispatcher="flex", transport_backend="hybridep")
     assert [library.transport(fold) for fold in folds] == [LOCAL, *[HYBRIDEP] * 4]
-    absent = [library.transport(replace(fold, missing_libraries=LIBRARIES)) for fold in folds]
+    absent = [library.transport(replace(fold, missing_libraries=libraries())) for fold in folds]
     assert absent == [config.transport(fold) for fold in folds]
     library = replace(config, dispatcher="flex", transport_backend="deepep")
     assert [library.transport(fold) for fold in folds] == [LOCAL, DEEPEP, HIERARCHICAL, DEEPEP, HIERARCHICAL]

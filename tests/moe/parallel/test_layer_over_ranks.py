@@ -172,7 +172,7 @@ def test_overlapped_shared_experts_run_between_start_and_finish_of_both_exchange
     def note_calls(layer) -> None:
         for owner, names in (
             (layer.dispatcher, ("start_dispatch", "finish_dispatch", "start_combine", "finish_combine")),
-            (layer.shared_experts, ("first", "second")),
+            (layer.shared_experts, ("first_half", "second_half")),
             (layer.experts, ("forward",)),
         ):
             for name in names:
@@ -181,8 +181,8 @@ def test_overlapped_shared_experts_run_between_start_and_finish_of_both_exchange
 
     on_one_rank(moe_config(shared=True, overlap=True), Data.random(1), change=note_calls)
     assert done == [
-        *("start_dispatch", "first", "finish_dispatch", "forward"),
-        *("start_combine", "second", "finish_combine"),
+        *("start_dispatch", "first_half", "finish_dispatch", "forward"),
+        *("start_combine", "second_half", "finish_combine"),
     ]
 
 

@@ -1,0 +1,91 @@
+"""A transport of expert-parallel ranks from an imported file that the product does not know."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.imports import import_file
+from megatron_moe.config.model import with_experts
+from megatron_moe.config.precision import low_precision_config
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.memory import RankMemory, heaviest
+from megatron_moe.memory_emulation.rank import emulate_rank
+from pretrain_moe import main
+from tests.end_to_end.tiny_run import arguments, losses, succeed
+from tests.helpers.command_lines import calls_of, plan_of, texts_of
+from tests.helpers.ranks import run_torchrun
+from tests.parity import cells
+from tests.parity.dimensions import cell_of
+
+FILE = str(Path(__file__).parent / "transport.py")
+USE = ["--import", FILE, "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "gather"]
+EP2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+def plan_of_cell(name: str) -> RunPlan:
+    import_file(FILE)
+    plan = cells.plan_of(cell_of(f"{name} dispatcher=flex balance=none"))
+    return replace(plan, model=with_experts(plan.model, lambda moe: replace(moe, transport_backend="gather")))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "dp=2 ep=2 capacity=drop",
+        "tp=2 sp=on ep=2 recompute=moe shared=overlap",
+        "tp=2 sp=on dp=2 ep=2 etp=2 recompute=small accumulation=2",
+        "pp=2 vpp=2 dp=2 ep=2 overlap=experts accumulation=4",
+    ],
+)
+def test_layouts_equal_one_rank(cell):
+    comparison = cells.compare_plan(plan_of_cell(cell))
+    assert comparison.equal, comparison.text()
+
+
+def test_layouts_with_fp8_products_equal_one_rank():
+    plan = plan_of_cell("dp=2 ep=2")
+    low = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
+    comparison = cells.compare_plan(replace(plan, precision=replace(plan.precision, low_precision=low)))
+    assert comparison.equal, comparison.text()
+
+
+def test_emulated_memory_agrees_with_the_cost_model():
+    sizes = "--bf16 --seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096"
+    words = f"{' '.join(USE)} {sizes} --moe-ffn-hidden-size 1024 --transformer-impl local --micro-batch-size 1"
+    plan = plan_of(f"{words} --expert-model-parallel-size 2", environ=EP2)
+    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
+    closed = heaviest(RankMemory(plan).all_ranks()).total
+    emulated = sum(emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories.values())
+    assert emulated == pytest.approx(closed, rel=0.05)
+
+
+def test_a_dry_run_needs_no_torch():
+    """`calls_of` asserts it."""
+    text, _ = calls_of(["--recipe", "m27", "--nodes", "2", "--dry-run", *USE, "--expert-model-parallel-size", "2"])
+    assert "gather transport" in text and "dispatch: tokens of all ranks" in text
+
+
+def test_other_names_and_features_are_rejected_in_one_sentence():
+    (text,) = texts_of(f"{' '.join(USE[2:])}")
+    assert "--moe-flex-dispatcher-backend gather" in text and "is not one of symmetric, hierarchical, deepep" in text
+    plan = plan_of(f"{' '.join(USE)} --expert-model-parallel-size 2", environ={**EP2, "LOCAL_WORLD_SIZE": "1"})
+    assert plan.model.moe_configs[0].transport(plan.parallel).name == "gather"
+    texts = texts_of(
+        f"{' '.join(USE)} --expert-model-parallel-size 2 --cuda-graph-impl local --cuda-graph-modules moe", environ=EP2
+    )
+    assert any("the graph contains the token exchange" in text for text in texts)
+
+
+def test_two_ranks_train_and_one_rank_resumes(data, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    command = arguments(data, run, *USE, "--train-iters", "8", "--save-interval", "5", "--exit-interval", "5")
+    ranks = ["--expert-model-parallel-size", "2"]
+    succeed(run_torchrun(2, [*map(str, command), *ranks], cwd=tmp_path))
+    assert main(["--config", str(run / "run.yaml"), "--exit-interval", "8", *ranks[:1], "1"], {}) == ExitCode.OK
+    assert main(arguments(data, whole, "--train-iters", "8"), {}) == ExitCode.OK
+    for iteration in range(1, 9):
+        assert losses(run)[iteration] == pytest.approx(losses(whole)[iteration], rel=1e-4)
