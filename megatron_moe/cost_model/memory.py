@@ -351,7 +351,7 @@ class RankMemory:
         recompute = self.plan.memory.recompute
         if recompute.recompute_granularity == "full":
             run = max(min(recompute.recompute_num_layers, longest), 1) if recompute.recompute_method == "uniform" else 1
-            restored = dict.fromkeys(restored, run * float(sum(each.bytes for each in self.tensors(layer))))
+            restored = dict.fromkeys(restored, run * self._saved_by(layer))
         arguments = layer, self.plan.parallel, self.sizes
         low = self.plan.precision.low_precision
         feed_forward = in_feed_forward(*arguments, low).and_more(restored[False] + self._transposed(layer))
