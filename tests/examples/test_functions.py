@@ -36,6 +36,8 @@ from tests.helpers.ranks import run_torchrun
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
+from tools.launch import main as launch
+from tools.plan import main as plan
 from tools.verify_layout import main as verify_layout
 
 FOLDER = Path(__file__).parent
@@ -176,6 +178,14 @@ def test_a_run_trains_resumes_on_two_ranks_and_generates(data, tmp_path):
         assert losses(run)[iteration] == pytest.approx(losses(whole)[iteration], rel=1e-4)
     answer = succeed(generate(run / "checkpoints", "--prompt", "import", "--max-new-tokens", "4"))
     assert "import" in answer.stdout
+
+
+def test_job_scripts_and_plans_import_the_files(capsys):
+    flags = ["--recipe", "m8", "--import", FILES[0], "--moe-router-score-function", "softsign"]
+    slurm = "--gpus 1 --run-dir runs/x --slurm partition=a time=1:00:00 --dry-run".split()
+    assert launch([*flags, *slurm]) == ExitCode.OK
+    assert f"--import {FILES[0]}" in " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
+    assert plan([*flags, "--gpus", "1", "--fit"]) == ExitCode.OK, capsys.readouterr()
 
 
 def test_verify_layout_imports_the_files_on_every_rank(capsys):
