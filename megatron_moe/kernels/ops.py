@@ -523,7 +523,7 @@ class Kernels(Quantizers, Protocol):
         ...
 
     def wait_for_peers(self, channel: PushChannel) -> None:
-        """Waits until all ranks have pushed the current epoch; sets `channel.missing` after the timeout."""
+        """Waits until all ranks have pushed the current epoch; sets `channel.late_rank_flag` after the timeout."""
         ...
 
     def acknowledge(self, channel: PushChannel) -> None:

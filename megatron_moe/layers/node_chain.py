@@ -38,7 +38,7 @@ CAPTURED_NODES = MappingProxyType(
     }
 )
 """Module of `--cuda-graph-modules` -> names of the first and the last node in its graph. The module "moe" can be
-captured if `Dispatcher.can_be_captured`, "moe_preprocess" only if every rank has all experts."""
+captured if `ExpertTransport.is_captured`, "moe_preprocess" only if every rank has all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ class Experts(nn.Module):
         elif self.config.probs_on_output:
             probs_R = None
         used = offsets_e[-1]
-        # token-major storage has no padding rows, so a stash would not reduce memory
+        # tokens that fc1 gathers have no padding rows, so a stash would not reduce memory
         stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
         with stash, self.saved_tensors.offload_scope("expert_fc1"):
             ffn_RF = self.linear_fc1(data, offsets_e, index=index, rows_q=rows.quantized)

@@ -133,7 +133,7 @@ def test_gathered_input_is_freed_before_the_input_gradient(config: LowPrecisionC
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_saving_the_input_gives_the_same_weight_gradient(config: LowPrecisionConfig) -> None:
-    """The original input, the shard of a gathered input and token-major rows are quantised again in backward."""
+    """The original input, the shard of a gathered input and rows gathered in fc1 are quantised again in backward."""
     x, weight, grad = draw(6, 10), draw(7, 10, seed=1), draw(6, 7, seed=2)
     index = RowIndex(token_R=torch.arange(6), choice_R=torch.arange(6), offsets_E=ends([4, 6]), rows_TK=None)
     gathered = ShardedInput(x[:3], gather=lambda shard: torch.cat([shard, x[3:]]))
@@ -167,7 +167,7 @@ def test_saving_the_input_gives_the_same_weight_gradient(config: LowPrecisionCon
         autograd.grouped_linear(KERNELS, *leaves, ends([4, 6]), given, quantizer=quantizer).backward(grad)
         results.append([leaf.grad for leaf in leaves])
     for found, expected in zip(*results, strict=True):
-        EXACT.check(found, expected, "token-major rows")
+        EXACT.check(found, expected, "rows gathered in fc1")
 
 
 EVERY_RECIPE = {
