@@ -13,10 +13,10 @@ from megatron_moe.checkpoint import tensor_shards
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, in_parts
+from megatron_moe.config import param_meta
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, SaveProblem
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.parallel import param_meta
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.checkpoint_files import (
     FaultyStorage,
