@@ -51,7 +51,7 @@ def commands_of(page: str) -> list[str]:
     return [re.sub(r"\s+", " ", line) for line in bare if line]
 
 
-COMMANDS = [(page, command) for page in PAGES for command in commands_of(page)]
+COMMANDS = [*dict.fromkeys((page, command) for page in PAGES for command in commands_of(page))]
 
 
 def runs_elsewhere(command: str) -> str | None:
