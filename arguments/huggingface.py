@@ -10,7 +10,7 @@ from arguments.checks.run import MODEL_RULES, broken_rules, missing_flags
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import REQUIRED
 from arguments.flags import Flags, Registry, flag_values
-from arguments.parser import Given, Settings
+from arguments.parser import Given, Settings, merge_settings
 from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
@@ -216,7 +216,7 @@ def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
 
 
 _MODEL_GROUPS = ("model", "attention", "moe")
-_TRAINING_FLAGS = (
+TRAINING_FLAGS = (
     *("attention_dropout", "hidden_dropout", "init_method_std"),
     *("max_position_embeddings", "mtp_num_layers", "vocab_size"),
 )
@@ -254,6 +254,16 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
     return layer, [f"{path}: no flag for: {line}" for line in differences(expressed, published)]
 
 
+def described_with(layer: Sequence[Given], more: Given | None, registry: Registry) -> ModelConfig | None:
+    """Model of `published_flags`, with one flag changed; None if the flags describe none."""
+    settings = merge_settings(registry, [layer, [more] if more else []])
+    flags = _flags({name: setting.value for name, setting in settings.values.items()})
+    try:
+        return None if settings.problems else model_config(flags, flags.vocab_size or 1)
+    except (AssertionError, ValueError, ArithmeticError, TypeError):
+        return None
+
+
 def exported_config(model: ModelConfig, vocab_size: int, registry: Registry) -> dict[str, Any]:
     """Contents of a config.json that describes the model. Raises FlagErrors that name the flags if there is none."""
     try:
@@ -267,7 +277,7 @@ def exported_config(model: ModelConfig, vocab_size: int, registry: Registry) -> 
 
 
 def _training_options(registry: Registry) -> set[str]:
-    return {registry.flags[name].option for name in _TRAINING_FLAGS}
+    return {registry.flags[name].option for name in TRAINING_FLAGS}
 
 
 def compared_with(folder: str, settings: Settings) -> str:

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from arguments.checks.batch import train_length_given_once
 from arguments.checks.run import FULL_SIZE_RULES, missing_flags, unknown_layers
@@ -9,8 +10,8 @@ from arguments.errors import Problem
 from arguments.export import value_text
 from arguments.files import read_files
 from arguments.flags import Registry
-from arguments.huggingface import published_flags
-from arguments.parser import Settings, merge_settings, split, start_settings
+from arguments.hf_source import source_of
+from arguments.parser import Given, Settings, merge_settings, split, start_settings
 from arguments.plan_settings import PLANNER_FLAGS, as_given, broken, on_one_rank, switches_text
 from arguments.read import config_files
 from arguments.run_length import RunLength, estimate_text
@@ -19,6 +20,8 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.planner.search import PlannedLayout
 
+_ONE_STEP = Given("--train-iters", ("1",), "plan")
+"""Length of a run that is planned without one; `RunLength` says how to give it."""
 _NEEDED = ("model", "attention", "training")
 """Flag groups whose required flags must be given to plan a layout."""
 
@@ -30,7 +33,7 @@ def settings_of(words: Sequence[str], registry: Registry) -> Settings:
     paths, missing = config_files(start)
     problems += [*missing, *(_of_another_program(name, start) for name in start.values if name not in PLANNER_FLAGS)]
     folder = start.setting("from_hf_config").value
-    layers = [published_flags(folder, registry)[0]] if folder else []
+    layers = [[*source_of(Path(folder), registry).layer, _ONE_STEP]] if folder else []
     for path in paths:
         files = read_files(path, registry, {})
         problems += [problem for file in files for problem in file.problems]

@@ -29,7 +29,8 @@ from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
 from arguments.files import read_files
 from arguments.flags import Flags, Registry, flag_values, normal
-from arguments.huggingface import compared_with, published_flags
+from arguments.hf_source import hf_source
+from arguments.huggingface import compared_with, exported_config, published_flags
 from arguments.launch import allocation_note, launch_of, other_ranks
 from arguments.parser import Given, Settings, merge_settings, near, split, start_settings
 from arguments.proxy.fold import FoldRequest
@@ -152,10 +153,14 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
     _refuse([*missing, *(problem for file in files if not file.readable for problem in file.problems)])
     folder = start.setting("from_hf_config").value
     published, notes = published_flags(folder, registry) if folder else ([], [])
-    layers = [published, *(file.flags for file in files)]
-    layers += _around_proxy(words)
+    own = [*(file.flags for file in files), *_around_proxy(words)]
+    source = None if folder else hf_source(own, registry)
+    layers = [published if source is None else source.layer, *own]
     settings = merge_settings(registry, layers)
     settings.notes += notes
+    if source is not None:
+        settings.notes += [*source.notes, source.note(settings)]
+        problems += source.contradictions(words, registry)
     read_data_lists(settings)
     for file in files:
         problems += file.problems
@@ -318,6 +323,9 @@ def _plan(
         notes=(*parsed.settings.notes, *environment.notes(wanted, environ)),
     )
     plan = replace(plan, unknown_layers=unknown_layers(parsed.settings), imports=flags.import_)
+    generated = plan.checkpoint.hf_description if plan.checkpoint.save_hf_interval else None
+    if generated:
+        exported_config(plan.model, generated.vocab_size, parsed.settings.registry)
     replaced = _replaced_transport(plan, checks_packages=checks_packages)
     heading = [*explain.derived(plan), *replaced, *digests(flags.import_)]
     text = yaml_text(parsed.settings, parsed.environment, heading)

@@ -38,7 +38,9 @@ class RunLength:
         } | cost
 
     def text(self, plan: RunPlan, step: StepEstimate) -> str:
-        """Sentence with the facts."""
+        """Sentence with the facts, or with the flags that they need."""
+        if self.tokens is None and plan.loop.train_iters == 1:
+            return "give --tokens or --train-iters for days, GPU hours and cost"
         return length_text(self.facts(plan, step.total))
 
 

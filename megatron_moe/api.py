@@ -22,6 +22,7 @@ from torch import Tensor
 from arguments.read import fewest_ranks, read_plan
 from megatron_moe import build
 from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
+from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
@@ -221,7 +222,8 @@ def _words(flags: str | Sequence[str]) -> list[str]:
 
 def _hf_flags(folder: Path) -> list[str]:
     """Flags of a Hugging Face folder: its model, and its tokenizer if it has one."""
-    words = ["--from-hf-config", str(folder), *_UNUSED, "--seq-length", str(_DEFAULT_LENGTH)]
+    length = min(int(read_config(folder).get("max_position_embeddings", _DEFAULT_LENGTH)), _DEFAULT_LENGTH)
+    words = ["--from-hf-config", str(folder), *_UNUSED, "--seq-length", str(length)]
     if (folder / "tokenizer.json").is_file():
         return [*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     return [*words, "--tokenizer-type", "NullTokenizer"]

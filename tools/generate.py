@@ -1,7 +1,8 @@
 """Samples text from a trained model: `python tools/generate.py --load runs/quickstart/checkpoints --prompt "def "`.
 
-Model, tokenizer and precision come from the checkpoint's run.yaml. If run.yaml has relative paths, start this tool in
-the folder in which the run was started. Generation uses no KV cache: every new token costs a forward of the whole text.
+Model, tokenizer and precision come from the checkpoint's run.yaml, or from the folder of `--load hf:FOLDER`. If
+run.yaml has relative paths, start this tool in the folder in which the run was started. Generation uses no KV cache:
+every new token costs a forward of the whole text.
 """
 
 import argparse
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from megatron_moe.api import LanguageModel, plan_of_checkpoint
 from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
+from megatron_moe.checkpoint.load import HUGGING_FACE
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
@@ -67,7 +69,7 @@ def pick(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
 @reports_errors
 def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
-    parser.add_argument("--load", type=Path, required=True, help="checkpoint, or folder of checkpoints (the newest)")
+    parser.add_argument("--load", required=True, help="checkpoint, folder of them (the newest), or hf:FOLDER")
     parser.add_argument("--prompt", default="", help="text to continue; empty: from the start of a document")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
@@ -79,12 +81,18 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--temperature {options.temperature:g} must be at least 0")
     if options.top_k < 1 or options.max_new_tokens < 0:
         parser.error("--top-k must be at least 1, --max-new-tokens at least 0")
-    candidate = find_checkpoints(options.load)[0]
-    plan = plan_of_checkpoint(candidate, ["--device", options.device])
+    if options.load.startswith(HUGGING_FACE):
+        path = Path(options.load.removeprefix(HUGGING_FACE))
+        loaded = LanguageModel.load(path, device=options.device)
+        model, plan = loaded.model.eval(), loaded.plan
+    else:
+        candidate = find_checkpoints(Path(options.load))[0]
+        path, plan = candidate.path, plan_of_checkpoint(candidate, ["--device", options.device])
+        model = load_model(candidate, plan)
     tokenizer = load_tokenizer(plan.data.tokenizer)
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
-    ids = continue_text(load_model(candidate, plan), tokenizer, prompt, options)
-    print(f"--- {candidate.path}, {len(ids) - len(prompt)} new tokens, temperature {options.temperature:g}{os.linesep}")
+    ids = continue_text(model, tokenizer, prompt, options)
+    print(f"--- {path}, {len(ids) - len(prompt)} new tokens, temperature {options.temperature:g}{os.linesep}")
     print(tokenizer.decode(ids))
     return ExitCode.OK
 

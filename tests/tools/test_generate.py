@@ -7,6 +7,7 @@ import pytest
 import pretrain_moe
 from megatron_moe.checkpoint.manifest import MANIFEST
 from megatron_moe.config.exit_codes import ExitCode
+from tests.checkpoint.hf_models import configs, hf_model, saved
 from tools import convert_checkpoint
 from tools.generate import main
 
@@ -44,3 +45,9 @@ def test_a_damaged_manifest_is_named(content: bytes | None, folder: Path, tmp_pa
     assert MANIFEST in capsys.readouterr().err
     assert convert_checkpoint.main(["--load", str(folder), "--save", f"hf:{tmp_path}/out"]) == ExitCode.CHECKPOINT
     assert MANIFEST in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder_is_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(hf_model(configs()["qwen3_moe"]), tmp_path / "hf")
+    assert main(["--load", f"hf:{folder}", "--max-new-tokens", "3", "--device", "cpu"]) == ExitCode.OK
+    assert f"--- {folder}, 3 new tokens" in capsys.readouterr().out

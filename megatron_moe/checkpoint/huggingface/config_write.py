@@ -111,10 +111,10 @@ def _rope(rope: RopeConfig | None) -> Values:
     return {"rope_theta": rope.base, "rope_scaling": scaling}
 
 
-def _grouped(model: ModelConfig, *, qk_norm: str = "none") -> tuple[AttentionConfig, Values]:
+def _grouped(model: ModelConfig) -> tuple[AttentionConfig, Values]:
     """Attention of the first layer and its keys."""
     mixer = next((layer.mixer for layer in model.layers if _mixer(layer).core.window), model.layers[0].mixer)
-    if not isinstance(mixer, AttentionConfig) or mixer.qk_norm != qk_norm:
+    if not isinstance(mixer, AttentionConfig):
         raise _NoFamily
     return mixer, {"num_key_value_heads": mixer.num_query_groups, "head_dim": mixer.head_dim, **_rope(mixer.rope)}
 
@@ -151,7 +151,7 @@ def _softmax(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _qwen3_moe(model: ModelConfig, moe: MoEConfig) -> Values:
-    mixer, keys = _grouped(model, qk_norm="per_head")
+    mixer, keys = _grouped(model)
     windowed = {"use_sliding_window": mixer.core.window is not None, "sliding_window": _window(mixer)}
     windowed |= {"max_window_layers": 0}
     return {**keys, **_softmax(model, moe), **windowed, "attention_bias": mixer.qkv_bias}
@@ -166,7 +166,7 @@ def _qwen2_moe(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _olmoe(model: ModelConfig, moe: MoEConfig) -> Values:
-    mixer, keys = _grouped(model, qk_norm="full")
+    mixer, keys = _grouped(model)
     if keys.pop("head_dim") * mixer.num_heads != model.hidden_size:
         raise _NoFamily
     experts = {"num_experts": moe.experts.num_experts, "intermediate_size": moe.experts.ffn_hidden_size}
@@ -212,10 +212,9 @@ def _sigmoid(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _glm4_moe(model: ModelConfig, moe: MoEConfig) -> Values:
-    qk_norm = getattr(model.layers[0].mixer, "qk_norm", "none")
-    mixer, keys = _grouped(model, qk_norm=qk_norm)
+    mixer, keys = _grouped(model)
     assert mixer.rope is not None, "checked by _grouped"
-    options = {"use_qk_norm": qk_norm == "per_head", "attention_bias": mixer.qkv_bias}
+    options = {"use_qk_norm": mixer.qk_norm == "per_head", "attention_bias": mixer.qkv_bias}
     return {**keys, **_sigmoid(model, moe), **options, "partial_rotary_factor": mixer.rope.dim / mixer.head_dim}
 
 

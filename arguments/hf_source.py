@@ -1,0 +1,129 @@
+"""Flags with which a run continues the model of a Hugging Face folder (`--load hf:DIR`)."""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arguments.errors import Problem
+from arguments.flags import Registry, normal
+from arguments.huggingface import TRAINING_FLAGS, described_with, published_flags
+from arguments.parser import Given, Settings
+from megatron_moe.config.model_differences import differences
+
+HUGGING_FACE = "hf:"
+_LONGEST = 4096
+"""Sequence length of a run that does not give `--seq-length`, unless the model has fewer positions."""
+_MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class HFSource:
+    """Lowest layer of flags of a run that continues a published model."""
+
+    folder: Path
+    model: list[Given]
+    """Flags of the model."""
+    training: list[Given]
+    """Tokenizer, balancing loss, and values for required flags that a command line may leave out."""
+    notes: list[str]
+
+    @property
+    def layer(self) -> list[Given]:
+        return [*self.training, *self.model]
+
+    def note(self, settings: Settings) -> str:
+        """Line that names every flag taken from the folder."""
+        taken = [given for given in self.layer if _setting_of(given, settings) == given.origin]
+        words = " ".join(" ".join((given.option, *_words(given))) for given in taken)
+        return f"--load hf:{self.folder}: {words}"
+
+    def contradictions(self, words: Sequence[Given], registry: Registry) -> list[Problem]:
+        """Problems with flags of the command line that describe another model than the folder."""
+        known = {normal(given.option): given for given in self.model}
+        found = []
+        for given in words:
+            entry = registry.find(given.option)
+            if entry is None or entry[0].name in TRAINING_FLAGS or entry[0].group not in ("model", "attention", "moe"):
+                continue
+            ours, theirs = described_with(self.model, None, registry), described_with(self.model, given, registry)
+            if ours is None or theirs is None or not differences(theirs, ours):
+                continue
+            published = known.get(entry[0].option)
+            value = entry[0].text(entry[0].default) if published is None else " ".join(_words(published))
+            what = f"{' '.join((given.option, *(given.words or ())))} contradicts {value} of {self.folder}/config.json"
+            remedy = "leave it out; a --config file may change the model on purpose"
+            found.append(Problem(what=what, remedy=remedy))
+        return found
+
+
+def hf_source(layers: Sequence[Sequence[Given]], registry: Registry) -> HFSource | None:
+    """Flags of the folder that the last `--load hf:DIR` names; None without one, or if it has no config.json.
+
+    Raises FlagErrors if config.json describes a model that no flags describe.
+    """
+    loads = [given for layer in layers for given in layer if normal(given.option) == "--load" and given.words]
+    location = (loads[-1].words or ("",))[0] if loads else ""
+    folder = Path(location.removeprefix(HUGGING_FACE))
+    if not location.startswith(HUGGING_FACE) or not (folder / "config.json").is_file():
+        return None
+    return source_of(folder, registry)
+
+
+def source_of(folder: Path, registry: Registry) -> HFSource:
+    """Flags of a Hugging Face folder or config.json. Raises FlagErrors."""
+    model, notes = published_flags(str(folder), registry)
+    path = folder if folder.suffix == ".json" else folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not _has_mtp(path.parent, values):
+        model = [given for given in model if given.option != "--mtp-num-layers"]
+    origin = str(path)
+    training = [Given(option, words, origin) for option, words in _training(path.parent, values).items()]
+    return HFSource(folder, model, training, notes)
+
+
+def _training(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    length = values.get("max_position_embeddings", _LONGEST)
+    flags: dict[str, tuple[str, ...]] = {
+        "--seq-length": (str(min(length, _LONGEST)),),
+        "--micro-batch-size": ("1",),
+        "--lr": ("1e-5",),
+        "--moe-grouped-gemm": (),
+    }
+    if "bfloat16" in (values.get("dtype"), values.get("torch_dtype")):
+        flags["--bf16"] = ()
+    if (folder / "tokenizer.json").is_file():
+        flags |= {"--tokenizer-type": ("HuggingFaceTokenizer",), "--tokenizer-model": (str(folder),)}
+    coefficient = values.get("router_aux_loss_coef", values.get("aux_loss_alpha"))
+    if isinstance(coefficient, int | float) and coefficient > 0:
+        kind = "seq_aux_loss" if values.get("seq_aux") else "aux_loss"
+        flags |= {"--moe-router-load-balancing-type": (kind,), "--moe-aux-loss-coeff": (f"{coefficient:g}",)}
+    return flags
+
+
+def _has_mtp(folder: Path, values: Mapping[str, Any]) -> bool:
+    """Whether the weight files contain layers after the last decoder layer."""
+    names: Mapping[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, struct.error):
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        else:
+            with (folder / "model.safetensors").open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                names = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
+    return any(name.startswith(f"model.layers.{values.get('num_hidden_layers')}.") for name in names)
+
+
+def _words(given: Given) -> tuple[str, ...]:
+    return ("null",) if given.words is None else given.words
+
+
+def _setting_of(given: Given, settings: Settings) -> str:
+    """Origin of the current value of a flag."""
+    entry = settings.registry.find(given.option)
+    assert entry is not None, f"{given.option} is not a flag"
+    return settings.setting(entry[0].name).origin

@@ -1,0 +1,110 @@
+"""`--load hf:DIR` as the source of model flags, tokenizer and defaults."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments.errors import Finished, FlagErrors
+from arguments.read import read_plan
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.model_differences import differences
+from megatron_moe.config.run import RunPlan
+from tools import plan as plan_tool
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data_files" / "hf_configs.json").read_text())
+QWEN = {
+    **next(values for values in PUBLISHED.values() if values["model_type"] == "qwen3_moe"),
+    **{"router_aux_loss_coef": 0.001, "torch_dtype": "bfloat16"},
+}
+
+
+def folder_of(values: dict[str, Any], path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def planned(words: str, vocab_size: int = 1000) -> RunPlan:
+    """The command line of a user, who gives text and the number of iterations."""
+    return read_plan([*words.split(), "--data-path", "x", "--train-iters", "10"], {}, lambda config: vocab_size)
+
+
+def test_a_folder_gives_model_tokenizer_and_defaults(tmp_path):
+    folder = folder_of(QWEN, tmp_path / "hf")
+    found = planned(f"--load hf:{folder}")
+    assert differences(found.model, model_config_from_hf(QWEN)) == []
+    assert found.data.tokenizer.tokenizer_model == folder and found.data.seq_length == 4096
+    assert found.model.moe_configs[0].router.aux_loss_coeffs == (QWEN["router_aux_loss_coef"],)
+    assert found.batch.micro_batch_size == 1 and found.lr_schedule.max_lr == 1e-5 and found.precision.params == "bf16"
+    (line,) = [note for note in found.notes if note.startswith(f"--load hf:{folder}: ")]
+    for flag in (
+        f"--hidden-size {QWEN['hidden_size']}",
+        "--moe-aux-loss-coeff 0.001",
+        "--seq-length 4096",
+        "--lr 1e-5",
+        "--bf16",
+    ):
+        assert flag in line
+    assert "--tokenizer-model" in line
+
+
+def test_the_command_line_overrides_defaults_but_not_the_model(tmp_path):
+    folder = folder_of(QWEN, tmp_path / "hf")
+    more = (
+        f"--seq-length 128 --lr 3e-4 --moe-aux-loss-coeff 0.01 --hidden-size {QWEN['hidden_size']} --moe-layer-freq 1"
+    )
+    found = planned(f"--load hf:{folder} {more} --attention-dropout 0.1")
+    assert found.data.seq_length == 128 and found.lr_schedule.max_lr == 3e-4
+    assert not any("--lr 1e-5" in note for note in found.notes)
+    with pytest.raises(FlagErrors) as caught:
+        planned(f"--load hf:{folder} --hidden-size 1024 --rotary-base 10000")
+    said = [problem.what for problem in caught.value.problems]
+    assert f"--hidden-size 1024 contradicts {QWEN['hidden_size']} of {folder}/config.json" in said
+    assert f"--rotary-base 10000 contradicts {float(QWEN['rope_theta'])} of {folder}/config.json" in said
+
+
+def test_files_may_change_the_model(tmp_path):
+    folder, path = folder_of(QWEN, tmp_path / "hf"), tmp_path / "longer.yaml"
+    path.write_text("rotary-base: 5e6\n")
+    assert planned(f"--load hf:{folder} --config {path}").model.layers[0].mixer.rope.base == 5e6
+
+
+def test_layers_without_weights_are_left_out(tmp_path):
+    deepseek = next(values for values in PUBLISHED.values() if values.get("num_nextn_predict_layers"))
+    folder = folder_of(deepseek, tmp_path / "hf")
+    names = {"model.embed_tokens.weight": "a"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert planned(f"--load hf:{folder}").model.mtp is None
+    names[f"model.layers.{deepseek['num_hidden_layers']}.eh_proj.weight"] = "a"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert planned(f"--load hf:{folder}").model.num_mtp == deepseek["num_nextn_predict_layers"]
+
+
+def test_a_folder_without_a_config_is_missing(tmp_path):
+    with pytest.raises(FlagErrors, match="--hidden-size is required"):
+        planned(f"--load hf:{tmp_path}")
+
+
+def test_a_model_is_planned_from_its_folder_alone(tmp_path, capsys):
+    folder = folder_of({**QWEN, "num_hidden_layers": 2}, tmp_path / "hf")
+    words = ["--from-hf-config", str(folder), "--gpu", "h100", "--gpus", "2", "--best", "1"]
+    assert plan_tool.main([*words, "--write", str(tmp_path / "plans")]) == ExitCode.OK
+    assert "give --tokens or --train-iters" in capsys.readouterr().out
+    assert plan_tool.main([*words, "--tokens", "1e12"]) == ExitCode.OK
+    assert " GPU hours" in capsys.readouterr().out
+    with pytest.raises(Finished) as caught:
+        read_plan(["--config", str(tmp_path / "plans" / "plan-01.yaml"), "--dry-run=json", "--mock-data"], {})
+    assert json.loads(caught.value.text)["memory"]["fits"]
+
+
+def test_a_model_that_no_family_computes_is_not_exported_during_training(tmp_path):
+    folder = folder_of(QWEN, tmp_path / "hf")
+    words = f"--from-hf-config {folder} --seq-length 128 --micro-batch-size 1 --lr 1 --run-dir {tmp_path}/run"
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder} --save-hf-interval 5"
+    assert planned(f"{words} {tokenizer}").checkpoint.hf_description is not None
+    with pytest.raises(FlagErrors, match="(?s)no model family .*--qk-l2-norm"):
+        planned(f"{words} {tokenizer} --no-qk-layernorm --qk-l2-norm")
