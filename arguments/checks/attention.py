@@ -55,8 +55,9 @@ def ranks_share_heads_of_linear_attention(flags: RuleFlags) -> Violations:
     keys, values = flags.linear_num_key_heads, flags.linear_num_value_heads
     if flags.experimental_attention_variant in derive.DELTA_NETS and (keys % num_ranks or values % num_ranks):
         yield (
-            f"{flags.tensor_model_parallel_size} tensor- times {flags.context_parallel_size} context-parallel ranks do "
-            f"not divide {keys} key heads and {values} value heads of linear attention",
+            f"--tensor-model-parallel-size {flags.tensor_model_parallel_size} times --context-parallel-size "
+            f"{flags.context_parallel_size} does not divide {counted(keys, 'key head')} and "
+            f"{counted(values, 'value head')} of linear attention",
             "use sizes whose product divides both",
         )
 

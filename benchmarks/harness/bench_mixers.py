@@ -43,10 +43,12 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
 
 def draw(case: tuple[int, int, int, int, bool], length: int) -> list[Tensor | None]:
     groups, heads, width, value_width, delta = case
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    q, k = (torch.randn(length, 1, groups, width, **options) for _ in range(2))
-    q, k = (torch.nn.functional.normalize(x, dim=-1).requires_grad_() for x in (q, k))
-    v = torch.randn(length, 1, heads, value_width, **options).requires_grad_()
+
+    def values(num_heads: int, width: int) -> Tensor:
+        return torch.randn(length, 1, num_heads, width, device="cuda", dtype=torch.bfloat16)
+
+    q, k = (torch.nn.functional.normalize(values(groups, width), dim=-1).requires_grad_() for _ in range(2))
+    v = values(heads, value_width).requires_grad_()
     decay = (-torch.rand(length, 1, heads, device="cuda")).requires_grad_()
     beta = torch.rand(length, 1, heads, device="cuda").requires_grad_() if delta else None
     return [q, k, v, decay, beta]

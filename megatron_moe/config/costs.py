@@ -123,6 +123,8 @@ class SavedActivation:
     """Value of `--offload-modules` that moves this tensor to host memory; empty: the tensor is never offloaded."""
     even_rows: int = 0
     """Number of rows at an even expert load, for sizing the paged stash. 0: the tensor is never stashed."""
+    padding_rows: int = 0
+    """Largest number of rows that pad the experts to whole blocks, in addition to `even_rows`."""
     row_width: int = 0
     """Elements per row of a tensor that the paged stash may hold."""
 

@@ -44,6 +44,8 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
         yield saved_tensor("attention", "inverse systems", "U N 64", heads * CHUNK, sizes.activation)
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        names: tuple[str, ...]
+        arguments: tuple[int, ...]
         if model_type == "qwen3_next":
             names, transform = ("in_proj_qkvz", "in_proj_ba"), f"{_TRANSFORMS}:by_key_head"
             arguments = self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim

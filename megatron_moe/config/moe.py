@@ -328,8 +328,10 @@ class MoEConfig(FeedForwardConfig):
         fan, ffn = experts.activation.fan, experts.ffn_hidden_size // parallel.etp
         yield tensor("row index", "R", rows * 2, INDEX)
         yield tensor("probabilities", "R", rows, self.router.probability_bytes(sizes))
+        num_local = self.router.num_experts // parallel.ep
         even = {"even_rows": parallel.etp * sizes.residual * self.router.topk}
-        padded = {"low": "experts", "rows_of_experts": (int(rows), self.router.num_experts // parallel.ep)}
+        even["padding_rows"] = num_local * (self.row_alignment - 1)
+        padded = {"low": "experts", "rows_of_experts": (int(rows), num_local)}
         # on one rank, fc1 gathers tokens that the router saves anyway
         fused = {"fused_bytes": 0} if experts.may_fuse else {}
         gathered = fused if parallel.ep * parallel.etp == 1 else {}

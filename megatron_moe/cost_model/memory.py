@@ -463,6 +463,6 @@ def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashC
     recomputed = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     for tensor in (tensor for layer in layers for tensor in memory.tensors(layer)):
         if tensor.even_rows and not set(tensor.recomputed_by) & set(recomputed):
-            rows = config.moe_paged_stash_buffer_size_factor_cuda * tensor.even_rows
+            rows = config.moe_paged_stash_buffer_size_factor_cuda * tensor.even_rows + tensor.padding_rows
             found[tensor.row_width] += ceil(rows / config.moe_paged_stash_page_size) + 1
     return found

@@ -15,6 +15,13 @@ from megatron_moe.parallel.context_parallel import by_rank, gather_heads, in_ord
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
+class WeightAndBias(nn.Module):
+    """Parameters `weight` and, if set, `bias` under the name of a submodule, as Megatron's checkpoints have them."""
+
+    weight: Parameter
+    bias: Parameter
+
+
 class LinearAttention(Mixer):
     """Mixer with linear attention.
 
@@ -41,7 +48,7 @@ class LinearAttention(Mixer):
         self.input_linears = (self.in_proj,)
         of_output = new("attn_proj", "out_proj")
         self.out_proj = Linear(config.value_width, hidden, ctx, kernels, tp_dim=1, init="output", quantizer=of_output)
-        self.conv1d = nn.Module()
+        self.conv1d = WeightAndBias()
         self.conv1d.weight = self.parameter_of("conv1d.weight")
         self.A_log = self.parameter_of("A_log")
 

@@ -10,13 +10,13 @@
 from collections.abc import Sequence
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.layers.components import Site
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.model.linear_attention import LinearAttention, share_of
+from megatron_moe.model.linear_attention import LinearAttention, WeightAndBias, share_of
 from megatron_moe.parallel.context import ProcessGroup
 
 
@@ -28,7 +28,7 @@ class Mamba(LinearAttention):
         self.config = config
         self.conv1d.bias = self.parameter_of("conv1d.bias")
         self.dt_bias, self.D = self.parameter_of("dt_bias"), self.parameter_of("D")
-        self.norm = nn.Module()
+        self.norm = WeightAndBias()
         self.norm.weight = self.parameter_of("norm.weight")
 
     def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:

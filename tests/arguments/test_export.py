@@ -37,7 +37,9 @@ PRINTABLE = LEGIBLE.filter(lambda text: not unprintable(text))
 """Values that an environment variable may have."""
 FRAMED = ANY.map(lambda text: f"a{text}z")
 """Words that begin or end with blanks and the like may be what a shell or a clipboard has made of other words."""
-LEGAL = list({case.rule: case for case in CASES if not case.environ}.values())
+COMMAND_LINE_ONLY = ("forced_routing_of_data_is_requested", "forced_skew_is_possible")
+"""Rules whose legal flags must stand on the command line, so that a file with them is rejected."""
+LEGAL = list({case.rule: case for case in CASES if not case.environ and case.rule not in COMMAND_LINE_ONLY}.values())
 """One case per rule on one rank."""
 
 

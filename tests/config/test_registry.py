@@ -40,7 +40,7 @@ def test_entries_of_a_block_are_removed_after_an_error_too():
 
 
 def test_every_kind_has_one_registry():
-    assert len({registry.kind for registry in REGISTRIES}) == len(REGISTRIES) == 11
+    assert len({registry.kind for registry in REGISTRIES}) == len(REGISTRIES)
 
 
 def test_texts_are_resolved_and_other_entries_are_returned():

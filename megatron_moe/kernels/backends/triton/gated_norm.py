@@ -40,8 +40,8 @@ class _GatedRMSNorm(torch.autograd.Function):
         grad_x, grad_gate = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x_TC, gate_TC))
         per_group = weight.dim() == 2
         # a program processes rows of one group only if weights differ by group
-        grid, tile = backward_tiles(len(x_TC) * (1 if per_group else groups), width, x_TC.device)
-        grid = (*grid, groups if per_group else 1)
+        (num_programs,), tile = backward_tiles(len(x_TC) * (1 if per_group else groups), width, x_TC.device)
+        grid = (num_programs, groups if per_group else 1)
         shares_PGW = torch.empty(*grid, width, device=x_TC.device, dtype=torch.float32)
         _gated_norm_backward[grid](
             grad, x_TC, gate_TC, weight, grad_x, grad_gate, shares_PGW, len(x_TC), groups, width,
