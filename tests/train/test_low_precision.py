@@ -51,6 +51,20 @@ def trained(plan: RunPlan, steps: int = 2) -> dict[str, Tensor]:
     return run_steps(plan, make_trainer(plan, ParallelContext.single()), TrainState(), steps)
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_infinite_operand_of_a_cast_is_not_saturated_but_skips_the_update(config: LowPrecisionConfig) -> None:
+    plan = plan_of(config)
+    trainer = make_trainer(plan, ParallelContext.single())
+    with torch.no_grad():
+        trainer.model.get_parameter("decoder.layers.0.input_layernorm.weight")[0] = torch.inf  # read by linear_qkv only
+    before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    loader = build_train_loader(plan, trainer.context, build_data(plan, trainer.context))
+    assert loader is not None
+    outcome = trainer.step(loader.next_step(), TrainState())
+    assert not torch.isfinite(outcome.loss) and not outcome.apply_update
+    EXACT.check_all(dict(trainer.model.named_parameters()), before)
+
+
 def selective(*modules: str) -> MemoryConfig:
     return MemoryConfig(
         recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)  # type: ignore[arg-type]
