@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.harness.kernel_case import Draw, KernelCase
 from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, Kernels, PositionSpan
 
 """What a block of attention takes behind its tensors; nothing is dropped."""
@@ -15,6 +16,7 @@ from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionR
 def attention_cases(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     yield from _whole(args, draw)
     yield from _blocks(args, draw)
+    yield from _linear(args, draw)
 
 
 def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
@@ -72,3 +74,31 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         yield KernelCase(f"attention_block ({name})", forward, (), gigabytes, 2 * product, compiled=None)
         gigabytes = read + draw.moved(2 * q.numel()) + 2 * sum(x.nbytes for x in into) / 1e9
         yield KernelCase(f"attention_block_grad ({name})", backward, (), gigabytes, 5 * product, compiled=None)
+
+
+def _linear(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
+    """Linear attention and the ops beside it in a mixer."""
+    batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
+    q, key, value, gate = (draw(args.seq, batch, heads, width) for _ in range(4))
+    decay, beta = (-draw(args.seq, batch, heads).detach().float().abs() for _ in range(2))
+    # forward: three read, one written; backward: these four and a gradient read, three gradients written
+    gigabytes = draw.moved(12 * q.numel())
+    # within a chunk and with the state, forward and twice that in backward
+    flop = 3 * 2 * 4 * args.tokens * heads * width * max(width, CHUNK)
+    for name, strength in (("decay", None), ("delta rule", beta.neg().sigmoid())):
+
+        def attend(
+            k: Kernels, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, strength: torch.Tensor | None = strength
+        ) -> torch.Tensor:
+            return k.linear_attention(q, key, value, decay, strength, None, width**-0.5, 1e-6)
+
+        yield KernelCase(f"linear_attention ({name})", attend, (q, key, value), gigabytes, flop / 1e12, compiled=None)
+    x, filters = draw(args.seq, batch, heads * width), draw(heads * width, 4)
+    gigabytes = draw.moved(5 * x.numel())
+    inputs: tuple[torch.Tensor, ...] = (x, filters)
+    yield KernelCase("short_conv", lambda k, *x: k.short_conv(*x, None, None), inputs, gigabytes, compiled=None)
+    gigabytes = draw.moved(8 * q.numel())
+    inputs = (value, gate, draw(width))
+    yield KernelCase(
+        "gated_rms_norm", lambda k, *x: k.gated_rms_norm(*x, 1e-6, True), inputs, gigabytes, compiled=None
+    )
