@@ -87,10 +87,8 @@ def _linear(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     flop = 3 * 2 * 4 * args.tokens * heads * width * max(width, CHUNK)
     for name, strength in (("decay", None), ("delta rule", beta.neg().sigmoid())):
 
-        def attend(
-            k: Kernels, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, strength: torch.Tensor | None = strength
-        ) -> torch.Tensor:
-            return k.linear_attention(q, key, value, decay, strength, None, width**-0.5, 1e-6)
+        def attend(k: Kernels, *x: torch.Tensor, strength: torch.Tensor | None = strength) -> torch.Tensor:
+            return k.linear_attention(x[0], x[1], x[2], decay, strength, None, width**-0.5, 1e-6)
 
         yield KernelCase(f"linear_attention ({name})", attend, (q, key, value), gigabytes, flop / 1e12, compiled=None)
     x, filters = draw(args.seq, batch, heads * width), draw(heads * width, 4)
