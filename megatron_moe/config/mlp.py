@@ -87,15 +87,15 @@ class MLPConfig(FeedForwardConfig):
     ) -> float:
         """These tensors exist one after the other: (gathered output gradient, its copies, gradient of fc2's input),
         (gradients of fc2's input and of fc1's output), (gathered input, its copy, gradient of fc1's output and its
-        copies). With fused casts, the first two exist at the same time, without the gathered output gradient, but
-        with the activation and its columnwise copy, and the activation input if it was saved in FP8."""
+        copies). With fused casts, the first two exist at the same time, with the activation and its columnwise copy,
+        and the activation input if it was saved in FP8."""
         tokens, gathered, copies = sizes.inner, sizes.gathered(parallel), LowCopies.of(low)
         hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size // parallel.tp, self.activation.fan
         products: float = tokens * (1 + fan) * ffn * sizes.activation
         outer = (gathered + tokens * copies.grad) * hidden + tokens * ffn * sizes.activation
         inner = (gathered + (tokens * copies.column if gathered else 0)) * hidden
         if low is not None and low.fused_block is not None and not self.bias:
-            products += outer - gathered * hidden + tokens * ffn * (copies.column + fan * copies.row)
+            products += outer + tokens * ffn * (copies.column + fan * copies.row)
             if low.activation_inputs:
                 products += tokens * fan * ffn * sizes.activation
         return max(products, outer, inner + tokens * fan * ffn * (sizes.activation + copies.grad))
