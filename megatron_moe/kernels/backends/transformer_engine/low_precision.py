@@ -2,7 +2,8 @@
 
 Elements and scales equal those of `precision.quantizers`. Transformer Engine pads the scales of a copy; for mxfp8 and
 nvfp4 it also transposes them, and does not transpose the columnwise elements of mxfp8. Operands are converted before
-and after each call. Sizes that its kernels do not support are computed by plain torch.
+and after each call. It saturates infinities and does not return the magnitudes that would show them: a reduction of each
+operand finds them. Sizes that its kernels do not support are computed by plain torch.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from megatron_moe.precision import nvfp4, quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, expert_copies
 
 _FP4 = torch.uint8
+_E8M0_NAN = 255
 _Storage = Any
 """One of Transformer Engine's `QuantizedTensorStorage`s."""
 
@@ -247,10 +249,20 @@ def _quantized(
     """Quantises a matrix [R, C]."""
     quantizer = _quantizer(form, x, scale, rowwise=rowwise, columnwise=columnwise)
     quantizer.internal = True
-    made = tex.quantize(x.detach().contiguous(), quantizer)
-    row = _our_copy(made, form, *x.shape, columnwise=False) if rowwise else None
-    column = _our_copy(made, form, *x.mT.shape, columnwise=True) if columnwise else None
+    x = x.detach().contiguous()
+    made = tex.quantize(x, quantizer)
+    row = _marked(_our_copy(made, form, *x.shape, columnwise=False), x, form) if rowwise else None
+    column = _marked(_our_copy(made, form, *x.mT.shape, columnwise=True), x.mT, form) if columnwise else None
     return QuantizedTensor.of(row, column, form.block, x.dtype)
+
+
+def _marked(copy: QuantizedCopy, x: Tensor, form: OperandFormat) -> QuantizedCopy:
+    """Makes the scales of the rows of `x` [R, C] with an inf or NaN NaN, or those of all rows if rows share scales."""
+    is_lost = ~torch.linalg.vector_norm(x, torch.inf, dim=-1).isfinite()
+    if copy.factor is not None:
+        return copy._replace(factor=copy.factor.masked_fill(is_lost.any(), torch.nan))
+    where = is_lost if form.block[0] == 1 else is_lost.any()
+    return copy._replace(scales=copy.scales.masked_fill(where, _E8M0_NAN if form.scale == "e8m0" else torch.nan))
 
 
 def _our_copy(made: _Storage, form: OperandFormat, num_rows: int, width: int, *, columnwise: bool) -> QuantizedCopy:

@@ -1,7 +1,8 @@
 """Transformer Engine's quantizers and quantized tensors, with its layouts of elements and scales.
 
-Elements and scales are computed by this project's quantizers, which equal Transformer Engine's bit for bit. Paddings of
-scales have bytes that no product may read.
+Elements and scales are computed by this project's quantizers, which equal Transformer Engine's bit for bit for finite
+numbers. A block with an infinity has scale 1, or the largest E8M0 scale, and the infinity becomes the largest element.
+Paddings of scales have bytes that no product may read.
 """
 
 import math
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE, OperandFormat
 from megatron_moe.precision import quantizers
-from megatron_moe.precision.quantized_tensor import QuantizedTensor, unpack_e2m1
+from megatron_moe.precision.quantized_tensor import QuantizedTensor, decode_scales, unpack_e2m1
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 
 ELEMENTS = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2"}
@@ -109,8 +110,8 @@ class MXFP8TensorStorage(_Blocks):
         assert rows % 32 == 0 and width % 32 == 0
         shape = (rows // 32, width) if columnwise else (rows, width // 32)
         assert scales.shape == padded_shape(shape, (4, 128) if columnwise else (128, 4))
-        exponents = scales[: shape[0], : shape[1]].double() - 127
-        spread = exponents.exp2().repeat_interleave(32, 0 if columnwise else 1)
+        scales = decode_scales(scales[: shape[0], : shape[1]]).double()
+        spread = scales.repeat_interleave(32, 0 if columnwise else 1)
         values = data.view(TE_DType_To_Torch[self._element]).double() * spread
         return values.T if columnwise else values
 
@@ -145,7 +146,7 @@ class Float8Quantizer(Quantizer):
     def quantize_impl(self, tensor: Tensor) -> Float8TensorStorage:
         return self._per_tensor(tensor, self.scale.squeeze(0))
 
-    def _per_tensor(self, tensor: Tensor, scale: Tensor | None) -> Float8TensorStorage:
+    def _per_tensor(self, tensor: Tensor, scale: Tensor) -> Float8TensorStorage:
         if not self.rowwise_usage:
             raise NotImplementedError("columnwise-only per-tensor FP8 quantization")
         form = OperandFormat(element=ELEMENTS[self.dtype], block=WHOLE, scale="fp32")
@@ -166,7 +167,8 @@ class Float8CurrentScalingQuantizer(Float8Quantizer):
         self.dtype = fp8_dtype
 
     def quantize_impl(self, tensor: Tensor) -> Float8TensorStorage:
-        return self._per_tensor(tensor, None)
+        form = OperandFormat(element=ELEMENTS[self.dtype], block=WHOLE, scale="fp32")
+        return self._per_tensor(tensor, quantizers.tensor_scale(tensor, form).nan_to_num(1.0))
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -186,7 +188,7 @@ class Float8BlockQuantizer(Quantizer):
         else:
             made = quantizers.quantize_weight(tensor, form, columnwise=self.columnwise_usage)
         return Float8BlockwiseQTensorStorage(
-            *sides(made, lambda scales: padded(scales, (1, 4))), self.dtype, self, self.dim == 2
+            *sides(made, lambda scales: padded(scales.nan_to_num(1.0), (1, 4))), self.dtype, self, self.dim == 2
         )
 
 
@@ -198,7 +200,9 @@ class MXFP8Quantizer(Quantizer):
 
     def quantize_impl(self, tensor: Tensor) -> MXFP8TensorStorage:
         assert all(size % 32 == 0 for size in tensor.shape)
-        made = self._quantized(tensor, OperandFormat(element=ELEMENTS[self.dtype], block=(1, 32), scale="e8m0"))
+        largest = torch.finfo(tensor.dtype).max
+        form = OperandFormat(element=ELEMENTS[self.dtype], block=(1, 32), scale="e8m0")
+        made = self._quantized(tensor.clamp(-largest, largest), form)
         row, row_scales, column, column_scales = sides(made, lambda scales: scales)
         row_scales = None if row is None else padded(row_scales.T, (128, 4))
         column_scales = None if column is None else padded(column_scales, (4, 128))
@@ -231,7 +235,11 @@ class NVFP4Quantizer(Quantizer):
             scales = scales.view(torch.uint8)
             return padded(scales.repeat_interleave(16, 0) if self.is_square else scales.T, (128, 4))
 
-        amaxes = [None if f is None else (f * 2688).reshape(1) for f in (made.rowwise_factor, made.columnwise_factor)]
+        # a matrix with an infinity has factor 1
+        amaxes = [
+            None if f is None else (f * 2688).nan_to_num(2688.0).reshape(1)
+            for f in (made.rowwise_factor, made.columnwise_factor)
+        ]
         return NVFP4TensorStorage(*sides(made, per_row), *amaxes, DType.kFloat4E2M1, self, False)
 
 
