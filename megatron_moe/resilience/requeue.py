@@ -97,6 +97,11 @@ def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
         return Decision(restart=True, reason=f"signal {exit_code - _SIGNALLED} ended it before it wrote {STATUS}")
     if report is None:
         cause = "an error in the command line or the environment, see the log"
+        if exit_code == ExitCode.BUG:  # torchrun's code for every failure
+            cause = (
+                "either an error in the command line or the environment, see the log, or a rank that was killed, which "
+                "torchrun does not tell apart; scripts/launch.sh and tools/torchrun.py do"
+            )
         return Decision(restart=False, reason=f"exit code {exit_code} before it wrote {STATUS}: {cause}")
     if report.state == "finished":
         return Decision(restart=False, reason=f"finished: {report.sentence or f'iteration {report.iteration}'}")

@@ -61,7 +61,10 @@ def test_start_killed_before_its_first_report_is_restarted(tmp_path):
     RunStatus(tmp_path, rank=1)
     assert decide_and_record(tmp_path, 1, since=since, now=time.time()).reason.startswith("it ended without a report")
     os.utime(tmp_path / STARTED, (0.0, since - 60))
-    assert "before it wrote status.json" in decide_and_record(tmp_path, 1, since=since, now=time.time()).reason
+    reason = decide_and_record(tmp_path, 1, since=since, now=time.time()).reason
+    assert "before it wrote status.json" in reason and "or a rank that was killed" in reason
+    rejected = decide_and_record(tmp_path, int(ExitCode.CONFIG), since=since, now=time.time()).reason
+    assert "error in the command line" in rejected and "killed" not in rejected
 
 
 def test_host_of_drifted_weights_is_suspect():

@@ -2,8 +2,8 @@
 
 Elements and scales equal those of `precision.quantizers`. Transformer Engine pads the scales of a copy; for mxfp8 and
 nvfp4 it also transposes them, and does not transpose the columnwise elements of mxfp8. Operands are converted before
-and after each call. It saturates infinities and does not return the magnitudes that would show them: a reduction of each
-operand finds them. Sizes that its kernels do not support are computed by plain torch.
+and after each call. It saturates infinities, and most of its quantizers do not return a magnitude that would show them;
+one more reduction of each operand finds them. Sizes that its kernels do not support are computed by plain torch.
 """
 
 from collections.abc import Sequence
