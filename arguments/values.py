@@ -5,6 +5,7 @@ import math
 import shlex
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
@@ -99,6 +100,14 @@ def describe(annotation: Any) -> str:
     return "text" if kind is str else str(kind.__name__)
 
 
+@dataclass(frozen=True)
+class Refused:
+    """Annotation of a flag's type: values of Megatron-LM that will not be available."""
+
+    names: tuple[tuple[str, str], ...]
+    """(value, verb phrase that says why and states the alternative, with the value as its subject)."""
+
+
 def choices(annotation: Any) -> tuple[str, ...]:
     """Allowed values of a `Literal` or of `Annotated[str, registry]`, or of the elements of a tuple of them; empty for
     other types."""
@@ -152,6 +161,9 @@ def _entry(kind: Any, word: str, words: Sequence[str]) -> Any:
 
 def _scalar(kind: Any, word: str) -> Any:
     if allowed := _allowed(kind):
+        refused = {name: why for each in get_args(kind) if isinstance(each, Refused) for name, why in each.names}
+        if word in refused and word not in allowed:
+            raise BadValue(refused[word])
         return _choice(allowed, word)
     if kind is bool:
         return _switch(word)

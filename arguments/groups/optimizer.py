@@ -3,25 +3,36 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from arguments.flag import REQUIRED, differs, flag, new_flag, unsupported
+from arguments.flag import REQUIRED, differs, flag, new_flag
+from arguments.values import Refused
 from megatron_moe.config.registry import UPDATE_RULES
+
+_REFUSED = Refused(
+    (
+        ("soap", "is not available: the eigenvectors of its statistics cost more than Newton-Schulz; use muon"),
+        ("sgd", "is not available: no MoE model is trained with it; use adam or lion"),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
     """AdamW, learning rate and weight decay."""
 
-    optimizer: Annotated[str, UPDATE_RULES] = differs(
-        "adam", "Megatron-LM also has sgd, lion, soap and adaptive_muon, and needs no imported file for them"
-    )
-    """Update rule. adam is AdamW. muon (old name dist_muon) orthogonalizes the updates of matrices, and AdamW updates
-    embeddings, norms, biases and the output layer. Imported files may add rules (see `--import`)."""
+    optimizer: Annotated[str, UPDATE_RULES, _REFUSED] = differs("adam", "Megatron-LM also has sgd and soap")
+    """Update rule. adam is AdamW; lion moves every element by the sign of a momentum. muon (old name dist_muon)
+    orthogonalizes the updates of matrices, adaptive_muon also divides them by the root of a second moment; AdamW
+    updates embeddings, norms, biases and the output layer. Imported files may add rules (see `--import`)."""
     adam_beta1: float = flag(0.9, least=0, below=1)
     """Adam beta1: decay rate of the first moment."""
     adam_beta2: float = flag(0.999, least=0, below=1)
     """Adam beta2: decay rate of the second moment."""
     adam_eps: float = flag(1e-8, least=0)
     """Adam epsilon."""
+    lion_beta1: float = flag(0.95, least=0, below=1)
+    """Lion: share of the momentum in the sum whose sign is the update."""
+    lion_beta2: float = flag(0.98, least=0, below=1)
+    """Lion: decay rate of the momentum."""
     muon_momentum: float = flag(0.9, least=0, below=1)
     """Muon: decay rate of the momentum."""
     muon_nesterov: bool = flag(False)
@@ -44,7 +55,7 @@ class OptimizerFlags:
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("duplicated")
     """Muon: treatment of matrices sharded by tensor parallelism: each shard alone, the gathered matrix on every rank,
     or sums of the shards' products over the ranks."""
-    muon_scalar_optimizer: Literal["adam", "lion"] = unsupported("adam", "use adam")
+    muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam")
     """Muon: update rule of embeddings, norms, biases and the output layer."""
     clip_grad: float = flag(1.0, least=0)
     """Maximum global gradient norm; 0 disables clipping."""

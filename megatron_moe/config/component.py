@@ -193,6 +193,7 @@ def linear_metas(
     tp_dim: Literal[0, 1] | None = None,
     splits: tuple[int, ...] = (),
     init: Literal["normal", "output"] = "normal",
+    mixed_rows: bool = False,
 ) -> tuple[ParamMeta, ParamMeta]:
     """Metadata of the weight [outputs, inputs] and the bias of a `Linear` with these arguments."""
     weight = ParamMeta(
@@ -201,6 +202,7 @@ def linear_metas(
         fan_in=inputs,
         tp_dim=tp_dim,
         splits=splits,
+        mixed_rows=mixed_rows,
         partial_over_tp=parallel.sequence_parallel and tp_dim is None,
     )
     bias = replace(

@@ -31,6 +31,8 @@ class LinearAttentionConfig(MixerConfig):
     norm: NormConfig
     """Norm of the gated output, without a bias. Its weight is never stored zero-centred."""
 
+    mixed_rows: ClassVar[bool] = False
+    """`ParamMeta.mixed_rows` of the input projection."""
     solves_systems: ClassVar[bool] = False
     """Whether the recurrence solves a triangular system per chunk, for the delta rule."""
 
@@ -60,9 +62,8 @@ class LinearAttentionConfig(MixerConfig):
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         linear = partial(linear_parameters, parallel=parallel, counted="attention")
-        yield from linear(
-            "in_proj", (sum(self.sections), self.hidden_size), low="qkv_linear", tp_dim=0, splits=self.sections
-        )
+        options = {"tp_dim": 0, "splits": self.sections, "mixed_rows": self.mixed_rows}
+        yield from linear("in_proj", (sum(self.sections), self.hidden_size), low="qkv_linear", **options)
         spec = partial(ParamSpec, counted="attention")
         mixed = self.mixed_sections
         conv = ParamMeta(role="vector", init="uniform", fan_in=self.conv_width, tp_dim=0, splits=mixed)

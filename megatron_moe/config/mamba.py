@@ -21,6 +21,7 @@ class MambaConfig(LinearAttentionConfig):
     """
 
     module: ClassVar[str] = "megatron_moe.model.mamba:Mamba"
+    mixed_rows: ClassVar[bool] = True
 
     @property
     def mixed_sections(self) -> tuple[int, ...]:

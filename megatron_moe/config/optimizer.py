@@ -45,6 +45,8 @@ class MuonConfig:
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
     """Treatment of matrices that are sharded by tensor parallelism: every rank orthogonalises its shard alone, or the
     whole gathered matrix, or the ranks sum the products of their shards."""
+    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
+    """Update rule of the parameters that Muon does not cover."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,9 @@ class OptimizerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
+    lion_beta1: float = 0.95
+    """Lion: share of the momentum in the update's sign."""
+    lion_beta2: float = 0.98
     clip_grad: float = 1.0
     """Maximum global L2 norm of the gradient; 0: no clipping."""
     apply_wd_to_qk_layernorm: bool = False

@@ -105,3 +105,8 @@ class DataParallelConfig:
     ddp_reduce_scatter_with_fp32_accumulation: bool = False
     """Reduce-scatter communicates gradients in the format of the gradient buffers but sums them in fp32
     (`--ddp-reduce-scatter-with-fp32-accumulation`)."""
+
+
+def default_bucket_size(num_ranks: int) -> int:
+    """Default elements per bucket, large enough that a collective over `num_ranks` is bound by bandwidth."""
+    return max(40_000_000, 1_000_000 * num_ranks)

@@ -32,6 +32,9 @@ class ParamMeta:
     """Global sizes of matrices that are concatenated along `tp_dim`. If they add up to the size of `tp_dim`, each
     matrix is sharded separately (gate and up). If they add up to less, this sequence of matrices repeats along `tp_dim`
     (q, k, v of each query group), and each rank gets whole repetitions."""
+    mixed_rows: bool = False
+    """True if the rows are inputs of unrelated operations (gate, state and time steps of Mamba). Rules for whole
+    matrices leave such a matrix to their fallback, as Megatron-LM does."""
     decay: bool = True
     """False excludes the parameter from weight decay."""
     partial_over_tp: bool = False

@@ -6,7 +6,7 @@ memory, emulation and checkpoints follow from the declarations.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -57,8 +57,8 @@ class UpdateRuleSpec:
     covers: Callable[[str, ParamMeta], bool] = lambda name, meta: True
     """Whether the rule can update the parameter with this global name and metadata. A rule with the alignment `element`
     covers all parameters."""
-    fallback: str = "adam"
-    """Name of the rule that updates the parameters that this rule does not cover."""
+    fallback: Callable[[OptimizerConfig], str] = lambda config: "adam"
+    """Returns the name of the rule that updates the parameters that this rule does not cover."""
 
     def new_rule(self, config: OptimizerConfig, precision: PrecisionConfig) -> Any:
         return resolve(self.rule)(config, precision)
@@ -68,8 +68,9 @@ def rule_of(name: str, meta: ParamMeta, config: OptimizerConfig) -> str:
     """Name of the rule that updates a parameter."""
     rule = config.optimizer
     while not (spec := spec_of(rule)).covers(name, meta):
-        assert spec.fallback != rule, f"no update rule for {name}: {rule} does not cover it and has no fallback"
-        rule = spec.fallback
+        fallback = spec.fallback(config)
+        assert fallback != rule, f"no update rule for {name}: {rule} does not cover it and has no fallback"
+        rule = fallback
     return rule
 
 
@@ -95,11 +96,25 @@ def _adam_states(config: OptimizerConfig, precision: PrecisionConfig) -> tuple[S
 
 
 UPDATE_RULES.register("adam", UpdateRuleSpec(rule="megatron_moe.optim.adamw:AdamW", states=_adam_states))
+UPDATE_RULES.register(
+    "lion",
+    UpdateRuleSpec(
+        rule="megatron_moe.optim.lion:Lion",
+        states=lambda config, precision: (StateSpec("exp_avg", precision.exp_avg_dtype),),
+    ),
+)
 _MUON = UpdateRuleSpec(
     rule="megatron_moe.optim.muon:Muon",
     states=lambda config, precision: (StateSpec("momentum"),),
     alignment="matrix",
-    covers=lambda name, meta: meta.role in ("matrix", "router", "gate"),
+    covers=lambda name, meta: meta.role in ("matrix", "router", "gate") and not meta.mixed_rows,
+    fallback=lambda config: config.muon.muon_scalar_optimizer,
 )
 UPDATE_RULES.register("muon", _MUON)
 UPDATE_RULES.register("dist_muon", _MUON)
+_ADAPTIVE = replace(
+    _MUON,
+    rule="megatron_moe.optim.adaptive_muon:AdaptiveMuon",
+    states=lambda config, precision: (StateSpec("momentum"), StateSpec("moment2")),
+)
+UPDATE_RULES.register("adaptive_muon", _ADAPTIVE)

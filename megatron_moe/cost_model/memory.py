@@ -28,11 +28,13 @@ from megatron_moe.cost_model.activations import activation_sizes, head_tensors, 
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import (
     HeldElements,
+    RuleState,
     held_by_rank,
     is_low,
     layer_recipes,
     low_by_rank,
-    rule_state_bytes,
+    rule_state,
+    state_values,
     stored_bytes,
 )
 from megatron_moe.cost_model.workspace import (
@@ -104,36 +106,36 @@ class RankBytes:
         return self.state.total + self.receive_slots + max(training, self.staging)
 
 
-def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements, moments: float | None = None) -> StateBytes:
+def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements, rules: RuleState | None = None) -> StateBytes:
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
     GEMMs, for which the weights include their quantised copies.
 
-    `moments`: bytes of the update rules' state; None: that of a rule that updates all parameters elementwise.
+    `rules`: share that the rank updates; None: an equal share, of a rule that updates all parameters elementwise.
 
     Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
     """
     precision, parallel = plan.precision, plan.parallel
     sharded = plan.data_parallel.use_distributed_optimizer
     owners = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
-    owned = held.attention / owners[0] + held.expert / owners[1]
+    if rules is None:
+        owned = held.attention / owners[0] + held.expert / owners[1]
+        rules = RuleState(owned, owned * state_bytes_per_element(plan.optimizer, precision))
     on_device = 1 - plan.memory.offload.optimizer_fraction
     weight, main = num_bytes(precision.params), num_bytes(precision.main_params_dtype)
     weights, of_weight = float(held.total * weight), 0 if precision.params == precision.main_params_dtype else main
     if precision.store_param_remainders:
         of_weight = 2
-    masters = owned * of_weight
+    masters = rules.elements * of_weight
     if precision.low_precision_params:
         weights += low.total * (stored_bytes(precision).total - weight)
         masters += (low.attention / owners[0] + low.expert / owners[1]) * (main - of_weight)
     elif precision.low_precision is not None:  # a rowwise and a columnwise copy
         weights += low.total * 2 * precision.low_precision.weights.bytes_per_element
-    if moments is None:
-        moments = owned * state_bytes_per_element(plan.optimizer, precision)
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
         master=masters * on_device,
-        moments=moments * on_device,
+        moments=rules.moments * on_device,
     )
 
 
@@ -233,8 +235,8 @@ class RankMemory:
 
     def state_of_rank(self, rank: int) -> StateBytes:
         """Bytes of weights, gradients and optimizer state of one pipeline rank."""
-        moments = None if is_elementwise(self.plan.optimizer) else rule_state_bytes(self.plan, rank)
-        return state_bytes(self.plan, *self._held_of(rank), moments)
+        rules = None if is_elementwise(self.plan.optimizer) else rule_state(self.plan, rank)
+        return state_bytes(self.plan, *self._held_of(rank), rules)
 
     def held(self, rank: int) -> HeldElements:
         """Number of parameters that one GPU of a pipeline rank stores."""
@@ -435,10 +437,13 @@ def checkpoint_bytes(plan: RunPlan) -> int:
     """Bytes of one checkpoint: weights and, if saved, optimizer state, which is fp32 or wider in checkpoints. Router
     buffers, a few elements per expert, are excluded."""
     precision = plan.precision
+    total = count_parameters(plan.model).total
+    size = total * num_bytes(precision.params)
+    if not plan.checkpoint.save_optim:
+        return size
     wide = max(num_bytes("fp32"), num_bytes(precision.main_params_dtype))
-    copies = 2 if precision.main_params_dtype == precision.params else 3
-    state = copies * wide if plan.checkpoint.save_optim else 0
-    return count_parameters(plan.model).total * (num_bytes(precision.params) + state)
+    masters = 0 if precision.main_params_dtype == precision.params else total
+    return size + wide * (masters + state_values(plan))
 
 
 def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:

@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_moe.config.component import ParamSpec
 from megatron_moe.config.costs import CostSum, num_bytes
+from megatron_moe.config.matrix_owners import first_matrices, update_cost
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.parallel import ParallelConfig, default_bucket_size
 from megatron_moe.config.pipeline_layout import PipelineLayout, StageLayout
 from megatron_moe.config.precision import WHOLE, LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
@@ -79,21 +81,88 @@ def parameters_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, ParamSpe
             yield f"{prefix}.{spec.name}", spec
 
 
-def rule_state_bytes(plan: RunPlan, rank: int) -> float:
-    """Bytes of the state of update rules on one GPU of a pipeline rank, without master weights. Whole matrices count as
-    if they were divided evenly among their owners."""
+class RuleState(NamedTuple):
+    """Share of the parameters that one GPU updates."""
+
+    elements: float
+    moments: float
+    """Bytes of the update rules' state, without master weights."""
+
+
+class _Matrices(NamedTuple):
+    """Equal matrices of one parameter: an expert stack, or one matrix."""
+
+    number: int
+    cost: int
+    elements: int
+    num_bytes: float
+
+
+def rule_state(plan: RunPlan, rank: int) -> RuleState:
+    """Largest share of one GPU of a pipeline rank. Matrices are assigned to owners bucket by bucket, as `ParamLayout`
+    does; other parameters are divided evenly."""
     parallel, precision = plan.parallel, plan.precision
     sharded = plan.data_parallel.use_distributed_optimizer
-    owners = {"attention": parallel.dp * parallel.cp, "expert": parallel.edp} if sharded else {}
-    total = 0.0
-    for name, spec in parameters_of_rank(plan, rank):
+    owners = {"attention": parallel.dp * parallel.cp if sharded else 1, "expert": parallel.edp if sharded else 1}
+    matrices: dict[tuple[str, bool, bool], list[_Matrices]] = {}
+    total = RuleState(0.0, 0.0)
+    for name, spec in reversed(list(parameters_of_rank(plan, rank))):
         rule, held = spec_of(rule_of(name, spec.meta, plan.optimizer)), spec.held(parallel)
-        matrix = spec.shape if spec.meta.num_experts is None else spec.shape[1:]
-        rows, columns = (1, *matrix)[-2:]
-        num_matrices = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
+        rows, columns = matrix_of(spec)
+        number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
+        moments = 0
         for state in rule.states(plan.optimizer, precision):
-            values = num_matrices * state.values_of(rows, columns) if state.matrix_shape else held
-            total += values * state.num_bytes(precision) / owners.get(spec.meta.grid, 1)
+            values = number * state.values_of(rows, columns) if state.matrix_shape else held
+            moments += values * state.num_bytes(precision)
+        if rule.alignment == "matrix":
+            group = (spec.meta.grid, spec.meta.role == "router", spec.meta.tp_dim is None)
+            found = _Matrices(number, update_cost(rows, columns), held // number, moments / number)
+            matrices.setdefault(group, []).append(found)
+        else:
+            total = _sum(total, RuleState(held / owners[spec.meta.grid], moments / owners[spec.meta.grid]))
+    for (grid, *_), group_matrices in matrices.items():
+        size = plan.data_parallel.ddp_bucket_size or default_bucket_size(owners[grid])
+        total = _sum(total, _largest_share(group_matrices, owners[grid], size))
+    return total
+
+
+def _largest_share(matrices: list[_Matrices], num_owners: int, bucket_size: int) -> RuleState:
+    """Share of the owner with the most state."""
+    loads, shares = [0.0] * num_owners, [RuleState(0.0, 0.0)] * num_owners
+    bucket, held = list[_Matrices](), 0
+    for index, each in enumerate(matrices, start=1):
+        bucket += [each] * each.number
+        held += each.number * each.elements
+        if index == len(matrices) or held >= bucket_size:
+            first = first_matrices([matrix.cost for matrix in bucket], loads)
+            for owner, (start, end) in enumerate(pairwise([*first, len(bucket)])):
+                for matrix in bucket[start:end]:
+                    shares[owner] = _sum(shares[owner], RuleState(matrix.elements, matrix.num_bytes))
+            bucket, held = [], 0
+    return max(shares, key=lambda share: share.moments)
+
+
+def _sum(one: RuleState, other: RuleState) -> RuleState:
+    return RuleState(one.elements + other.elements, one.moments + other.moments)
+
+
+def matrix_of(spec: ParamSpec) -> tuple[int, int]:
+    """(rows, columns) of a matrix of a parameter, before tensor parallelism; a vector is a matrix of one row."""
+    rows, columns = (1, *(spec.shape if spec.meta.num_experts is None else spec.shape[1:]))[-2:]
+    return rows, columns
+
+
+def state_values(plan: RunPlan) -> int:
+    """Number of values of the update rules' state for the whole model, without master weights."""
+    total, seen = 0, set[str]()
+    for rank in range(plan.layout.pp):
+        for name, spec in parameters_of_rank(plan, rank):
+            if name in seen:  # a copy on another stage
+                continue
+            seen.add(name)
+            number = 1 if spec.meta.num_experts is None else spec.shape[0]
+            for state in spec_of(rule_of(name, spec.meta, plan.optimizer)).states(plan.optimizer, plan.precision):
+                total += number * state.values_of(*matrix_of(spec)) if state.matrix_shape else spec.elements
     return total
 
 

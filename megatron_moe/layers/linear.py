@@ -33,8 +33,8 @@ class Linear(QuantizedModule):
     - `tp_dim` = None: W is replicated. With sequence parallelism, each rank multiplies only its own positions.
 
     In all cases the residual stream on a rank contains all positions or, with sequence parallelism (arXiv 2205.05198
-    section 4.2.2), only the rank's own positions. `splits`: see `ParamMeta`. `init`: "output" for a matrix that writes
-    to the residual stream.
+    section 4.2.2), only the rank's own positions. `splits` and `mixed_rows`: see `ParamMeta`. `init`: "output" for a
+    matrix that writes to the residual stream.
     """
 
     weight: Parameter
@@ -51,13 +51,16 @@ class Linear(QuantizedModule):
         tp_dim: Literal[0, 1] | None = None,
         splits: tuple[int, ...] = (),
         init: Literal["normal", "output"] = "normal",
+        mixed_rows: bool = False,
         quantizer: LinearQuantizer | None = None,
     ) -> None:
         super().__init__()
         self.ctx = ctx
         self.kernels = kernels
         self.tp_dim = tp_dim
-        weight_meta, bias_meta = linear_metas(inputs, ctx.config, tp_dim=tp_dim, splits=splits, init=init)
+        weight_meta, bias_meta = linear_metas(
+            inputs, ctx.config, tp_dim=tp_dim, splits=splits, init=init, mixed_rows=mixed_rows
+        )
         self._set_weight(new_parameter((outputs, inputs), weight_meta, ctx), quantizer)
         self.bias = new_parameter((outputs,), bias_meta, ctx) if bias else None
 

@@ -43,6 +43,7 @@ class LinearAttention(Mixer):
             kernels,
             tp_dim=0,
             splits=config.sections,
+            mixed_rows=config.mixed_rows,
             quantizer=new("qkv_linear", "in_proj", saves_input=saves_input),
         )
         self.input_linears = (self.in_proj,)

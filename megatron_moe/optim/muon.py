@@ -100,31 +100,50 @@ class Muon:
         grad = operands.grad(piece).to(master.dtype) * scalars.grad_scale
         momentum = torch.lerp(grad, operands.values("momentum", piece), beta)
         update = torch.lerp(grad, momentum, beta) if self._config.muon_nesterov else momentum
-        new = master * (1 - lr * decay) - lr * self._orthogonal(piece, update)
-        operands.commit(scalars, piece, new, momentum=momentum)
+        orthogonal, states = self.adapted(operands, piece, self._orthogonal(piece, update))
+        new = master * (1 - lr * decay) - lr * self._scaled(piece, orthogonal)
+        operands.commit(scalars, piece, new, momentum=momentum, **states)
+
+    def adapted(
+        self, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the direction of the update, before its scale, and new state besides the momentum."""
+        return orthogonal, {}
 
     def _orthogonal(self, piece: ParamPiece, update: Tensor) -> Tensor:
-        """Scaled orthogonal matrices [n, rows, columns] of this rank's shard."""
-        mode = self._config.muon_tp_mode if piece.is_sharded else "blockwise"
+        """Orthogonal matrices [n, rows, columns] of this rank's shard."""
+        mode = self._mode(piece)
         if mode == "duplicated":
             return piece.shard_of(self._of_parts(piece, piece.gathered(update)))
         return self._of_parts(piece, update, piece.shards if mode == "distributed" else None)
 
     def _of_parts(self, piece: ParamPiece, matrices: Tensor, shards: ProcessGroup | None = None) -> Tensor:
         """Orthogonalises each part of the matrices. `shards`: group over which the matrices are sharded."""
-        splits = self._config.muon_split_qkv and piece.name.endswith("linear_qkv.weight")
-        parts = piece.split(matrices) if splits else [matrices]
         made = []
-        for part in parts:
-            rows, columns = part.shape[-2:]
-            transposed = rows > columns
-            if shards is not None:  # the Gram matrix is summed over the sharded dim
-                transposed = piece.meta.tp_dim == 0
-                rows, columns = (rows * shards.size, columns) if transposed else (rows, columns * shards.size)
-            x = part.mT if transposed else part
-            x = newton_schulz(x, self._coefficients, self._dtype, shards)
-            made.append((x.mT if transposed else x) * scale_of(self._config, rows, columns))
-        return piece.join(made) if splits else made[0]
+        for part in self._parts(piece, matrices):
+            # the Gram matrix is summed over the sharded dim
+            transposed = part.shape[-2] > part.shape[-1] if shards is None else piece.meta.tp_dim == 0
+            x = newton_schulz(part.mT if transposed else part, self._coefficients, self._dtype, shards)
+            made.append(x.mT if transposed else x)
+        return piece.join(made) if len(made) > 1 else made[0]
+
+    def _scaled(self, piece: ParamPiece, shard: Tensor) -> Tensor:
+        """Multiplies each part of this rank's shard by the scale of the matrix that was orthogonalised."""
+        sizes = [1, 1]
+        if self._mode(piece) != "blockwise":
+            sizes[piece.meta.tp_dim or 0] = piece.shards.size
+        parts = self._parts(piece, shard)
+        shapes = [(part.shape[-2] * sizes[0], part.shape[-1] * sizes[1]) for part in parts]
+        made = [part * scale_of(self._config, *shape) for part, shape in zip(parts, shapes, strict=True)]
+        return piece.join(made) if len(made) > 1 else made[0]
+
+    def _parts(self, piece: ParamPiece, matrices: Tensor) -> list[Tensor]:
+        """Parts of the matrices that are orthogonalised separately."""
+        splits = self._config.muon_split_qkv and piece.name.endswith("linear_qkv.weight")
+        return piece.split(matrices) if splits else [matrices]
+
+    def _mode(self, piece: ParamPiece) -> str:
+        return self._config.muon_tp_mode if piece.is_sharded else "blockwise"
 
 
 def coefficients_of(name: str, num_steps: int) -> list[Coefficients]:

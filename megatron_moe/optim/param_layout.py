@@ -16,8 +16,9 @@ from itertools import pairwise
 from math import lcm, prod
 from typing import Literal
 
+from megatron_moe.config.matrix_owners import first_matrices, update_cost
 from megatron_moe.config.optimizer import OptimizerConfig
-from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.parallel import DataParallelConfig, default_bucket_size
 from megatron_moe.config.param_meta import Grid, ParamMeta
 from megatron_moe.config.precision import FloatName
 from megatron_moe.config.update_rules import OwnerAlignment, rule_of, spec_of
@@ -69,10 +70,21 @@ class ParamShape:
         unit = f"{layer[1] or layer[2]}.{layer[3]}"
         return f"{unit}.experts" if self.meta.grid == "expert" else unit
 
+    @property
+    def _matrix(self) -> tuple[int, int]:
+        """(rows, columns) of one matrix of a stack, or of the parameter."""
+        rows, columns = (1, *(self.shape if self.meta.num_experts is None else self.shape[1:]))[-2:]
+        return rows, columns
+
+    @property
+    def matrix_costs(self) -> list[int]:
+        """Relative cost of the update of each matrix."""
+        rows, columns = self._matrix
+        return [update_cost(rows, columns)] * (self.numel // (rows * columns))
+
     def owner_edges(self, alignment: OwnerAlignment) -> list[int]:
         """Offsets in elements at which an owner's range may start. The alignment must not be `element`."""
-        shape = self.shape if self.meta.num_experts is None else self.shape[1:]
-        rows, columns = (1, *shape)[-2:]
+        rows, columns = self._matrix
         size = rows * columns
         steps = {"matrix": size, "block_128x128": 128 * columns, "block_1x32": 32 if columns % 32 == 0 else columns}
         return [start + edge for start in range(0, self.numel, size) for edge in range(0, size, steps[alignment])]
@@ -146,17 +158,23 @@ class BufferLayout:
     def owner_ranges(self, num_owners: int) -> tuple[tuple[Range, ...], ...]:
         """Range of each owner in each bucket, indexed [owner][bucket]. The ranges together cover the buffer.
 
-        If the update rule has the alignment `element`, all ranges of a bucket have equal size. Otherwise a boundary
-        inside a block or matrix is moved to its start, so ranges differ in size and can be empty.
+        If the update rule has the alignment `element`, all ranges of a bucket have equal size. If it updates whole
+        matrices, owners get matrices of about equal cost over all buckets. Otherwise a boundary inside a block is moved
+        to its start. Ranges can then differ in size and be empty.
         """
         alignment = spec_of(self.key.rule).alignment
-        by_bucket = []
+        by_bucket, loads = [], [0.0] * num_owners
         for index, (start, end) in enumerate(self.buckets):
             size, rest = divmod(end - start, num_owners)
             assert rest == 0, f"a bucket of {end - start} elements for {num_owners} ranks"
             edges = [start + owner * size for owner in range(num_owners)]
-            if alignment != "element":
-                params = [param for param in self.params if param.bucket == index]
+            params = [param for param in self.params if param.bucket == index]
+            if alignment == "matrix":
+                starts = [param.start + edge for param in params for edge in param.parameter.owner_edges(alignment)]
+                costs = [cost for param in params for cost in param.parameter.matrix_costs]
+                # the first owner also gets the padding before, the last one that after its matrices
+                edges = [start, *([*starts, end][first] for first in first_matrices(costs, loads)[1:])]
+            elif alignment != "element":
                 edges = [_owner_edge(params, edge, alignment) for edge in edges]
             by_bucket.append(list(pairwise([*edges, end])))
         return tuple(tuple(ranges) for ranges in zip(*by_bucket, strict=True)) if by_bucket else ((),) * num_owners
@@ -238,11 +256,6 @@ def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
 def forward_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
     """(buffer, bucket) indices in the order in which a forward pass reads the buckets."""
     return reduction_order(layout)[::-1]
-
-
-def default_bucket_size(num_ranks: int) -> int:
-    """Default elements per bucket, large enough that a collective over `num_ranks` is bound by bandwidth."""
-    return max(40_000_000, 1_000_000 * num_ranks)
 
 
 def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig, unit: str = "") -> BufferKey:

@@ -19,6 +19,7 @@ from megatron_moe.optim.param_layout import BufferKey, Range
 from megatron_moe.optim.pieces import ParamPiece
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
+from megatron_moe.precision.dither import dither
 from megatron_moe.precision.optimizer_state import BLOCK, Format, PackedState, pack, round_weights, unpack
 
 StatePlacement = Literal["device", "host", "streamed"]
@@ -122,6 +123,46 @@ class UpdateOperands(NamedTuple):
         if weights is not None:
             weights.copy_(rounded)
         _copy(stored, pack(new, stored, rounded))
+
+    def chunks(self, most_elements: int) -> Iterator["UpdateOperands"]:
+        """Yields operands of at most `most_elements` (a multiple of `BLOCK`) consecutive elements, for rules that
+        update elements on their own."""
+        for start in range(0, len(self.grads), most_elements):
+            end = min(start + most_elements, len(self.grads))
+            weights, stored = None if self.weights is None else self.weights[start:end], self.stored.part(start, end)
+            yield self._replace(start=self.start + start, weights=weights, grads=self.grads[start:end], stored=stored)
+
+    @property
+    def flat_master(self) -> Tensor:
+        """Master weights of all elements in fp32 (fp64 in fp64 runs), [n]."""
+        if self.stored.master is not None:
+            return unpack(self.stored.master, self.weights)
+        assert self.weights is not None, "neither weights nor master weights"
+        return self.weights
+
+    def flat_values(self, kind: str) -> Tensor:
+        """State of all elements in the dtype of `flat_master`, [n]."""
+        return unpack(self.stored.moments[kind]).to(self.flat_master.dtype)
+
+    def commit_flat(self, scalars: "StepScalars", master: Tensor, **states: Tensor) -> None:
+        """Stores new master weights and state of all elements, [n] each, as `commit` does for matrices."""
+        apply, weights = scalars.apply_update, self.weights
+        stored = self.stored.master or PackedState("plain", self.flat_master)
+        rounded = None if weights is None else round_weights(master, weights.dtype)
+        new = [(stored, pack(master, stored, rounded))]
+        if rounded is not None and stored.format == "fp16":
+            rounded = round_weights(unpack(new[0][1]), rounded.dtype)
+        for salt, (kind, values) in enumerate(states.items()):
+            old = self.stored.moments[kind]
+            noise = dither(old.size, scalars.step, salt, self.start, values.device) if old.format == "fp8" else None
+            new.append((old, pack(values, old, dither=noise)))
+        for old, packed in new:
+            for into, part in zip(old.parts, packed.parts, strict=True):
+                into.copy_(torch.where(apply, part, into))
+        if weights is not None and rounded is not None:
+            weights.copy_(torch.where(apply, rounded, weights))
+        for values in (master, *states.values(), *(() if weights is None else (weights,))):
+            scalars.nonfinite.logical_or_(apply & ~all_finite(values))
 
     def _stored_master(self, piece: ParamPiece) -> tuple[PackedState, Tensor | None]:
         """Stored master weights of a piece, and its weights if they are stored apart from them."""

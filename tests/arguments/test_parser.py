@@ -239,6 +239,7 @@ def test_an_abbreviation_is_not_a_flag():
         ("--recompute-modules mlp router", "--recompute-modules mlp router has router, which is not one of core_attn,"),
         ("--offload-modules router", "--offload-modules router is not one of attn_norm,"),
         ("--num-layers 999999999999999999999", "999999999999999999999 is not less than 100000"),
+        ("--optimizer soap", "--optimizer soap is not available: the eigenvectors of its statistics"),
         ("--hidden-dropout 1", "--hidden-dropout 1 is not less than 1"),
         ("--moe-router-dtype bf16", "--moe-router-dtype bf16 is not one of fp32, fp64"),
         ("stray --lr 1", "'stray' does not follow a flag"),
@@ -249,12 +250,12 @@ def test_an_invalid_value_is_reported(words, message):
 
 
 def test_all_problems_are_reported_at_once_and_rules_on_invalid_values_are_skipped():
-    texts = texts_of("--hidden-size x --no-such-flag --moe-router-topk 9 --muon-scalar-optimizer lion")
+    texts = texts_of("--hidden-size x --no-such-flag --moe-router-topk 9 --o-groups 4")
     assert [text.split(" ")[0] for text in texts] == [
         "--hidden-size",
         "--no-such-flag",
         "--moe-router-topk",
-        "--muon-scalar-optimizer",
+        "--o-groups",
     ]
 
 

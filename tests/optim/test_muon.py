@@ -8,15 +8,21 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
+from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.optimizer import MuonConfig, OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.update_rules import rule_of
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.muon import COEFFICIENTS, coefficients_of, newton_schulz, scale_of
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.train_state import TrainState
 from tests.helpers.checkpoint_files import stored_tensors
@@ -120,19 +126,89 @@ def test_steps_follow_the_definition(precision, nesterov: bool) -> None:
     assert ("exp_avg", "embedding.word_embeddings.weight") in kinds
 
 
-def by_definition(name: str, update: Tensor) -> Tensor:
-    """Scaled Newton-Schulz result of each matrix on its own."""
+def by_definition(name: str, update: Tensor, *, scaled: bool = True) -> Tensor:
+    """Newton-Schulz result of each matrix on its own, with the spectral scale if `scaled`."""
     if update.dim() == 3:
-        return torch.stack([by_definition("", each) for each in update])
+        return torch.stack([by_definition("", each, scaled=scaled) for each in update])
     if name == QKV:
         rows = torch.arange(16).view(4, 4)  # query groups of two q, one k and one v rows
         out = torch.empty_like(update)
         for part in (rows[:, :2].flatten(), rows[:, 2], rows[:, 3]):
-            out[part] = by_definition("", update[part])
+            out[part] = by_definition("", update[part], scaled=scaled)
         return out
     tall = len(update) > update.shape[1]
     x = newton_schulz((update.T if tall else update)[None], coefficients_of("quintic", 5))[0]
-    return max(update.shape) ** 0.5 * (x.T if tall else x)
+    return (max(update.shape) ** 0.5 if scaled else 1.0) * (x.T if tall else x)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_steps_follow_torch(adjust: str) -> None:
+    """torch's Muon has these two scales and one set of coefficients. It normalises in bf16, here in fp32: 0.015."""
+    scale = {"original": ("shape_scaling", 1.0), "match_rms_adamw": ("spectral", 0.2)}[adjust]
+    settings = MuonConfig(
+        muon_momentum=0.9,
+        muon_nesterov=True,
+        muon_scale_mode=scale[0],
+        muon_extra_scale_factor=scale[1],
+        muon_coefficient_type="simple",
+    )
+    name = "decoder.layers.0.mlp.latent.weight"
+    parameter = new_parameter((96, 40), ParamMeta(role="matrix"), ParallelContext.single(dtype=torch.float32))
+    parameter.data.copy_(draw(96, 40))
+    weight = torch.nn.Parameter(parameter.detach().clone())
+    buffers = GradBuffers(
+        [(name, parameter)],
+        FP32,
+        ParallelContext.single(),
+        reference.bundle(),
+        optimizer=OptimizerConfig(optimizer="muon", muon=settings),
+    )
+    optimizer = Optimizer(buffers, FP32)
+    torch_muon = torch.optim.Muon([weight], lr=0.1, weight_decay=0.5, momentum=0.9, nesterov=True, adjust_lr_fn=adjust)
+    for step in range(3):
+        grad = draw(96, 40, seed=step + 1).float()
+        set_grads(buffers, {name: grad})
+        one = torch.ones(())
+        optimizer.step(lr=0.1, weight_decay=0.5, grad_scale=one, apply_update=one.bool())
+        weight.grad = grad
+        torch_muon.step()
+    update = weight.detach() - draw(96, 40).float() * 0.95**3
+    error = (parameter.detach() - weight.detach()).norm() / update.norm()
+    assert error < 0.03, f"{error:.4f}"
+
+
+def test_adaptive_muon_divides_by_the_root_of_a_second_moment() -> None:
+    settings = replace(config(muon_fp32_matmul_prec="high", muon_momentum=0.8), optimizer="adaptive_muon")
+    context = ParallelContext.single(dtype=torch.float64)
+    parameters = make_parameters(context)
+    buffers = GradBuffers(parameters.items(), FP64, context, reference.bundle(), optimizer=settings)
+    optimizer, momentum, moment2 = Optimizer(buffers, FP64), {}, {}
+    expected = {name: parameters[name].detach().clone() for name in (QKV, FC1)}
+    one = torch.ones((), dtype=torch.float64)
+    for step in range(2):
+        grads = {name: total_gradient(name, step, ParallelConfig()) for name in KINDS}
+        set_grads(buffers, grads)
+        optimizer.step(lr=0.1, weight_decay=0.5, grad_scale=one, apply_update=one.bool())
+        for name, weight in expected.items():
+            momentum[name] = 0.8 * momentum.get(name, 0.0) + 0.2 * grads[name]
+            orthogonal = by_definition(name, momentum[name], scaled=False)
+            moment2[name] = 0.95 * moment2.get(name, 0.0) + 0.05 * orthogonal.square()
+            update = by_definition(name, momentum[name]) / (moment2[name].sqrt() + 1e-8)
+            expected[name] = weight * (1 - 0.1 * 0.5) - 0.1 * update
+    for name, weight in expected.items():
+        torch.testing.assert_close(parameters[name].detach(), weight, rtol=1e-6, atol=1e-9)
+    kinds = {each.kind for each in optimizer.named_state() if each.name == FC1}
+    assert kinds == {"momentum", "moment2"}
+
+
+def test_the_input_projection_of_mamba_is_left_to_the_fallback() -> None:
+    """Its rows are gates, states and time steps, which Megatron-LM excludes too; those of a gated delta net are not."""
+    size = {"hidden_size": 64, "conv_width": 4, "key_head_dim": 16, "value_head_dim": 16}
+    for mixer, expected in ((MambaConfig, "adam"), (GatedDeltaNetConfig, "muon")):
+        layer = mixer(**size, num_key_heads=2, num_value_heads=4, norm=NormConfig())
+        rules = {spec.name: rule_of(spec.name, spec.meta, config()) for spec in layer.parameters(ParallelConfig())}
+        assert rules["in_proj.weight"] == expected and rules["out_proj.weight"] == "muon", rules
+        assert rules["conv1d.weight"] == "adam"
 
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])

@@ -218,11 +218,26 @@ def test_every_element_has_one_owner_and_no_block_or_matrix_has_two(
                 assert first <= start <= end <= last and owner[start:end] == [-1] * (end - start)
                 owner[start:end] = [number] * (end - start)
                 equal = first + number * (last - first) // num_owners
-                assert start == equal or start < equal < starts[start], "an edge moved further than needed"
+                if alignment != "matrix":
+                    assert start == equal or start < equal < starts[start], "an edge moved further than needed"
         assert -1 not in owner
         for start, end in starts.items():
             assert len(set(owner[start:end])) == 1, f"{start}..{end} has several owners"
         assert sum(end - start for start, end in starts.items()) == buffer.size - buffer.padding
+        if alignment == "matrix":
+            costs = [cost for spot in buffer.params for cost in spot.parameter.matrix_costs]
+            loads = [0] * num_owners
+            for start, cost in zip(starts, costs, strict=True):
+                loads[owner[start]] += cost
+            assert max(loads) <= sum(loads) / num_owners + max(costs), "the updates of one owner take longer"
+
+
+def test_owners_without_a_matrix_in_one_bucket_get_those_of_the_next() -> None:
+    parameters = [parameter(f"p{i}", 64, 64) for i in range(12)]
+    layout = place(parameters, 4, 3 * 64 * 64, optimizer="muon").buffers[0]
+    assert len(layout.buckets) == 4
+    sizes = [sum(layout.elements(*part) for part in owned) for owned in layout.owner_ranges(4)]
+    assert sizes == [3 * 64 * 64] * 4
 
 
 def test_units_are_the_dense_part_and_the_experts_of_each_layer() -> None:

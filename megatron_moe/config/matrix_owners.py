@@ -1,0 +1,34 @@
+"""Assignment of whole matrices to data-parallel ranks by the time that their updates take. Does not import torch."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+_MEMORY_BOUND = 300
+"""Smaller dim at which the products of an update take as long as its memory-bound operations. Five Newton-Schulz
+iterations take about 25 products per element and dim, the rest moves about 60 bytes per element (H100: 500 TFLOP/s and
+4 TB/s)."""
+
+
+def update_cost(rows: int, columns: int) -> int:
+    """Relative time of the update of one matrix."""
+    return rows * columns * (min(rows, columns) + _MEMORY_BOUND)
+
+
+def first_matrices(costs: Sequence[int], loads: list[float]) -> list[int]:
+    """Divides consecutive matrices among owners: index of the first matrix of each owner.
+
+    `loads` contains the cost that each owner already has from earlier buckets, and is increased. An owner's share is
+    what it lacks to the mean, so owners that got no matrix of one bucket get those of the next.
+    """
+    ends = list(accumulate(costs))
+    total = ends[-1] if ends else 0
+    goal = (sum(loads) + total) / len(loads)
+    lacking = [max(0.0, goal - load) for load in loads]
+    scale = total / (sum(lacking) or 1.0)
+    middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
+    edges = accumulate((scale * lack for lack in lacking[:-1]), initial=0.0)
+    first = [bisect_left(middles, edge) for edge in edges]
+    for owner, (start, end) in enumerate(zip(first, [*first[1:], len(costs)], strict=True)):
+        loads[owner] += sum(costs[start:end])
+    return first
