@@ -17,6 +17,7 @@ from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.param_meta import Part
 from megatron_moe.config.precision import OperandFormat
+from megatron_moe.kernels.matrix_ops import MatrixOps, MatrixStep
 from megatron_moe.kernels.pages import Pages
 from megatron_moe.parallel.push_channel import PushChannel
 from megatron_moe.precision.linear_quantizer import Quantizers
@@ -233,7 +234,7 @@ class VocabShard(NamedTuple):
     """All-gathers the statistics of n ranks, [3, T] -> [n, 3, T]; not recorded by autograd."""
 
 
-class Kernels(Quantizers, Protocol):
+class Kernels(MatrixOps, Quantizers, Protocol):
     """Interface of the kernel set that modules receive: one method per op, including those of `Quantizers`."""
 
     fuses_norms: bool
@@ -588,7 +589,7 @@ def all_finite(tensor: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
-def mark_nonfinite(move: AdamWStep, *stored: Tensor) -> None:
+def mark_nonfinite(move: AdamWStep | MatrixStep, *stored: Tensor) -> None:
     """Sets `move.nonfinite` if the step was applied and one of the updated tensors `stored` is not finite."""
     for tensor in stored:
         move.nonfinite.logical_or_(move.apply_update & ~all_finite(tensor))

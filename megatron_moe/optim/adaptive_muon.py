@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_moe.optim.muon import Muon
 from megatron_moe.optim.pieces import ParamPiece
-from megatron_moe.optim.state import UpdateOperands
+from megatron_moe.optim.state import StepScalars, UpdateOperands
 
 _BETA2 = 0.95
 _EPS = 1e-8
@@ -18,9 +18,9 @@ _EPS = 1e-8
 class AdaptiveMuon(Muon):
     """Update rule for matrices: Muon, divided element by element by the root of a second moment."""
 
-    def adapted(
-        self, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def adapted(self, scalars: StepScalars, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor) -> Tensor:
         """See `Muon.adapted`."""
-        moment2 = torch.lerp(orthogonal.square(), operands.values("moment2", piece), _BETA2)
-        return orthogonal / (moment2.sqrt() + _EPS), {"moment2": moment2}
+        old = operands.values("moment2", piece)
+        moment2 = torch.lerp(orthogonal.to(old.dtype).square(), old, _BETA2)
+        operands.commit_state(scalars, piece, moment2=moment2)
+        return orthogonal / (moment2.sqrt() + _EPS)

@@ -7,8 +7,8 @@ decomposition. Weight decay is decoupled. Every expert of a stack is a matrix, a
 projection. A matrix is owned by one data-parallel rank, because the iterations need all of it.
 """
 
-from collections.abc import Sequence
-from math import sqrt
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod, sqrt
 from types import MappingProxyType
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_moe.config.optimizer import MuonConfig, OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
-from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.matrix_ops import MatrixStep
+from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.optim.pieces import ParamPiece
 from megatron_moe.optim.state import StepScalars, UpdateOperands
 from megatron_moe.parallel.collectives import all_reduce_
@@ -84,63 +85,97 @@ class Muon:
         self._config = config.muon
         self._coefficients = coefficients_of(self._config.muon_coefficient_type, self._config.muon_num_ns_steps)
         self._dtype = None if self._config.muon_fp32_matmul_prec == "high" else torch.bfloat16
-        """Dtype of the operands of products; None: that of the master weights, as in fp64 runs."""
+        """Dtype of the operands of products; None: that of the momentum, as in fp64 runs."""
         if precision.main_params_dtype == "fp64":
             self._dtype = None
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         """Updates weights, master weights and momentum of whole matrices in place (`UpdateRule.step`)."""
-        for whole in operands.pieces:
+        move = MatrixStep(
+            lr=scalars.lr_of(operands.key),
+            weight_decay=scalars.weight_decay_of(operands.key),
+            grad_scale=scalars.grad_scale,
+            apply_update=scalars.apply_update,
+            nonfinite=scalars.nonfinite,
+        )
+        for pieces in self._batches(operands.pieces):
+            self._step(scalars, operands, pieces, move, kernels)
+
+    def _batches(self, pieces: Iterable[ParamPiece]) -> Iterator[list[ParamPiece]]:
+        """Yields pieces whose matrices are orthogonalised together, because they have the same shape and shards."""
+        open_batches: dict[object, list[ParamPiece]] = {}
+        for whole in pieces:
             for piece in whole.chunks(_MOST_ELEMENTS):
-                self._step(scalars, operands, piece)
+                key = piece.shape, piece.whole_shape, piece.meta.tp_dim, piece.meta.splits, self._splits(piece)
+                batch = open_batches.setdefault(key, [])
+                number = sum(each.num_matrices for each in (*batch, piece))
+                if batch and number * prod(piece.whole_shape) > _MOST_ELEMENTS:
+                    yield open_batches.pop(key)
+                open_batches.setdefault(key, []).append(piece)
+        yield from open_batches.values()
 
-    def _step(self, scalars: StepScalars, operands: UpdateOperands, piece: ParamPiece) -> None:
-        lr, decay = scalars.lr_of(operands.key), scalars.weight_decay_of(operands.key)
-        master, beta = operands.master(piece), self._config.muon_momentum
-        grad = operands.grad(piece).to(master.dtype) * scalars.grad_scale
-        momentum = torch.lerp(grad, operands.values("momentum", piece), beta)
-        update = torch.lerp(grad, momentum, beta) if self._config.muon_nesterov else momentum
-        orthogonal, states = self.adapted(operands, piece, self._orthogonal(piece, update))
-        new = master * (1 - lr * decay) - lr * self._scaled(piece, orthogonal)
-        operands.commit(scalars, piece, new, momentum=momentum, **states)
+    def _step(
+        self,
+        scalars: StepScalars,
+        operands: UpdateOperands,
+        pieces: Sequence[ParamPiece],
+        move: MatrixStep,
+        kernels: Kernels,
+    ) -> None:
+        """Updates matrices of equal shape."""
+        config, updates = self._config, []
+        for piece in pieces:
+            momentum = operands.values("momentum", piece)
+            dtype = self._dtype or momentum.dtype
+            flat = operands.grad(piece).flatten(), momentum.flatten()
+            update = kernels.momentum_(*flat, config.muon_momentum, move, dtype, nesterov=config.muon_nesterov)
+            updates.append(update.view(momentum.shape))
+        update = updates[0] if len(updates) == 1 else torch.cat(updates)
+        orthogonal = self._orthogonal(pieces[0], update, kernels)
+        for piece, own in zip(pieces, orthogonal.split([each.num_matrices for each in pieces]), strict=True):
+            direction, factor = self._scaled(piece, self.adapted(scalars, operands, piece, own))
+            stored, weights = operands.stored_master(piece)
+            kernels.descend_(stored, direction.flatten(), factor, move, weights)
 
-    def adapted(
-        self, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the direction of the update, before its scale, and new state besides the momentum."""
-        return orthogonal, {}
+    def adapted(self, scalars: StepScalars, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor) -> Tensor:
+        """Returns the direction of the update, before its scale, and stores state besides the momentum."""
+        return orthogonal
 
-    def _orthogonal(self, piece: ParamPiece, update: Tensor) -> Tensor:
-        """Orthogonal matrices [n, rows, columns] of this rank's shard."""
+    def _orthogonal(self, piece: ParamPiece, update: Tensor, kernels: Kernels) -> Tensor:
+        """Orthogonal matrices [n, rows, columns] of this rank's shards. `piece`: one of the pieces of `update`."""
         mode = self._mode(piece)
         if mode == "duplicated":
-            return piece.shard_of(self._of_parts(piece, piece.gathered(update)))
-        return self._of_parts(piece, update, piece.shards if mode == "distributed" else None)
+            return piece.shard_of(self._of_parts(piece, piece.gathered(update), kernels))
+        return self._of_parts(piece, update, kernels, piece.shards if mode == "distributed" else None)
 
-    def _of_parts(self, piece: ParamPiece, matrices: Tensor, shards: ProcessGroup | None = None) -> Tensor:
+    def _of_parts(
+        self, piece: ParamPiece, matrices: Tensor, kernels: Kernels, shards: ProcessGroup | None = None
+    ) -> Tensor:
         """Orthogonalises each part of the matrices. `shards`: group over which the matrices are sharded."""
         made = []
         for part in self._parts(piece, matrices):
             # the Gram matrix is summed over the sharded dim
-            transposed = part.shape[-2] > part.shape[-1] if shards is None else piece.meta.tp_dim == 0
-            x = newton_schulz(part.mT if transposed else part, self._coefficients, self._dtype, shards)
-            made.append(x.mT if transposed else x)
+            tall = part.shape[-2] > part.shape[-1] if shards is None else piece.meta.tp_dim == 0
+            made.append(newton_schulz(part, self._coefficients, kernels, tall=tall, shards=shards))
         return piece.join(made) if len(made) > 1 else made[0]
 
-    def _scaled(self, piece: ParamPiece, shard: Tensor) -> Tensor:
-        """Multiplies each part of this rank's shard by the scale of the matrix that was orthogonalised."""
+    def _scaled(self, piece: ParamPiece, shard: Tensor) -> tuple[Tensor, float]:
+        """Returns (direction, factor) of a shard, whose parts are multiplied by the scale of their whole matrix."""
         sizes = [1, 1]
         if self._mode(piece) != "blockwise":
             sizes[piece.meta.tp_dim or 0] = piece.shards.size
         parts = self._parts(piece, shard)
-        shapes = [(part.shape[-2] * sizes[0], part.shape[-1] * sizes[1]) for part in parts]
-        made = [part * scale_of(self._config, *shape) for part, shape in zip(parts, shapes, strict=True)]
-        return piece.join(made) if len(made) > 1 else made[0]
+        scales = [scale_of(self._config, part.shape[-2] * sizes[0], part.shape[-1] * sizes[1]) for part in parts]
+        if len(parts) == 1:
+            return shard, scales[0]
+        return piece.join([part * scale for part, scale in zip(parts, scales, strict=True)]), 1.0
 
     def _parts(self, piece: ParamPiece, matrices: Tensor) -> list[Tensor]:
         """Parts of the matrices that are orthogonalised separately."""
-        splits = self._config.muon_split_qkv and piece.name.endswith("linear_qkv.weight")
-        return piece.split(matrices) if splits else [matrices]
+        return piece.split(matrices) if self._splits(piece) else [matrices]
+
+    def _splits(self, piece: ParamPiece) -> bool:
+        return self._config.muon_split_qkv and piece.name.endswith("linear_qkv.weight")
 
     def _mode(self, piece: ParamPiece) -> str:
         return self._config.muon_tp_mode if piece.is_sharded else "blockwise"
@@ -167,24 +202,28 @@ def scale_of(config: MuonConfig, rows: int, columns: int) -> float:
 def newton_schulz(
     x: Tensor,
     coefficients: Sequence[Coefficients],
-    dtype: torch.dtype | None = None,
+    kernels: Kernels,
+    *,
+    tall: bool = False,
     shards: ProcessGroup | None = None,
 ) -> Tensor:
-    """Approximates U V^T of matrices x = U S V^T, [n, rows, columns], of which rows should be the smaller dim.
+    """Approximates U V^T of matrices x = U S V^T, [n, rows, columns], in the dtype of x.
 
     Args:
-        dtype: dtype of the operands of the products, which accumulate in fp32; None: that of `x`.
-        shards: group whose ranks hold parts of the columns. None: `x` is whole.
+        tall: computes the Gram matrix x^T x instead of x x^T; it should be the smaller of both.
+        shards: group whose ranks hold parts of the dim over which the Gram matrix is summed. None: `x` is whole.
     """
-    squares = x.square().sum(dim=(-2, -1), keepdim=True)
+    wide = internal_dtype(x.dtype)
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     if shards is not None:
         # tp or etp: one number per matrix
-        all_reduce_(squares, shards)
-    y = (x / squares.sqrt().clamp(min=_EPS)).to(dtype or x.dtype)
+        norms = all_reduce_(norms.square(), shards).sqrt()
+    y = torch.div(x, norms.clamp(min=_EPS), out=torch.empty_like(x))
     for a, b, c in coefficients:
-        gram = y @ y.mT
+        gram = kernels.symmetric_product(y.mT if tall else y)
         if shards is not None:
             # tp or etp: one square matrix per matrix
             all_reduce_(gram, shards)
-        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.to(x.dtype)
+        polynomial = kernels.symmetric_product(gram, gram, b, c)
+        y = torch.baddbmm(y, *((y, polynomial) if tall else (polynomial, y)), beta=a)
+    return y

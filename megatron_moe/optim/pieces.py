@@ -78,13 +78,14 @@ class ParamPiece:
         return flat[self.start - first : self.end - first].view(self.num_matrices, *self.shape)
 
     def gathered(self, shard: Tensor) -> Tensor:
-        """Whole matrices [n, rows, columns] of the shards of all tensor-parallel ranks. Collective over `shards`."""
+        """Whole matrices [n, rows, columns] of the shards of all tensor-parallel ranks, for any number n of matrices
+        like those of this piece. Collective over `shards`."""
         if not self.is_sharded:
             return shard
         flat = shard.new_empty(self.shards.size * shard.numel())
         # tp or etp: the matrices of one parameter
         all_gather_flat(flat, shard.contiguous().view(-1), self.shards)
-        whole = shard.new_empty(self.num_matrices, *self.whole_shape)
+        whole = shard.new_empty(len(shard), *self.whole_shape)
         for rank, part in enumerate(flat.view(self.shards.size, *shard.shape)):
             for box, values in zip(self._boxes(rank), self._parts_of(part, rank), strict=True):
                 whole[_inside(box)] = values

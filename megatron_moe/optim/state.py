@@ -92,7 +92,7 @@ class UpdateOperands(NamedTuple):
 
     def master(self, piece: ParamPiece) -> Tensor:
         """Master weights of whole matrices in fp32 (fp64 in fp64 runs): [n, rows, columns] of this rank's shard."""
-        values = unpack(*self._stored_master(piece))
+        values = unpack(*self.stored_master(piece))
         return piece.matrices(values, piece.start)
 
     def values(self, kind: str, piece: ParamPiece) -> Tensor:
@@ -111,14 +111,11 @@ class UpdateOperands(NamedTuple):
 
         Nothing changes if the step is rejected. Otherwise `StepScalars.nonfinite` is set if a value is not finite.
         """
+        self.commit_state(scalars, piece, **states)
         apply = scalars.apply_update
-        for kind, new in states.items():
-            old = self.values(kind, piece)
-            old.copy_(torch.where(apply, new.to(old.dtype), old))
-            scalars.nonfinite.logical_or_(apply & ~all_finite(old))
         new = torch.where(apply, master, self.master(piece)).flatten()
         scalars.nonfinite.logical_or_(apply & ~all_finite(new))
-        stored, weights = self._stored_master(piece)
+        stored, weights = self.stored_master(piece)
         rounded = new if weights is None else round_weights(new, weights.dtype)
         if weights is not None:
             weights.copy_(rounded)
@@ -164,7 +161,14 @@ class UpdateOperands(NamedTuple):
         for values in (master, *states.values(), *(() if weights is None else (weights,))):
             scalars.nonfinite.logical_or_(apply & ~all_finite(values))
 
-    def _stored_master(self, piece: ParamPiece) -> tuple[PackedState, Tensor | None]:
+    def commit_state(self, scalars: "StepScalars", piece: ParamPiece, **states: Tensor) -> None:
+        """Stores new state of whole matrices as `commit` does."""
+        for kind, new in states.items():
+            old = self.values(kind, piece)
+            old.copy_(torch.where(scalars.apply_update, new.to(old.dtype), old))
+            scalars.nonfinite.logical_or_(scalars.apply_update & ~all_finite(old))
+
+    def stored_master(self, piece: ParamPiece) -> tuple[PackedState, Tensor | None]:
         """Stored master weights of a piece, and its weights if they are stored apart from them."""
         part = slice(piece.start - self.start, piece.end - self.start)
         weights = None if self.weights is None else self.weights[part]

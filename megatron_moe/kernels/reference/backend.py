@@ -46,6 +46,9 @@ from megatron_moe.kernels.reference.low_precision import quantized_linear_input_
 from megatron_moe.kernels.reference.low_precision import quantized_linear_weight_grad as quantized_linear_weight_grad
 from megatron_moe.kernels.reference.low_precision import transpose_weight as transpose_weight
 from megatron_moe.kernels.reference.low_precision import weight_amax_ as weight_amax_
+from megatron_moe.kernels.reference.matrices import descend_ as descend_
+from megatron_moe.kernels.reference.matrices import momentum_ as momentum_
+from megatron_moe.kernels.reference.matrices import symmetric_product as symmetric_product
 from megatron_moe.kernels.reference.pages import free_pages as free_pages
 from megatron_moe.kernels.reference.pages import pack_rows as pack_rows
 from megatron_moe.kernels.reference.pages import unpack_rows as unpack_rows

@@ -22,6 +22,9 @@ from megatron_moe.kernels.backends.triton.heads import query_key_value as query_
 from megatron_moe.kernels.backends.triton.latent import latent_key_value as latent_key_value
 from megatron_moe.kernels.backends.triton.layer_norm import layer_norm as layer_norm
 from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention as linear_attention
+from megatron_moe.kernels.backends.triton.matrices import descend_ as descend_
+from megatron_moe.kernels.backends.triton.matrices import momentum_ as momentum_
+from megatron_moe.kernels.backends.triton.matrices import symmetric_product as symmetric_product
 from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
 from megatron_moe.kernels.backends.triton.norm import rms_norm_quantized as rms_norm_quantized
@@ -91,6 +94,9 @@ PROVIDES = (
     "free_pages",
     "adamw_",
     "adamw_packed_",
+    "momentum_",
+    "descend_",
+    "symmetric_product",
     "quantize_rows",
     "quantize_weight",
     "weight_amax_",
@@ -127,6 +133,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "linear_attention": "chunks of 64 tokens as matrix products; torch for heads wider than 128",
         "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
         "embedding_grad": "adds the summed gradient of each id to the gradient buffer",
+        "symmetric_product": "computes half of the tiles and stores them twice",
         "adamw_": "one pass that also writes the rounded weights",
         "adamw_packed_": "one pass that also unpacks and packs the state",
         "gate_product": "fp32 on bf16 tensor cores, both gradients in one pass",

@@ -96,31 +96,31 @@ def _adamw(
         second = beta2 * second + (1.0 - beta2) * grad * grad
         update = first / correction1 / (tl.sqrt(second / correction2) + eps)
         master = master * (1.0 - lr * weight_decay) - lr * update
-        largest = tl.maximum(_size_bits(first, first_ptr, FIRST), _size_bits(second, second_ptr, SECOND))
+        largest = tl.maximum(size_bits(first, first_ptr, FIRST), size_bits(second, second_ptr, SECOND))
         _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
         _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
         if MASTER == REMAINDER:
             bits = master.to(tl.int32, bitcast=True)
-            high = _bf16_bits(master)
+            high = bf16_bits(master)
             tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=held)
         else:
             master = _pack(
                 master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
             )  # fmt: skip
         if AS_BITS:
-            high = _bf16_bits(master)
+            high = bf16_bits(master)
             tl.store(weights_ptr + each, high.to(tl.int16), mask=held)
             largest = tl.maximum(largest, (high & 0x7FFF) << 16)
         elif ROUNDED:
             tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
-            largest = tl.maximum(largest, _size_bits(master, weights_ptr, PLAIN))
+            largest = tl.maximum(largest, size_bits(master, weights_ptr, PLAIN))
         else:
-            largest = tl.maximum(largest, _size_bits(master, master_ptr, MASTER))
+            largest = tl.maximum(largest, size_bits(master, master_ptr, MASTER))
         tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(held, largest, 0)) >= 0x7F800000)
 
 
 @triton.jit
-def _size_bits(wide, ptr, FORMAT: tl.constexpr):
+def size_bits(wide, ptr, FORMAT: tl.constexpr):
     """Bit patterns of the absolute values as fp32; inf and nan have patterns of at least 0x7F800000. PLAIN values are
     first rounded to the stored dtype, in which they may overflow. Other formats cover the full range of fp32."""
     if FORMAT == PLAIN:
@@ -186,7 +186,7 @@ def _pack(
 
 
 @triton.jit
-def _bf16_bits(wide):
+def bf16_bits(wide):
     """Rounds fp32 to bf16, with ties away from zero, as `optimizer_state.round_weights` does. Returns the bf16 bits
     in the low half of an int32."""
     away = (wide.to(tl.int32, bitcast=True) + 0x8000) >> 16
