@@ -68,7 +68,7 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
             k.attention_block(block, found, lse)
 
         def backward(k: Kernels, block: AttentionBlock = block) -> None:
-            k.attention_block_grad(block, AttentionResult(grad, out, lse, lse), into)
+            k.attention_block_grad(block, AttentionResult(grad, out, lse), into)
 
         gigabytes = read + 2 * found.nbytes / 1e9
         yield KernelCase(f"attention_block ({name})", forward, (), gigabytes, 2 * product, compiled=None)
@@ -97,6 +97,4 @@ def _linear(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     yield KernelCase("short_conv", lambda k, *x: k.short_conv(*x, None, None), inputs, gigabytes, compiled=None)
     gigabytes = draw.moved(8 * q.numel())
     inputs = (value, gate, draw(width))
-    yield KernelCase(
-        "gated_rms_norm", lambda k, *x: k.gated_rms_norm(*x, 1e-6, True), inputs, gigabytes, compiled=None
-    )
+    yield KernelCase("gated_rms_norm", lambda k, *x: k.gated_rms_norm(*x, 1e-6, True), inputs, gigabytes, compiled=None)

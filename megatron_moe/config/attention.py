@@ -201,7 +201,8 @@ class SoftmaxMixerConfig(MixerConfig):
         narrow, wide = sizes.inner * sizes.activation, sizes.inner * sizes.internal
         match self.core.context_exchange:
             case "p2p":
-                return (2 * (cp - 1) * keys * narrow + cp * keys * wide) if cp > 1 else 0.0
+                sums = narrow if cp == 2 else wide  # gradients of keys: one summand only between two ranks
+                return (cp - 1) * keys * (2 * narrow + sums)
             case "allgather":
                 return (cp - 1) * keys * (narrow + wide)
             case _:
@@ -268,7 +269,10 @@ class SoftmaxMixerConfig(MixerConfig):
             return float(tokens * (pairs + 2 * q_width + self.out_width) * sizes.internal)
         if parallel.cp == 1 or exchange == "a2a":
             return float(tokens * (per_query + per_key))
-        per_query, key_sums = per_query + q_width * sizes.internal, self.keys_values_width * sizes.internal
+        # two ranks: one gradient is added to another, in the dtype of both
+        is_one_sum = exchange != "allgather" and parallel.cp == 2 and self.core.window is None and not self.core.dropout
+        per_query += 0 if is_one_sum else q_width * sizes.internal
+        key_sums = self.keys_values_width * (sizes.activation if is_one_sum else sizes.internal)
         # with dropout, the recomputed pairs of one block
         pairs = _PAIRS_OF_A_BLOCK * self.num_heads * sizes.length * sizes.internal if self.core.dropout else 0
         if exchange == "allgather":  # per chunk of queries, which may attend to the keys of all ranks

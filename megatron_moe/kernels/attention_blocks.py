@@ -37,7 +37,7 @@ class MaskBlock:
         return self.left is None and self.right == 0 and _length(self.rows) == _length(self.keys)
 
 
-def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list[MaskBlock]:
+def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tuple[MaskBlock, ...]:
     """Splits the visible part of the mask into disjoint rectangles. Fully masked rectangles are omitted.
 
     Under a causal mask without window, each rectangle is either unmasked or a causal square, which every attention
@@ -46,10 +46,10 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list
     left, right = reach(config)
     everything = MaskBlock(slice(0, _total(query)), slice(0, _total(key)))
     if left is None and right is None:
-        return [everything]
+        return (everything,)
     if left is None and right == 0:
         if query == key and _ascending(query) and _total(query) > 1:
-            return [replace(everything, right=0)]  # rows are sorted by position
+            return (replace(everything, right=0),)  # rows are sorted by position
         query, key = _cut_at_ends(query, key), _cut_at_ends(key, query)
     found = [
         pair
@@ -57,7 +57,7 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list
         for first_key, keys in with_first_row(key)
         if (pair := _between(first_row, queries, first_key, keys, left, right)) is not None
     ]
-    return _joined(found)
+    return tuple(_joined(found))
 
 
 def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:

@@ -132,8 +132,6 @@ class AttentionResult(NamedTuple):
     """Attention output, in the dtype of q."""
     lse_SBN: Tensor
     """Log-sum-exp of each query's logits, in the internal dtype."""
-    delta_SBN: Tensor
-    """Sum of `grad_SBNE` * `out_SBNE` over E, in the internal dtype. A backend uses either this or `out_SBNE`."""
 
 
 class QueryKeyTransform(NamedTuple):
@@ -375,17 +373,22 @@ class Kernels(MatrixOps, Quantizers, Protocol):
 
     # attention between two parts of a sequence, for context parallelism: two ops, because the backward of one part
     # needs the forward's output and log-sum-exp over all parts
-    def attention_block(self, block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
-        """Computes attention of the block's queries over its keys and merges it, in place, into `out_SBNE` [Sq, B, N,
-        E] (contiguous) and the log-sum-exp `lse_SBN` [Sq, B, N]. Both have the internal dtype; before the first block,
-        they are 0 and -inf. A backend may round the block's output to the dtype of q before merging."""
+    def attention_block(
+        self, block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Computes attention of the block's queries over its keys: output [Sq, B, N, E] and log-sum-exp [Sq, B, N].
+
+        With `out_SBNE` (contiguous; internal dtype or that of q) and `lse_SBN` (internal dtype), merges it into them,
+        in place, and returns them. Where a row has seen no key, they are 0 and -inf. A backend may round the block's
+        output to the dtype of q, and may return it so without tensors to merge into."""
         ...
 
     def attention_block_grad(
-        self, block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Adds the block's gradients of q, k and v to the contiguous tensors `into` (internal dtype). `found`: results
-        over all keys. A backend may round its gradients to the dtype of q before adding them."""
+        self, block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the block's q, k and v, in the internal dtype. A backend may round them to the dtype of q and
+        return them so. With `into` (contiguous, internal dtype), adds them to these tensors and returns those. `found`:
+        results over all keys."""
         ...
 
     # linear attention: differentiable

@@ -13,9 +13,9 @@ four communication types, which all compute the same attention:
 Masks are computed from positions and document ids in the whole sequence, never from local indices.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ from megatron_moe.parallel.context_parallel import (
     gather_heads,
     in_order,
     joined,
+    pack,
     scatter_heads,
     take_positions,
     unpack,
@@ -185,17 +186,20 @@ class _Blocks:
     keys: tuple[PositionSpan, ...]
     dropout_key: Key | None
 
-    def visible(self, source: int) -> tuple[slice, slice, Mask] | None:
-        """Returns (rows of this rank's queries, rows of rank `source`'s keys, mask arguments for the kernels). The rows
-        are the smallest ranges that contain all unmasked (query, key) pairs. None if all pairs are masked."""
-        key = self.keys[source]
-        seen = visible_rows(self.query.chunks, key.chunks, self.config)
-        if seen is None:
-            return None
-        queries, keys = seen
-        dropout_key = None if self.dropout_key is None else (*self.dropout_key, "keys of", source)
-        spans = self.query.rows(queries.start, queries.stop), key.rows(keys.start, keys.stop)
-        return queries, keys, (self.config, *spans, dropout_key)
+    @cached_property
+    def visible(self) -> dict[int, tuple[slice, slice, Mask]]:
+        """Per rank of the ring whose keys are not all masked: (rows of this rank's queries, rows of that rank's keys,
+        mask arguments for the kernels). The rows are the smallest ranges that contain all unmasked (query, key) pairs.
+        """
+        found = {}
+        for source, key in enumerate(self.keys):
+            seen = visible_rows(self.query.chunks, key.chunks, self.config)
+            if seen is not None:
+                queries, keys = seen
+                dropout_key = None if self.dropout_key is None else (*self.dropout_key, "keys of", source)
+                spans = self.query.rows(queries.start, queries.stop), key.rows(keys.start, keys.stop)
+                found[source] = queries, keys, (self.config, *spans, dropout_key)
+        return found
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -210,19 +214,22 @@ class _BlockAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sinks_N: Tensor | None, blocks: _Blocks
     ) -> Tensor:
-        wide = internal_dtype(q_SBND.dtype)
-        out_SBNE = q_SBND.new_zeros(*q_SBND.shape[:3], v_SBGE.shape[3], dtype=wide)
-        seq, *batch_and_heads = q_SBND.shape[:3]
-        nothing = 0.0 if blocks.config.off_by_one else -math.inf
-        lse_SBN = q_SBND.new_full((*batch_and_heads, seq), nothing, dtype=wide).permute(2, 0, 1)  # kernel layout
-        if sinks_N is not None:
-            lse_SBN[:] = sinks_N
-        for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
-            if (visible := blocks.visible(source)) is not None:
-                rows, keys, mask = visible
-                given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
-                blocks.kernels.attention_block(given, out_SBNE[rows], lse_SBN[rows])
+        out_SBNE, lse_SBN = _before_keys(q_SBND, v_SBGE.shape[3], sinks_N, blocks.config)
+        num_left = len(blocks.visible)
+        for source, (k_held, v_held) in blocks.ring.circulate(k_SBGD, v_SBGE):
+            if source not in blocks.visible:
+                continue
+            rows, keys, mask = blocks.visible[source]
+            given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
+            num_left -= 1
+            if out_SBNE is None or lse_SBN is None:
+                out_SBNE, lse_SBN = blocks.kernels.attention_block(given)
+                continue
+            if num_left:  # later blocks are added too; a result of two blocks is rounded only once
+                out_SBNE = out_SBNE.to(lse_SBN.dtype)
+            blocks.kernels.attention_block(given, out_SBNE[rows], lse_SBN[rows])
         ctx.blocks = blocks
+        assert out_SBNE is not None, "queries see keys of their own rank"
         out_SBNE = out_SBNE.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
         return out_SBNE
@@ -231,28 +238,69 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN = ctx.saved_tensors
         blocks: _Blocks = ctx.blocks
-        grad_SBNE, wide = grads[0], lse_SBN.dtype
-        delta_SBN = (grad_SBNE.to(wide) * out_SBNE).sum(dim=-1)
-        grad_q_SBND = q_SBND.new_zeros(q_SBND.shape, dtype=wide)
+        grad_SBNE, wide, ring = grads[0], lse_SBN.dtype, blocks.ring
+        grad_q_SBND: Tensor | None = None
+        of_own: tuple[Tensor, Tensor] | None = None
         landing: Wait | None = None
-        for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
-            total = k_held.new_zeros(k_held.numel() + v_held.numel(), dtype=wide)
-            grad_k, grad_v = unpack(total, (k_held, v_held))
-            if (visible := blocks.visible(source)) is not None:
-                rows, keys, mask = visible
-                given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
-                found = AttentionResult(grad_SBNE[rows], out_SBNE[rows], lse_SBN[rows], delta_SBN[rows])
-                blocks.kernels.attention_block_grad(given, found, (grad_q_SBND[rows], grad_k[keys], grad_v[keys]))
+        num_left = len(blocks.visible)
+        # in a ring of two a sum has one summand only, which a kernel may have rounded already
+        sent_dtype = q_SBND.dtype if ring.size == 2 else wide
+        for source, held in ring.circulate(k_SBGD, v_SBGE):
+            grads_kv: tuple[Tensor, Tensor] | None = None
+            if source in blocks.visible:
+                rows, keys, mask = blocks.visible[source]
+                given = AttentionBlock(q_SBND[rows], held[0][keys], held[1][keys], *mask)
+                found = AttentionResult(grad_SBNE[rows], out_SBNE[rows], lse_SBN[rows])
+                of_queries, *of_keys = blocks.kernels.attention_block_grad(given, found)
+                num_left -= 1
+                if grad_q_SBND is None:
+                    grad_q_SBND = of_queries.to(wide) if num_left > 1 else of_queries
+                else:
+                    grad_q_SBND[rows].add_(of_queries)
+                grads_kv = _of_all_rows(of_keys[0], keys, held[0]), _of_all_rows(of_keys[1], keys, held[1])
+            if source == ring.rank:
+                of_own = grads_kv
+                continue
             # The sum of the gradients is sent around the ring with its keys and ends on the rank that owns the keys.
+            if grads_kv is None:
+                total = pack(*(x.new_zeros(x.shape, dtype=sent_dtype) for x in held))
+            else:
+                total = pack(*grads_kv).to(sent_dtype)
             if landing is not None:
                 total += landing()
-            landing = blocks.ring.pass_on(total)
-        assert landing is not None, "a ring has at least one rank"
-        grad_k, grad_v = unpack(landing(), (k_SBGD, v_SBGE))
+            landing = ring.pass_on(total)
+        assert grad_q_SBND is not None and of_own is not None, "queries see keys of their own rank"
+        grad_k, grad_v = of_own
+        if landing is not None:
+            for own, sent in zip(of_own, unpack(landing(), k_SBGD.shape[-1]), strict=True):
+                own.add_(sent)
         grad_sinks = None
         if sinks_N is not None:
+            delta_SBN = (grad_SBNE.to(wide) * out_SBNE).sum(dim=-1)
             grad_sinks = -((sinks_N.to(wide) - lse_SBN).exp() * delta_SBN).sum(dim=(0, 1)).to(sinks_N.dtype)
         return grad_q_SBND.to(q_SBND.dtype), grad_k.to(k_SBGD.dtype), grad_v.to(v_SBGE.dtype), grad_sinks, None
+
+
+def _before_keys(
+    q_SBND: Tensor, value_width: int, sinks_N: Tensor | None, config: CoreAttentionConfig
+) -> tuple[Tensor | None, Tensor | None]:
+    """Output and log-sum-exp [S, B, N] before the first keys: those of the sinks, or None without sinks."""
+    if sinks_N is None and not config.off_by_one:
+        return None, None
+    wide, (seq, batch, heads) = internal_dtype(q_SBND.dtype), q_SBND.shape[:3]
+    lse_SBN = q_SBND.new_zeros(batch, heads, seq, dtype=wide).permute(2, 0, 1)  # kernel layout
+    if sinks_N is not None:
+        lse_SBN[:] = sinks_N
+    return q_SBND.new_zeros(seq, batch, heads, value_width, dtype=wide), lse_SBN
+
+
+def _of_all_rows(part: Tensor, rows: slice, like: Tensor) -> Tensor:
+    """`part`, which has the given rows of a tensor shaped as `like`, with zeros in the other rows."""
+    if len(part) == len(like):
+        return part
+    whole = part.new_zeros(like.shape)
+    whole[rows] = part
+    return whole
 
 
 def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tuple[slice, slice] | None:

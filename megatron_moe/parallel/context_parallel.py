@@ -123,39 +123,34 @@ class Ring:
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
 
-    def circulate(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields (rank, tensors of that rank) for every rank, starting with this rank.
+    def circulate(self, k_SBGD: Tensor, v_SBGE: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """Yields (rank, keys and values of that rank) for every rank, starting with this rank.
 
-        The next transfer runs while the caller uses the yielded tensors. All tensors must have the same dtype, and
-        their shapes must be equal on all ranks."""
-        if self.size == 1:
-            yield 0, list(tensors)
-            return
-        flat = pack(tensors)
-        for step in range(self.size):
-            wait = self.pass_on(flat) if step + 1 < self.size else None
-            yield (self.rank - step) % self.size, unpack(flat, tensors)
-            if wait is not None:
-                flat = wait()
+        The next transfer runs while the caller uses the yielded tensors. All ranks have equal shapes."""
+        wait = self.pass_on(pack(k_SBGD, v_SBGE)) if self.size > 1 else None
+        yield self.rank, (k_SBGD, v_SBGE)
+        for step in range(1, self.size):
+            assert wait is not None
+            packed = wait()
+            wait = self.pass_on(packed) if step + 1 < self.size else None
+            yield (self.rank - step) % self.size, unpack(packed, k_SBGD.shape[-1])
 
-    def pass_on(self, flat: Tensor) -> Wait:
-        """Starts to send `flat` to the next rank. The returned function waits for the tensor of the previous rank."""
-        if self.group is None or self.size == 1:
-            return lambda: flat
+    def pass_on(self, x_SBGC: Tensor) -> Wait:
+        """Starts to send a tensor to the next rank. The returned function waits for the tensor of the previous rank."""
+        assert self.group is not None, "a ring of one rank sends nothing"
         send, receive = [0] * self.size, [0] * self.size
-        send[(self.rank + 1) % self.size] = receive[(self.rank - 1) % self.size] = len(flat)
-        return AllToAll(self.group, tuple(send), tuple(receive)).launch(flat)
+        send[(self.rank + 1) % self.size] = receive[(self.rank - 1) % self.size] = len(x_SBGC)
+        return AllToAll(self.group, tuple(send), tuple(receive)).launch(x_SBGC)
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Flattens the tensors and concatenates them to one vector."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
+def pack(k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+    """Keys and values, or their gradients, in one tensor: [S, B, G, D + E]."""
+    return torch.cat([k_SBGD, v_SBGE], dim=-1)
 
 
-def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Inverse of `pack`: splits `flat` into views with the shapes of `like`."""
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+def unpack(packed_SBGC: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+    """Inverse of `pack`: two views."""
+    return packed_SBGC[..., :key_width], packed_SBGC[..., key_width:]
 
 
 def scatter_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:

@@ -165,7 +165,7 @@ def test_blocks_and_sinks_run_without_host_sync() -> None:
                 query, keys = (PositionSpan(chunks=span.chunks, segments_BS=documents) for span in (second, key))
                 block = AttentionBlock(q, k, v, config, query, keys)
                 kernels.attention_block(block, out, lse)
-                kernels.attention_block_grad(block, AttentionResult(grad, out.to(BF16), lse, lse), into)
+                kernels.attention_block_grad(block, AttentionResult(grad, out.to(BF16), lse), into)
         leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
         kernels.attention(AttentionInputs(*leaves[:3], config, leaves[3])).backward(grad)
 

@@ -34,7 +34,7 @@ def blocks_of_a_ring(
             blocks.append(AttentionBlock(q[rows], k[keys], v[keys], config, *spans))
             kernels.attention_block(blocks[-1], *found)
         totals[0][rows] = out
-        result = AttentionResult(grad[rows], out.to(q.dtype), found[1], (grad[rows].to(wide) * out).sum(-1))
+        result = AttentionResult(grad[rows], out.to(q.dtype), found[1])
         for key, block in zip(parts, blocks, strict=True):
             shares = tuple(torch.zeros_like(x, dtype=wide) for x in block[:3])
             kernels.attention_block_grad(block, result, shares)

@@ -56,10 +56,9 @@ def block(
     out[:2], lse[:2] = 0.0, -torch.inf  # these have found nothing yet
     kernels.attention_block(given, out, lse)
     found = {"out": out.clone(), "weight": lse.exp(), "found anything": lse > -torch.inf}
-    delta = (grad.to(wide) * out).sum(dim=-1)
     into = tuple(torch.ones_like(x, dtype=wide) for x in (q, k, v))
     seen = lse.masked_fill(lse == -torch.inf, 0.0)
-    kernels.attention_block_grad(given, AttentionResult(grad, out.to(dtype), seen, delta), into)
+    kernels.attention_block_grad(given, AttentionResult(grad, out.to(dtype), seen), into)
     return found | dict(zip(("grad q", "grad k", "grad v"), into, strict=True))
 
 

@@ -61,15 +61,15 @@ def test_causal_ring_steps_are_single_rectangles() -> None:
     config = CoreAttentionConfig(softmax_scale=1.0)
     first, second, third = split_positions("zigzag", SEQ, 3)
     all_8, low_4, high_4 = slice(0, 8), slice(0, 4), slice(4, 8)
-    assert mask_blocks(second, second, config) == [MaskBlock(all_8, all_8, right=0)]
-    assert mask_blocks(second, first, config) == [MaskBlock(all_8, low_4)]
-    assert mask_blocks(second, third, config) == [MaskBlock(high_4, all_8)]
+    assert mask_blocks(second, second, config) == (MaskBlock(all_8, all_8, right=0),)
+    assert mask_blocks(second, first, config) == (MaskBlock(all_8, low_4),)
+    assert mask_blocks(second, third, config) == (MaskBlock(high_4, all_8),)
 
 
 def test_earlier_keys_are_split_where_the_diagonal_begins() -> None:
     chunk, everything_before = (range(8, 12),), (range(0, 12),)
     found = mask_blocks(chunk, everything_before, CoreAttentionConfig(softmax_scale=1.0))
-    assert found == [MaskBlock(slice(0, 4), slice(0, 8)), MaskBlock(slice(0, 4), slice(8, 12), right=0)]
+    assert found == (MaskBlock(slice(0, 4), slice(0, 8)), MaskBlock(slice(0, 4), slice(8, 12), right=0))
 
 
 def test_unordered_chunks_are_not_one_causal_square() -> None:

@@ -103,7 +103,7 @@ def attention_block(*chunks: range, dtype: torch.dtype = BF16, forward: bool = T
         into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k_, v))
         if forward:
             k.attention_block(block, out, lse)
-        k.attention_block_grad(block, AttentionResult(grad, grad, lse, lse), into)
+        k.attention_block_grad(block, AttentionResult(grad, grad, lse), into)
         return (q, k_, v, out, lse, grad, *into), []
 
     return case

@@ -171,10 +171,10 @@ ROUNDS = {
 """Case, ranks, cut of the sequence, exchange."""
 
 
-def in_turns(op: Callable[..., None]) -> Callable[..., None]:
-    def alone(*inputs: Any) -> None:
+def in_turns(op: Callable[..., Any]) -> Callable[..., Any]:
+    def alone(*inputs: Any) -> Any:
         with TAKE_TURNS:
-            op(*inputs)
+            return op(*inputs)
 
     return alone
 

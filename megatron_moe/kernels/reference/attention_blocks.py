@@ -15,13 +15,33 @@ from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSp
 from megatron_moe.parallel import rng
 
 
-def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
+def attention_block(
+    block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if out_SBNE is None or lse_SBN is None:
+        out_SBNE, lse_SBN = nothing_seen(block.q_SBND, block.v_SBGE.shape[3])
     logits_BNSS = _logits(block)
     lse_BNS = logits_BNSS.logsumexp(dim=-1)
     probs_BNSS = _probabilities(logits_BNSS, lse_BNS)
     kept_BNSS = rng.dropout(probs_BNSS, block.config.dropout, block.dropout_key)
     part_BNSE = kept_BNSS @ _heads(block.v_SBGE, block.q_SBND.shape[2], probs_BNSS.dtype)
-    merge_(out_SBNE, lse_SBN, part_BNSE.permute(2, 0, 1, 3), lse_BNS.permute(2, 0, 1))
+    wide_SBNE = out_SBNE.to(lse_SBN.dtype)
+    merge_(wide_SBNE, lse_SBN, part_BNSE.permute(2, 0, 1, 3), lse_BNS.permute(2, 0, 1))
+    return out_SBNE if wide_SBNE is out_SBNE else out_SBNE.copy_(wide_SBNE), lse_SBN
+
+
+def nothing_seen(q_SBND: Tensor, value_width: int) -> tuple[Tensor, Tensor]:
+    """Output, 0, and log-sum-exp, -inf, of queries that have seen no key, in the layouts of the kernels."""
+    wide, (seq, batch, heads) = internal_dtype(q_SBND.dtype), q_SBND.shape[:3]
+    out_SBNE = q_SBND.new_zeros(seq, batch, heads, value_width, dtype=wide)
+    return out_SBNE, q_SBND.new_full((batch, heads, seq), -math.inf, dtype=wide).permute(2, 0, 1)
+
+
+def no_gradients(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros to which the gradients of q, k and v can be added."""
+    wide = internal_dtype(block.q_SBND.dtype)
+    grad_q, grad_k, grad_v = (x.new_zeros(x.shape, dtype=wide) for x in block[:3])
+    return grad_q, grad_k, grad_v
 
 
 def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: Tensor) -> None:
@@ -34,7 +54,9 @@ def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: T
     lse_SBN.copy_(total_SBN)
 
 
-def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]) -> None:
+def attention_block_grad(
+    block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of one block; uses the output and log-sum-exp of all keys (Dao et al., arXiv 2205.14135 section B.2)."""
     q_SBND, k_SBGD, v_SBGE, config, *_ = block
     num_heads, num_groups = q_SBND.shape[2], k_SBGD.shape[2]
@@ -45,14 +67,16 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
     grad_BNSE = _heads(found.grad_SBNE, num_heads, wide)
     grad_v_BNSE = (probs_BNSS * factor_BNSS).transpose(-1, -2) @ grad_BNSE
     grad_probs_BNSS = grad_BNSE @ _heads(v_SBGE, num_heads, wide).transpose(-1, -2) * factor_BNSS
-    grad_logits_BNSS = probs_BNSS * (grad_probs_BNSS - found.delta_SBN.to(wide).permute(1, 2, 0)[..., None])
+    delta_SBN = (found.grad_SBNE.to(wide) * found.out_SBNE).sum(dim=-1)
+    grad_logits_BNSS = probs_BNSS * (grad_probs_BNSS - delta_SBN.permute(1, 2, 0)[..., None])
     grad_logits_BNSS = grad_logits_BNSS * config.softmax_scale
     grad_q_BNSD = grad_logits_BNSS @ _heads(k_SBGD, num_heads, wide)
     grad_k_BNSD = grad_logits_BNSS.transpose(-1, -2) @ _heads(q_SBND, num_heads, wide)
-    grad_q_SBND, grad_k_SBGD, grad_v_SBGE = into
+    grad_q_SBND, grad_k_SBGD, grad_v_SBGE = into = into or no_gradients(block)
     grad_q_SBND += grad_q_BNSD.permute(2, 0, 1, 3)
     grad_k_SBGD += _groups(grad_k_BNSD, num_groups)
     grad_v_SBGE += _groups(grad_v_BNSE, num_groups)
+    return into
 
 
 def visible_between(

@@ -37,7 +37,7 @@ from megatron_moe.kernels.ops import (
 )
 from megatron_moe.kernels.permute import RowCopies
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.reference.attention_blocks import merge_
+from megatron_moe.kernels.reference.attention_blocks import merge_, no_gradients, nothing_seen
 from megatron_moe.precision.optimizer_state import PackedState, round_weights
 
 NAME = "torch_native"
@@ -225,26 +225,39 @@ def _attention_order(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel(list(order), set_priority=True)
 
 
-def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
+def attention_block(
+    block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     rectangles = _rectangles(block)
     if rectangles is None:
-        reference.attention_block(block, out_SBNE, lse_SBN)
-        return
+        return reference.attention_block(block, out_SBNE, lse_SBN)
+    if out_SBNE is None or lse_SBN is None:
+        if (alone := cudnn.block_forward(block, rectangles)) is not None:
+            return alone
+        out_SBNE, lse_SBN = nothing_seen(block.q_SBND, block.v_SBGE.shape[3])
+    wide_SBNE = out_SBNE.to(lse_SBN.dtype)
     for pair in rectangles:
         part_SBNE, lse_BNS = cudnn.forward_pair(block, pair)
-        merge_(out_SBNE[pair.rows], lse_SBN[pair.rows], part_SBNE, lse_BNS.permute(2, 0, 1))
+        merge_(wide_SBNE[pair.rows], lse_SBN[pair.rows], part_SBNE, lse_BNS.permute(2, 0, 1))
+    return out_SBNE if wide_SBNE is out_SBNE else out_SBNE.copy_(wide_SBNE), lse_SBN
 
 
-def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]) -> None:
+def attention_block_grad(
+    block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     rectangles = _rectangles(block)
     if rectangles is None:
-        reference.attention_block_grad(block, found, into)
-        return
+        return reference.attention_block_grad(block, found, into)
+    if into is None:
+        if (alone := cudnn.block_backward(block, found, rectangles)) is not None:
+            return alone
+        into = no_gradients(block)
     for pair in rectangles:
         cudnn.backward_pair(block, found, pair, into)
+    return into
 
 
-def _rectangles(block: AttentionBlock) -> list[MaskBlock] | None:
+def _rectangles(block: AttentionBlock) -> tuple[MaskBlock, ...] | None:
     """Rectangles of the block's mask; None with dropout, or if cuDNN does not support all rectangles."""
     found = mask_blocks(block.query.chunks, block.key.chunks, block.config)
     able = not block.has_dropout and all(cudnn.serves_pair(block, pair) for pair in found)

@@ -9,7 +9,7 @@ torch caches cuDNN plans by the layouts of q, k and v only. The layouts of the o
 log-sum-exp must therefore be the same in every call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,14 +56,15 @@ def backward(
     scale: float,
     *,
     causal: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v. `out_SBNE` and `lse_BNS` may be results over more keys than `k_SBGD`."""
     inputs = _by_head(grad_SBNE.contiguous()), _by_head(q_SBND.contiguous()), _by_head(k_SBGD), _by_head(v_SBGE)
     found = _by_head(out_SBNE.contiguous()), lse_BNS.contiguous()[..., None]
     unused = torch.empty(2, device=q_SBND.device, dtype=torch.int64).unbind()  # dropout seed and offset
     lengths = q_SBND.shape[0], k_SBGD.shape[0]
     grads = _differentiate(*inputs, *found, *unused, None, None, None, *lengths, 0.0, causal, scale=scale)
-    return tuple(grad.permute(2, 0, 1, 3) for grad in grads)
+    grad_q, grad_k, grad_v = (grad.permute(2, 0, 1, 3) for grad in grads)
+    return grad_q, grad_k, grad_v
 
 
 def forward_pair(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor]:
@@ -80,9 +81,36 @@ def backward_pair(
     grad_q, grad_k, grad_v = backward(
         found.grad_SBNE[rows], *_inputs(block, pair), *result, block.config.softmax_scale, causal=pair.causal_square
     )
-    into[0][rows] += grad_q
-    into[1][keys] += grad_k
-    into[2][keys] += grad_v
+    # not `+=`, which also copies the sum onto itself
+    into[0][rows].add_(grad_q)
+    into[1][keys].add_(grad_k)
+    into[2][keys].add_(grad_v)
+
+
+def block_forward(block: AttentionBlock, rectangles: Sequence[MaskBlock]) -> tuple[Tensor, Tensor] | None:
+    """Output and log-sum-exp of a block that is one rectangle; None if it is not."""
+    if not _is_whole(block, rectangles):
+        return None
+    out_SBNE, lse_BNS = forward_pair(block, rectangles[0])
+    return out_SBNE, lse_BNS.permute(2, 0, 1)
+
+
+def block_backward(
+    block: AttentionBlock, found: AttentionResult, rectangles: Sequence[MaskBlock]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Gradients of q, k and v of a block that is one rectangle; None if it is not."""
+    if not _is_whole(block, rectangles):
+        return None
+    (pair,), scale = rectangles, block.config.softmax_scale
+    lse_BNS = found.lse_SBN.permute(1, 2, 0)
+    return backward(found.grad_SBNE, *block[:3], found.out_SBNE, lse_BNS, scale, causal=pair.causal_square)
+
+
+def _is_whole(block: AttentionBlock, rectangles: Sequence[MaskBlock]) -> bool:
+    """Whether one rectangle that cuDNN supports contains all queries and keys of the block."""
+    everything = slice(0, len(block.q_SBND)), slice(0, len(block.k_SBGD))
+    alone = len(rectangles) == 1 and (rectangles[0].rows, rectangles[0].keys) == everything
+    return alone and serves_pair(block, rectangles[0])
 
 
 def _inputs(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,38 +5,52 @@ from torch import Tensor
 
 from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.backends.torch_native import cudnn
-from megatron_moe.kernels.backends.triton.attention.backward import gradients
+from megatron_moe.kernels.backends.triton.attention.backward import deltas, gradients
 from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.merge import merge
 from megatron_moe.kernels.backends.triton.attention.tiles import Segments, Shape, serves, strided
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.reference.attention_blocks import no_gradients, nothing_seen
 
 
-def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
+def attention_block(
+    block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `Kernels.attention_block`. Dropout and fp32 run on plain torch."""
     readable = _readable(block)
     rectangles = _rectangles(readable)
     if rectangles is None:
-        reference.attention_block(block, out_SBNE, lse_SBN)
-        return
+        return reference.attention_block(block, out_SBNE, lse_SBN)
+    if out_SBNE is None or lse_SBN is None:
+        if (alone := cudnn.block_forward(readable, [pair for pair, _ in rectangles])) is not None:
+            return alone
+        out_SBNE, lse_SBN = nothing_seen(block.q_SBND, block.v_SBGE.shape[3])
     lse_BNS = lse_SBN.permute(1, 2, 0)
+    merges_once = len(rectangles) == 1 and rectangles[0][1]
+    total_SBNE = out_SBNE if merges_once else out_SBNE.to(lse_SBN.dtype)
     for pair, by_cudnn in rectangles:
-        found = out_SBNE[pair.rows], lse_BNS[..., pair.rows]
+        found = total_SBNE[pair.rows], lse_BNS[..., pair.rows]
         if by_cudnn:
             merge(*found, *cudnn.forward_pair(readable, pair))
             continue
         inputs, shape, segments = _rectangle(readable, pair)
         attend(*inputs, None, segments, *found, shape, onward=True)
+    return out_SBNE if total_SBNE is out_SBNE else out_SBNE.copy_(total_SBNE), lse_SBN
 
 
-def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]) -> None:
+def attention_block_grad(
+    block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.attention_block_grad`."""
     readable = _readable(block)
     rectangles = _rectangles(readable)
     if rectangles is None:
-        reference.attention_block_grad(block, found, into)
-        return
+        return reference.attention_block_grad(block, found, into)
+    if into is None:
+        if (alone := cudnn.block_backward(readable, found, [pair for pair, _ in rectangles])) is not None:
+            return alone
+        into = no_gradients(block)
     found = found._replace(grad_SBNE=strided(found.grad_SBNE))
     for pair, by_cudnn in rectangles:
         if by_cudnn:
@@ -44,10 +58,12 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
             continue
         rows, keys = pair.rows, pair.keys
         inputs, shape, segments = _rectangle(readable, pair)
-        lse_BNS, delta_BNS = (x_SBN[rows].permute(1, 2, 0).contiguous() for x_SBN in (found.lse_SBN, found.delta_SBN))
+        lse_BNS = found.lse_SBN[rows].permute(1, 2, 0).contiguous()
+        delta_BNS = deltas(found.grad_SBNE[rows], found.out_SBNE[rows])
         share = into[0][rows], into[1][keys], into[2][keys]
         gradients(found.grad_SBNE[rows], *inputs, segments, lse_BNS, delta_BNS, shape, share, add=True)
         del lse_BNS, delta_BNS
+    return into
 
 
 def _readable(block: AttentionBlock) -> AttentionBlock:

@@ -9,7 +9,8 @@ from megatron_moe.kernels.backends.triton.launch import cdiv
 
 
 def merge(out: Tensor, lse_BNS: Tensor, part: Tensor, part_lse_BNS: Tensor) -> None:
-    """Merges `part` [S, B, N, E] and its log-sum-exp into `out` (fp32, of the same shape) and `lse_BNS`, in place."""
+    """Merges `part` [S, B, N, E] and its log-sum-exp into `out` (fp32, or the dtype of `part`, to which the result is
+    rounded) and `lse_BNS`, in place."""
     seq, batch, heads, width = out.shape
     _merge[(cdiv(seq, 32), batch * heads)](
         out, lse_BNS, part, part_lse_BNS, seq, heads, width, *out.stride()[:3], *part.stride()[:3],
@@ -34,10 +35,10 @@ def _merge(
     total = weight + share
     out_ptr += b * o_b + n * o_n + rows.to(tl.int64)[:, None] * o_s + dims[None, :]
     held = (rows < seq)[:, None] & (dims < width)[None, :]
-    out = tl.load(out_ptr, mask=held, other=0.0)
+    out = tl.load(out_ptr, mask=held, other=0.0).to(tl.float32)
     part = tl.load(
         part_ptr + b * p_b + n * p_n + rows.to(tl.int64)[:, None] * p_s + dims[None, :], mask=held, other=0.0
     )
     out = (out * weight[:, None] + part.to(tl.float32) * share[:, None]) / total[:, None]
-    tl.store(out_ptr, out, mask=held)
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=held)
     tl.store(lse_ptr, peak + tl.log(total), mask=rows < seq)

@@ -1,0 +1,22 @@
+"""Launches per layer and microbatch where ranks share a sequence, counted without a GPU."""
+
+import pytest
+
+from benchmarks.harness.count_kernels import per_layer, report
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+
+EP2 = (
+    "--recipe m27 --world-size 2 --expert-model-parallel-size 2 --global-batch-size 32 "
+    "--moe-token-dispatcher-type flex --moe-expert-rank-capacity-factor 2"
+)
+LAYOUTS = {"tp2": "--tensor-model-parallel-size 2 --sequence-parallel", "cp2": "--context-parallel-size 2"}
+MOST = 1.3
+"""Launches relative to expert parallelism, where every rank has whole sequences."""
+
+
+def test_ranks_that_share_a_sequence_launch_little_more_than_ranks_that_do_not() -> None:
+    base = sum(per_layer(EP2.split()).values())
+    for name, flags in LAYOUTS.items():
+        found = per_layer(f"{EP2} {flags}".split())
+        assert base < sum(found.values()) <= MOST * base, f"{name}: {report(found, 100)}"
