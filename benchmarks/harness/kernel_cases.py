@@ -17,6 +17,7 @@ from benchmarks.harness.kernel_cases_attention import attention_cases
 from benchmarks.harness.kernel_cases_moe import moe_cases
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
+from megatron_moe.kernels.matrix_ops import MatrixStep
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels, QueryKeyTransform
 from megatron_moe.precision.optimizer_state import Format, PackedState
 
@@ -195,3 +196,29 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
         moved = grad.nbytes + 2 * (weights.nbytes + sum(state.num_bytes for state in states))
         yield KernelCase(f"adamw_packed_ (bf16 and remainders, {name} moments)", run, (), moved / 1e9)
+    plain = MatrixStep(
+        lr=1e-3, weight_decay=0.1, grad_scale=move.grad_scale, apply_update=move.apply_update, nonfinite=move.nonfinite
+    )
+    update = torch.zeros(size, device=device, dtype=draw.dtype)
+    yield KernelCase(
+        "momentum_",
+        lambda k: k.momentum_(grad, flat[1], 0.95, plain, draw.dtype, nesterov=True),
+        (),
+        (3 * FP32 + update.itemsize) * size / 1e9,
+    )
+    master = PackedState("plain", flat[2])
+    yield KernelCase(
+        "descend_",
+        lambda k: k.descend_(master, update, 0.2, plain, weights),
+        (),
+        (2 * FP32 + update.itemsize + weights.itemsize) * size / 1e9,
+    )
+    hidden, ffn = args.hidden, args.ffn
+    x = draw.fixed(4, hidden, ffn).mT
+    yield KernelCase(
+        "symmetric_product",
+        lambda k: k.symmetric_product(x),
+        (),
+        draw.moved(4 * ffn * (hidden + ffn)),
+        8 * hidden * ffn**2 / 1e12,
+    )

@@ -16,6 +16,7 @@ WHOLE = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
 """Drops half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight gradients."""
 PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
+MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
 EP2 = {"m27": "--recipe m27 --num-layers 10 --moe-layer-freq ([0]*1+[1]*9)", "q24": "--recipe q24 --num-layers 8"}
 """Shapes of the cases on two GPUs."""
 FLEX = (
@@ -175,6 +176,17 @@ CASES = (
     StepCase(name="q6-half", title="Q6, half of the rows dropped", flags=f"--recipe q6 {HALF}"),
     StepCase(name="q6-half-pages", title="Q6, the same in pages", flags=f"--recipe q6 {HALF} {PAGES}"),
     *_both("-skewed", "skewed routing", SKEWED, _PARTS, unbalanced=True),
+    *(
+        StepCase(
+            name=f"m8-1m{suffix}",
+            title=f"M8, 1 million tokens a step, {title}",
+            flags=f"--recipe m8 {BEST} --global-batch-size 256 {flags}",
+            warmup=1,
+            steps=3,
+            step_seconds=14.0,
+        )
+        for suffix, title, flags in (("", "AdamW", ""), ("-muon", "Muon", MUON))
+    ),
     *_over_two("m27", step_seconds=1.1),
     *_over_two("q24", step_seconds=0.8),
     *_both("-learned", "learned routing on text", LEARNED, _PARTS, unbalanced=True, on_text=True, warmup=200, traced=2),
