@@ -3,8 +3,11 @@
 import base64
 import json
 import re
+import shutil
 import struct
+import subprocess
 import zlib
+from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +17,26 @@ from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.logs.run_page import RunRecords, chart, load_picture, page
 from tools.plot_run import main
 
-SVG = "svg"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+MEASURE = """<script>
+addEventListener("load", () => {
+  const box = each => each.getBoundingClientRect(), all = query => [...document.querySelectorAll(query)];
+  const inside = (part, whole) => part.left >= whole.left - 1 && part.right <= whole.right + 1 &&
+    part.top >= whole.top - 1 && part.bottom <= whole.bottom + 1;
+  const seen = {
+    images: all("img").map(each => [each.complete, each.naturalWidth, each.naturalHeight, box(each).width > 0]),
+    charts: all("svg").map(each => [box(each).width, box(each).height]),
+    strays: all("svg polyline, svg text").filter(each => !inside(box(each), box(each.closest("svg")))).length,
+    curves: all("polyline").map(each => getComputedStyle(each).stroke),
+    overflow: document.documentElement.scrollWidth - innerWidth,
+    requests: performance.getEntriesByType("resource").map(each => each.name).filter(each => !each.startsWith("data:")),
+    rows: all("table:first-of-type tr").length,
+  };
+  document.body.replaceChildren(Object.assign(document.createElement("pre"), {id: "seen"}));
+  document.getElementById("seen").textContent = JSON.stringify(seen);
+});
+</script>"""
+"""Replaces the shown page by what the browser made of it."""
 
 
 def write_run(folder: Path, *, steps: int = 20, lr: str = "0.001", offset: float = 0.0, gpu: bool = True) -> Path:
@@ -65,6 +87,34 @@ def test_a_page_of_two_runs_is_complete_and_needs_no_other_file(tmp_path, capsys
     assert ["--lr", "0.001", "0.002"] in cells and not any("run-dir" in (row[0] or "") for row in cells)
     assert ["Peak memory (GiB)", "2", "2"] in cells and ["Training loss (nats per token)", "3", "2.5"] in cells
     assert "layer 12: 4 experts, 1 without tokens at the end" in text
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_curve_and_picture_is_shown_within_the_window(tmp_path: Path, width: int) -> None:
+    """By a browser; on a machine without one, curves are compared with the sizes in the page."""
+    first, second = write_run(tmp_path / "base"), write_run(tmp_path / "a&b", offset=-0.5)
+    assert main([str(first), str(second)]) == ExitCode.OK
+    text = (first / "plots" / "run.html").read_text()
+    assert text.count("<polyline") > 10
+    for figure in parsed(text).iter("svg"):
+        _, _, *size = map(float, figure.get("viewBox").split())
+        for curve in figure.iter("polyline"):
+            points = [tuple(map(float, pair.split(","))) for pair in curve.get("points").split()]
+            assert all(0 <= x <= size[0] and 0 <= y <= size[1] for x, y in points)
+    if BROWSER is None:
+        return
+    shown = tmp_path / "measured.html"
+    shown.write_text(text.replace("</head>", f"{MEASURE}</head>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=5000"]
+    folder = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [BROWSER, *options, folder, f"--window-size={width},900", shown.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    (found,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
+    seen = json.loads(unescape(found))
+    assert seen["images"] == [[True, 20, 4, True]] * 4
+    assert len(seen["charts"]) == text.count("<svg") and all(w > 200 and h > 100 for w, h in seen["charts"])
+    assert len(seen["curves"]) == text.count("<polyline") and len(set(seen["curves"])) == 2
+    assert (seen["strays"], seen["requests"]) == (0, []) and seen["overflow"] <= 0 and seen["rows"] > 5
 
 
 def test_the_picture_of_loads_has_a_row_per_expert_and_a_column_per_interval(tmp_path):
