@@ -74,6 +74,12 @@ def _folded(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
     return plan, lines
 
 
+def layout_of(flags: Sequence[str], environ: Mapping[str, str]) -> RunPlan:
+    """Plan of the reduced run of a command line."""
+    options, words = _parser().parse_known_args(flags)
+    return _folded(options, words, environ)[0]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = tool_parser(__doc__, allow_abbrev=False)
     parser.add_argument(

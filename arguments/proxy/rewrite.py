@@ -174,6 +174,8 @@ def _replace_hardware(draft: Draft) -> None:
     if draft.value("fp8_format") or draft.value("fp4_format"):
         draft.put("emulate_low_precision", True, "the same numbers on any device")
     fp64 = "fp64" in draft.pinned and draft.pinned["fp64"].value
+    if fp64:
+        draft.reset("double precision", "moe_router_padding_for_quantization")
     for name, flag in draft.settings.registry.flags.items():
         if flag.group == "precision" and fp64:
             draft.reset("double precision", name)

@@ -1,7 +1,7 @@
-"""The shell commands of README.md and of docs/development.md run as printed, in a folder where a user would type them.
+"""The shell commands of README.md and of all pages in docs/ run as printed, in a folder where a user would type them.
 
 Commands that need a cluster, many GPUs or minutes get more flags from `CHANGES`. Commands that install or test the
-project itself are run by CI (`ELSEWHERE`).
+project itself are run by CI (`ELSEWHERE`), and those that time a GPU with the tests that need one.
 """
 
 import json
@@ -11,15 +11,20 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.end_to_end.tiny_run import MODEL, TRAINING
 from tests.helpers.ranks import REPOSITORY, free_port
+from tests.tools.test_import_megatron import MODELS as MEGATRON_MODELS
 
-PAGES = ("README.md", "docs/development.md")
+PAGES = ("README.md", *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").glob("*.md"))))
+CONVERSION = "docs/conversion.md"
+"""Its commands use the results of earlier ones."""
 ELSEWHERE = {
     "python3 -m venv": "scripts/quickstart.sh",
     "bash scripts/install.sh": "scripts/quickstart.sh",
@@ -33,42 +38,76 @@ CHANGES = {
     "bash scripts/launch.sh": ("--config my.yaml", "--config my.yaml --dry-run"),
     "torchrun --nproc-per-node 4 pretrain_moe.py --recipe m27": ("--recipe m27", "--recipe m27 --proxy"),
     "python pretrain_moe.py --recipe quickstart --import": ("--recipe", "--dry-run --recipe"),
-    "python tools/preprocess_data.py": ("--workers 8", "--workers 1"),
+    "python tools/preprocess_data.py --input my.jsonl --output-prefix data": ("--workers 8", "--workers 1"),
+    "python pretrain_moe.py --config my.yaml --log-throughput": ("--log-throughput", "--proxy --log-throughput"),
+    "python benchmarks/harness/profile_step.py": ("my.yaml", "my.yaml --proxy"),
+    "python benchmarks/harness/bench_step.py": ("600", "60"),
+    "python pretrain_moe.py --load hf:": ("--train-iters 1000", "--train-iters 4 --device cpu"),
+    "python pretrain_moe.py --from-hf-config": (
+        "qwen3.yaml",
+        "qwen3.yaml --seq-length 64 --train-iters 4 --device cpu",
+    ),
 }
 """Beginning of a command -> (words, their replacement)."""
-NIGHTLY = ("quickstart.sh", "torchrun", "--proxy", "generate.py", "launch.sh")
-"""Commands with these words start ranks or train for more than ten seconds."""
-NOT_READY = "15"
-"""Exit code of a dry run on a machine without the data or the GPUs."""
+NIGHTLY = (
+    *("quickstart.sh", "torchrun", "--proxy", "generate.py", "launch.sh", "verify_layout", "--emulate-rank"),
+    *("show_schedule", "--write plans", "--log-throughput"),
+)
+"""Commands with these words start ranks, train or search for more than five seconds."""
+ON_A_GPU = "benchmarks/harness"
+DRY_RUN_CODES = (0, 15)
+"""15: the run is valid, and this machine has not its data or GPUs."""
+CODES = {"python tools/inspect_checkpoint.py runs/my --against": 12}
+"""Beginning of a command -> exit code with which it reports what it found, here differences."""
 
 
 def commands_of(page: str) -> list[str]:
-    """Commands of the fenced blocks, with continued lines joined and comments removed."""
+    """Commands of the fenced blocks, with continued lines and loops joined and comments removed."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^( *)```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     lines = [line for _, block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    bare = [re.sub(r"\s+#.*", "", line).strip() for line in lines]
-    return [re.sub(r"\s+", " ", line) for line in bare if line]
+    found: list[str] = []
+    for line in lines:
+        bare = re.sub(r"\s+", " ", re.sub(r"(^|\s+)#.*", "", line)).strip()
+        if found and found[-1].startswith("for ") and found[-1].count("for ") > found[-1].count("done"):
+            found[-1] += f"{' ' if found[-1].endswith('do') else '; '}{bare}"
+        elif bare:
+            found.append(bare)
+    return found
 
 
-COMMANDS = [*dict.fromkeys((page, command) for page in PAGES for command in commands_of(page))]
+COMMANDS = {command: page for page in PAGES for command in commands_of(page)}
 
 
 def runs_elsewhere(command: str) -> str | None:
     return next((where for start, where in ELSEWHERE.items() if command.startswith(start)), None)
 
 
-def cases() -> list:
+def cases() -> list[Any]:
+    """Every command that needs no other one of its page."""
     return [
-        pytest.param(command, id=command, marks=[pytest.mark.slow] * any(word in command for word in NIGHTLY))
-        for _, command in COMMANDS
-        if not runs_elsewhere(command)
+        pytest.param(command, id=command, marks=marks_of(command))
+        for command, page in COMMANDS.items()
+        if page != CONVERSION and not runs_elsewhere(command)
     ]
 
 
+def marks_of(command: str) -> list[pytest.MarkDecorator]:
+    if ON_A_GPU in command:
+        return [pytest.mark.gpu1]
+    return [pytest.mark.slow] * any(word in command for word in NIGHTLY)
+
+
+def yaml_of(page: str, name: str) -> str:
+    """A file that a page shows."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    (indent, shown), *_ = re.findall(rf"( *)```yaml\n( *# {name}\n.*?) *```", text, re.DOTALL)
+    return re.sub(f"^{indent}", "", shown, flags=re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone of the repository with the files that the commands name: text, tokenizer, config and runs."""
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of the repository with text, tokenizer, data and two runs."""
     root = tmp_path_factory.mktemp("clone")
     for path in REPOSITORY.iterdir():
         if not path.name.startswith(".") and path.name not in ("runs", "data", "README.md"):
@@ -82,27 +121,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         texts, trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
     )
     tokenizer.save(str(root / "tokenizer.json"))
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    (config,) = re.findall(r"```yaml\n *(# my\.yaml\n.*?) *```", readme, re.DOTALL)
-    (root / "my.yaml").write_text(re.sub(r"^   ", "", config, flags=re.MULTILINE))
-    (root / "zoo.yaml").write_text("MODEL_ARGS:\n" + "".join(f"  {line}\n" for line in _zoo()))
+    (root / "my.yaml").write_text(yaml_of("README.md", "my.yaml"))
+    (root / "zoo.yaml").write_text("MODEL_ARGS:\n" + _as_yaml([*MODEL, *TRAINING, "--global-batch-size", "512"], "  "))
     (root / "data").mkdir()
     stubs = root / "stubs"
     stubs.mkdir()
     (stubs / "sbatch").write_text('#!/usr/bin/env bash\necho "sbatch $*"\n')
     (stubs / "sbatch").chmod(stat.S_IRWXU)
     run(root, f"python pretrain_moe.py {' '.join(map(_quoted, TINY))} --run-dir runs/my")
-    shutil.copytree(root / "runs" / "my", root / "runs" / "other")
-    run(root, next(command for _, command in COMMANDS if command.startswith("python tools/preprocess_data.py")))
+    for name in ("other", "layout/tp1-ep8"):
+        shutil.copytree(root / "runs" / "my", root / "runs" / name)
+    run(root, next(each for each in COMMANDS if each.startswith("python tools/preprocess_data.py")))
     return root
 
 
-def _zoo() -> list[str]:
-    """The tiny model in the Model Zoo's form."""
-    words = [*MODEL, *TRAINING, "--global-batch-size", "512"]
+@pytest.fixture
+def with_other_checkpoints(root: Path, tmp_path: Path) -> Path:
+    """A clone with a Hugging Face model and a checkpoint of Megatron too."""
+    from tests.checkpoint.hf_models import configs, hf_model  # imports transformers
+
+    for path in root.iterdir():
+        if path.name != "runs":
+            (tmp_path / path.name).symlink_to(path)
+    shutil.copytree(root / "runs" / "my", tmp_path / "runs" / "old")
+    config = configs()["qwen3_moe"]
+    config.vocab_size = 320
+    model = tmp_path / "models" / "Qwen3-30B-A3B"
+    hf_model(config).save_pretrained(model)
+    shutil.copy(root / "tokenizer.json", model)
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(names))
+    (tmp_path / "qwen3.yaml").write_text(yaml_of(CONVERSION, "qwen3.yaml"))
+    (tmp_path / "megatron.yaml").write_text(_as_yaml(MEGATRON_MODELS["gqa"].split()))
+    with tarfile.open(REPOSITORY / "tests/data_files/megatron/megatron-core-0.19.2.tar.xz") as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(tmp_path / "archive")
+    shutil.copytree(tmp_path / "archive" / "gqa" / "iter_0000003", tmp_path / "ckpts" / "iter_0010000")
+    return tmp_path
+
+
+def _as_yaml(words: list[str], indent: str = "") -> str:
+    """A command line as a file."""
     starts = [place for place, word in enumerate(words) if word.startswith("--")] + [len(words)]
     pairs = [(words[start], words[start + 1 : end]) for start, end in zip(starts, starts[1:], strict=False)]
-    return [f"{flag}: {json.dumps(' '.join(values)) if values else 'true'}" for flag, values in pairs]
+    prefix = "--" if indent else ""
+    return "".join(
+        f"{indent}{prefix}{flag.removeprefix('--')}: {json.dumps(' '.join(values)) if values else 'true'}\n"
+        for flag, values in pairs
+    )
 
 
 def _quoted(word: str) -> str:
@@ -111,6 +177,7 @@ def _quoted(word: str) -> str:
 
 def run(root: Path, command: str) -> str:
     """Runs a command in a shell and returns its output; fails if it fails."""
+    code = next((code for start, code in CODES.items() if command.startswith(start)), 0)
     for start, (words, others) in CHANGES.items():
         if command.startswith(start):
             assert words in command, f"{command}: {words}"
@@ -126,20 +193,36 @@ def run(root: Path, command: str) -> str:
     done = subprocess.run(
         ["bash", "-c", command], cwd=root, env=environment, capture_output=True, text=True, timeout=600
     )
-    ready = [0, int(NOT_READY)] if "--dry-run" in command else [0]
-    assert done.returncode in ready, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    expected = DRY_RUN_CODES if "--dry-run" in command else (code,)
+    assert done.returncode in expected, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
 
 @pytest.mark.parametrize("command", cases())
-def test_the_command_runs(command: str, folder: Path) -> None:
-    run(folder, command)
+def test_the_command_runs(command: str, root: Path) -> None:
+    run(root, command)
+
+
+@pytest.mark.slow
+def test_the_commands_about_checkpoints_run_in_their_order(with_other_checkpoints: Path) -> None:
+    commands = commands_of(CONVERSION)
+    assert len(commands) > 10
+    for command in commands:
+        run(with_other_checkpoints, command)
 
 
 def test_every_other_command_is_run_by_ci() -> None:
-    named = {command: where for _, command in COMMANDS if (where := runs_elsewhere(command))}
-    assert len(COMMANDS) - len(named) > 15 and named
+    named = {command: where for command in COMMANDS if (where := runs_elsewhere(command))}
+    assert len(COMMANDS) - len(named) > 40 and named
     for command, where in named.items():
         script = re.findall(r"scripts/\w+\.sh", command)
         text = (REPOSITORY / where).read_text(encoding="utf-8")
         assert all(name in text or f"/../{name}" in text for name in script), f"{where}: {command}"
+
+
+def test_commands_stand_in_blocks_that_are_run() -> None:
+    """Neither indented nor in blocks of another language."""
+    start = re.compile(r"^(?: {4}|\t)(?:python|bash|torchrun|make) \S", re.MULTILINE)
+    for page in PAGES:
+        text = re.sub(r"^( *)```(\w*)\n.*?^ *```", "", (REPOSITORY / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert not start.search(text), page

@@ -18,6 +18,7 @@ from tests.end_to_end.tiny_run import records
 from tests.helpers import pipelines
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import EXACT
+from tools.verify_layout import layout_of
 
 REFUSED = Path(__file__).resolve().parents[1] / "goldens" / "recipes_without_proxy.txt"
 NAMES = recipe_names()
@@ -54,6 +55,11 @@ def test_proxies_fold_to_any_number_of_ranks(num_ranks: int):
     for name in TRAINING:
         plan = read_plan(["--recipe", name, "--proxy"], environ, lambda config: config.vocab_size or 512)
         assert plan.parallel.world_size == num_ranks
+
+
+def test_the_layout_of_every_proxy_can_be_verified():
+    for name in TRAINING:
+        assert layout_of(["--recipe", name], {}).precision.params == "fp64", name
 
 
 @pytest.mark.parametrize("name", nightly_only(TRAINING, set(TRAINING) - set(ARCHITECTURES)))
