@@ -16,11 +16,11 @@ _NULL_WORDS = ("null", "Null", "NULL", "~", "")
 _COMMENT_COLUMN = 56
 
 
-def export(settings: Settings, environment: dict[str, str], form: str) -> str:
-    """Output of `--print-config`. `form`: `yaml` and `json` print all flags, `flags` only the flags that were given."""
-    if form == "flags":
+def export(settings: Settings, environment: dict[str, str], fmt: str) -> str:
+    """Output of `--print-config`. `fmt`: `yaml` and `json` print all flags, `flags` only the flags that were given."""
+    if fmt == "flags":
         return flags_text(settings)
-    return json_text(settings, environment) if form == "json" else yaml_text(settings, environment)
+    return json_text(settings, environment) if fmt == "json" else yaml_text(settings, environment)
 
 
 def yaml_text(settings: Settings, environment: dict[str, str], heading: Sequence[str] = ()) -> str:

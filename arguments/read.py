@@ -124,10 +124,10 @@ def _reasons(problems: Sequence[Problem], kind: str) -> tuple[str, ...]:
 
 def _answer(parsed: "_Parsed") -> None:
     """Raises Finished if the command line requests a text about its settings."""
-    form = parsed.settings.setting("print_config").value
-    if form:
+    fmt = parsed.settings.setting("print_config").value
+    if fmt:
         _refuse(parsed.settings.problems)
-        raise Finished(export(parsed.settings, parsed.environment, form))
+        raise Finished(export(parsed.settings, parsed.environment, fmt))
     folder = parsed.settings.setting("check_against_hf").value
     if folder:
         raise Finished(compared_with(folder, parsed.settings))

@@ -1,11 +1,12 @@
 """Converts checked flags to the `RunPlan`."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from arguments import derive
-from arguments.errors import FlagErrors
+from arguments.errors import FlagErrors, Problem
 from arguments.flags import Flags, from_flags
 from arguments.precision_file import read_module_precision
 from arguments.resolve_model import model_config
@@ -21,7 +22,7 @@ from megatron_moe.config.memory import (
     PagedStashConfig,
     RecomputeConfig,
 )
-from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.optimizer import LRConfig, MuonConfig, OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
@@ -44,15 +45,12 @@ _MAX_TIMEOUT_S = 10**9  # threading timeouts overflow at about 300 years
 
 def run_plan(flags: Flags, launch: ProcessInfo, vocab_size: int, **provenance: Any) -> RunPlan:
     """Builds the plan from checked flags. `provenance`: values of further RunPlan fields, such as the command line,
-    notes and environment. Raises FlagErrors if a module of a layer cannot be sharded over the ranks."""
+    notes and environment. Raises FlagErrors if a layer cannot be sharded over the ranks."""
     parallel = parallel_config(flags, launch)
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
     model = model_config(flags, vocab_size)
-    problems = dict.fromkeys(layer.layout_problem(parallel) for layer in dict.fromkeys(model.layers))
-    problem = next(filter(None, problems), None)
-    if problem is not None:
-        raise FlagErrors.of(problem, "choose other parallel sizes or widths")
+    check_layers(model.layers, parallel)
     layout = derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
     return from_flags(
         RunPlan,
@@ -77,6 +75,14 @@ def run_plan(flags: Flags, launch: ProcessInfo, vocab_size: int, **provenance: A
         process=launch,
         **provenance,
     )
+
+
+def check_layers(layers: Iterable[LayerConfig], parallel: ParallelConfig) -> None:
+    """Raises FlagErrors if layers cannot be sharded over the ranks."""
+    problems = dict.fromkeys(layer.layout_problem(parallel) for layer in dict.fromkeys(layers))
+    if any(problems):
+        remedy = "choose another number of ranks, or another size of the model"
+        raise FlagErrors([Problem(what=problem, remedy=remedy) for problem in problems if problem])
 
 
 def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:

@@ -40,7 +40,7 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
         ModelConfig,
         flags,
         vocab_size=derive.padded_vocab_size(flags, vocab_size),
-        layers=_layers(flags),
+        layers=layer_configs(flags),
         norm=_norm(flags),
         position_embedding="rope" if flags.position_embedding_type == "yarn" else flags.position_embedding_type,
         max_positions=flags.max_position_embeddings,
@@ -57,7 +57,8 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
     )
 
 
-def _layers(flags: Flags) -> tuple[LayerConfig, ...]:
+def layer_configs(flags: Flags) -> tuple[LayerConfig, ...]:
+    """Builds the config of every transformer layer."""
     mixers, feed_forwards = _selected(MIXERS, flags.mixer, flags), _selected(FEED_FORWARDS, flags.feed_forward, flags)
     return tuple(
         LayerConfig(

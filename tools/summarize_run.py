@@ -120,9 +120,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
     shown = {name: column for name, column in _COLUMNS.items() if any(row[name] is not None for row in rows)}
-    body = [
-        ["-" if row[name] is None else format(row[name], form) for name, (_, form) in shown.items()] for row in rows
-    ]
+    body = [["-" if row[name] is None else format(row[name], fmt) for name, (_, fmt) in shown.items()] for row in rows]
     return [[heading for heading, _ in shown.values()], *body]
 
 

@@ -1,8 +1,8 @@
 """Rules about attention heads, multi-latent attention and sliding windows."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, divisors, unfit_pattern
-from megatron_moe.config.exit_codes import counted
+from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
+from megatron_moe.config.exit_codes import counted, divisors
 
 _ROTARY = ("rope", "yarn")
 
@@ -46,19 +46,6 @@ def linear_attention_shares_keys_equally(flags: RuleFlags) -> Violations:
         yield (
             f"{keys} key heads do not divide {counted(values, 'value head')} of linear attention",
             f"use --linear-num-key-heads {divisors(values)}",
-        )
-
-
-def ranks_share_heads_of_linear_attention(flags: RuleFlags) -> Violations:
-    """Tensor- and context-parallel ranks hold equal shares of the heads of linear attention."""
-    num_ranks = flags.tensor_model_parallel_size * flags.context_parallel_size
-    keys, values = flags.linear_num_key_heads, flags.linear_num_value_heads
-    if flags.experimental_attention_variant in derive.DELTA_NETS and (keys % num_ranks or values % num_ranks):
-        yield (
-            f"--tensor-model-parallel-size {flags.tensor_model_parallel_size} times --context-parallel-size "
-            f"{flags.context_parallel_size} does not divide {counted(keys, 'key head')} and "
-            f"{counted(values, 'value head')} of linear attention",
-            "use sizes whose product divides both",
         )
 
 

@@ -64,15 +64,10 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
     return f"nearest: {', or '.join([*nearest, f'{more} ranks'])}"
 
 
-def ep_divides_experts(flags: RuleFlags) -> Violations:
-    """Every expert-parallel rank holds the same number of experts."""
+def expert_parallel_ranks_have_experts(flags: RuleFlags) -> Violations:
+    """Expert parallelism shards the experts of MoE layers."""
     if not flags.num_experts and flags.expert_model_parallel_size > 1:
         yield f"--expert-model-parallel-size {flags.expert_model_parallel_size} without experts", "set --num-experts"
-    elif flags.num_experts and flags.num_experts % flags.expert_model_parallel_size:
-        yield (
-            f"{flags.expert_model_parallel_size} ranks do not divide {counted(flags.num_experts, 'expert')}",
-            "use a divisor of --num-experts for --expert-model-parallel-size",
-        )
 
 
 def flex_library_has_peers(flags: RuleFlags) -> Violations:

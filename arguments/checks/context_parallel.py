@@ -43,31 +43,6 @@ def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
     )
 
 
-def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
-    """With a2a, every rank receives an equal number of query heads and the key/value heads of these query heads."""
-    sizes = flags.hierarchical_context_parallel_sizes or (1,)
-    ranks = max(
-        flags.context_parallel_size if "a2a" in flags.cp_comm_type else 1,
-        sizes[0] if "a2a+p2p" in flags.cp_comm_type else 1,
-    )
-    if flags.context_parallel_size == 1 or ranks == 1:
-        return
-    tp = flags.tensor_model_parallel_size
-    heads = flags.num_attention_heads // tp
-    groups = max(flags.num_query_groups // tp, 1) if flags.group_query_attention else heads
-    if heads % ranks:
-        of_tp = f" of a tensor-parallel rank ({flags.num_attention_heads} / {tp})" if tp > 1 else ""
-        yield (
-            f"{counted(heads, 'head')}{of_tp} cannot be divided among {ranks} ranks",
-            f"use a2a over a number of ranks that divides {heads}, or use p2p",
-        )
-    elif groups and groups % ranks and ranks % groups:
-        yield (
-            f"{groups} query groups and {ranks} ranks that exchange heads: neither divides the other",
-            f"use a2a over a number of ranks that divides {groups}, or use p2p",
-        )
-
-
 def dynamic_cp_has_token_limit(flags: RuleFlags) -> Violations:
     """--hybrid-context-parallel derives the number of ranks of each microbatch from --max-seqlen-per-dp-cp-rank."""
     if flags.hybrid_context_parallel and flags.max_seqlen_per_dp_cp_rank is None:

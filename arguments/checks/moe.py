@@ -1,8 +1,8 @@
 """Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, divisors, unfit_pattern
-from megatron_moe.config.exit_codes import counted
+from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
+from megatron_moe.config.exit_codes import counted, divisors
 from megatron_moe.config.registry import BALANCING
 from megatron_moe.config.transport import DEEPEP
 
@@ -102,16 +102,6 @@ def upcycled_slices_make_whole_groups(flags: RuleFlags) -> Violations:
             f"--num-experts {flags.num_experts} cannot be divided into groups of "
             f"{flags.moe_upcycling_granularity} slices",
             f"use a granularity of {divisors(flags.num_experts)}",
-        )
-
-
-def etp_divides_expert_width(flags: RuleFlags) -> Violations:
-    """Every expert-tensor-parallel rank computes an equal share of the expert channels."""
-    etp, width = derive.expert_tensor_parallel_size(flags), flags.moe_ffn_hidden_size
-    if flags.num_experts and width is not None and width % etp:
-        yield (
-            f"--moe-ffn-hidden-size {width} cannot be divided among {etp} expert-tensor-parallel ranks",
-            f"use a divisor of {width} for --expert-tensor-parallel-size, for example 1",
         )
 
 

@@ -2,8 +2,8 @@
 
 import os
 
-from arguments.checks.violation import RuleFlags, Violations, divisors, enabled
-from megatron_moe.config.exit_codes import counted
+from arguments.checks.violation import RuleFlags, Violations, enabled
+from megatron_moe.config.exit_codes import counted, divisors
 from megatron_moe.config.functions import ScoreFunction
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
 

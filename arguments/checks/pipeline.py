@@ -73,7 +73,7 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
     if not flags.overlap_moe_expert_parallel_comm or flags.expert_model_parallel_size == 1:
         return  # no exchange to overlap: the plain schedule runs
     if not flags.num_experts:
-        return  # checked by ep_divides_experts
+        return  # checked by expert_parallel_ranks_have_experts
     if flags.moe_token_dispatcher_type == "allgather":
         yield (
             "--overlap-moe-expert-parallel-comm with --moe-token-dispatcher-type allgather",

@@ -209,9 +209,9 @@ def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
         ("--fp8-param-gather", flags.fp8_param_gather, flags.fp8_format),
         ("--fp4-param-gather", flags.fp4_param_gather, flags.fp4_format),
     ):
-        form = option.replace("param-gather", "format")
+        fmt = option.replace("param-gather", "format")
         if is_on and not low:
-            yield f"{option} without {form}", f"add {form}, or leave it out"
+            yield f"{option} without {fmt}", f"add {fmt}, or leave it out"
         elif is_on and not flags.use_distributed_optimizer:
             yield f"{option} without --use-distributed-optimizer", "add it"
 

@@ -1,55 +1,6 @@
-"""Rules about tensor parallelism: sizes that must be divisible among the ranks."""
+"""Rules about tensor parallelism. Sizes of modules are checked by `Component.layout_problem`."""
 
-from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, divisors
-from megatron_moe.config.exit_codes import counted
-
-
-def tp_divides_heads(flags: RuleFlags) -> Violations:
-    """Every tensor-parallel rank computes whole attention heads."""
-    heads, tp = flags.num_attention_heads, flags.tensor_model_parallel_size
-    if heads % tp:
-        remedy = f"use --tensor-model-parallel-size {divisors(heads)}"
-        yield f"{counted(heads, 'head')} cannot be divided among {tp} tensor-parallel ranks", remedy
-
-
-def tp_divides_query_groups(flags: RuleFlags) -> Violations:
-    """Every rank computes whole query groups, or an equal number of ranks shares each group."""
-    groups, tp = flags.num_query_groups, flags.tensor_model_parallel_size
-    if flags.group_query_attention and groups % tp and tp % groups:
-        yield (
-            f"{groups} query groups and {tp} tensor-parallel ranks: neither number divides the other",
-            f"use {divisors(groups)} ranks, or a multiple of {groups}",
-        )
-
-
-def tp_divides_shared_kv_channels(flags: RuleFlags) -> Violations:
-    """Ranks that share a query group divide its key and value channels."""
-    tp = flags.tensor_model_parallel_size
-    width = 2 * flags.num_query_groups * derive.head_dim(flags)
-    if flags.group_query_attention and flags.num_query_groups < tp and width % tp:
-        yield (
-            f"{width} channels of keys and values cannot be divided among {tp} tensor-parallel ranks",
-            f"use {divisors(flags.num_query_groups)} ranks",
-        )
-
-
-def tp_divides_dense_width(flags: RuleFlags) -> Violations:
-    """Every rank computes an equal share of the feed-forward channels."""
-    width, tp = derive.ffn_hidden_size(flags), flags.tensor_model_parallel_size
-    if width % tp:
-        yield (
-            f"{counted(width, 'feed-forward channel')} cannot be divided among {tp} tensor-parallel ranks",
-            f"give --ffn-hidden-size as a multiple of {tp}",
-        )
-
-
-def tp_divides_shared_expert(flags: RuleFlags) -> Violations:
-    """Every rank computes an equal share of the shared-expert channels."""
-    width, tp = flags.moe_shared_expert_intermediate_size or 0, flags.tensor_model_parallel_size
-    if flags.num_experts and width % tp:
-        remedy = f"give --moe-shared-expert-intermediate-size as a multiple of {tp}"
-        yield f"shared experts of width {width} cannot be divided among {tp} tensor-parallel ranks", remedy
+from arguments.checks.violation import RuleFlags, Violations
 
 
 def unpadded_vocab_needs_tp1(flags: RuleFlags) -> Violations:

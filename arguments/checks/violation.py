@@ -1,25 +1,13 @@
 """Return type, argument type, decorators and helpers of the rules about flags."""
 
 from collections.abc import Callable, Iterator, Mapping
-from math import isqrt
 
 from arguments.flags import Flags
 from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
-_LARGEST_TRIED = 10_000
-"""Largest divisor tried, enough to find all divisors of numbers up to 10^8. Larger flag values are likely typos."""
-_MOST_SHOWN = 12
 Violations = Iterator[tuple[str, str]]
 """Iterator of pairs of texts for the user: (problem, remedy). Only the first pair that a rule yields is reported."""
-
-
-def divisors(number: int) -> str:
-    """Formats the divisors of a number as a comma-separated list; shows at most the 12 largest."""
-    small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_TRIED) + 1) if number % divisor == 0]
-    found = sorted({*small, *(number // divisor for divisor in small)})
-    shown = found[-_MOST_SHOWN:]
-    return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))
 
 
 def enabled(options: Mapping[str, object]) -> str:

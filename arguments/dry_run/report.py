@@ -199,8 +199,8 @@ def _experts(experts: dict[str, Any] | None) -> Iterator[str]:
     held, most = experts["experts_per_rank"], rows["fullest"]
     mean = f"{rows['mean']:,.0f} ± {rows['std']:,.0f}"
     yield f"  a rank's {held} experts receive {mean} rows, the fullest rank about {most:,.0f}"
-    form = "  MB dispatched per rank, one row per choice or one copy per target rank: {} or {}; in fp8 {} or {}"
-    yield form.format(*(f"{size:,.1f}" for size in experts["dispatch_mb"].values()))
+    fmt = "  MB dispatched per rank, one row per choice or one copy per target rank: {} or {}; in fp8 {} or {}"
+    yield fmt.format(*(f"{size:,.1f}" for size in experts["dispatch_mb"].values()))
 
 
 def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[str, Any]) -> Iterator[str]:

@@ -33,7 +33,7 @@ _DRY_RUN_ONLY = ("gpu_memory", "gpu_tflops", "gpu_bandwidth", "link_bandwidth", 
 class DryRunRequest:
     """Parsed `--dry-run` flags."""
 
-    form: Literal["text", "json"]
+    fmt: Literal["text", "json"]
     gpu: GPU
     environ: Mapping[str, str]
     """Environment variables of rank 0."""
@@ -44,13 +44,13 @@ def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunReques
     from the launcher, else from the recipe, else it is 1.
 
     Raises FlagErrors."""
-    form = start.setting("dry_run").value
-    if form is None:
+    fmt = start.setting("dry_run").value
+    if fmt is None:
         given = [name for name in _DRY_RUN_ONLY if start.setting(name).value is not None]
         if given:
             raise FlagErrors.of(f"{start.registry.flags[given[0]].option} without --dry-run", "add --dry-run")
         return None
-    return DryRunRequest(form, *machine(start, environ))
+    return DryRunRequest(fmt, *machine(start, environ))
 
 
 def machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
@@ -130,7 +130,7 @@ def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -
     missing = (*plan.missing_inputs, *unsupported_formats(plan.precision, request.gpu))
     plan = replace(plan, missing_inputs=missing, notes=(*plan.notes, *random_start(plan.checkpoint)))
     facts = all_facts(plan, request.gpu, settings)
-    text = json.dumps(facts, indent=2) if request.form == "json" else report(facts)
+    text = json.dumps(facts, indent=2) if request.fmt == "json" else report(facts)
     return Finished(text, ExitCode.OK if facts["would_start"] else ExitCode.NOT_READY)
 
 

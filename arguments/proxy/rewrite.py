@@ -12,6 +12,8 @@ from arguments.errors import FlagErrors
 from arguments.parser import Setting, Settings
 from arguments.proxy.fold import FoldRequest, Sizes, fold
 from arguments.proxy.layers import select_layers
+from arguments.resolve import check_layers, parallel_config
+from arguments.resolve_model import layer_configs
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.parallel.grid import FoldError
 
@@ -108,6 +110,7 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
     problems = list(broken_rules(draft.settings, ProcessInfo(), FULL_SIZE_RULES))
     if problems:
         raise FlagErrors([replace(problem, what=f"at full size: {problem.what}") for problem in problems])
+    check_layers(layer_configs(draft.settings.flags), parallel_config(draft.settings.flags, ProcessInfo()))
     try:
         sizes = fold(fold_request(draft.settings, pinned), num_ranks)
     except FoldError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from megatron_moe.config.component import MixerConfig, NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.component import MixerConfig, NameRule, ParamSpec, indivisible, linear_parameters
 from megatron_moe.config.costs import (
     TRAINING_FLOPS,
     ActivationSizes,
@@ -190,9 +190,19 @@ class SoftmaxMixerConfig(MixerConfig):
         return FlopCount(core_attention=(self.q_width + self.out_width) * pairs * TRAINING_FLOPS // 2)
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
-        if self.num_heads % parallel.tp:
-            return f"{parallel.tp} tensor-parallel ranks cannot share {self.num_heads} attention heads equally"
-        return None
+        num_ranks, heads = self.head_exchange_ranks(parallel), self.num_heads // parallel.tp
+        return indivisible(
+            "--tensor-model-parallel-size", parallel.tp, self.num_heads, "attention head"
+        ) or indivisible("--cp-comm-type a2a", num_ranks, heads, "local attention head")
+
+    def head_exchange_ranks(self, parallel: ParallelConfig) -> int:
+        """Number of context-parallel ranks among which all-to-all distributes the heads."""
+        match self.core.context_exchange:
+            case "a2a":
+                return parallel.cp
+            case "a2a+p2p" if parallel.cp_sub_axes is not None:
+                return parallel.cp_sub_axes[0]
+        return 1
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes of k and v (for all-to-all: q, k, v and output) and their gradients."""
@@ -293,6 +303,13 @@ def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
     return 2 * window * seq_length - window * window
 
 
+def _sharing_problem(option: str, num_ranks: int, groups: int) -> str | None:
+    """Sentence that says that ranks can neither divide nor share query groups; None if they can."""
+    if groups % num_ranks == 0 or num_ranks % groups == 0:
+        return None
+    return f"{num_ranks} ranks ({option}) are neither a divisor nor a multiple of {groups} query groups"
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(SoftmaxMixerConfig):
     """Multi-head or grouped-query attention."""
@@ -364,15 +381,14 @@ class AttentionConfig(SoftmaxMixerConfig):
     def rotary_tables(self) -> tuple[RopeConfig, ...]:
         return () if self.rope is None else (self.rope,)
 
-    def groups_divide_over(self, tp: int) -> bool:
-        """True if `tp` ranks can shard the query groups: `tp` divides the number of groups or is a multiple of it."""
-        groups = self.num_query_groups
-        return groups % tp == 0 or tp % groups == 0 and 2 * self.kv_width % tp == 0
-
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
-        if not self.groups_divide_over(parallel.tp):
-            return f"{parallel.tp} tensor-parallel ranks cannot shard {self.num_query_groups} query groups"
-        return super().layout_problem(parallel)
+        groups, tp = self.num_query_groups, parallel.tp
+        problem = _sharing_problem("--tensor-model-parallel-size", tp, groups)
+        if problem is None and groups < tp:
+            problem = indivisible("--tensor-model-parallel-size", tp, 2 * self.kv_width, "key and value channel")
+        local = max(groups // tp, 1)
+        exchange_problem = _sharing_problem("--cp-comm-type a2a", self.head_exchange_ranks(parallel), local)
+        return problem or super().layout_problem(parallel) or exchange_problem
 
     def shares_groups(self, tp: int) -> bool:
         """Whether several of `tp` ranks share a query group; they all-gather the output of the QKV projection."""

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from megatron_moe.config.costs import ActivationSizes, FlopCount, SavedActivation
+from megatron_moe.config.exit_codes import counted, divisors
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta, local_boxes
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -184,6 +185,13 @@ class FeedForwardConfig(Component):
     def delayed_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
         """Bytes that one microbatch keeps after its backward for delayed weight gradients of experts."""
         return 0.0
+
+
+def indivisible(option: str, num_ranks: int, size: int, noun: str) -> str | None:
+    """Sentence that says that the ranks of a flag do not divide `size`, a number of `noun`; None if they do."""
+    if size % num_ranks == 0:
+        return None
+    return f"{num_ranks} ranks ({option}) do not divide {counted(size, noun)}; divisors: {divisors(size)}"
 
 
 def linear_metas(

@@ -5,7 +5,11 @@ Job scripts should read `status.json` too, because torchrun replaces every non-z
 
 from collections.abc import Sequence
 from enum import IntEnum
+from math import isqrt
 
+_LARGEST_DIVISOR_TRIED = 10_000
+"""Enough to find all divisors of numbers up to 10^8. Larger flag values are likely typos."""
+_MAX_DIVISORS_SHOWN = 12
 _MAX_LISTED = 20
 
 
@@ -116,3 +120,11 @@ def listed(lines: Sequence[str]) -> str:
 def counted(number: int, noun: str) -> str:
     """Formats a number and a noun, for example `1 rank` or `8 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def divisors(number: int) -> str:
+    """Formats the divisors of a number as a comma-separated list; shows at most the 12 largest."""
+    small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_DIVISOR_TRIED) + 1) if number % divisor == 0]
+    found = sorted({*small, *(number // divisor for divisor in small)})
+    shown = found[-_MAX_DIVISORS_SHOWN:]
+    return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 from megatron_moe.config.attention import NormConfig
-from megatron_moe.config.component import MixerConfig, ParamSpec, linear_parameters
+from megatron_moe.config.component import MixerConfig, ParamSpec, indivisible, linear_parameters
 from megatron_moe.config.costs import TRAINING_FLOPS, ActivationSizes, FlopCount, SavedActivation, saved_tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
@@ -83,11 +83,10 @@ class LinearAttentionConfig(MixerConfig):
         return FlopCount(core_attention=seq_length * TRAINING_FLOPS * products)
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
-        num_ranks = parallel.tp * parallel.cp
-        if self.num_key_heads % num_ranks or self.num_value_heads % num_ranks:
-            heads = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads of linear attention"
-            return f"{parallel.tp} tensor- times {parallel.cp} context-parallel ranks cannot share {heads} equally"
-        return None
+        options, num_ranks = "--tensor-model-parallel-size times --context-parallel-size", parallel.tp * parallel.cp
+        return indivisible(options, num_ranks, self.num_key_heads, "key head") or indivisible(
+            options, num_ranks, self.num_value_heads, "value head"
+        )
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes of the inputs of the recurrence, whose heads are scattered, and of its output, gathered again."""

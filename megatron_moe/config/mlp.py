@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, indivisible, linear_parameters
 from megatron_moe.config.costs import ActivationSizes, LowCopies, SavedActivation, saved_tensor
 from megatron_moe.config.functions import Options
 from megatron_moe.config.parallel import ParallelConfig
@@ -101,9 +101,7 @@ class MLPConfig(FeedForwardConfig):
         return max(products, outer, inner + tokens * fan * ffn * (sizes.activation + copies.grad))
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
-        if self.ffn_hidden_size % parallel.tp:
-            return f"{parallel.tp} tensor-parallel ranks cannot share {self.ffn_hidden_size} ffn channels equally"
-        return None
+        return indivisible("--tensor-model-parallel-size", parallel.tp, self.ffn_hidden_size, "feed-forward channel")
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
         yield "--ffn-hidden-size", self.ffn_hidden_size, parallel.tp

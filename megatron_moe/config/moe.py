@@ -7,7 +7,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, indivisible, linear_parameters
 from megatron_moe.config.costs import (
     INDEX,
     ActivationSizes,
@@ -392,12 +392,12 @@ class MoEConfig(FeedForwardConfig):
         return tokens + rows * width * sizes.activation
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
-        if self.experts.num_experts % parallel.ep:
-            return f"{parallel.ep} expert-parallel ranks cannot share {self.experts.num_experts} experts equally"
-        if self.experts.ffn_hidden_size % parallel.etp:
-            width = self.experts.ffn_hidden_size
-            return f"{parallel.etp} expert-tensor-parallel ranks cannot share {width} expert channels equally"
-        return None if self.shared is None else self.shared.mlp.layout_problem(parallel)
+        experts = self.experts
+        return (
+            indivisible("--expert-model-parallel-size", parallel.ep, experts.num_experts, "expert")
+            or indivisible("--expert-tensor-parallel-size", parallel.etp, experts.ffn_hidden_size, "expert channel")
+            or (self.shared.mlp.layout_problem(parallel) if self.shared else None)
+        )
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
         if self.latent_size is not None:

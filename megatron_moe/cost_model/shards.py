@@ -216,7 +216,7 @@ def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
     amax = min(4, num_bytes(precision.params))
     if precision.low_precision is None:
         return StoredBytes(1.0, 0.0, 0.0)
-    form = precision.low_precision.weights
-    copies = 2 if form.block[0] == 1 else 1  # blocks in rows differ for each direction
-    scales = 0.0 if form.block == WHOLE else copies / (form.block[0] * form.block[1])
-    return StoredBytes(copies * form.bits / 8, copies * form.scale_bytes, scales * amax, form.bits / 8)
+    fmt = precision.low_precision.weights
+    copies = 2 if fmt.block[0] == 1 else 1  # blocks in rows differ for each direction
+    scales = 0.0 if fmt.block == WHOLE else copies / (fmt.block[0] * fmt.block[1])
+    return StoredBytes(copies * fmt.bits / 8, copies * fmt.scale_bytes, scales * amax, fmt.bits / 8)

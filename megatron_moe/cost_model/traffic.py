@@ -209,9 +209,9 @@ class Communication:
             group = "ep" if parallel.etp == 1 else "etp_ep"
             rows = sizes.residual * traffic.ranks.mean * parallel.etp * (ranks - 1) / ranks
             crossing = min(rows, traffic.copies_between_domains)
-        for what, form in zip(("dispatch: rows", "combine: results"), config.exchange_formats(low), strict=True):
+        for what, fmt in zip(("dispatch: rows", "combine: results"), config.exchange_formats(low), strict=True):
             # forward and backward, one of which may be in FP8
-            row_bytes = traffic.row_bytes + (traffic.row_bytes if form is None else traffic.low_row_bytes)
+            row_bytes = traffic.row_bytes + (traffic.row_bytes if fmt is None else traffic.low_row_bytes)
             sent, distant = rows * row_bytes, crossing * row_bytes
             yield Traffic(group=group, what=what, bytes=sent, network_bytes=distant, hidden=self.plan.pipeline.overlap)
         if copies is SentCopies.PER_CHOICE:

@@ -361,24 +361,24 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         else:
             grad_RF = kernels.grouped_input_grad(grad_q, weight_q, offsets_e)
         del weight_q
-        (inputs, form), x = quantizer.formats, saved[0]
+        (inputs, fmt), x = quantizer.formats, saved[0]
         if ctx.x_form is not None:
             block, shape, dtype = ctx.x_form
             x = kernels.dequantize_rows(QuantizedTensor.of(QuantizedCopy(*saved), None, block, dtype)).view(shape)
         x_RF = x.flatten(0, -2)
         columns = inputs if ctx.in_columns and low_weight_grad else None
         found = kernels.quantize_activation_grad(
-            grad_RF, x_RF, probs_R, ctx.activation, form, columns=columns, offsets_e=offsets_e
+            grad_RF, x_RF, probs_R, ctx.activation, fmt, columns=columns, offsets_e=offsets_e
         )
         grad_x = None if found.grad_x_RF is None else found.grad_x_RF.view(x.shape)
         if ctx.has_reader:
-            grad_x = QuantizedGrad(found.grad_x_q, form, x.shape, grad_x, kernels.dequantize_rows)
+            grad_x = QuantizedGrad(found.grad_x_q, fmt, x.shape, grad_x, kernels.dequantize_rows)
         grad_weight = None
         if wants_weight:
             rows = found.out_RF
             operand: Any = grad
             if ctx.sums is not None and (columns_later or not low_weight_grad):
-                make = partial(_operand_of_grads, kernels, index=ctx.sums, form=form if low_weight_grad else None)
+                make = partial(_operand_of_grads, kernels, index=ctx.sums, fmt=fmt if low_weight_grad else None)
                 operand = _rows_or_tokens(ctx.weight, grad, ctx.sums, make)
             elif low_weight_grad:
                 operand = grad_q.only_columnwise()
@@ -426,11 +426,11 @@ def _grouped_product(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumu
     kernels.grouped_weight_grad([GroupedPart(*map(operand, part)) for part in parts], out, accumulate)
 
 
-def _operand_of_grads(kernels: Kernels, grad: Tensor, index: RowIndex, form: OperandFormat | None) -> MatrixOperand:
-    """Operand of a grouped weight gradient from output gradients of tokens. `form`: format; None: not quantised."""
-    if form is None:
+def _operand_of_grads(kernels: Kernels, grad: Tensor, index: RowIndex, fmt: OperandFormat | None) -> MatrixOperand:
+    """Operand of a grouped weight gradient from output gradients of tokens. `fmt`: format; None: not quantised."""
+    if fmt is None:
         return kernels.permute(grad, index)
-    return kernels.quantize_permuted(grad, index, form, rowwise=False, columnwise=True)
+    return kernels.quantize_permuted(grad, index, fmt, rowwise=False, columnwise=True)
 
 
 def _operand_of_rows(

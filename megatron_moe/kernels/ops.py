@@ -279,7 +279,7 @@ class Kernels(MatrixOps, Quantizers, Protocol):
 
     # quantisation fused into the ops whose results are quantised; formats with one scale per block of a row
     def quantize_permuted(
-        self, tokens_TH: Tensor, index: RowIndex, form: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
+        self, tokens_TH: Tensor, index: RowIndex, fmt: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
     ) -> QuantizedTensor:
         """Copies of `permute(tokens_TH, index)`; the columnwise copy has the blocks of each expert."""
         ...
@@ -296,7 +296,7 @@ class Kernels(MatrixOps, Quantizers, Protocol):
         ...
 
     def quantize_activation(
-        self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+        self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, fmt: OperandFormat
     ) -> QuantizedTensor:
         """Rowwise copy of `activation(x_RF, probs_R, config)`."""
         ...
@@ -307,7 +307,7 @@ class Kernels(MatrixOps, Quantizers, Protocol):
         x_RF: Tensor,
         probs_R: Tensor | None,
         config: ActivationConfig,
-        form: OperandFormat,
+        fmt: OperandFormat,
         *,
         columns: OperandFormat | None = None,
         offsets_e: Tensor | None = None,
@@ -321,7 +321,7 @@ class Kernels(MatrixOps, Quantizers, Protocol):
         ...
 
     def rms_norm_quantized(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, fmt: OperandFormat
     ) -> tuple[Tensor, Tensor, QuantizedTensor]:
         """Returns the results of `add_rms_norm`, or x and `rms_norm` of x without `residual`, both differentiable, and
         the rowwise copy [R, H] of the norm."""
@@ -505,7 +505,7 @@ class Kernels(MatrixOps, Quantizers, Protocol):
         self, tokens_TH: MatrixOperand, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
     ) -> None:
         """Copies token t to slot [this rank, t] of every rank in `ranks_T` (see `mark_ranks`), and `choices`, ids and
-        values [T, K] in promote(fp32, dtype), to all ranks. If `channel.shape.form` is set, tokens are the rowwise copy
+        values [T, K] in promote(fp32, dtype), to all ranks. If `channel.shape.fmt` is set, tokens are the rowwise copy
         of a `QuantizedTensor` in this format."""
         ...
 

@@ -58,8 +58,8 @@ class TransformerLayer(nn.Module):
     @staticmethod
     def _new_norm(config: LayerConfig, resources: ModelResources, readers: Sequence[Linear]) -> Norm:
         """Norm whose result `readers` multiply."""
-        form = copy_format(readers)
-        return Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels, copy_format=form)
+        fmt = copy_format(readers)
+        return Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels, copy_format=fmt)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""

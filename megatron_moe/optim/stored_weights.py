@@ -49,14 +49,14 @@ class _SameForm:
                 weight.amax.copy_(found.view_as(weight.amax))
             factors = torch.cat([weight.delayed_factors for weight in self.weights])
             scales = 1 / factors
-        elif first.form.element == "e2m1":  # one copy; the blocks together have the matrix's largest magnitude
+        elif first.fmt.element == "e2m1":  # one copy; the blocks together have the matrix's largest magnitude
             made = [weight_scales(weight.grids[0].view(found)) for weight, (found,) in pairs]
             factors, scales, of_matrices = (
                 torch.cat([each.flatten() for each in flats]) for flats in zip(*made, strict=True)
             )
             self.matrix_factors.copy_(of_matrices)
         else:
-            factors, scales = block_scales(amax, first.form, first.dtype)
+            factors, scales = block_scales(amax, first.fmt, first.dtype)
         self.scales.copy_(scales)
         return factors
 
@@ -75,12 +75,12 @@ class StoredWeights:
         for buffer in self.buffers:
             for param, weight in _weights_of(buffer):
                 codes = buffer.stored_parts(param.start, param.end)
-                key = buffer.key.grid, weight.form, weight.scale is None
+                key = buffer.key.grid, weight.fmt, weight.scale is None
                 found.setdefault(key, []).append((weight, codes))
-        for (grid, form, _), members in found.items():
+        for (grid, fmt, _), members in found.items():
             size = sum(grid.size for weight, _ in members for grid in weight.grids)
-            scales = torch.zeros(size, dtype=SCALE_DTYPES[form.scale], device=buffers.device)
-            num_matrices = [weight.grids[0].num[0] if form.element == "e2m1" else 0 for weight, _ in members]
+            scales = torch.zeros(size, dtype=SCALE_DTYPES[fmt.scale], device=buffers.device)
+            num_matrices = [weight.grids[0].num[0] if fmt.element == "e2m1" else 0 for weight, _ in members]
             factors = torch.zeros(sum(num_matrices), device=buffers.device)
             same = _SameForm(tuple(weight for weight, _ in members), scales, factors)
             rows = zip(members, same.split(scales), factors.split(num_matrices), strict=True)
@@ -127,7 +127,7 @@ class StoredWeights:
         """Quantises a part of a weight, from element `start` of the buffer on. `factors`: see `_by_weight`."""
         codes = buffer.stored_parts(start, start + len(part.values))
         for grid, values, out in zip(weight.grids, factors, codes, strict=True):
-            self._kernels.quantize_weight_part(part, values, grid.block, out.view(DTYPES[weight.form.element]))
+            self._kernels.quantize_weight_part(part, values, grid.block, out.view(DTYPES[weight.fmt.element]))
 
     def _parts(self, of_grid: Grid) -> Iterator[tuple[FlatBuffer, int, StoredWeight, WeightPart]]:
         """Yields (buffer, offset in the buffer, weight, part of the weight) of the master weights of this rank."""

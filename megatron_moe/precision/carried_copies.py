@@ -18,25 +18,25 @@ from megatron_moe.precision.quantized_tensor import QuantizedTensor
 class QuantizedActivation(Tensor):
     """Input [..., I] of linear layers with its quantised copy [R, I]. Results of torch's ops are ordinary tensors."""
 
-    form: OperandFormat
+    fmt: OperandFormat
     _copy: QuantizedTensor
     _version_of_copy: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, x: Tensor, x_q: QuantizedTensor, form: OperandFormat) -> "QuantizedActivation":
+    def of(cls, x: Tensor, x_q: QuantizedTensor, fmt: OperandFormat) -> "QuantizedActivation":
         """Alias of `x`, through which gradients flow to `x`. `x_q`: rowwise copy of `x`, or both copies, in the format
-        `form`."""
+        `fmt`."""
         made: QuantizedActivation = x.as_subclass(cls)
-        made.form, made._copy, made._version_of_copy = form, x_q, made._version
+        made.fmt, made._copy, made._version_of_copy = fmt, x_q, made._version
         return made
 
 
-def carried_copy(x: Tensor, form: OperandFormat, *, columnwise: bool) -> QuantizedTensor | None:
-    """Rowwise and, if requested, columnwise copy in the format `form` that an input carries; None if it carries no such
+def carried_copy(x: Tensor, fmt: OperandFormat, *, columnwise: bool) -> QuantizedTensor | None:
+    """Rowwise and, if requested, columnwise copy in the format `fmt` that an input carries; None if it carries no such
     copy or was modified in place since."""
-    if not isinstance(x, QuantizedActivation) or x.form != form or x._version != x._version_of_copy:
+    if not isinstance(x, QuantizedActivation) or x.fmt != fmt or x._version != x._version_of_copy:
         return None
     return None if columnwise and x._copy.columnwise is None else x._copy
 
@@ -50,7 +50,7 @@ class QuantizedGrad(Tensor):
     """Gradient with its quantised copy. Ops other than the layer that reads the copy, such as a sum with another
     gradient, use its values, which are dequantised if the op that made the gradient wrote the copy only."""
 
-    form: OperandFormat
+    fmt: OperandFormat
     _copy: QuantizedTensor
     _unquantized: Tensor | None
     _dequantize: Callable[[QuantizedTensor], Tensor]
@@ -61,16 +61,16 @@ class QuantizedGrad(Tensor):
     def __new__(
         cls,
         copy: QuantizedTensor,
-        form: OperandFormat,
+        fmt: OperandFormat,
         shape: Sequence[int],
         values: Tensor | None,
         dequantize: Callable[[QuantizedTensor], Tensor],
     ) -> "QuantizedGrad":
-        """`copy`: rowwise copy, or both copies, [R, C] in the format `form`. `shape`: shape [..., C] of the gradient.
+        """`copy`: rowwise copy, or both copies, [R, C] in the format `fmt`. `shape`: shape [..., C] of the gradient.
         `values`: the gradient before quantisation; None: `dequantize(copy)` computes it where it is needed."""
         device = copy.row_copy.data.device
         made: QuantizedGrad = Tensor._make_wrapper_subclass(cls, shape, dtype=copy.dtype, device=device)  # type: ignore[attr-defined]
-        made.form, made._copy, made._unquantized, made._dequantize = form, copy, values, dequantize
+        made.fmt, made._copy, made._unquantized, made._dequantize = fmt, copy, values, dequantize
         return made
 
     @classmethod
@@ -89,10 +89,10 @@ class QuantizedGrad(Tensor):
         return (tensor for tensor in copies if tensor is not None)
 
 
-def carried_grad(grad: Tensor, form: OperandFormat) -> QuantizedTensor | None:
-    """Copies in the format `form` that a gradient carries; None if it carries none, for example because it is a sum of
+def carried_grad(grad: Tensor, fmt: OperandFormat) -> QuantizedTensor | None:
+    """Copies in the format `fmt` that a gradient carries; None if it carries none, for example because it is a sum of
     several gradients."""
-    return grad._copy if isinstance(grad, QuantizedGrad) and grad.form == form else None
+    return grad._copy if isinstance(grad, QuantizedGrad) and grad.fmt == fmt else None
 
 
 def values_of(grad: Any) -> Any:

@@ -25,7 +25,7 @@ class Quantizers(Protocol):
     def quantize_rows(
         self,
         x: Tensor,
-        form: OperandFormat,
+        fmt: OperandFormat,
         *,
         rowwise: bool,
         columnwise: bool,
@@ -44,7 +44,7 @@ class Quantizers(Protocol):
     def quantize_weight(
         self,
         weight: Tensor,
-        form: OperandFormat,
+        fmt: OperandFormat,
         *,
         columnwise: bool,
         scale: Tensor | None = None,
@@ -80,7 +80,7 @@ class DelayedScaling:
         """Largest magnitudes of this step on this rank."""
         self._uses_max = config.amax_compute_algo == "max"
         forms = (config.inputs, config.weights, config.grads)
-        largest = torch.tensor([LARGEST[form.element] for form in forms], device=device) / 2.0**config.margin
+        largest = torch.tensor([LARGEST[fmt.element] for fmt in forms], device=device) / 2.0**config.margin
         self._largest = largest if num_experts is None else largest[:, None]
         self._first = first
 
@@ -222,8 +222,8 @@ class LinearQuantizer:
             self._weight = stored.operand()
         else:
             scale = self._scale(_WEIGHT, lambda: weight.detach().abs().amax(dim=(-2, -1)).float(), True)
-            form, out = self._config.weights, self._weight
-            self._weight = self._kernels.quantize_weight(weight.detach(), form, columnwise=True, scale=scale, out=out)
+            fmt, out = self._config.weights, self._weight
+            self._weight = self._kernels.quantize_weight(weight.detach(), fmt, columnwise=True, scale=scale, out=out)
         self._is_current = True
         return self._weight
 

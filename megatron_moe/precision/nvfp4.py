@@ -27,7 +27,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 def quantize_rows(
     x: Tensor,
-    form: OperandFormat,
+    fmt: OperandFormat,
     *,
     rowwise: bool,
     columnwise: bool,
@@ -35,40 +35,40 @@ def quantize_rows(
     seed: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantises rows [R, C]; see `Kernels.quantize_rows`."""
-    assert seed is not None or not form.stochastic, "stochastic rounding without a seed"
-    seed = seed if form.stochastic else None
-    size, row, column = form.block[1], None, None
+    assert seed is not None or not fmt.stochastic, "stochastic rounding without a seed"
+    seed = seed if fmt.stochastic else None
+    size, row, column = fmt.block[1], None, None
     if offsets_e is None:
-        row = _quantize(x, form, seed) if rowwise else None
-        column = _quantize(hadamard(_whole_blocks(x.T, size), size), form, seed) if columnwise else None
+        row = _quantize(x, fmt, seed) if rowwise else None
+        column = _quantize(hadamard(_whole_blocks(x.T, size), size), fmt, seed) if columnwise else None
     else:
         if rowwise:
             is_row_R = torch.arange(len(x), device=x.device) < offsets_e[-1]
             scale = _matrix_scale(largest_magnitude(x, offsets_e))
             rows = torch.where(is_row_R[:, None], x.detach(), 0)
-            row = _quantize(rows, form, seed, scale, of_rows(scale, offsets_e, len(x)))
+            row = _quantize(rows, fmt, seed, scale, of_rows(scale, offsets_e, len(x)))
         if columnwise:
             padded, block_ends = pad_to_blocks(x, offsets_e, size)
             transposed = hadamard(padded.T, size)
             by_block = transposed.T.unflatten(0, (-1, size)).flatten(1)
             scale = _matrix_scale(largest_magnitude(by_block, block_ends))
-            column = _quantize(transposed, form, seed, scale, of_rows(scale, block_ends, len(by_block))[:, None])
-    return QuantizedTensor.of(row, column, form.block, x.dtype)
+            column = _quantize(transposed, fmt, seed, scale, of_rows(scale, block_ends, len(by_block))[:, None])
+    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
 
 
-def quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool) -> QuantizedTensor:
+def quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool) -> QuantizedTensor:
     """Quantises a weight [O, I] or [e, O, I] in 16x16 blocks; see `Kernels.quantize_weight`."""
     outputs, inputs = weight.shape[-2:]
-    height, width = form.block
+    height, width = fmt.block
     whole = F.pad(weight.detach(), (0, -inputs % width, 0, -outputs % height))
     scale = _matrix_scale(whole.abs().float().amax(dim=(-2, -1)))
     factor = 1 / scale
-    codes, scales = _codes(whole, form, None, scale[..., None, None])
+    codes, scales = _codes(whole, fmt, None, scale[..., None, None])
     row = QuantizedCopy(pack_e2m1(codes[..., :outputs, :]), scales, factor)
     column = None
     if columnwise:
         column = QuantizedCopy(pack_e2m1(codes.mT[..., :inputs, :]), scales.mT.contiguous(), factor)
-    return QuantizedTensor.of(row, column, form.block, weight.dtype)
+    return QuantizedTensor.of(row, column, fmt.block, weight.dtype)
 
 
 def weight_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,14 +115,14 @@ def amax_of(factor: Tensor) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, form: OperandFormat, seed: Tensor | None, scale: Tensor | None = None, of_blocks: Tensor | None = None
+    x: Tensor, fmt: OperandFormat, seed: Tensor | None, scale: Tensor | None = None, of_blocks: Tensor | None = None
 ) -> QuantizedCopy:
     """Quantises a matrix [R, C]. Rows of experts: `scale` [e] of the experts, and `of_blocks`, which broadcasts to the
     scales of blocks [C / 16, R]."""
     if scale is None:
         scale = of_blocks = _matrix_scale(largest_magnitude(x))
     assert of_blocks is not None
-    codes, scales = _codes(_whole_blocks(x, form.block[1]), form, seed, of_blocks)
+    codes, scales = _codes(_whole_blocks(x, fmt.block[1]), fmt, seed, of_blocks)
     return QuantizedCopy(pack_e2m1(codes), scales, scale.reciprocal())
 
 
@@ -133,17 +133,17 @@ def _matrix_scale(amax: Tensor) -> Tensor:
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
 
-def _codes(x: Tensor, form: OperandFormat, seed: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _codes(x: Tensor, fmt: OperandFormat, seed: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, and scales of blocks, of matrices [..., R, C] in whole blocks. `seed`: None rounds to nearest.
     `scale`: see `_matrix_scale`; broadcasts to the scales of blocks."""
-    height, size = form.block
+    height, size = fmt.block
     by_block = x.detach().unflatten(-1, (-1, size)).unflatten(-3, (-1, height))
     block_amax = torch.linalg.vector_norm(by_block, torch.inf, dim=(-3, -1)).float()
     if height == 1:
         block_amax = block_amax.mT.contiguous()
     inverse, scales = _block_scales(block_amax, scale)
     wide = x.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    scaled = scale_blocks_(wide, inverse, form.block).clamp_(-_LARGEST, _LARGEST)
+    scaled = scale_blocks_(wide, inverse, fmt.block).clamp_(-_LARGEST, _LARGEST)
     return _round(scaled, None if seed is None else block_dither(scaled, size, seed)), scales
 
 

@@ -51,7 +51,7 @@ _MANTISSA = 0x7FFFFF
 
 def quantize_rows(
     x: Tensor,
-    form: OperandFormat,
+    fmt: OperandFormat,
     *,
     rowwise: bool,
     columnwise: bool,
@@ -61,76 +61,76 @@ def quantize_rows(
 ) -> QuantizedTensor:
     """Implements `Kernels.quantize_rows`."""
     row = column = None
-    if form.element == "e2m1":
-        return nvfp4.quantize_rows(x, form, rowwise=rowwise, columnwise=columnwise, offsets_e=offsets_e, seed=seed)
-    if form.block == WHOLE:
+    if fmt.element == "e2m1":
+        return nvfp4.quantize_rows(x, fmt, rowwise=rowwise, columnwise=columnwise, offsets_e=offsets_e, seed=seed)
+    if fmt.block == WHOLE:
         if scale is None:
-            scale = tensor_scale(x, form, offsets_e)
+            scale = tensor_scale(x, fmt, offsets_e)
         per_row = scale if offsets_e is None else of_rows(scale, offsets_e, len(x))[:, None]
-        data = cast(x.float() * per_row, form.element)
+        data = cast(x.float() * per_row, fmt.element)
         row = QuantizedCopy(data, 1 / scale)
         column = QuantizedCopy(data.T.contiguous(), 1 / scale)
-        return QuantizedTensor.of(row if rowwise else None, column if columnwise else None, form.block, x.dtype)
+        return QuantizedTensor.of(row if rowwise else None, column if columnwise else None, fmt.block, x.dtype)
     if rowwise:
-        row = quantize_copy(x, form)
+        row = quantize_copy(x, fmt)
     if columnwise:
-        by_block = x if offsets_e is None else pad_to_blocks(x, offsets_e, form.block[1])[0]
-        column = quantize_copy(by_block.T, form)
-    return QuantizedTensor.of(row, column, form.block, x.dtype)
+        by_block = x if offsets_e is None else pad_to_blocks(x, offsets_e, fmt.block[1])[0]
+        column = quantize_copy(by_block.T, fmt)
+    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
 
 
 def quantize_weight(
     weight: Tensor,
-    form: OperandFormat,
+    fmt: OperandFormat,
     *,
     columnwise: bool,
     scale: Tensor | None = None,
     out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """Implements `Kernels.quantize_weight`."""
-    made = _quantize_weight(weight, form, columnwise=columnwise, scale=scale)
+    made = _quantize_weight(weight, fmt, columnwise=columnwise, scale=scale)
     return made if out is None else out.copy_(made)
 
 
-def _quantize_weight(weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None) -> QuantizedTensor:
+def _quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool, scale: Tensor | None) -> QuantizedTensor:
     column: QuantizedCopy | None
-    if form.element == "e2m1":
-        return nvfp4.quantize_weight(weight, form, columnwise=columnwise)
-    if form.block == WHOLE:
+    if fmt.element == "e2m1":
+        return nvfp4.quantize_weight(weight, fmt, columnwise=columnwise)
+    if fmt.block == WHOLE:
         if scale is None:
-            scale = scale_of(weight.detach().abs().float().amax(dim=(-2, -1)), form, weight.dtype)
-        row = QuantizedCopy(cast(weight.float() * scale[..., None, None], form.element), 1 / scale)
+            scale = scale_of(weight.detach().abs().float().amax(dim=(-2, -1)), fmt, weight.dtype)
+        row = QuantizedCopy(cast(weight.float() * scale[..., None, None], fmt.element), 1 / scale)
         column = QuantizedCopy(row.data.mT.contiguous(), row.scales)
     else:
-        row = quantize_copy(weight, form)
-        if form.block[0] == 1:
-            column = quantize_copy(weight.mT, form) if columnwise else None
+        row = quantize_copy(weight, fmt)
+        if fmt.block[0] == 1:
+            column = quantize_copy(weight.mT, fmt) if columnwise else None
         else:
             column = QuantizedCopy(row.data.mT.contiguous(), row.scales.mT.contiguous())
-    return QuantizedTensor.of(row, column if columnwise else None, form.block, weight.dtype)
+    return QuantizedTensor.of(row, column if columnwise else None, fmt.block, weight.dtype)
 
 
-def quantize_copy(x: Tensor, form: OperandFormat) -> QuantizedCopy:
+def quantize_copy(x: Tensor, fmt: OperandFormat) -> QuantizedCopy:
     """Quantises a matrix [..., R, C] in blocks that extend along its last dim. Short blocks count as padded with 0."""
-    height, width = form.block
+    height, width = fmt.block
     num_rows, num_columns = x.shape[-2:]
     wide = x.detach().float()
     padded = F.pad(wide, (0, -num_columns % width, 0, -num_rows % height))
     amax = padded.abs().unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
     if height == 1:
         amax = amax.mT.contiguous()
-    factors, scales = block_scales(amax, form, x.dtype)
-    data = cast(wide * spread_scales(factors, form.block, num_rows, num_columns), form.element)
+    factors, scales = block_scales(amax, fmt, x.dtype)
+    data = cast(wide * spread_scales(factors, fmt.block, num_rows, num_columns), fmt.element)
     return QuantizedCopy(data, scales)
 
 
-def block_scales(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def block_scales(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(fp32 factors by which elements are multiplied, scales to store) of FP8 blocks whose largest magnitudes are
     `amax` (fp32). `dtype`: dtype of the tensor."""
-    if form.scale == "e8m0":
-        exponents = _e8m0(amax, form.element)
+    if fmt.scale == "e8m0":
+        exponents = _e8m0(amax, fmt.element)
         return decode_scales(254 - exponents), exponents
-    factors = scale_of(amax, form, dtype)
+    factors = scale_of(amax, fmt, dtype)
     return factors.nan_to_num(1.0), 1 / factors
 
 
@@ -144,22 +144,22 @@ def _e8m0(amax: Tensor, element: str) -> Tensor:
     return torch.where(ratio.isfinite(), exponent + rounds_up.int(), 255).to(torch.uint8)
 
 
-def tensor_scale(x: Tensor, form: OperandFormat, offsets_e: Tensor | None = None) -> Tensor:
+def tensor_scale(x: Tensor, fmt: OperandFormat, offsets_e: Tensor | None = None) -> Tensor:
     """Scale of a whole matrix [R, C], a scalar; with `offsets_e`, the scale of each expert's rows, [e]."""
-    return scale_of(largest_magnitude(x, offsets_e), form, x.dtype)
+    return scale_of(largest_magnitude(x, offsets_e), fmt, x.dtype)
 
 
-def scale_of(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
+def scale_of(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> Tensor:
     """fp32 factor by which elements with the largest magnitude `amax` (fp32) are multiplied before the cast.
 
     1 for an amax of 0, nan for inf or nan. `dtype`: dtype of the tensor; its largest number replaces an infinite scale.
     """
     scale = (
-        torch.full_like(amax, LARGEST[form.element]) / amax
+        torch.full_like(amax, LARGEST[fmt.element]) / amax
     )  # `number / tensor` rounds twice: it multiplies by the reciprocal
-    bound = torch.finfo(torch.float32 if form.block == WHOLE or dtype == torch.float64 else dtype).max
+    bound = torch.finfo(torch.float32 if fmt.block == WHOLE or dtype == torch.float64 else dtype).max
     scale = torch.where(scale.isinf(), bound, scale)
-    if form.scale == "power of 2":
+    if fmt.scale == "power of 2":
         scale = (scale.view(torch.int32) & ~_MANTISSA).view(torch.float32)
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 

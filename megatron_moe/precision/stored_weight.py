@@ -47,17 +47,17 @@ class StoredWeight:
     def __init__(
         self,
         shape: tuple[int, ...],
-        form: OperandFormat,
+        fmt: OperandFormat,
         dtype: torch.dtype,
         scale: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """`dtype`: dtype of the values, to which master weights are rounded before they are quantised. `scale`: returns
         the factor of each matrix, [] or [e], for a format whose factors do not depend on the weight."""
         self.shape = shape
-        self.form = form
+        self.fmt = fmt
         self.dtype = dtype
         self.scale = scale
-        self.grids = tuple(_grids(shape, form))
+        self.grids = tuple(_grids(shape, fmt))
         """Blocks of each stored copy. Formats with blocks (1, n) have one copy for each direction."""
         self._codes: tuple[Tensor, ...] = ()
         self._scales: tuple[Tensor, ...] = ()
@@ -67,7 +67,7 @@ class StoredWeight:
     def attach(self, codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], factor: Tensor | None = None) -> None:
         """Sets the flat tensors, one per copy, that contain bytes (uint8) and scales. `factor`: flat tensor of the
         factors of the matrices' scales (nvfp4)."""
-        self._codes = tuple(code.view(DTYPES[self.form.element]) for code in codes)
+        self._codes = tuple(code.view(DTYPES[self.fmt.element]) for code in codes)
         self._scales = scales
         self._factor = None if factor is None else factor.view(self.shape[:-2])
         self._amax = torch.zeros_like(scales[0] if self.scale is not None else scales[0][:0])
@@ -80,7 +80,7 @@ class StoredWeight:
     @property
     def code_bits(self) -> tuple[int, ...]:
         """Bits per element of each copy."""
-        return (self.form.bits,) * len(self.grids)
+        return (self.fmt.bits,) * len(self.grids)
 
     @property
     def amax(self) -> Tensor:
@@ -97,34 +97,34 @@ class StoredWeight:
         """The weight without the transposed copy, as an operand of GEMMs."""
         scales = self._scales[0].view(self._scales_shape(self.grids[0]))
         row = QuantizedCopy(self._codes[0].view(*self.shape[:-1], -1), scales, self._factor)
-        return QuantizedTensor.of(row, None, self.form.block, self.dtype)
+        return QuantizedTensor.of(row, None, self.fmt.block, self.dtype)
 
     def with_columns(self, transpose: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """The weight with the transposed copy, which `transpose` makes from the bytes [..., O, I], or [..., O, I / 2]
         of packed elements, whose rows O are padded to whole blocks."""
         grid, scales, data = self.grids[-1], self._scales[-1], self._codes[-1].view(*self.shape[:-1], -1)
-        if self.form.element == "e2m1":
-            data = F.pad(data, (0, 0, 0, -self.shape[-2] % self.form.block[0]))
+        if self.fmt.element == "e2m1":
+            data = F.pad(data, (0, 0, 0, -self.shape[-2] % self.fmt.block[0]))
         scales = scales.view(self._scales_shape(grid))
-        if self.form.block[0] > 1:
+        if self.fmt.block[0] > 1:
             scales = scales.mT.contiguous()
         column = QuantizedCopy(transpose(data), scales, self._factor)
-        return QuantizedTensor.of(self.operand().row_copy, column, self.form.block, self.dtype)
+        return QuantizedTensor.of(self.operand().row_copy, column, self.fmt.block, self.dtype)
 
     def _scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         _, along_o, along_i = grid.num
-        if self.form.block == WHOLE:
+        if self.fmt.block == WHOLE:
             return self.shape[:-2]
         return (*self.shape[:-2], *((along_i, along_o) if grid.columns_first else (along_o, along_i)))
 
 
-def _grids(shape: tuple[int, ...], form: OperandFormat) -> list[BlockGrid]:
+def _grids(shape: tuple[int, ...], fmt: OperandFormat) -> list[BlockGrid]:
     *stack, outputs, inputs = shape
-    height, width = (outputs, inputs) if form.block == WHOLE else form.block
+    height, width = (outputs, inputs) if fmt.block == WHOLE else fmt.block
 
     def grid(block: tuple[int, int], *, columns_first: bool = False) -> BlockGrid:
         return BlockGrid(block, (prod(stack), -(-outputs // block[0]), -(-inputs // block[1])), columns_first)
 
-    if form.block[0] == 1:
+    if fmt.block[0] == 1:
         return [grid((1, width), columns_first=True), grid((width, 1))]
     return [grid((height, width))]

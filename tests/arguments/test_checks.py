@@ -59,6 +59,68 @@ def test_a_similar_command_line_is_legal(case):
     assert problems_of(case.good, case.without, case.environ) == ()
 
 
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+TP4, TP8 = TP2.replace("2", "4"), TP2.replace("2", "8")
+A2A = "--cp-comm-type a2a --context-parallel-size"
+SIX_HEADS = "--num-attention-heads 6 --kv-channels 32 --num-query-groups"
+DELTA_NET = "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads"
+LAYOUTS = (
+    (
+        f"{TP2} --num-attention-heads 3 --kv-channels 64 --num-query-groups 1",
+        "2 ranks (--tensor-model-parallel-size) do not divide 3 attention heads; divisors: 1, 3",
+        TP2,
+    ),
+    (
+        f"{TP4} --num-attention-heads 12 --kv-channels 64 --num-query-groups 3",
+        "4 ranks (--tensor-model-parallel-size) are neither a divisor nor a multiple of 3 query groups",
+        f"{TP4} --num-attention-heads 12 --kv-channels 64 --num-query-groups 2",
+    ),
+    (
+        f"{TP8} --num-attention-heads 8 --num-query-groups 1 --kv-channels 2",
+        "do not divide 4 key and value channels",
+        f"{TP8} --num-attention-heads 8 --num-query-groups 1 --kv-channels 4",
+    ),
+    (f"{TP2} --ffn-hidden-size 511", "do not divide 511 feed-forward channels", f"{TP2} --ffn-hidden-size 510"),
+    (
+        f"{TP2} --moe-shared-expert-intermediate-size 63",
+        "do not divide 63 feed-forward channels",
+        f"{TP2} --moe-shared-expert-intermediate-size 62",
+    ),
+    (
+        f"{TP2} --moe-ffn-hidden-size 127",
+        "2 ranks (--expert-tensor-parallel-size) do not divide 127 expert channels",
+        f"{TP2} --moe-ffn-hidden-size 127 --expert-tensor-parallel-size 1",
+    ),
+    (
+        "--expert-model-parallel-size 8 --num-experts 12 --global-batch-size 32",
+        "do not divide 12 experts; divisors: 1, 2, 3, 4, 6, 12",
+        "--expert-model-parallel-size 4 --num-experts 12 --global-batch-size 32",
+    ),
+    (
+        f"{A2A} 8 --global-batch-size 32",
+        "8 ranks (--cp-comm-type a2a) do not divide 4 local attention heads",
+        f"{A2A} 4 --global-batch-size 32",
+    ),
+    (
+        f"{A2A} 2 --global-batch-size 32 {SIX_HEADS} 3",
+        "2 ranks (--cp-comm-type a2a) are neither a divisor nor a multiple of 3 query groups",
+        f"{A2A} 2 --global-batch-size 32 {SIX_HEADS} 2",
+    ),
+    (f"{TP2} {DELTA_NET} 1", "do not divide 1 key head;", f"{TP2} {DELTA_NET} 2"),
+)
+"""Layouts over which the modules cannot be sharded, and similar ones over which they can."""
+
+
+@pytest.mark.parametrize(("bad", "text", "good"), LAYOUTS)
+def test_modules_that_cannot_be_sharded_are_rejected(bad, text, good):
+    assert any(text in problem for problem in texts_of(bad, environ=EIGHT_RANKS))
+    assert problems_of(good, environ=EIGHT_RANKS) == ()
+
+
+def test_the_full_size_layout_of_a_proxy_is_checked():
+    assert "do not divide 511 feed-forward channels" in texts_of(f"{TP2} --ffn-hidden-size 511 --proxy")[0]
+
+
 def test_an_impossible_fold_is_rejected_with_the_nearest_sizes():
     """Kimi-K2 with PP 4 and EP 64 on 128 ranks."""
     ranks = EIGHT_RANKS | {"WORLD_SIZE": "128", "LOCAL_WORLD_SIZE": "128"}

@@ -94,9 +94,9 @@ def shell_words(text: str) -> list[str]:
     return shlex.split(text.replace(" \\\n", " "))
 
 
-def printed(form: str, argv: list[str]) -> str:
+def printed(fmt: str, argv: list[str]) -> str:
     with pytest.raises(Finished) as caught:
-        read_plan([*argv, "--print-config", form], {})
+        read_plan([*argv, "--print-config", fmt], {})
     return caught.value.text
 
 
@@ -173,22 +173,22 @@ def test_bare_print_config_is_yaml():
     assert caught.value.text == printed("yaml", words(SMALL))
 
 
-@pytest.mark.parametrize("form", ["yaml", "json", "flags"])
+@pytest.mark.parametrize("fmt", ["yaml", "json", "flags"])
 @pytest.mark.parametrize("case", LEGAL[::4], ids=lambda case: case.rule)
-def test_a_plan_is_equal_after_export_in_every_format(tmp_path, case, form):
+def test_a_plan_is_equal_after_export_in_every_format(tmp_path, case, fmt):
     """Flags to plan, to a file or a command line, and to the same plan again; and that prints the same once more."""
     plan = plan_of(case.good, case.without)
     argv = [*words(SMALL, case.without), *shlex.split(case.good)]
-    text = printed(form, argv)
+    text = printed(fmt, argv)
     path = tmp_path / "exported"
     path.write_text(text, encoding="utf-8")
-    repeated = shell_words(text) if form == "flags" else ["--config", str(path)]
+    repeated = shell_words(text) if fmt == "flags" else ["--config", str(path)]
     assert specs_of(read_plan(repeated, {}, vocab_size_of=lambda config: config.vocab_size or VOCAB_SIZE)) == specs_of(
         plan
     )
-    if form != "yaml":  # whose comments say where every value came from
-        assert printed(form, repeated) == text
+    if fmt != "yaml":  # whose comments say where every value came from
+        assert printed(fmt, repeated) == text
 
 
 def test_every_format_exports_empty_settings():
-    assert [bool(export(Settings(REGISTRY), {}, form)) for form in ("yaml", "json", "flags")] == [True, True, True]
+    assert [bool(export(Settings(REGISTRY), {}, fmt)) for fmt in ("yaml", "json", "flags")] == [True, True, True]

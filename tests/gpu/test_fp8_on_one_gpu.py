@@ -73,15 +73,15 @@ def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = 
 
 
 @BOTH_CASTS
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("fmt", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shape", [(1, 16), (300, 200), (300, 208), (256, 1024), (77, 7168)])
-def test_casts_of_rows(shape: tuple[int, int], form: OperandFormat, casts: ModuleType) -> None:
+def test_casts_of_rows(shape: tuple[int, int], fmt: OperandFormat, casts: ModuleType) -> None:
     x = wild(*shape, seed=1)
-    expected = quantized_rows(x, dtype=DTYPES[form.element], power_of_two=form.scale == "power of 2")
-    same(casts.quantize_rows(x, form), expected, columnwise=False)
-    same(casts.quantize_rows(x, form, columnwise=True), expected)
+    expected = quantized_rows(x, dtype=DTYPES[fmt.element], power_of_two=fmt.scale == "power of 2")
+    same(casts.quantize_rows(x, fmt), expected, columnwise=False)
+    same(casts.quantize_rows(x, fmt, columnwise=True), expected)
     wide = torch.cat([x, x], 1)[:, : shape[1]]
-    same(casts.quantize_rows(wide, form), expected, columnwise=False)
+    same(casts.quantize_rows(wide, fmt), expected, columnwise=False)
 
 
 @BOTH_CASTS
@@ -93,12 +93,12 @@ def test_casts_of_expert_rows(counts: list[int], casts: ModuleType) -> None:
     same(actual, quantized_rows(x[:num_rows], torch.tensor(counts).cumsum(0).tolist()), rows=num_rows)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("fmt", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 300, 200), (2, 256, 128), (1536, 2048)])
-def test_casts_of_weights(shape: tuple[int, ...], form: OperandFormat) -> None:
+def test_casts_of_weights(shape: tuple[int, ...], fmt: OperandFormat) -> None:
     weight = wild(*shape, seed=3)
-    expected = quantized_weight(weight, dtype=DTYPES[form.element], power_of_two=form.scale == "power of 2")
-    same(quantize.quantize_weight(weight, replace(form, block=(128, 128))), expected)
+    expected = quantized_weight(weight, dtype=DTYPES[fmt.element], power_of_two=fmt.scale == "power of 2")
+    same(quantize.quantize_weight(weight, replace(fmt, block=(128, 128))), expected)
 
 
 @BOTH_CASTS
@@ -213,7 +213,7 @@ def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
 
 @pytest.mark.parametrize("added", [False, True], ids=["norm", "sum and norm"])
 @pytest.mark.parametrize(
-    ("shape", "form"),
+    ("shape", "fmt"),
     [
         *(
             (shape, "e4m3")
@@ -223,7 +223,7 @@ def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
         ((300, 208), "e5m2"),
     ],
 )
-def test_norms_with_fp8_copies(shape: tuple[int, int], form: str, added: bool) -> None:
+def test_norms_with_fp8_copies(shape: tuple[int, int], fmt: str, added: bool) -> None:
     """Sum, norm and gradients are bit for bit those without a copy."""
     x, residual, grad = (draw(*shape, seed=seed) * torch.exp(4 * draw(shape[0], 1, seed=seed + 9)) for seed in range(3))
     weight, results = draw(shape[1], seed=4), []
@@ -231,7 +231,7 @@ def test_norms_with_fp8_copies(shape: tuple[int, int], form: str, added: bool) -
         leaves = [each.clone().requires_grad_() for each in (x, weight, residual)]
         options = (leaves[1], 1e-6, False)
         if quantised:
-            *outs, copy = norm.rms_norm_quantized(leaves[0], leaves[2] if added else None, *options, FORMS[form])
+            *outs, copy = norm.rms_norm_quantized(leaves[0], leaves[2] if added else None, *options, FORMS[fmt])
         elif added:
             outs = [*norm.add_rms_norm(leaves[2], leaves[0], *options)]
         else:
@@ -240,7 +240,7 @@ def test_norms_with_fp8_copies(shape: tuple[int, int], form: str, added: bool) -
         results.append([*(out.detach() for out in outs), *grads])
     for found, expected in zip(*reversed(results), strict=True):
         EXACT.check(found, expected, "sum, norm or gradient")
-    oracle = {"dtype": DTYPES[FORMS[form].element], "power_of_two": FORMS[form].scale == "power of 2"}
+    oracle = {"dtype": DTYPES[FORMS[fmt].element], "power_of_two": FORMS[fmt].scale == "power of 2"}
     same(copy, quantized_rows(results[0][1], **oracle), columnwise=False)
 
 
@@ -253,11 +253,11 @@ def test_activation_gradients_in_columns(counts: list[int], gated: bool, casts: 
     x, grad = draw(num_rows + ROWS_BEHIND, width * config.fan, seed=1), draw(num_rows + ROWS_BEHIND, width, seed=2)
     probs = torch.rand(len(x), device="cuda")
     probs[::5] = 0.0
-    form = replace(quantize.E4M3, element="e5m2")
-    apart = activation.quantize_activation_grad(grad, x, probs, config, form)
+    fmt = replace(quantize.E4M3, element="e5m2")
+    apart = activation.quantize_activation_grad(grad, x, probs, config, fmt)
     kernels = activation if casts is quantize else casts
     found = kernels.quantize_activation_grad(
-        grad, x, probs, config, form, columns=quantize.E4M3, offsets_e=offsets(counts)
+        grad, x, probs, config, fmt, columns=quantize.E4M3, offsets_e=offsets(counts)
     )
     assert isinstance(apart.grad_x_RF, Tensor) and isinstance(apart.out_RF, Tensor)
     assert isinstance(found.out_RF, QuantizedTensor) and found.out_RF.columnwise is not None
@@ -275,8 +275,8 @@ def test_activation_gradients_in_columns(counts: list[int], gated: bool, casts: 
 )
 def test_dense_products_match_fp64(rows: int, inputs: int, outputs: int, element: Literal["e4m3", "e5m2"]) -> None:
     x, bias = quantize.quantize_rows(draw(rows, inputs, seed=1), columnwise=True), draw(outputs, seed=2)
-    form = replace(quantize.E4M3, element=element)
-    grad = quantize.quantize_rows(draw(rows, outputs, seed=3), form, columnwise=True)
+    fmt = replace(quantize.E4M3, element=element)
+    grad = quantize.quantize_rows(draw(rows, outputs, seed=3), fmt, columnwise=True)
     weight = quantize.quantize_weight(draw(outputs, inputs, seed=4))
     x_RI, grad_RO, weight_OI = values_of_rows(x), values_of_rows(grad), values_of_weight(weight)
     forward = hopper_kernels.quantized_linear_forward(x, weight, bias)
@@ -335,9 +335,9 @@ def test_emulated_experts_compute_as_on_the_cpu(recipe: str) -> None:
         reference.quantized_grouped_weight_grad([GroupedPart(grad, rows, ends_e)] * 2, sums, True)
         products = [reference.quantized_grouped_forward(rows, weight, ends_e)]
         products += [reference.quantized_grouped_input_grad(grad, weight, ends_e), sums]
-        form = operands.config.grads
-        if form.stochastic:
-            grad = nvfp4.quantize_rows(g, form, rowwise=True, columnwise=False, offsets_e=ends_e, seed=seed.to(device))
+        fmt = operands.config.grads
+        if fmt.stochastic:
+            grad = nvfp4.quantize_rows(g, fmt, rowwise=True, columnwise=False, offsets_e=ends_e, seed=seed.to(device))
             rows = operands.rows(x, offsets_e=ends_e, columnwise=False)
         results.append(([rows, grad, weight], products))
     (expected, cpu_products), (found, gpu_products) = results

@@ -52,13 +52,13 @@ def test_routing_with_a_registered_score_function() -> None:
 def test_fp8_results_of_a_registered_activation() -> None:
     x_RF, grad_RF = draw(256, 512, seed=1), draw(256, 256, seed=2)
     probs_R = torch.rand(256, device="cuda")
-    form = quantize.E4M3
-    out = activation.quantize_activation(x_RF, probs_R, MISH, form)
-    grads = activation.quantize_activation_grad(grad_RF, x_RF, probs_R, MISH, form)
-    expected = reference.quantize_activation_grad(grad_RF, x_RF, probs_R, MISH, form)
+    fmt = quantize.E4M3
+    out = activation.quantize_activation(x_RF, probs_R, MISH, fmt)
+    grads = activation.quantize_activation_grad(grad_RF, x_RF, probs_R, MISH, fmt)
+    expected = reference.quantize_activation_grad(grad_RF, x_RF, probs_R, MISH, fmt)
     plain_RF = reference.activation(x_RF, probs_R, MISH)
     torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(out.rowwise.view(torch.uint8), quantize.quantize_rows(plain_RF, form).rowwise.view(torch.uint8))
+    assert torch.equal(out.rowwise.view(torch.uint8), quantize.quantize_rows(plain_RF, fmt).rowwise.view(torch.uint8))
     BF16_KERNEL.check(grads.grad_x_RF, expected.grad_x_RF, "gradient")
     BF16_KERNEL.check(grads.grad_probs_R, expected.grad_probs_R, "gradient of the probabilities")
     BF16_KERNEL.check(grads.out_RF, expected.out_RF, "result")

@@ -29,23 +29,23 @@ def quantized(
     return (wide * spread).clamp(-largest, largest).to(dtype), inverse
 
 
-def quantized_rows(x_RC: Tensor, ends: list[int] | None = None, **form: object) -> QuantizedTensor:
+def quantized_rows(x_RC: Tensor, ends: list[int] | None = None, **fmt: object) -> QuantizedTensor:
     """Both copies of x [R, C] in blocks of 1x128. `ends`: end of each expert's rows; the blocks of the columnwise copy
     then start at multiples of 128 columns, the gaps are 0, and there are as many blocks as the experts need."""
-    rowwise, scales = quantized(x_RC, (1, BLOCK), **form)  # type: ignore[arg-type]
+    rowwise, scales = quantized(x_RC, (1, BLOCK), **fmt)  # type: ignore[arg-type]
     parts = [x_RC] if ends is None else [x_RC[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
     if ends is not None:
         parts = [F.pad(part, (0, 0, 0, -len(part) % BLOCK)) for part in parts]
-    columns = [quantized(part.T.contiguous(), (1, BLOCK), **form) for part in parts]  # type: ignore[arg-type]
+    columns = [quantized(part.T.contiguous(), (1, BLOCK), **fmt) for part in parts]  # type: ignore[arg-type]
     return QuantizedTensor(
         rowwise=rowwise, rowwise_scales=scales.T.contiguous(), columnwise=torch.cat([q for q, _ in columns], 1),
         columnwise_scales=torch.cat([s.T for _, s in columns]), block=(1, BLOCK),
     )  # fmt: skip
 
 
-def quantized_weight(weight: Tensor, **form: object) -> QuantizedTensor:
+def quantized_weight(weight: Tensor, **fmt: object) -> QuantizedTensor:
     """Both copies of a weight [..., O, I] in blocks of 128x128."""
-    rowwise, scales = quantized(weight, (BLOCK, BLOCK), **form)  # type: ignore[arg-type]
+    rowwise, scales = quantized(weight, (BLOCK, BLOCK), **fmt)  # type: ignore[arg-type]
     return QuantizedTensor(
         rowwise=rowwise, rowwise_scales=scales, columnwise=rowwise.mT.contiguous(),
         columnwise_scales=scales.mT.contiguous(), block=(BLOCK, BLOCK),

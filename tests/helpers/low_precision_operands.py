@@ -19,10 +19,10 @@ class Operands:
         self.is_delayed = config.recipe == "delayed"
 
     def rows(self, x: Tensor, role: str = "inputs", offsets_e: Tensor | None = None, **usage: bool) -> QuantizedTensor:
-        form = replace(getattr(self.config, role), stochastic=False)
+        fmt = replace(getattr(self.config, role), stochastic=False)
         scale = 0.3 / largest_magnitude(x, offsets_e) if self.is_delayed else None
         usage = {"rowwise": True, "columnwise": True} | usage
-        return self.kernels.quantize_rows(x, form, offsets_e=offsets_e, scale=scale, **usage)
+        return self.kernels.quantize_rows(x, fmt, offsets_e=offsets_e, scale=scale, **usage)
 
     def weight(self, weight: Tensor, *, columnwise: bool = True, out: QuantizedTensor | None = None) -> QuantizedTensor:
         scale = torch.full(weight.shape[:-2], 3.0, device=weight.device) if self.is_delayed else None

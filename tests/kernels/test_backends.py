@@ -261,34 +261,34 @@ def test_products_with_an_infinity_that_transformer_engine_saturates_are_nan(
     stand_ins: None, value: float, config: LowPrecisionConfig
 ) -> None:
     """Rows after those of experts are undefined and mark no other row."""
-    kernels, form = bundle(TE), replace(config.grads, stochastic=False)
+    kernels, fmt = bundle(TE), replace(config.grads, stochastic=False)
     finite, lost = draw(256, 384).bfloat16(), draw(256, 384, seed=1).bfloat16()
     lost[3, 130] = value
     scale = torch.ones(()) if config.recipe == "delayed" else None
     both: dict[str, Any] = {"rowwise": True, "columnwise": True}
-    rows, lost_rows = (kernels.quantize_rows(x, form, scale=scale, **both) for x in (finite, lost))
+    rows, lost_rows = (kernels.quantize_rows(x, fmt, scale=scale, **both) for x in (finite, lost))
     weight, lost_weight = (
         kernels.quantize_weight(x, config.weights, columnwise=True, scale=scale) for x in (finite, lost)
     )
     assert kernels.quantized_linear_forward(rows, weight, None).isfinite().all()
     assert kernels.quantized_linear_forward(lost_rows, weight, None)[3].isnan().all()
     assert kernels.quantized_linear_forward(rows, lost_weight, None)[:, 3].isnan().all()
-    grads = kernels.quantize_rows(draw(32, 256).bfloat16(), form, scale=scale, **both)
+    grads = kernels.quantize_rows(draw(32, 256).bfloat16(), fmt, scale=scale, **both)
     assert kernels.quantized_linear_input_grad(grads, lost_weight)[:, 130].isnan().all()
     out = torch.zeros(384, 384)
     kernels.quantized_linear_weight_grad(rows, lost_rows, out, False)
     assert out[:, 130].isnan().all()
     ends = torch.tensor([2, 3], dtype=torch.int32)
     scales = torch.ones(2) if config.recipe == "delayed" else None
-    held = kernels.quantize_rows(lost, form, rowwise=True, columnwise=False, offsets_e=ends, scale=scales)
+    held = kernels.quantize_rows(lost, fmt, rowwise=True, columnwise=False, offsets_e=ends, scale=scales)
     stack = Operands(REFERENCE, config).weight(torch.stack([finite, finite]))
     assert kernels.quantized_grouped_forward(held, stack, ends)[:3].isfinite().all()
 
 
 def test_gradients_are_rounded_stochastically_by_key_instead_of_by_transformer_engine(stand_ins: None) -> None:
-    form, x = TE_CONFIGS["nvfp4"].grads, draw(32, 64).bfloat16()
+    fmt, x = TE_CONFIGS["nvfp4"].grads, draw(32, 64).bfloat16()
     options: dict[str, Any] = {"rowwise": True, "columnwise": True, "seed": torch.tensor(5)}
-    same_copies(*(k.quantize_rows(x, form, **options) for k in (bundle(TE), REFERENCE)))
+    same_copies(*(k.quantize_rows(x, fmt, **options) for k in (bundle(TE), REFERENCE)))
 
 
 @TE_RECIPES

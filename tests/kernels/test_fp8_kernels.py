@@ -146,12 +146,12 @@ def test_casts_of_rows(shape: tuple[int, int]) -> None:
 def test_scales_of_unusual_blocks(edge: float, scale: str) -> None:
     x = torch.zeros(3, 256, dtype=torch.bfloat16)
     x[1, 5], x[2, 200] = edge, -edge
-    form = replace(quantize.E4M3, scale=scale)
+    fmt = replace(quantize.E4M3, scale=scale)
     expected = quantized_rows(x, power_of_two=scale == "power of 2")
-    actual = quantize.quantize_rows(x, form, columnwise=True)
+    actual = quantize.quantize_rows(x, fmt, columnwise=True)
     same_scales(actual.rowwise_scales, expected.rowwise_scales, "scales")
     same_scales(actual.columnwise_scales, expected.columnwise_scales, "columnwise scales")
-    weight = quantize.quantize_weight(x[:, :128], replace(form, block=(128, 128)))
+    weight = quantize.quantize_weight(x[:, :128], replace(fmt, block=(128, 128)))
     expected = quantized_weight(x[:, :128], power_of_two=scale == "power of 2")
     same_scales(weight.rowwise_scales, expected.rowwise_scales, "scales of a weight")
 
@@ -210,8 +210,8 @@ def test_permuted_copies(align: int, bound: int | None, element: str) -> None:
         assert index.rows_TK is not None
         rows_TK = index.rows_TK.masked_fill(index.rows_TK >= bound, -1)
         index = replace(index, token_R=index.token_R[:bound], rows_TK=rows_TK)
-    form = replace(quantize.E4M3, element=element)
-    tokens = reference.quantize_rows(exact_values(20, 300, seed=5), form, rowwise=True, columnwise=False)
+    fmt = replace(quantize.E4M3, element=element)
+    tokens = reference.quantize_rows(exact_values(20, 300, seed=5), fmt, rowwise=True, columnwise=False)
     assert tokens.rowwise_scales is not None
     tokens = replace(tokens, rowwise_scales=tokens.rowwise_scales.T.contiguous().T)
     (values, copy), (expected, of) = (each.permute_quantized(tokens, index) for each in (quantize, reference))

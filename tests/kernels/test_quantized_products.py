@@ -58,9 +58,9 @@ def by_block(x: Tensor, block: tuple[int, int], largest: float, element: torch.d
 
 def rounded(x: Tensor, config: LowPrecisionConfig, role: str) -> Tensor:
     """`by_block` in the format of the role: x is quantised along its last dim."""
-    form = {"x": config.inputs, "w": config.weights, "g": config.grads}[role]
-    largest, element = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m2)}[form.element]
-    return by_block(x, form.block, largest, element, form.scale in ("power of 2", "e8m0"))
+    fmt = {"x": config.inputs, "w": config.weights, "g": config.grads}[role]
+    largest, element = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m2)}[fmt.element]
+    return by_block(x, fmt.block, largest, element, fmt.scale in ("power of 2", "e8m0"))
 
 
 def rounded_columns(x: Tensor, config: LowPrecisionConfig, role: str) -> Tensor:

@@ -380,15 +380,15 @@ def test_captures_are_reported_once():
 def test_a_pytree_is_flattened_and_restored():
     a, b = torch.ones(2), torch.zeros(3)
     structure = (tiny_models.make_mb(1, 4, valid_BS=a), {"x": b, "y": (a, None, 7)})
-    tensors, form = flatten(structure)
+    tensors, fmt = flatten(structure)
     assert len(tensors) == 3, "a tensor that occurs twice is one leaf"
     others = [torch.full_like(tensor, 5) for tensor in tensors]
     mb, rest = unflatten(structure, tensors, others)
     assert mb.tokens.valid_BS is rest["y"][0] and rest["y"][1:] == (None, 7)
     assert torch.equal(rest["x"], torch.full((3,), 5.0))
-    assert flatten((mb, rest))[1] == form
-    assert flatten((mb, {"x": b, "y": (b, None, 7)}))[1] != form
-    assert flatten((mb, {"x": b, "y": (a, None, 8)}))[1] != form
+    assert flatten((mb, rest))[1] == fmt
+    assert flatten((mb, {"x": b, "y": (b, None, 7)}))[1] != fmt
+    assert flatten((mb, {"x": b, "y": (a, None, 8)}))[1] != fmt
 
 
 def test_the_garbage_collector_is_disabled_during_capture():

@@ -404,4 +404,4 @@ def train_samples_exclude_skipped_samples(original: Any) -> Any:
 )
 def a_modified_input_keeps_its_quantised_copy(original: Any) -> Any:
     """A layer computes with the values before an in-place operation."""
-    return lambda x, form, columnwise: getattr(x, "_copy", None)
+    return lambda x, fmt, columnwise: getattr(x, "_copy", None)

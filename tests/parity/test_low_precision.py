@@ -101,8 +101,8 @@ def given_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard has another largest magnitude than the whole tensor, so the scales of whole tensors are constants."""
     scale_of = quantizers.scale_of
 
-    def given(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
-        return torch.full_like(amax, 32.0) if form.block == WHOLE else scale_of(amax, form, dtype)
+    def given(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> Tensor:
+        return torch.full_like(amax, 32.0) if fmt.block == WHOLE else scale_of(amax, fmt, dtype)
 
     monkeypatch.setattr(quantizers, "scale_of", given)
     monkeypatch.setattr(nvfp4, "_matrix_scale", lambda amax: torch.full_like(amax, 256.0))

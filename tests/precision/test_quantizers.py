@@ -25,11 +25,11 @@ FORMATS = {
 E4M3 = torch.float8_e4m3fn
 
 
-def quantize(x: Tensor, form: OperandFormat) -> QuantizedTensor:
+def quantize(x: Tensor, fmt: OperandFormat) -> QuantizedTensor:
     """Both copies of a matrix, as rows or, for square blocks, as a weight."""
-    if form.block[0] > 1:
-        return quantize_weight(x, form, columnwise=True)
-    return quantize_rows(x, form, rowwise=True, columnwise=True)
+    if fmt.block[0] > 1:
+        return quantize_weight(x, fmt, columnwise=True)
+    return quantize_rows(x, fmt, rowwise=True, columnwise=True)
 
 
 def form_of(recipe: str) -> OperandFormat:
@@ -82,13 +82,13 @@ def test_mxfp8_scales_are_powers_of_two_rounded_up() -> None:
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 def test_special_values(recipe: str) -> None:
     """A block of zeros has scale 1; that of one with inf or nan is nan, and so are all its values."""
-    form = FORMATS[recipe][0]
+    fmt = FORMATS[recipe][0]
     x = torch.tensor([[0.0, -0.0, 0.0], [math.inf, 2.0, -math.inf], [math.nan, 2.0, 500.0]])
-    zeros, *others = (quantize_rows(row[None], form, rowwise=True, columnwise=True) for row in x)
+    zeros, *others = (quantize_rows(row[None], fmt, rowwise=True, columnwise=True) for row in x)
     assert zeros.rowwise_scales.flatten().tolist() == [1.0] and not zeros.rowwise.float().any()
     for made in others:
         assert dequantize(made.row_copy, made.block, torch.float32).isnan().all()
-    tiny = quantize_rows(torch.full((1, 4), 2.0**-149), form, rowwise=True, columnwise=False)
+    tiny = quantize_rows(torch.full((1, 4), 2.0**-149), fmt, rowwise=True, columnwise=False)
     assert tiny.rowwise_scales.isfinite().all() and tiny.rowwise.float().isfinite().all()
 
 
@@ -108,11 +108,11 @@ def test_nan_does_not_leave_its_block(value: float) -> None:
 @pytest.mark.parametrize("offsets", [[5, 5, 150, 290], [0, 0, 0, 300], [16, 48, 176, 256], [0, 0, 0, 0]], ids=str)
 def test_rows_of_experts_are_quantised_separately(recipe: str, offsets: list[int]) -> None:
     """The copies of each expert's rows equal those of its rows alone, whatever other rows contain."""
-    form = FORMATS[recipe][0]
+    fmt = FORMATS[recipe][0]
     rows = make_input((300, 64), "narrow", torch.bfloat16)
     rows[offsets[-1] :] = math.nan
     offsets_e = torch.tensor(offsets, dtype=torch.int32)
-    made = quantize_rows(rows, form, rowwise=True, columnwise=True, offsets_e=offsets_e)
+    made = quantize_rows(rows, fmt, rowwise=True, columnwise=True, offsets_e=offsets_e)
     row_values = dequantize_expert_rows(made.row_copy, made.block, offsets_e, torch.float64, columnwise=False)
     column_values = dequantize_expert_rows(made.column_copy, made.block, offsets_e, torch.float64, columnwise=True)
     place = 0
@@ -121,7 +121,7 @@ def test_rows_of_experts_are_quantised_separately(recipe: str, offsets: list[int
     for expert, (start, end) in enumerate(zip([0, *offsets], offsets, strict=False)):
         if start == end:
             continue
-        alone = quantize_rows(rows[start:end], form, rowwise=True, columnwise=True)
+        alone = quantize_rows(rows[start:end], fmt, rowwise=True, columnwise=True)
         for copies, expected in ((row_copies, alone.row_copy), (column_copies, alone.column_copy)):
             found, width = copies[expert].data.view(torch.uint8), expected.data.shape[1]
             assert torch.equal(found[:, :width], expected.data.view(torch.uint8))
@@ -138,22 +138,22 @@ def test_rows_of_experts_are_quantised_separately(recipe: str, offsets: list[int
 @pytest.mark.parametrize("shape", [(130, 272), (2, 128, 40)], ids=str)
 def test_columnwise_weights(recipe: str, shape: tuple[int, ...]) -> None:
     """Square blocks are transposed exactly; 1x32 blocks are quantised again from the original."""
-    form = FORMATS[recipe][1]
+    fmt = FORMATS[recipe][1]
     weight = make_input((shape[0] * (shape[1] if len(shape) == 3 else 1), shape[-1]), "narrow", torch.bfloat16)
     weight = weight.view(shape)
-    made = quantize_weight(weight, form, columnwise=True)
+    made = quantize_weight(weight, fmt, columnwise=True)
     row = dequantize(made.row_copy, made.block, torch.float64)[..., : shape[-1]]
     column = dequantize(made.column_copy, made.block, torch.float64)[..., : shape[-2]]
-    if form.block[0] == 1:
-        transposed = quantize_weight(weight.mT, form, columnwise=False)
+    if fmt.block[0] == 1:
+        transposed = quantize_weight(weight.mT, fmt, columnwise=False)
         row = dequantize(transposed.row_copy, transposed.block, torch.float64).mT
     EXACT.check(column.mT, row)
-    other = quantize_weight(weight * 3, form, columnwise=True)
-    assert quantize_weight(weight, form, columnwise=True, out=other) is other
+    other = quantize_weight(weight * 3, fmt, columnwise=True)
+    assert quantize_weight(weight, fmt, columnwise=True, out=other) is other
     for mine, expected in ((other.row_copy, made.row_copy), (other.column_copy, made.column_copy)):
         EXACT.check(dequantize(mine, made.block, torch.float64), dequantize(expected, made.block, torch.float64))
     for index in range(shape[0] if len(shape) == 3 else 0):
-        alone = quantize_weight(weight[index], form, columnwise=True)
+        alone = quantize_weight(weight[index], fmt, columnwise=True)
         EXACT.check(dequantize(alone.row_copy, alone.block, torch.float64)[..., : shape[-1]],
                     dequantize(made.row_copy, made.block, torch.float64)[index, :, : shape[-1]])  # fmt: skip
 
@@ -170,8 +170,8 @@ def test_columnwise_weights(recipe: str, shape: tuple[int, ...]) -> None:
 def test_relative_errors_of_gaussian_matrices(recipe: str, x_error: float, weight_error: float) -> None:
     """Relative Frobenius errors are those of the formats: 2^-4 / sqrt(...) of E4M3, larger for 2-d blocks of E2M1."""
     x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(1))
-    for form, expected in zip(FORMATS[recipe], (x_error, weight_error), strict=True):
-        made = quantize(x, form)
+    for fmt, expected in zip(FORMATS[recipe], (x_error, weight_error), strict=True):
+        made = quantize(x, fmt)
         values = dequantize(made.row_copy, made.block, torch.float32)
         assert abs(float((values - x).norm() / x.norm()) - expected) < 0.0005
 
@@ -194,14 +194,14 @@ def test_hadamard_transform_is_orthogonal_and_cancels_in_the_product() -> None:
 
 def test_stochastic_rounding_depends_on_the_values_of_a_block_alone() -> None:
     """Rows may be permuted or sharded, and zeros may have any sign; other seeds and other blocks round differently."""
-    form, seed = low_precision_config("nvfp4").grads, torch.tensor(5)
+    fmt, seed = low_precision_config("nvfp4").grads, torch.tensor(5)
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
     x[0, :3], x[1, :3], x[2, 0] = -0.0, 0.0, 6.0
     x[1, 3:], x[3] = x[0, 3:], x[2]
     order = torch.randperm(64, generator=torch.Generator().manual_seed(4))
 
     def codes(x: Tensor) -> Tensor:
-        return quantize_rows(x, form, rowwise=True, columnwise=False, seed=seed).rowwise & 0x77
+        return quantize_rows(x, fmt, rowwise=True, columnwise=False, seed=seed).rowwise & 0x77
 
     EXACT.check(codes(x)[order], codes(x[order]), "permuted rows")
     shard = torch.cat([x[:, 16:48], torch.full((64, 16), float(x.abs().max()))], dim=1)  # the same factor
@@ -226,11 +226,11 @@ def test_dither_of_blocks_is_uniform_and_uncorrelated() -> None:
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    form = low_precision_config("nvfp4").grads
+    fmt = low_precision_config("nvfp4").grads
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
 
     def draw(seed: int) -> Tensor:
-        made = quantize_rows(x, form, rowwise=True, columnwise=True, seed=torch.tensor(seed))
+        made = quantize_rows(x, fmt, rowwise=True, columnwise=True, seed=torch.tensor(seed))
         return dequantize(made.row_copy, made.block, torch.float32)
 
     assert torch.equal(draw(7), draw(7)) and not torch.equal(draw(7), draw(8))
@@ -241,5 +241,5 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     assert abs(float((mean - x).sum() / x.abs().sum())) < 2e-3
     exact = torch.tensor([[0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 2]) * 448.0
     exact[0, 8:] *= -1
-    made = quantize_rows(exact, form, rowwise=True, columnwise=False, seed=torch.tensor(1))
+    made = quantize_rows(exact, fmt, rowwise=True, columnwise=False, seed=torch.tensor(1))
     EXACT.check(dequantize(made.row_copy, made.block, torch.float64), exact.double(), "exact numbers stay")

@@ -24,7 +24,7 @@ FORMS = {
     "nvfp4": low_precision_config("nvfp4", blocks=2).weights,
 }
 SHAPES = ((8, 12), (9, 7), (3, 10, 6), (2, 5, 33), (2, 9, 4), (1, 5))
-CASES = [(name, shape) for name, form in FORMS.items() for shape in SHAPES if form.is_stored(shape[-1])]
+CASES = [(name, shape) for name, fmt in FORMS.items() for shape in SHAPES if fmt.is_stored(shape[-1])]
 
 
 def masters(shape: tuple[int, ...]) -> Tensor:
@@ -35,9 +35,9 @@ def masters(shape: tuple[int, ...]) -> Tensor:
     return values
 
 
-def stored(values: Tensor, form: OperandFormat, cuts: list[int], dtype: torch.dtype = torch.bfloat16) -> StoredWeight:
+def stored(values: Tensor, fmt: OperandFormat, cuts: list[int], dtype: torch.dtype = torch.bfloat16) -> StoredWeight:
     """Quantises the ranges between the cuts one after the other, like the ranks that own them."""
-    weight, flat = StoredWeight(tuple(values.shape), form, dtype), values.flatten()
+    weight, flat = StoredWeight(tuple(values.shape), fmt, dtype), values.flatten()
     codes = tuple(torch.full((len(flat) * bits // 8,), 77, dtype=torch.uint8) for bits in weight.code_bits)
     parts = [WeightPart(flat[a:b], a, weight.shape, dtype) for a, b in pairwise([0, *cuts, len(flat)]) if a < b]
     scales, matrix_factors = [], None
@@ -48,15 +48,15 @@ def stored(values: Tensor, form: OperandFormat, cuts: list[int], dtype: torch.dt
             reference.weight_amax_(grid.view(of_rank), part, grid.block)
             found.append(of_rank)
         amax = torch.stack(found).amax(dim=0)
-        if form.element == "e2m1":
+        if fmt.element == "e2m1":
             factors, made, matrix_factors = weight_scales(grid.view(amax))
         else:
-            factors, made = block_scales(amax, form, dtype)
-        assert made.dtype == SCALE_DTYPES[form.scale]
+            factors, made = block_scales(amax, fmt, dtype)
+        assert made.dtype == SCALE_DTYPES[fmt.scale]
         scales.append(made)
         for part in parts:
-            size = len(part.values) * form.bits // 8
-            out = code[part.start * form.bits // 8 :][:size].view(DTYPES[form.element])
+            size = len(part.values) * fmt.bits // 8
+            out = code[part.start * fmt.bits // 8 :][:size].view(DTYPES[fmt.element])
             reference.quantize_weight_part(part, grid.view(factors), grid.block, out)
     weight.attach(codes, tuple(scales), matrix_factors)
     return weight
@@ -75,20 +75,20 @@ def check(found: QuantizedTensor, expected: QuantizedTensor) -> None:
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
 def test_every_division_gives_the_bytes_of_the_whole_weight(name: str, shape: tuple[int, ...]) -> None:
     """Packed elements are divided between bytes."""
-    values, form = masters(shape), FORMS[name]
-    expected = quantize_weight(round_weights(values, torch.bfloat16), form, columnwise=True)
+    values, fmt = masters(shape), FORMS[name]
+    expected = quantize_weight(round_weights(values, torch.bfloat16), fmt, columnwise=True)
     size = values.numel()
-    step = 8 // form.bits
+    step = 8 // fmt.bits
     few = [size // 3 // step * step] * 2 + [size // 2 // step * step]
     divisions = [[], *([cut] for cut in range(step, size, step)), few, list(range(step, size, step))]
     for cuts in divisions if size < 100 else divisions[::7]:
-        weight = stored(values, form, cuts)
+        weight = stored(values, fmt, cuts)
         assert weight.operand().columnwise is None
         check(weight.with_columns(reference.transpose_weight), expected)
 
 
 def test_values_are_rounded_to_the_dtype_of_the_run_first() -> None:
     values = torch.tensor([[1 + 2**-4 + 2**-9, 448.0]])  # the tie of e4m3 that bf16 rounds down to goes to the even 1
-    form = FORMS["tensorwise"]
-    assert stored(values, form, []).operand().row_copy.data.float().tolist() == [[1.0, 448.0]]
-    assert stored(values, form, [], torch.float32).operand().row_copy.data.float().tolist() == [[1.125, 448.0]]
+    fmt = FORMS["tensorwise"]
+    assert stored(values, fmt, []).operand().row_copy.data.float().tolist() == [[1.0, 448.0]]
+    assert stored(values, fmt, [], torch.float32).operand().row_copy.data.float().tolist() == [[1.125, 448.0]]

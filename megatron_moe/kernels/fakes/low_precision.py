@@ -14,24 +14,24 @@ from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES
 
 
 def quantize_rows(
-    x: Tensor, form: OperandFormat, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None, **options: Any
+    x: Tensor, fmt: OperandFormat, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None, **options: Any
 ) -> QuantizedTensor:
     num_rows, num_columns = x.shape
-    length, num_matrices = form.block[1], 1 if offsets_e is None else len(offsets_e)
+    length, num_matrices = fmt.block[1], 1 if offsets_e is None else len(offsets_e)
     row = column = None
     if rowwise:
-        row = _copy(x, (num_rows, num_columns), form, _blocks(num_columns, length), num_matrices)
+        row = _copy(x, (num_rows, num_columns), fmt, _blocks(num_columns, length), num_matrices)
     if columnwise:
         blocks = _blocks(num_rows, length)
         if offsets_e is not None and length:
             blocks = num_rows // length + num_matrices
             num_rows = blocks * length
-        column = _copy(x, (num_columns, num_rows), form, blocks, num_matrices)
-    return QuantizedTensor.of(row, column, form.block, x.dtype)
+        column = _copy(x, (num_columns, num_rows), fmt, blocks, num_matrices)
+    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
 
 
 def quantize_weight(
-    weight: Tensor, form: OperandFormat, *, columnwise: bool, out: QuantizedTensor | None = None, **options: Any
+    weight: Tensor, fmt: OperandFormat, *, columnwise: bool, out: QuantizedTensor | None = None, **options: Any
 ) -> QuantizedTensor:
     if out is not None:
         return out
@@ -39,9 +39,9 @@ def quantize_weight(
     num_matrices = stack[0] if stack else 1
     shapes = ((*stack, outputs, inputs), (*stack, inputs, outputs))
     row, column = (
-        _copy(weight, shape, form, num_matrices * _blocks(shape[-1], form.block[1]), num_matrices) for shape in shapes
+        _copy(weight, shape, fmt, num_matrices * _blocks(shape[-1], fmt.block[1]), num_matrices) for shape in shapes
     )
-    return QuantizedTensor.of(row, column if columnwise else None, form.block, weight.dtype)
+    return QuantizedTensor.of(row, column if columnwise else None, fmt.block, weight.dtype)
 
 
 def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
@@ -60,10 +60,10 @@ def transpose_weight(data: Tensor) -> Tensor:
 
 
 def quantize_permuted(
-    tokens_TH: Tensor, index: RowIndex, form: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
+    tokens_TH: Tensor, index: RowIndex, fmt: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
 ) -> QuantizedTensor:
     rows_RH = tokens_TH[:1].expand(len(index.token_R), -1)
-    return quantize_rows(rows_RH, form, rowwise=rowwise, columnwise=columnwise, offsets_e=index.offsets_E)
+    return quantize_rows(rows_RH, fmt, rowwise=rowwise, columnwise=columnwise, offsets_e=index.offsets_E)
 
 
 def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -79,9 +79,9 @@ def dequantize_rows(rows: QuantizedTensor) -> Tensor:
 
 
 def quantize_activation(
-    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, fmt: OperandFormat
 ) -> QuantizedTensor:
-    return quantize_rows(x_RF[:, : x_RF.shape[1] // config.fan], form, rowwise=True, columnwise=False)
+    return quantize_rows(x_RF[:, : x_RF.shape[1] // config.fan], fmt, rowwise=True, columnwise=False)
 
 
 def quantize_activation_grad(
@@ -89,12 +89,12 @@ def quantize_activation_grad(
     x_RF: Tensor,
     probs_R: Tensor | None,
     config: ActivationConfig,
-    form: OperandFormat,
+    fmt: OperandFormat,
     *,
     columns: OperandFormat | None = None,
     offsets_e: Tensor | None = None,
 ) -> QuantizedActivationGrads:
-    grad_x_q = quantize_rows(x_RF, form, rowwise=True, columnwise=columns is not None, offsets_e=offsets_e)
+    grad_x_q = quantize_rows(x_RF, fmt, rowwise=True, columnwise=columns is not None, offsets_e=offsets_e)
     grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
     if columns is None:
         return QuantizedActivationGrads(grad_x_q, torch.empty_like(x_RF), grad_probs_R, torch.empty_like(grad_RF))
@@ -103,11 +103,11 @@ def quantize_activation_grad(
 
 
 def rms_norm_quantized(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, fmt: OperandFormat
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
     norms, options = fake_backend("triton"), (weight, eps, zero_centered)
     total, normed = (x, norms.rms_norm(x, *options)) if residual is None else norms.add_rms_norm(residual, x, *options)
-    return total, normed, quantize_rows(normed.detach().flatten(0, -2), form, rowwise=True, columnwise=False)
+    return total, normed, quantize_rows(normed.detach().flatten(0, -2), fmt, rowwise=True, columnwise=False)
 
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -140,11 +140,11 @@ def _blocks(size: int, length: int) -> int:
     return -(-size // length) if length else 1
 
 
-def _copy(x: Tensor, shape: tuple[int, ...], form: OperandFormat, blocks: int, num_matrices: int) -> QuantizedCopy:
+def _copy(x: Tensor, shape: tuple[int, ...], fmt: OperandFormat, blocks: int, num_matrices: int) -> QuantizedCopy:
     """Allocates a quantised copy of `num_matrices` matrices: data of `shape`, and scales of `blocks` blocks along its
     last dim."""
-    data = x.new_empty((*shape[:-1], -(-shape[-1] * form.bits // 8)), dtype=DTYPES[form.element])
+    data = x.new_empty((*shape[:-1], -(-shape[-1] * fmt.bits // 8)), dtype=DTYPES[fmt.element])
     scales: tuple[int, ...] = (num_matrices,)
-    if form.block != WHOLE:
-        scales = blocks, _blocks(shape[-2], form.block[0])
-    return QuantizedCopy(data, x.new_empty(scales, dtype=SCALE_DTYPES[form.scale]))
+    if fmt.block != WHOLE:
+        scales = blocks, _blocks(shape[-2], fmt.block[0])
+    return QuantizedCopy(data, x.new_empty(scales, dtype=SCALE_DTYPES[fmt.scale]))

@@ -288,10 +288,10 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def quantize_permuted(
-    tokens_TH: Tensor, index: RowIndex, form: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
+    tokens_TH: Tensor, index: RowIndex, fmt: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
 ) -> QuantizedTensor:
     rows_RH = permute(tokens_TH, index)
-    return quantize_rows(rows_RH, form, rowwise=rowwise, columnwise=columnwise, offsets_e=index.offsets_E)
+    return quantize_rows(rows_RH, fmt, rowwise=rowwise, columnwise=columnwise, offsets_e=index.offsets_E)
 
 
 def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -305,9 +305,9 @@ def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor,
 
 
 def quantize_activation(
-    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat
+    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, fmt: OperandFormat
 ) -> QuantizedTensor:
-    return quantize_rows(activation(x_RF, probs_R, config), form, rowwise=True, columnwise=False)
+    return quantize_rows(activation(x_RF, probs_R, config), fmt, rowwise=True, columnwise=False)
 
 
 def quantize_activation_grad(
@@ -315,7 +315,7 @@ def quantize_activation_grad(
     x_RF: Tensor,
     probs_R: Tensor | None,
     config: ActivationConfig,
-    form: OperandFormat,
+    fmt: OperandFormat,
     *,
     columns: OperandFormat | None = None,
     offsets_e: Tensor | None = None,
@@ -327,7 +327,7 @@ def quantize_activation_grad(
         out_RF = activation(inputs[0], None if probs_R is None else inputs[1], config)
     grad_x_RF, *grad_probs_R = torch.autograd.grad(out_RF, inputs, grad_RF)
     grad_probs, out_RF = grad_probs_R[0] if grad_probs_R else None, out_RF.detach()
-    grad_x_q = quantize(grad_x_RF, form, rowwise=True, columnwise=columns is not None, offsets_e=offsets_e)
+    grad_x_q = quantize(grad_x_RF, fmt, rowwise=True, columnwise=columns is not None, offsets_e=offsets_e)
     if columns is None:
         return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs, out_RF)
     out_q = quantize(out_RF, columns, rowwise=False, columnwise=True, offsets_e=offsets_e)
@@ -335,11 +335,11 @@ def quantize_activation_grad(
 
 
 def rms_norm_quantized(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, fmt: OperandFormat
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
     total = x if residual is None else residual + x
     normed = rms_norm(total, weight, eps, zero_centered)
-    return total, normed, quantize_rows(normed.detach().flatten(0, -2), form, rowwise=True, columnwise=False)
+    return total, normed, quantize_rows(normed.detach().flatten(0, -2), fmt, rowwise=True, columnwise=False)
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:

@@ -39,7 +39,7 @@ def push_sums(
     rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
 ) -> None:
     _wait(channel, channel.acknowledged[channel.rank])
-    assert index.rows_TK is not None, "a dense fmt has no rows per choice"
+    assert index.rows_TK is not None, "a dense layout has no rows per choice"
     shape = channel.shape
     rows_PTK = index.rows_TK.view(shape.num_ranks, shape.num_tokens, shape.topk)
     held_PTK = rows_PTK >= 0

@@ -32,7 +32,7 @@ _Storage = Any
 
 def quantize_rows(
     x: Tensor,
-    form: OperandFormat,
+    fmt: OperandFormat,
     *,
     rowwise: bool,
     columnwise: bool,
@@ -42,42 +42,40 @@ def quantize_rows(
 ) -> QuantizedTensor:
     """See `Kernels.quantize_rows`. Copies whose blocks depend on `offsets_e` are made by our own kernels, because
     Transformer Engine needs the number of rows per expert on the host."""
-    is_per_expert = offsets_e is not None and (columnwise or form.block == WHOLE or form.element == "e2m1")
-    if is_per_expert or not _can_quantize(x, form):
-        is_fused = form.block == (1, triton_quantize.BLOCK) and x.is_cuda
+    is_per_expert = offsets_e is not None and (columnwise or fmt.block == WHOLE or fmt.element == "e2m1")
+    if is_per_expert or not _can_quantize(x, fmt):
+        is_fused = fmt.block == (1, triton_quantize.BLOCK) and x.is_cuda
         own = triton_quantize.quantize_rows if is_fused else quantizers.quantize_rows
-        return own(x, form, rowwise=rowwise, columnwise=columnwise, offsets_e=offsets_e, scale=scale, seed=seed)
-    return _quantized(x, form, scale, rowwise=rowwise, columnwise=columnwise)
+        return own(x, fmt, rowwise=rowwise, columnwise=columnwise, offsets_e=offsets_e, scale=scale, seed=seed)
+    return _quantized(x, fmt, scale, rowwise=rowwise, columnwise=columnwise)
 
 
 def quantize_weight(
     weight: Tensor,
-    form: OperandFormat,
+    fmt: OperandFormat,
     *,
     columnwise: bool,
     scale: Tensor | None = None,
     out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """See `Kernels.quantize_weight`. Quantises the matrices of a stack one after the other."""
-    made = _quantized_weight(weight, form, scale, columnwise=columnwise)
+    made = _quantized_weight(weight, fmt, scale, columnwise=columnwise)
     return made if out is None else out.copy_(made)
 
 
-def _quantized_weight(
-    weight: Tensor, form: OperandFormat, scale: Tensor | None, *, columnwise: bool
-) -> QuantizedTensor:
-    if not _can_quantize(weight, form):
-        return quantizers.quantize_weight(weight, form, columnwise=columnwise, scale=scale)
+def _quantized_weight(weight: Tensor, fmt: OperandFormat, scale: Tensor | None, *, columnwise: bool) -> QuantizedTensor:
+    if not _can_quantize(weight, fmt):
+        return quantizers.quantize_weight(weight, fmt, columnwise=columnwise, scale=scale)
     if weight.dim() == 2:
-        return _quantized(weight, form, scale, rowwise=True, columnwise=columnwise)
+        return _quantized(weight, fmt, scale, rowwise=True, columnwise=columnwise)
     each_scale = [None] * len(weight) if scale is None else scale.unbind()
     made = [
-        _quantized(matrix, form, one, rowwise=True, columnwise=columnwise)
+        _quantized(matrix, fmt, one, rowwise=True, columnwise=columnwise)
         for matrix, one in zip(weight, each_scale, strict=True)
     ]
     row = _stack([each.row_copy for each in made])
     column = _stack([each.column_copy for each in made]) if columnwise else None
-    return QuantizedTensor.of(row, column, form.block, weight.dtype)
+    return QuantizedTensor.of(row, column, fmt.block, weight.dtype)
 
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -183,12 +181,12 @@ def _can_multiply(block: tuple[int, int], *sizes: int) -> bool:
     return all(size and size % _length(block) == 0 for size in sizes)
 
 
-def _can_quantize(x: Tensor, form: OperandFormat) -> bool:
+def _can_quantize(x: Tensor, fmt: OperandFormat) -> bool:
     """Whether Transformer Engine quantises matrices of this shape in this format. Its stochastic rounding draws from
     torch's default generator instead of by a key."""
-    is_supported = form.block == WHOLE or form.block[1] in (16, 32, triton_quantize.BLOCK)
-    is_supported &= x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not form.hadamard)
-    return is_supported and not form.stochastic and _can_multiply(form.block, *x.shape[-2:])
+    is_supported = fmt.block == WHOLE or fmt.block[1] in (16, 32, triton_quantize.BLOCK)
+    is_supported &= x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not fmt.hadamard)
+    return is_supported and not fmt.stochastic and _can_multiply(fmt.block, *x.shape[-2:])
 
 
 def _sizes(copy: QuantizedCopy) -> tuple[int, int]:
@@ -225,18 +223,18 @@ def _padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
 # conversion
 
 
-def _quantizer(form: OperandFormat, x: Tensor, scale: Tensor | None, *, rowwise: bool, columnwise: bool) -> Any:
+def _quantizer(fmt: OperandFormat, x: Tensor, scale: Tensor | None, *, rowwise: bool, columnwise: bool) -> Any:
     # a columnwise copy alone is not implemented for one scale per tensor
-    usage: Any = {"rowwise": rowwise or form.block == WHOLE, "columnwise": columnwise}
-    is_square = form.block[0] > 1
-    if form.element == "e2m1":
-        transform = {"with_rht": form.hadamard, "with_post_rht_amax": form.hadamard}
+    usage: Any = {"rowwise": rowwise or fmt.block == WHOLE, "columnwise": columnwise}
+    is_square = fmt.block[0] > 1
+    if fmt.element == "e2m1":
+        transform = {"with_rht": fmt.hadamard, "with_post_rht_amax": fmt.hadamard}
         return te.NVFP4Quantizer(with_2d_quantization=is_square, **transform, **usage)
-    element = TE_DType[quantizers.DTYPES[form.element]]
-    if form.scale == "e8m0":
+    element = TE_DType[quantizers.DTYPES[fmt.element]]
+    if fmt.scale == "e8m0":
         return te.MXFP8Quantizer(element, **usage)
-    if form.block != WHOLE:
-        options = {"force_pow_2_scales": form.scale == "power of 2", "block_scaling_dim": 2 if is_square else 1}
+    if fmt.block != WHOLE:
+        options = {"force_pow_2_scales": fmt.scale == "power of 2", "block_scaling_dim": 2 if is_square else 1}
         return te.Float8BlockQuantizer(element, **options, **usage)
     if scale is None:
         return te.Float8CurrentScalingQuantizer(element, x.device, **usage)
@@ -244,43 +242,43 @@ def _quantizer(form: OperandFormat, x: Tensor, scale: Tensor | None, *, rowwise:
 
 
 def _quantized(
-    x: Tensor, form: OperandFormat, scale: Tensor | None, *, rowwise: bool, columnwise: bool
+    x: Tensor, fmt: OperandFormat, scale: Tensor | None, *, rowwise: bool, columnwise: bool
 ) -> QuantizedTensor:
     """Quantises a matrix [R, C]."""
-    quantizer = _quantizer(form, x, scale, rowwise=rowwise, columnwise=columnwise)
+    quantizer = _quantizer(fmt, x, scale, rowwise=rowwise, columnwise=columnwise)
     quantizer.internal = True
     x = x.detach().contiguous()
     made = tex.quantize(x, quantizer)
-    row = _marked(_our_copy(made, form, *x.shape, columnwise=False), x, form) if rowwise else None
-    column = _marked(_our_copy(made, form, *x.mT.shape, columnwise=True), x.mT, form) if columnwise else None
-    return QuantizedTensor.of(row, column, form.block, x.dtype)
+    row = _marked(_our_copy(made, fmt, *x.shape, columnwise=False), x, fmt) if rowwise else None
+    column = _marked(_our_copy(made, fmt, *x.mT.shape, columnwise=True), x.mT, fmt) if columnwise else None
+    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
 
 
-def _marked(copy: QuantizedCopy, x: Tensor, form: OperandFormat) -> QuantizedCopy:
+def _marked(copy: QuantizedCopy, x: Tensor, fmt: OperandFormat) -> QuantizedCopy:
     """Makes the scales of the rows of `x` [R, C] with an inf or NaN NaN, or those of all rows if rows share scales."""
     is_lost = ~torch.linalg.vector_norm(x, torch.inf, dim=-1).isfinite()
     if copy.factor is not None:
         return copy._replace(factor=copy.factor.masked_fill(is_lost.any(), torch.nan))
-    where = is_lost if form.block[0] == 1 else is_lost.any()
-    return copy._replace(scales=copy.scales.masked_fill(where, _E8M0_NAN if form.scale == "e8m0" else torch.nan))
+    where = is_lost if fmt.block[0] == 1 else is_lost.any()
+    return copy._replace(scales=copy.scales.masked_fill(where, _E8M0_NAN if fmt.scale == "e8m0" else torch.nan))
 
 
-def _our_copy(made: _Storage, form: OperandFormat, num_rows: int, width: int, *, columnwise: bool) -> QuantizedCopy:
+def _our_copy(made: _Storage, fmt: OperandFormat, num_rows: int, width: int, *, columnwise: bool) -> QuantizedCopy:
     """Converts the rowwise storage of Transformer Engine's tensor, or the transposed `columnwise` storage, to a copy
     [num_rows, width]."""
-    if form.block == WHOLE:
+    if fmt.block == WHOLE:
         data = made._data
         if columnwise:  # GPUs whose tensor cores read both layouts have no transposed copy
             data = made._data.T.contiguous() if made._transpose is None else made._transpose
-        return QuantizedCopy(data.view(quantizers.DTYPES[form.element]), made._scale_inv.reshape(()))
+        return QuantizedCopy(data.view(quantizers.DTYPES[fmt.element]), made._scale_inv.reshape(()))
     side = "columnwise" if columnwise else "rowwise"
     data, scales = getattr(made, f"_{side}_data"), getattr(made, f"_{side}_scale_inv")
-    shape = form.block, num_rows, width
-    if form.element == "e2m1":
+    shape = fmt.block, num_rows, width
+    if fmt.element == "e2m1":
         factor = nvfp4.factor_of(getattr(made, f"_amax_{side}").reshape(()))
         return QuantizedCopy(data, _cut_transposed(scales.view(torch.float8_e4m3fn), *shape), factor)
-    data = data.view(quantizers.DTYPES[form.element])
-    if form.scale == "e8m0":
+    data = data.view(quantizers.DTYPES[fmt.element])
+    if fmt.scale == "e8m0":
         return QuantizedCopy(*((data.T.contiguous(), _cut(scales, *shape)) if columnwise else
                                (data, _cut_transposed(scales, *shape))))  # fmt: skip
     return QuantizedCopy(data, _cut(scales, *shape))

@@ -69,15 +69,15 @@ class _FusedActivation(torch.autograd.Function):
 
 
 def quantize_activation(
-    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
+    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, fmt: OperandFormat = E4M3
 ) -> QuantizedTensor:
     """Activation with FP8 results: equals `quantize_rows(activation(...))` without the bf16 result in memory."""
     if not ACTIVATIONS.get(config.kind).fused:
-        return quantize_rows(activation(x_RF, probs_R, config), form, rowwise=True, columnwise=False)
+        return quantize_rows(activation(x_RF, probs_R, config), fmt, rowwise=True, columnwise=False)
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
-    out = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, form)
-    _forward(x_RF, probs_R, config, out.data, QUANTIZED_FORWARD_TILE, out.scales, form)
-    return QuantizedTensor.of(out, None, form.block, x_RF.dtype)
+    out = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, fmt)
+    _forward(x_RF, probs_R, config, out.data, QUANTIZED_FORWARD_TILE, out.scales, fmt)
+    return QuantizedTensor.of(out, None, fmt.block, x_RF.dtype)
 
 
 def quantize_activation_grad(
@@ -85,7 +85,7 @@ def quantize_activation_grad(
     x_RF: Tensor,
     probs_R: Tensor | None,
     config: ActivationConfig,
-    form: OperandFormat = E4M3,
+    fmt: OperandFormat = E4M3,
     *,
     columns: OperandFormat | None = None,
     offsets_e: Tensor | None = None,
@@ -96,25 +96,25 @@ def quantize_activation_grad(
     if not ACTIVATIONS.get(config.kind).fused:
         quantize = partial(quantize_rows, make_columns=make_columns)
         return reference.quantize_activation_grad(
-            grad_RF, x_RF, probs_R, config, form, columns=columns, offsets_e=offsets_e, quantize=quantize
+            grad_RF, x_RF, probs_R, config, fmt, columns=columns, offsets_e=offsets_e, quantize=quantize
         )
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
     assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
-    quantized = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, form)
+    quantized = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, fmt)
     grad_x_RF = torch.empty(x_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
     out_RF = torch.empty(grad_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
     tile = QUANTIZED_BACKWARD_TILE
-    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, grad_x_RF, tile, quantized, out_RF, form)
+    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, grad_x_RF, tile, quantized, out_RF, fmt)
     if columns is None:
-        grad_x_q = QuantizedTensor.of(quantized, None, form.block, x_RF.dtype)
+        grad_x_q = QuantizedTensor.of(quantized, None, fmt.block, x_RF.dtype)
         return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs_R, out_RF)
     # in separate kernels: one kernel for both kinds of copies computed the gradients twice, in bands that fit into
     # registers, and took 2.2 ms for 32,768 rows of 2 x 2048, against at most 0.35 ms without columnwise copies
     grad_columns, out_columns = (
         make_columns(each, None, len(each), None, kind, offsets_e)
-        for each, kind in ((grad_x_RF, form), (out_RF, columns))
+        for each, kind in ((grad_x_RF, fmt), (out_RF, columns))
     )
-    grad_x_q = QuantizedTensor.of(quantized, grad_columns, form.block, x_RF.dtype)
+    grad_x_q = QuantizedTensor.of(quantized, grad_columns, fmt.block, x_RF.dtype)
     out = QuantizedTensor.of(None, out_columns, columns.block, x_RF.dtype)
     return QuantizedActivationGrads(grad_x_q, None, grad_probs_R, out)
 
@@ -126,7 +126,7 @@ def _forward(
     out_RF: Tensor,
     tile: tuple[int, int],
     scales: Tensor | None = None,
-    form: OperandFormat = E4M3,
+    fmt: OperandFormat = E4M3,
 ) -> None:
     """Writes the results to `out_RF`; if `scales` is given, in FP8, and their scales to `scales`."""
     if out_RF.numel():
@@ -136,7 +136,7 @@ def _forward(
             x_RF, x_RF if probs_R is None else probs_R, out_RF, scales, num_rows, width, x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
-            ROWS=rows, COLUMNS=columns, **constants(form, x_RF.dtype),
+            ROWS=rows, COLUMNS=columns, **constants(fmt, x_RF.dtype),
         )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def _backward(
     tile: tuple[int, int],
     quantized: QuantizedCopy | None = None,
     out_RF: Tensor | None = None,
-    form: OperandFormat = E4M3,
+    fmt: OperandFormat = E4M3,
 ) -> Tensor | None:
     """Writes the gradient of x to `grad_x_RF` and returns that of the probabilities. If given, also writes the gradient
     of x in FP8 to `quantized`, and the result of the activation to `out_RF`."""
@@ -164,7 +164,7 @@ def _backward(
             x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
-            ROWS=rows, COLUMNS=columns, **constants(form, x_RF.dtype),
+            ROWS=rows, COLUMNS=columns, **constants(fmt, x_RF.dtype),
         )  # fmt: skip
     return grad_probs_R
 

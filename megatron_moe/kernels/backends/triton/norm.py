@@ -32,20 +32,20 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_c
 
 
 def rms_norm_quantized(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat = E4M3
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, fmt: OperandFormat = E4M3
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
     """See `Kernels.rms_norm_quantized`, for blocks of 1x128."""
     width, cast = x.shape[-1], None
     if power_of_two(width) >= BLOCK:  # tiles of narrower rows have no whole block
-        cast = empty_rows(x.numel() // width, width, x.device, form), form
+        cast = empty_rows(x.numel() // width, width, x.device, fmt), fmt
     options = (weight, eps, zero_centered, cast)
     if residual is None:
         total, normed = x, _RMSNorm.apply(x, *options)  # type: ignore[no-untyped-call]
     else:
         total, normed = _AddRMSNorm.apply(residual, x, *options)  # type: ignore[no-untyped-call]
     if cast is None:
-        return total, normed, quantize_rows(normed.detach(), form)
-    return total, normed, QuantizedTensor.of(cast[0], None, form.block, x.dtype)
+        return total, normed, quantize_rows(normed.detach(), fmt)
+    return total, normed, QuantizedTensor.of(cast[0], None, fmt.block, x.dtype)
 
 
 _Cast = tuple[QuantizedCopy, OperandFormat]
@@ -103,11 +103,11 @@ def _norm(
     if num_rows:
         added = x_RH if residual_RH is None else residual_RH
         grid, tile = forward_tiles(num_rows, width)
-        copy, form = cast or (None, E4M3)
+        copy, fmt = cast or (None, E4M3)
         _rms_norm_forward[grid](
             x_RH, added, total_RH, weight, out_RH, scale_R, num_rows, width, x_RH.stride(0), added.stride(0), eps,
             copy and copy.data, copy and copy.scales,
-            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **constants(form, x_RH.dtype), **tile,
+            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **constants(fmt, x_RH.dtype), **tile,
         )  # fmt: skip
     return total_RH, out_RH, scale_R
 

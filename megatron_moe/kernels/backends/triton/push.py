@@ -67,7 +67,7 @@ def push_sums(
     rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
 ) -> None:
     """See `Kernels.push_sums`."""
-    assert index.rows_TK is not None, "a dense fmt has no rows per choice"
+    assert index.rows_TK is not None, "a dense layout has no rows per choice"
     shape, rows = channel.shape, rows_of(rows)
     columns = min(power_of_two(shape.width), COLUMNS)
     _push_sums[(_num_programs(channel),)](

@@ -43,7 +43,7 @@ def columnwise_copy(
     token_R: Tensor | None,
     num_rows: int,
     row: QuantizedCopy | None,
-    form: OperandFormat,
+    fmt: OperandFormat,
     offsets_e: Tensor | None,
 ) -> QuantizedCopy:
     """Makes the columnwise copy of `num_rows` rows, and the rowwise copy if `row` is given.
@@ -53,12 +53,12 @@ def columnwise_copy(
     """
     width = x_TK.shape[1]
     blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
-    data, scales, _ = empty_columns(num_rows, width, x_TK.device, form, blocks)
+    data, scales, _ = empty_columns(num_rows, width, x_TK.device, fmt, blocks)
     if num_rows and width:
         out = row or QuantizedCopy(data, scales)  # a placeholder without a rowwise copy
         _quantize_blocks[(cdiv(width, BLOCK), len(scales))](
             x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
-            ROWWISE=row is not None, BAND=BAND, **constants(form, x_TK.dtype), num_warps=BLOCK_WARPS,
+            ROWWISE=row is not None, BAND=BAND, **constants(fmt, x_TK.dtype), num_warps=BLOCK_WARPS,
         )  # fmt: skip
     return QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
 
@@ -69,7 +69,7 @@ MakeColumns = Callable[[Tensor, Tensor | None, int, QuantizedCopy | None, Operan
 
 def quantize_rows(
     x: Tensor,
-    form: OperandFormat = E4M3,
+    fmt: OperandFormat = E4M3,
     *,
     rowwise: bool = True,
     columnwise: bool = False,
@@ -79,32 +79,32 @@ def quantize_rows(
     make_columns: MakeColumns = columnwise_copy,
 ) -> QuantizedTensor:
     """See `Kernels.quantize_rows`, for blocks of 1x128."""
-    assert form.block == (1, BLOCK) and scale is None, f"{form}"
+    assert fmt.block == (1, BLOCK) and scale is None, f"{fmt}"
     x_RK = rows_of(x)
     num_rows, width = x_RK.shape
-    row = empty_rows(num_rows, width, x.device, form) if rowwise else None
+    row = empty_rows(num_rows, width, x.device, fmt) if rowwise else None
     column = None
     if columnwise:
-        column = make_columns(x_RK, None, num_rows, row, form, offsets_e)
+        column = make_columns(x_RK, None, num_rows, row, fmt, offsets_e)
     elif row is not None and x_RK.numel():
         rows, columns = ROWS_TILE
         _quantize_rows[(cdiv(num_rows, rows), cdiv(width, columns))](
             x_RK, row.data, row.scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
-            **constants(form, x.dtype),
+            **constants(fmt, x.dtype),
         )  # fmt: skip
-    return QuantizedTensor.of(row, column, form.block, x.dtype)
+    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
 
 
 def quantize_weight(
     weight: Tensor,
-    form: OperandFormat = E4M3_WEIGHT,
+    fmt: OperandFormat = E4M3_WEIGHT,
     *,
     columnwise: bool = True,
     scale: Tensor | None = None,
     out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """See `Kernels.quantize_weight`, for blocks of 128x128. Always makes both copies."""
-    assert form.block == (BLOCK, BLOCK) and scale is None, f"{form}"
+    assert fmt.block == (BLOCK, BLOCK) and scale is None, f"{fmt}"
     stack = weight.contiguous().view(-1, *weight.shape[-2:])
     num, outputs, inputs = stack.shape
     blocks_o, blocks_i = cdiv(outputs, BLOCK), cdiv(inputs, BLOCK)
@@ -112,17 +112,17 @@ def quantize_weight(
     def copy(shape: tuple[int, int], blocks: tuple[int, int]) -> QuantizedCopy:
         lead = weight.shape[:-2]
         return QuantizedCopy(
-            torch.empty(*lead, *shape, device=weight.device, dtype=DTYPES[form.element]),
+            torch.empty(*lead, *shape, device=weight.device, dtype=DTYPES[fmt.element]),
             torch.empty(*lead, *blocks, device=weight.device, dtype=torch.float32),
         )
 
     if out is None:
         row, column = copy((outputs, inputs), (blocks_o, blocks_i)), copy((inputs, outputs), (blocks_i, blocks_o))
-        out = QuantizedTensor.of(row, column, form.block, weight.dtype)
+        out = QuantizedTensor.of(row, column, fmt.block, weight.dtype)
     if stack.numel():
         _quantize_weight[(blocks_i, blocks_o, num)](
             stack, out.rowwise, out.rowwise_scales, out.columnwise, out.columnwise_scales, outputs, inputs,
-            **constants(form, weight.dtype), num_warps=WEIGHT_WARPS,
+            **constants(fmt, weight.dtype), num_warps=WEIGHT_WARPS,
         )  # fmt: skip
     return out
 
@@ -130,7 +130,7 @@ def quantize_weight(
 def quantize_permuted(
     tokens_TH: Tensor,
     index: RowIndex,
-    form: OperandFormat = E4M3,
+    fmt: OperandFormat = E4M3,
     *,
     rowwise: bool = True,
     columnwise: bool = False,
@@ -139,12 +139,12 @@ def quantize_permuted(
     """See `Kernels.quantize_permuted`. Also gathers the gradients of an unpermute, whose backward is a permute."""
     tokens_TH = rows_of(tokens_TH)
     num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
-    row = empty_rows(num_rows, width, tokens_TH.device, form) if rowwise else None
+    row = empty_rows(num_rows, width, tokens_TH.device, fmt) if rowwise else None
     column = None
     if columnwise:
-        column = make_columns(tokens_TH, index.token_R, num_rows, row, form, index.offsets_E)
+        column = make_columns(tokens_TH, index.token_R, num_rows, row, fmt, index.offsets_E)
     elif index.rows_TK is None:  # a dense routing index has no row per choice
-        return quantize_rows(permute(tokens_TH, index), form)
+        return quantize_rows(permute(tokens_TH, index), fmt)
     elif row is not None and row.data.numel():
         columns = min(max(power_of_two(width), BLOCK), COPY_TILE)
         num_programs = max(num_tokens, 1)
@@ -152,9 +152,9 @@ def quantize_permuted(
         _quantize_tokens[(num_programs, cdiv(width, columns))](
             tokens_TH, index.rows_TK.contiguous(), index.token_R, row.data, row.scales, num_tokens, num_rows, width,
             tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
-            **constants(form, tokens_TH.dtype),
+            **constants(fmt, tokens_TH.dtype),
         )  # fmt: skip
-    return QuantizedTensor.of(row, column, form.block, tokens_TH.dtype)
+    return QuantizedTensor.of(row, column, fmt.block, tokens_TH.dtype)
 
 
 def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -215,32 +215,32 @@ def row_blocks(offsets_e: Tensor, num_rows: int) -> Tensor:
     return blocks
 
 
-def empty_rows(num_rows: int, width: int, device: torch.device, form: OperandFormat) -> QuantizedCopy:
+def empty_rows(num_rows: int, width: int, device: torch.device, fmt: OperandFormat) -> QuantizedCopy:
     """Uninitialised rowwise copy of a matrix [num_rows, width]."""
     return QuantizedCopy(
-        torch.empty(num_rows, width, device=device, dtype=DTYPES[form.element]),
+        torch.empty(num_rows, width, device=device, dtype=DTYPES[fmt.element]),
         torch.empty(cdiv(width, BLOCK), num_rows, device=device, dtype=torch.float32),
     )
 
 
 def empty_columns(
-    num_rows: int, width: int, device: torch.device, form: OperandFormat, blocks: Tensor | None
+    num_rows: int, width: int, device: torch.device, fmt: OperandFormat, blocks: Tensor | None
 ) -> QuantizedCopy:
     """Columnwise copy of a matrix [num_rows, width] with uninitialised elements, padded to whole blocks. `blocks`: the
     table of `row_blocks`; None: the rows belong together. Scales of unused blocks are 1."""
     num_blocks = cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
     make = torch.empty if blocks is None else torch.ones
     return QuantizedCopy(
-        torch.empty(width, num_blocks * BLOCK, device=device, dtype=DTYPES[form.element]),
+        torch.empty(width, num_blocks * BLOCK, device=device, dtype=DTYPES[fmt.element]),
         make(num_blocks, width, device=device, dtype=torch.float32),
     )
 
 
-def constants(form: OperandFormat, source: torch.dtype) -> dict[str, float | bool]:
+def constants(fmt: OperandFormat, source: torch.dtype) -> dict[str, float | bool]:
     """Constants of the kernels for inputs of dtype `source`, whose largest number replaces an infinite scale."""
-    assert form.element != "e2m1" and form.scale in ("fp32", "power of 2"), f"{form}"
+    assert fmt.element != "e2m1" and fmt.scale in ("fp32", "power of 2"), f"{fmt}"
     bound = torch.finfo(source).max
-    return {"LARGEST": LARGEST[form.element], "BOUND": bound, "POWER_OF_TWO": form.scale == "power of 2"}
+    return {"LARGEST": LARGEST[fmt.element], "BOUND": bound, "POWER_OF_TWO": fmt.scale == "power of 2"}
 
 
 @triton.jit

@@ -26,9 +26,9 @@ class Quantizer:
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
         self.internal = False
 
-    def _quantized(self, x: Tensor, form: OperandFormat, **options: Any) -> QuantizedTensor:
+    def _quantized(self, x: Tensor, fmt: OperandFormat, **options: Any) -> QuantizedTensor:
         usage = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-        return quantizers.quantize_rows(x, form, **usage, **options)
+        return quantizers.quantize_rows(x, fmt, **usage, **options)
 
 
 class QuantizedTensorStorage:
@@ -149,8 +149,8 @@ class Float8Quantizer(Quantizer):
     def _per_tensor(self, tensor: Tensor, scale: Tensor) -> Float8TensorStorage:
         if not self.rowwise_usage:
             raise NotImplementedError("columnwise-only per-tensor FP8 quantization")
-        form = OperandFormat(element=ELEMENTS[self.dtype], block=WHOLE, scale="fp32")
-        made = self._quantized(tensor, form, scale=scale)
+        fmt = OperandFormat(element=ELEMENTS[self.dtype], block=WHOLE, scale="fp32")
+        made = self._quantized(tensor, fmt, scale=scale)
         row, column = (None if x is None else x.view(torch.uint8) for x in (made.rowwise, made.columnwise))
         scales = made.columnwise_scales if made.rowwise_scales is None else made.rowwise_scales
         return Float8TensorStorage(
@@ -167,8 +167,8 @@ class Float8CurrentScalingQuantizer(Float8Quantizer):
         self.dtype = fp8_dtype
 
     def quantize_impl(self, tensor: Tensor) -> Float8TensorStorage:
-        form = OperandFormat(element=ELEMENTS[self.dtype], block=WHOLE, scale="fp32")
-        return self._per_tensor(tensor, quantizers.tensor_scale(tensor, form).nan_to_num(1.0))
+        fmt = OperandFormat(element=ELEMENTS[self.dtype], block=WHOLE, scale="fp32")
+        return self._per_tensor(tensor, quantizers.tensor_scale(tensor, fmt).nan_to_num(1.0))
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -182,11 +182,11 @@ class Float8BlockQuantizer(Quantizer):
 
     def quantize_impl(self, tensor: Tensor) -> Float8BlockwiseQTensorStorage:
         block = (1 if self.dim == 1 else 128, 128)
-        form = OperandFormat(element=ELEMENTS[self.dtype], block=block, scale=self.scale)
+        fmt = OperandFormat(element=ELEMENTS[self.dtype], block=block, scale=self.scale)
         if self.dim == 1:
-            made = self._quantized(tensor, form)
+            made = self._quantized(tensor, fmt)
         else:
-            made = quantizers.quantize_weight(tensor, form, columnwise=self.columnwise_usage)
+            made = quantizers.quantize_weight(tensor, fmt, columnwise=self.columnwise_usage)
         return Float8BlockwiseQTensorStorage(
             *sides(made, lambda scales: padded(scales.nan_to_num(1.0), (1, 4))), self.dtype, self, self.dim == 2
         )
@@ -201,8 +201,8 @@ class MXFP8Quantizer(Quantizer):
     def quantize_impl(self, tensor: Tensor) -> MXFP8TensorStorage:
         assert all(size % 32 == 0 for size in tensor.shape)
         largest = torch.finfo(tensor.dtype).max
-        form = OperandFormat(element=ELEMENTS[self.dtype], block=(1, 32), scale="e8m0")
-        made = self._quantized(tensor.clamp(-largest, largest), form)
+        fmt = OperandFormat(element=ELEMENTS[self.dtype], block=(1, 32), scale="e8m0")
+        made = self._quantized(tensor.clamp(-largest, largest), fmt)
         row, row_scales, column, column_scales = sides(made, lambda scales: scales)
         row_scales = None if row is None else padded(row_scales.T, (128, 4))
         column_scales = None if column is None else padded(column_scales, (4, 128))
@@ -225,11 +225,11 @@ class NVFP4Quantizer(Quantizer):
         assert all(size % 16 == 0 for size in tensor.shape)
         assert not self.with_rht or tensor.dtype is torch.bfloat16
         height = 16 if self.is_square else 1
-        form = OperandFormat(element="e2m1", block=(height, 16), scale="e4m3", hadamard=self.with_rht)
+        fmt = OperandFormat(element="e2m1", block=(height, 16), scale="e4m3", hadamard=self.with_rht)
         if self.is_square:
-            made = quantizers.quantize_weight(tensor, form, columnwise=self.columnwise_usage)
+            made = quantizers.quantize_weight(tensor, fmt, columnwise=self.columnwise_usage)
         else:
-            made = self._quantized(tensor, form)
+            made = self._quantized(tensor, fmt)
 
         def per_row(scales: Tensor) -> Tensor:
             scales = scales.view(torch.uint8)
