@@ -90,7 +90,7 @@ class StoredWeight:
     @property
     def delayed_factors(self) -> Tensor:
         """Factors of the matrices for the recipe delayed, flat, which earlier steps determine."""
-        assert self.scale is not None, f"the scales of {self.form} depend on the weight"
+        assert self.scale is not None, f"the scales of {self.fmt} depend on the weight"
         return self.scale(self.amax).flatten()
 
     def operand(self) -> QuantizedTensor:

@@ -26,15 +26,15 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
     ScanShape,
-    chunk_decays,
+    chunk_number,
     grad_of_keys,
     load_keys,
     load_tile,
     load_values,
+    open_chunk,
     pair_decays,
     pair_decays_transposed,
-    place,
-    state_place,
+    state_offsets,
     store_tile,
 )
 
@@ -109,17 +109,16 @@ def _local_grads(
 ):  # fmt: skip
     """Gradient of the stored values through the outputs of their own chunk: P^T dO."""
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
-    row = head // heads
-    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    tokens, held, rows, whole, total, ids, _, _, _ = open_chunk(
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+    )
     q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     grad = load_tile(grad_ptr, tokens, held, value_width, first, VALUE)
     scores = scale * dot(k, tl.trans(q), None, WIDEN) * pair_decays_transposed(total, ids, CHUNK, False)
     out = dot(scores.to(grad.dtype), grad, None, WIDEN)
     if DELTA:
-        at, number = tl.arange(0, CHUNK), (head * tl.num_programs(1) + chunk).to(tl.int64)
-        store_tile(out_ptr, number * CHUNK + at, at < CHUNK, value_width, first, out, VALUE)
+        store_tile(out_ptr, rows, whole, value_width, first, out, VALUE)
     else:
         store_tile(out_ptr, tokens, held, value_width, first, out, VALUE)
 
@@ -132,16 +131,16 @@ def _state_grads(
 ):  # fmt: skip
     """Gradient of the state after each chunk, from the last chunk to the first; completes that of stored values."""
     first, head = tl.program_id(0) * VALUE, tl.program_id(1)
-    row = head // heads
-    num_chunks, at = tl.cdiv(length, CHUNK), tl.arange(0, CHUNK)
+    num_chunks = tl.cdiv(length, CHUNK)
     state = tl.zeros((WIDTH, VALUE), tl.float32)
     for step in range(0, num_chunks):
         chunk = num_chunks - 1 - step
-        number = (head * num_chunks + chunk).to(tl.int64)
-        offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
+        number = chunk_number(chunk, head, length, CHUNK)
+        offsets, mask = state_offsets(number, width, value_width, first, WIDTH, VALUE)
         tl.store(after_ptr + offsets, state.to(after_ptr.dtype.element_ty), mask=mask)
-        tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-        _, _, from_state, to_end, carry = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+        tokens, held, rows, whole, _, _, from_state, to_end, carry = open_chunk(
+            decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+        )
         k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
         later = to_end[:, None] * dot(k, state.to(k.dtype), None, WIDEN)
         q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
@@ -149,7 +148,6 @@ def _state_grads(
         scaled = (scale * from_state)[:, None] * grad.to(tl.float32)
         state = dot(tl.trans(q), scaled.to(q.dtype), carry * state, WIDEN)
         if reads_ptr is not None:
-            rows, whole = number * CHUNK + at, at < CHUNK
             stored = load_tile(grad_stored_ptr, rows, whole, value_width, first, VALUE).to(tl.float32) + later
             store_tile(grad_stored_ptr, rows, whole, value_width, first, stored, VALUE)
             reads = load_tile(reads_ptr, rows, whole, width, 0, WIDTH)
@@ -169,13 +167,10 @@ def _key_grads(
 ):  # fmt: skip
     """Gradients of q, k and decay through outputs and states, and of the reads of the delta rule."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    row = head // heads
-    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    total, ids, from_state, to_end, carry = chunk_decays(
-        decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK
+    tokens, held, rows, whole, total, ids, from_state, to_end, carry = open_chunk(
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
     )
-    at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
-    rows, whole = number * CHUNK + at, at < CHUNK
+    number = chunk_number(chunk, head, length, CHUNK)
     of_q = tl.zeros((CHUNK, WIDTH), tl.float32)
     of_k = tl.zeros((CHUNK, WIDTH), tl.float32)
     of_reads = tl.zeros((CHUNK, WIDTH), tl.float32)
@@ -183,7 +178,7 @@ def _key_grads(
     pairs_transposed = tl.zeros((CHUNK, CHUNK), tl.float32)
     of_carry = 0.0
     for first in range(0, value_width, VALUE):
-        offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
+        offsets, mask = state_offsets(number, width, value_width, first, WIDTH, VALUE)
         before = tl.load(before_ptr + offsets, mask=mask, other=0.0)
         after = tl.load(after_ptr + offsets, mask=mask, other=0.0)
         of_carry += tl.sum(before.to(tl.float32) * after.to(tl.float32))
@@ -211,7 +206,7 @@ def _key_grads(
     pairs *= scale * pair_decays(total, ids, CHUNK, False)
     scores = pairs * dot(q, tl.trans(k), None, WIDEN)
     grad_total += tl.sum(scores, axis=1) - tl.sum(scores, axis=0)
-    grad_total += tl.where(at == CHUNK - 1, whole_grad, 0.0)
+    grad_total += tl.where(tl.arange(0, CHUNK) == CHUNK - 1, whole_grad, 0.0)
     pairs_transposed *= scale * pair_decays_transposed(total, ids, CHUNK, False)
     of_q = dot(pairs.to(k.dtype), k, of_q, WIDEN)
     of_k = dot(pairs_transposed.to(q.dtype), q, of_k, WIDEN)
@@ -240,14 +235,12 @@ def _solution_grads(
 ):  # fmt: skip
     """Gradients through the right sides of the systems, beta v and beta from_state k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    row = head // heads
-    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    _, _, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    tokens, held, rows, whole, _, _, from_state, _, _ = open_chunk(
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+    )
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
-    at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
-    rows, whole = number * CHUNK + at, at < CHUNK
     # transposed while it is loaded
-    transposed = tl.load(inverse_ptr + number * CHUNK * CHUNK + at[None, :] * CHUNK + at[:, None])
+    transposed = tl.load(inverse_ptr + rows[None, :] * CHUNK + tl.arange(0, CHUNK)[:, None])
     grad_beta = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, value_width, VALUE):
         grad_stored = load_tile(grad_stored_ptr, rows, whole, value_width, first, VALUE)
@@ -281,12 +274,10 @@ def _system_grads(
 ):  # fmt: skip
     """Gradients through the matrices of the systems, beta_i (k_i k_j) decay_ij."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    row = head // heads
-    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    tokens, held, rows, whole, total, ids, _, _, _ = open_chunk(
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+    )
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
-    at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
-    rows, whole = number * CHUNK + at, at < CHUNK
     reads = load_tile(reads_ptr, rows, whole, width, 0, WIDTH)
     solved = load_tile(solved_keys_ptr, rows, whole, width, 0, WIDTH)
     pairs = dot(solved, tl.trans(reads), None, WIDEN)

@@ -9,13 +9,13 @@ from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
     ScanShape,
-    chunk_decays,
+    chunk_number,
     load_keys,
     load_tile,
     load_values,
+    open_chunk,
     pair_decays,
-    place,
-    state_place,
+    state_offsets,
     store_tile,
 )
 
@@ -85,17 +85,14 @@ def _inverse_systems(
     WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
-    row = head // heads
-    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
     k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
-    total, ids, _, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    tokens, held, rows, whole, total, ids, _, _, _ = open_chunk(
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+    )
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
     system = beta[:, None] * dot(k, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, True)
     inverse = _inverse(system, CHUNK)
-    rows, columns = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
-    number = (head * tl.num_programs(0) + chunk).to(tl.int64)
-    place_out = out_ptr + number * CHUNK * CHUNK + rows[:, None] * CHUNK + columns[None, :]
-    tl.store(place_out, inverse.to(out_ptr.dtype.element_ty))
+    store_tile(out_ptr, rows, whole, CHUNK, 0, inverse, CHUNK)
 
 
 @triton.jit
@@ -134,12 +131,10 @@ def _solutions(
     WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
-    row = head // heads
-    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    _, _, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    tokens, held, rows, whole, _, _, from_state, _, _ = open_chunk(
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+    )
     beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
-    at, number = tl.arange(0, CHUNK), (head * tl.num_programs(0) + chunk).to(tl.int64)
-    rows, whole = number * CHUNK + at, at < CHUNK
     inverse = load_tile(inverse_ptr, rows, whole, CHUNK, 0, CHUNK)
     k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     scaled = ((beta * from_state)[:, None] * k.to(tl.float32)).to(k.dtype)
@@ -157,18 +152,17 @@ def _states(
     WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0) * VALUE, tl.program_id(1)
-    row = head // heads
-    num_chunks, at = tl.cdiv(length, CHUNK), tl.arange(0, CHUNK)
+    num_chunks = tl.cdiv(length, CHUNK)
     state = tl.zeros((WIDTH, VALUE), tl.float32)
     for chunk in range(0, num_chunks):
-        number = (head * num_chunks + chunk).to(tl.int64)
-        offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
+        number = chunk_number(chunk, head, length, CHUNK)
+        offsets, mask = state_offsets(number, width, value_width, first, WIDTH, VALUE)
         tl.store(before_ptr + offsets, state.to(before_ptr.dtype.element_ty), mask=mask)
-        tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-        _, _, _, to_end, carry = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+        _, _, rows, whole, _, _, _, to_end, carry = open_chunk(
+            decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+        )
         k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
         if values_ptr is not None:
-            rows, whole = number * CHUNK + at, at < CHUNK
             reads = load_tile(reads_ptr, rows, whole, width, 0, WIDTH)
             values = load_tile(values_ptr, rows, whole, value_width, first, VALUE)
             stored = values.to(tl.float32) - dot(reads, state.to(reads.dtype), None, WIDEN)
@@ -188,17 +182,16 @@ def _outputs(
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
-    row = head // heads
-    tokens, held = place(chunk, head, length, batch, heads, CHUNK)
-    total, ids, from_state, _, _ = chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK)
+    tokens, held, rows, whole, total, ids, from_state, _, _ = open_chunk(
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+    )
     q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
-    number = (head * tl.num_programs(1) + chunk).to(tl.int64)
-    offsets, mask = state_place(number, width, value_width, first, WIDTH, VALUE)
+    number = chunk_number(chunk, head, length, CHUNK)
+    offsets, mask = state_offsets(number, width, value_width, first, WIDTH, VALUE)
     state = tl.load(before_ptr + offsets, mask=mask, other=0.0)
     if DELTA:
-        at = tl.arange(0, CHUNK)
-        stored = load_tile(stored_ptr, number * CHUNK + at, at < CHUNK, value_width, first, VALUE)
+        stored = load_tile(stored_ptr, rows, whole, value_width, first, VALUE)
     else:
         stored = load_values(stored_ptr, v_stride, chunk, head, length, batch, heads, value_width, first, CHUNK, VALUE)
     scores = dot(q, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, False)

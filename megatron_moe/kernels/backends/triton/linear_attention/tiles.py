@@ -76,7 +76,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def place(chunk, head, length, batch, heads, CHUNK: tl.constexpr):
+def token_offsets(chunk, head, length, batch, heads, CHUNK: tl.constexpr):
     """Returns (offsets of a chunk's tokens in [S, B, heads], bool mask of tokens that exist). `head`: index in
     [B, heads]."""
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -90,7 +90,7 @@ def load_keys(
 ):  # fmt: skip
     """Loads the rows of q or k, [CHUNK, WIDTH], that value head `head` of [B, heads] reads. `stride`: elements between
     the rows of [S, B]. `NORMS`: divides each row by its norm."""
-    rows, held = place(chunk, head // heads, length, batch, 1, CHUNK)
+    rows, held = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
     dims = tl.arange(0, WIDTH)
     ptr += (head % heads) // (heads // groups) * width
     x = tl.load(ptr + rows[:, None] * stride + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0)
@@ -121,7 +121,7 @@ def load_values(
     ptr, stride, chunk, head, length, batch, heads, width, first, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Loads the rows of v of value head `head` of [B, heads], channels `first` and following; see `load_keys`."""
-    rows, held = place(chunk, head // heads, length, batch, 1, CHUNK)
+    rows, held = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
     dims = first + tl.arange(0, WIDTH)
     ptr += (head % heads) * width
     return tl.load(
@@ -146,7 +146,13 @@ def store_tile(ptr, rows, held, width, first, tile, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def state_place(number, width, value_width, first, WIDTH: tl.constexpr, VALUE: tl.constexpr):
+def chunk_number(chunk, head, length, CHUNK: tl.constexpr):
+    """Index of a chunk's result in [B * M, chunks]."""
+    return (head * tl.cdiv(length, CHUNK) + chunk).to(tl.int64)
+
+
+@triton.jit
+def state_offsets(number, width, value_width, first, WIDTH: tl.constexpr, VALUE: tl.constexpr):
     """Returns (offsets [WIDTH, VALUE], mask) of the state [width, value_width] with a number, from value channel
     `first` on."""
     keys, values = tl.arange(0, WIDTH), first + tl.arange(0, VALUE)
@@ -155,27 +161,31 @@ def state_place(number, width, value_width, first, WIDTH: tl.constexpr, VALUE: t
 
 
 @triton.jit
-def chunk_decays(decay_ptr, segments_ptr, chunk, tokens, held, row, length, CHUNK: tl.constexpr):
-    """Decays of a chunk: (cumulative log decay [CHUNK], document ids [CHUNK], decay from the state before the chunk to
-    each token, decay from each token to the chunk's end, decay over the whole chunk).
+def open_chunk(decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK: tl.constexpr):
+    """Offsets and decays with which the kernels start on a chunk.
 
-    `row`: batch row. Tokens beyond the end belong to the last document and have a log decay of 0. The last three are 0
-    where another document lies between.
+    Returns (offsets of its tokens in [S, B, heads], bool mask of tokens that exist, offsets of its rows in results of
+    chunks, all-true mask of these rows, cumulative log decay [CHUNK], document ids [CHUNK], decay from the state before
+    the chunk to each token, decay from each token to the chunk's end, decay over the whole chunk). Tokens beyond the
+    end belong to the last document and have a log decay of 0. The last three are 0 where another document lies between.
     """
+    tokens, held = token_offsets(chunk, head, length, batch, heads, CHUNK)
+    at = tl.arange(0, CHUNK)
+    rows = chunk_number(chunk, head, length, CHUNK) * CHUNK + at
     total = tl.cumsum(tl.load(decay_ptr + tokens, mask=held, other=0.0), axis=0)
-    whole = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, total, 0.0), axis=0)
+    whole = tl.sum(tl.where(at == CHUNK - 1, total, 0.0), axis=0)
     from_state, to_end, carry = tl.exp(total), tl.exp(whole - total), tl.exp(whole)
     ids = tl.zeros((CHUNK,), tl.int64)
     if segments_ptr is not None:
-        segments_ptr += row * length
+        segments_ptr += head // heads * length
         first = chunk * CHUNK
-        ids = tl.load(segments_ptr + tl.minimum(first + tl.arange(0, CHUNK), length - 1)).to(tl.int64)
+        ids = tl.load(segments_ptr + tl.minimum(first + at, length - 1)).to(tl.int64)
         before = tl.load(segments_ptr + tl.maximum(first - 1, 0)).to(tl.int64)
         last = tl.load(segments_ptr + tl.minimum(first + CHUNK, length) - 1).to(tl.int64)
         from_state = tl.where(ids == before, from_state, 0.0)
         to_end = tl.where(ids == last, to_end, 0.0)
         carry = tl.where(before == last, carry, 0.0)
-    return total, ids, from_state, to_end, carry
+    return tokens, held, rows, at < CHUNK, total, ids, from_state, to_end, carry
 
 
 @triton.jit
