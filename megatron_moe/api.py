@@ -32,10 +32,11 @@ from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
-from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
+from megatron_moe.data.batch import GivenRouting, MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.router import Router
+from megatron_moe.moe.routing_replay import given_routing, routed_layers
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 
@@ -130,16 +131,19 @@ class LanguageModel:
         return torch.tensor(ids, device=self.context.device)
 
     @torch.no_grad()
-    def logits(self, text: Text) -> Tensor:
-        """Logits [S, V] of the token that follows each token."""
+    def logits(self, text: Text, routing: TextRouting | None = None) -> Tensor:
+        """Logits [S, V] of the token that follows each token. `routing`: of the text, or of all but its last token;
+        tokens take its experts instead of selecting."""
         ids_BS = self.ids(text)[None]
+        tokens = _positions(ids_BS)
+        given = None if routing is None else self._given([routing], tokens)
         self.model.eval()
-        return self.model.logits(ids_BS, MicrobatchContext(tokens=_positions(ids_BS), training=False))[:, 0]
+        return self.model.logits(ids_BS, MicrobatchContext(tokens=tokens, training=False, given_routing=given))[:, 0]
 
-    def loss(self, text: Text) -> float:
-        """Mean cross-entropy of every token given those before it, in nats per token."""
+    def loss(self, text: Text, routing: TextRouting | None = None) -> float:
+        """Mean cross-entropy of every token given those before it, in nats per token. `routing`: see `logits`."""
         ids = self.ids(text)
-        logits_SV = self.logits(ids)[:-1, : self.plan.data.vocab_size].float()
+        logits_SV = self.logits(ids, routing)[:-1, : self.plan.data.vocab_size].float()
         return float(torch.nn.functional.cross_entropy(logits_SV, ids[1:]))
 
     def routing(self, text: Text) -> TextRouting:
@@ -165,25 +169,41 @@ class LanguageModel:
         """Optimizer and schedule of the flags; built by the first training step."""
         return build.build_trainer(self.plan, self.context, self.model, self.kernels)
 
-    def train_step(self, texts: Sequence[Text]) -> float:
+    def train_step(self, texts: Sequence[Text], routings: Sequence[TextRouting] | None = None) -> float:
         """Trains one step on texts of equal numbers of tokens and returns the loss before the step. The number of texts
-        is a multiple of `--micro-batch-size`; all microbatches make one optimizer step."""
+        is a multiple of `--micro-batch-size`; all microbatches make one optimizer step. `routings`: one per text, whose
+        experts tokens take instead of selecting."""
         ids_BS, size = torch.stack([self.ids(text) for text in texts]), self.plan.batch.micro_batch_size
         if len(ids_BS) % size:
             raise ValueError(f"{len(ids_BS)} texts are not a multiple of --micro-batch-size {size}")
-        batches = [
-            MicroBatch(
-                tokens_BS=part_BS[:, :-1],
-                labels_BS=part_BS[:, 1:],
-                loss_mask_BS=torch.ones(part_BS[:, 1:].shape, device=part_BS.device),
-                context=MicrobatchContext(tokens=_positions(part_BS[:, :-1])),
+        if routings is not None and len(routings) != len(texts):
+            raise ValueError(f"{len(routings)} routings for {len(texts)} texts")
+        batches = []
+        for start in range(0, len(ids_BS), size):
+            part_BS = ids_BS[start : start + size]
+            tokens = _positions(part_BS[:, :-1])
+            given = None if routings is None else self._given(routings[start : start + size], tokens)
+            batches.append(
+                MicroBatch(
+                    tokens_BS=part_BS[:, :-1],
+                    labels_BS=part_BS[:, 1:],
+                    loss_mask_BS=torch.ones(part_BS[:, 1:].shape, device=part_BS.device),
+                    context=MicrobatchContext(tokens=tokens, given_routing=given),
+                )
             )
-            for part_BS in ids_BS.split(size)
-        ]
         self.model.train()
         outcome = self.trainer.step(batches, self.state)
         self.state.advance(outcome.num_samples, build.build_train_state_config(self.plan))
         return float(outcome.loss)
+
+    def _given(self, routings: Sequence[TextRouting], tokens: TokenMeta) -> GivenRouting:
+        """Experts of one microbatch's tokens. A routing may have one token more: the last label of its text."""
+        length, layers = tokens.positions_BS.shape[1], tuple(routings[0].layers)
+        ids_BSLK = torch.stack(
+            [torch.stack([routing.layers[layer].ids_TK[:length] for layer in layers], dim=1) for routing in routings]
+        )
+        mine = routed_layers(self.model, len(self.plan.model.layers))
+        return given_routing(ids_BSLK, layers, tokens, self.context, mine=mine)
 
 
 def read_flags(flags: str | Sequence[str]) -> RunPlan:

@@ -48,8 +48,8 @@ class MoEFlags:
     """Replace router logits by random values under which the busiest expert receives this many times the mean load, to
     measure speed with unbalanced experts. Expert popularity is log-normal. Its order is drawn for every step and layer
     from the seed, and is the same for all layouts."""
-    moe_enable_routing_replay: bool = unsupported(False, "routing is computed in every forward pass", harmless=True)
-    """Record and replay routing decisions."""
+    moe_enable_routing_replay: bool = differs(False, "no effect: expert choices can always be recorded and given")
+    """Let a program record expert choices and give them to routers (`megatron_moe.moe.routing_replay`)."""
 
     moe_router_load_balancing_type: tuple[Annotated[str, BALANCING], ...] = differs(
         ("aux_loss",),

@@ -62,8 +62,9 @@ class LinearAttentionConfig(MixerConfig):
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         linear = partial(linear_parameters, parallel=parallel, counted="attention")
-        options = {"tp_dim": 0, "splits": self.sections, "mixed_rows": self.mixed_rows}
-        yield from linear("in_proj", (sum(self.sections), self.hidden_size), low="qkv_linear", **options)
+        sections = self.sections
+        shape = (sum(sections), self.hidden_size)
+        yield from linear("in_proj", shape, low="qkv_linear", tp_dim=0, splits=sections, mixed_rows=self.mixed_rows)
         spec = partial(ParamSpec, counted="attention")
         mixed = self.mixed_sections
         conv = ParamMeta(role="vector", init="uniform", fan_in=self.conv_width, tp_dim=0, splits=mixed)

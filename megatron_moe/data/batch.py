@@ -52,6 +52,17 @@ class GraphRunner(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenRouting:
+    """Experts of the tokens of one microbatch, chosen elsewhere: by a trace (`--moe-routing-replay-path`) or a program
+    (`moe.routing_replay`). Probabilities follow from the current scores of these experts."""
+
+    ids: Mapping[int, Tensor]
+    """Index of a decoder layer -> int64 expert ids [T, K]; -1: no expert."""
+    given_T: Tensor | None = None
+    """False for tokens whose experts the routers select; bool. None: the experts of all tokens are given."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicrobatchContext:
     """Inputs of the model's modules for one microbatch, apart from activations.
 
@@ -72,9 +83,8 @@ class MicrobatchContext:
     forced_logits: Mapping[int, Tensor] | None = None
     """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
     `--moe-router-force-biased`. If None, each router that needs random logits draws them itself in its forward."""
-    given_ids: Mapping[int, Tensor] | None = None
-    """Layer index -> int64 expert ids [T, K] that the decoder's routers use instead of selecting
-    (`--moe-routing-replay-path`). None: they select."""
+    given_routing: GivenRouting | None = None
+    """Experts that the decoder's routers use instead of selecting. None: they select."""
     timers: Timers | None = None
     """Timers of the nodes of layers (`--timing-log-level 2`); None: nodes are not timed."""
     graph_instance: GraphRunner | None = None

@@ -16,7 +16,7 @@ from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.registry import BALANCING
 from megatron_moe.cost_model.expert_load import skewed_log_popularity
-from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.data.batch import GivenRouting, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference.routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -173,7 +173,7 @@ class Router(nn.Module):
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
         """Routes the T = S * B tokens of `hidden_SBH`; the token at (s, b) has index t = s * B + b.
 
-        `given_ids_TK` (an earlier `Routing.chosen_TK`; default: those in `mb.given_ids`) replaces the selection;
+        `given_ids_TK` (an earlier `Routing.chosen_TK`; default: those in `mb.given_routing`) replaces the selection;
         probabilities follow from the current logits. In training, the gradients of the losses are attached to the
         probabilities. Choices are counted only if gradients are enabled, and metrics are recorded only if `mb.metrics`
         is set. With recompute, the first forward records metrics and the second one counts choices, so nothing is
@@ -183,8 +183,8 @@ class Router(nn.Module):
         valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, mb)
         batch_size = hidden_SBH.shape[1]
-        if given_ids_TK is None and mb.given_ids is not None:
-            given_ids_TK = mb.given_ids[self.layer]
+        if given_ids_TK is None and mb.given_routing is not None:
+            given_ids_TK = self._given_ids(mb.given_routing, logits_TE, valid_T, balance=mb.training)
         if "expert_choice" in self.config.balancing:
             assert given_ids_TK is None, "expert choice cannot replay ids per token"
             routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
@@ -206,6 +206,8 @@ class Router(nn.Module):
                 num_experts=num_experts, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, chosen_TK=ids_TK
             )
             routing = self.selection.limit(routing)
+        if mb.metrics is not None and mb.metrics.trace_routing is not None and routing.chosen_TK is not None:
+            mb.metrics.trace_routing(self.layer, routing.chosen_TK)
         if not recording:
             return routing
         if self.config.z_loss_coeff or self._balancing_losses:
@@ -216,6 +218,18 @@ class Router(nn.Module):
         if mb.metrics is not None:
             self._record(mb.metrics, routing, logits_TE, valid_T)
         return routing
+
+    @torch.no_grad()
+    def _given_ids(self, given: GivenRouting, logits_TE: Tensor, valid_T: Tensor | None, *, balance: bool) -> Tensor:
+        """Experts of every token [T, K]: the given ones, or for tokens without any those that it selects."""
+        given_ids_TK = given.ids[self.layer]
+        if given.given_T is None:
+            return given_ids_TK
+        bias_E, thresholds_E = self.expert_bias, self.quantile_thresholds
+        selected = self.selection.by_token(
+            logits_TE, valid_T, None, bias_E, thresholds_E, balance=balance, balance_sets=0, z=False
+        )
+        return torch.where(given.given_T[:, None], given_ids_TK, selected.ids_TK)
 
     def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Logits [T, E]. The GEMMs of forward and backward run in the dtype of the logits; hidden states and weight are
@@ -328,8 +342,6 @@ class Router(nn.Module):
             self.threshold_count.add_(counted)
 
     def _record(self, metrics: MetricAccumulator, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
-        if metrics.trace_routing is not None and routing.chosen_TK is not None:
-            metrics.trace_routing(self.layer, routing.chosen_TK)
         if routing.map_TE is not None:
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()

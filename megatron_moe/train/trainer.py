@@ -348,7 +348,7 @@ class Trainer:
                 aux_loss_scale=aux_loss_scale,
                 rng=RNGKey(self.loop.seed, iteration, number, scope),
                 metrics=self.metrics,
-                given_ids=None if replay is None else replay.choices(iteration, number),
+                given_routing=batch.context.given_routing if replay is None else replay.choices(iteration, number),
                 timers=self.timers if self.timers.times_nodes else None,
                 training=True,
             )

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import matplotlib
 import pytest
@@ -79,3 +80,23 @@ def test_loads_count_the_choices_and_inputs_are_checked():
         model.logits("x" * 65)
     with pytest.raises(ValueError, match="3 texts are not a multiple of --micro-batch-size 2"):
         model.train_step(["abc"] * 3)
+
+
+def test_tokens_take_given_experts():
+    flags = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0"]
+    model, text = LanguageModel.build(flags, device="cpu"), "one two three four"
+    routing = model.routing(text)
+    EXACT.check(model.logits(text, routing), model.logits(text), "its own choices")
+    layers = {
+        layer: replace(each, ids_TK=(each.ids_TK + 1) % len(each.loads_E)) for layer, each in routing.layers.items()
+    }
+    other = replace(routing, layers=layers)
+    assert abs(model.loss(text, other) - model.loss(text)) > 1e-4
+
+    def first_loss(*routings):
+        return LanguageModel.build(flags, device="cpu").train_step([text, text], *routings)
+
+    assert first_loss([routing, routing]) == first_loss()
+    assert first_loss([routing, other]) != first_loss()
+    with pytest.raises(ValueError, match="1 routings for 2 texts"):
+        model.train_step([text, text], [other])
