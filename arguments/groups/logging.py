@@ -49,8 +49,8 @@ class LoggingFlags:
     straggler_minmax_count: int = differs(1, "lists only the slowest ranks, not the fastest", least=1)
     """Number of slow ranks that `--log-straggler` lists."""
     timing_log_level: Literal[0, 1, 2] = flag(0)
-    """Level of detail of the timers. 1: forward and backward, gradient reduction, optimizer; 2: also the forward of
-    attention, router, dispatch, experts, combine, head, ..., with CUDA events that nothing waits for."""
+    """Level of detail of the timers. 1: forward and backward, gradient reduction, optimizer; 2: also attention, router,
+    dispatch, experts, combine, head, ..., in forward and backward, by CUDA events that nothing waits for."""
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
     """Timer values to log: the maximum over ranks, the minimum and maximum, or the values of all ranks."""
     tensorboard_dir: str | None = flag(None)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.logs.timers import Span, Timers
 from megatron_moe.memory.cuda_graphs.layer_graphs import CapturedModule
 from megatron_moe.memory.saved_tensors import DiscardScope, SavedTensorPolicy
 from megatron_moe.optim.param_layout import Direction
@@ -125,13 +126,62 @@ def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Paramet
 
 def run_nodes(nodes: Iterable[Node], state: State, mb: MicrobatchContext) -> State:
     """Runs the nodes in order and returns the final state."""
+    if mb.timers is not None:
+        return _run_timed(nodes, state, mb, mb.timers)
     for node in nodes:
-        if mb.timers is None:
-            state = node.run(state, mb) if node.store is None else _run_acquired(node, node.store, state, mb)
-            continue
-        with mb.timers.span(f"{node.name.partition('_')[0]}-forward", level=2):
-            state = node.run(state, mb) if node.store is None else _run_acquired(node, node.store, state, mb)
+        state = _run_node(node, state, mb)
     return state
+
+
+def _run_node(node: Node, state: Any, mb: MicrobatchContext) -> Any:
+    return node.run(state, mb) if node.store is None else _run_acquired(node, node.store, state, mb)
+
+
+def _run_timed(nodes: Iterable[Node], state: Any, mb: MicrobatchContext, timers: Timers) -> Any:
+    """`run_nodes`, with the time of every node in forward and backward. The backward of a node is the time between the
+    gradients of the tensors that it made and those of the tensors that the node before it made: the state also passes
+    tensors on, whose gradients are complete only after the nodes that read them first."""
+    made: dict[int, Tensor] = {}
+    for node in nodes:
+        name, given = node.name.partition("_")[0], _differentiable(state)
+        with timers.span(f"{name}-forward", level=2):
+            state = _run_node(node, state, mb)
+        found = _differentiable(state)
+        inputs = {key: given[key] for key in made if key in given} or given
+        outputs = {key: tensor for key, tensor in found.items() if key not in given}
+        span = timers.backward_span(f"{name}-backward", level=2) if outputs else None
+        if span is not None:
+            _mark(span, inputs={key: inputs[key] for key in inputs if key not in found} or inputs, outputs=outputs)
+        made = outputs or {key: made[key] for key in made if key in found}
+        del given, found, inputs, outputs  # the next node may be the last to read them
+    return state
+
+
+def _mark(span: Span, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+    """Makes the gradients of `outputs` begin a span, and those of `inputs` end it, or the end of backward if there are
+    none."""
+
+    def begin_last(grad: Tensor) -> None:
+        span.mark_begin()
+        torch.autograd.Variable._execution_engine.queue_callback(span.mark_end)
+
+    for tensor in outputs.values():
+        tensor.register_hook(span.mark_begin if inputs else begin_last)  # type: ignore[no-untyped-call]
+    for tensor in inputs.values():
+        tensor.register_hook(span.mark_end)  # type: ignore[no-untyped-call]
+
+
+def _differentiable(state: Any) -> dict[int, Tensor]:
+    """The tensors of a state that get a gradient, by their identity."""
+    found: dict[int, Tensor] = {}
+
+    def find(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            found[id(tensor)] = tensor
+        return tensor
+
+    map_state(state, find)
+    return found
 
 
 def _run_acquired(node: Node, store: UnitStore, state: Any, mb: MicrobatchContext) -> Any:
@@ -178,14 +228,7 @@ def _begin_backward(store: UnitStore, units: Iterable[str], has_inputs: bool) ->
 def _at_backward(state: Any, call: Callable[[], None]) -> tuple[Any, bool]:
     """Returns the state, changed so that backward calls `call` once it has computed the gradients of all tensors of the
     state, and whether there are any such tensors."""
-    found: dict[int, Tensor] = {}
-
-    def find(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            found[id(tensor)] = tensor
-        return tensor
-
-    map_state(state, find)
+    found = _differentiable(state)
     if not found:
         return state, False
     outputs = _CallInBackward.apply(call, *found.values())  # type: ignore[no-untyped-call]

@@ -41,14 +41,40 @@ class Moment:
         return self._time - earlier._time
 
 
+class Span:
+    """Named time between two moments. One of a backward begins at the last call of `mark_begin` before the first call
+    of `mark_end`, and ends at the last one; without both, it does not count."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self._device = device
+        self._begin: Moment | None = None
+        self._end: Moment | None = None
+
+    def mark_begin(self, *_: object) -> None:
+        if self._end is None:
+            self._begin = Moment(self._device)
+
+    def mark_end(self, *_: object) -> None:
+        self._end = Moment(self._device)
+
+    def is_over(self) -> bool:
+        """False if the device has not reached the end. Does not block."""
+        return self._end is None or self._end.has_come()
+
+    def seconds(self) -> float:
+        """0 for a backward that did not run."""
+        return 0.0 if self._begin is None or self._end is None else self._end.seconds_since(self._begin)
+
+
 class Timers:
     """Measures the time of named spans. Spans with a level above `--timing-log-level` are not measured."""
 
     def __init__(self, level: int, device: torch.device) -> None:
         self._level = level
         self._device = device
-        self._steps: list[list[tuple[str, Moment, Moment]]] = [[]]
-        """Spans of each step that has not been taken, as (name, begin, end)."""
+        self._steps: list[list[Span]] = [[]]
+        """Spans of each step that has not been taken."""
 
     @property
     def times_nodes(self) -> bool:
@@ -64,14 +90,26 @@ class Timers:
     def span(self, name: str, level: int) -> Iterator[None]:
         """Context manager that measures its body: host time on a CPU, time on the current stream on a GPU. Does nothing
         while a CUDA graph is captured, as its events would not measure the replays."""
-        if level > self._level or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if level > self._level or self._captures():
             yield
             return
-        begin = Moment(self._device)
+        span = Span(name, self._device)
+        span.mark_begin()
         try:
             yield
         finally:
-            self._steps[-1].append((name, begin, Moment(self._device)))
+            span.mark_end()
+            self._steps[-1].append(span)
+
+    def backward_span(self, name: str, level: int) -> Span | None:
+        """Span of the current step that backward marks; None where `span` does nothing."""
+        if level > self._level or self._captures():
+            return None
+        self._steps[-1].append(Span(name, self._device))
+        return self._steps[-1][-1]
+
+    def _captures(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def take(self, context: ParallelContext) -> dict[str, list[float]]:
         """Returns the seconds per step of each rank, by span name, of the steps that ended since the last call.
@@ -81,12 +119,12 @@ class Timers:
         """
         if self._level == 0:
             return {}
-        ended = list(takewhile(lambda spans: all(end.has_come() for _, _, end in spans), self._steps))
+        ended = list(takewhile(lambda spans: all(span.is_over() for span in spans), self._steps))
         self._steps = self._steps[len(ended) :] or [[]]
         num_steps = sum(map(bool, ended))
         seconds: dict[str, float] = {}
-        for name, begin, end in chain.from_iterable(ended):
-            seconds[name] = seconds.get(name, 0.0) + end.seconds_since(begin) / num_steps
+        for span in chain.from_iterable(ended):
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds() / num_steps
         # host: some hundred bytes per rank
         ranks = gather_objects(seconds, context.host_group())
         names = dict.fromkeys(name for rank in ranks for name in rank)

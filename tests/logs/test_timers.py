@@ -37,12 +37,21 @@ def test_a_step_that_the_device_has_not_completed_is_left_for_the_next_report(cl
         timers.begin_step()
         with timers.span(name, level=1):
             pass
-    running = timers._steps[-1][-1][-1]
-    monkeypatch.setattr(Moment, "has_come", lambda moment: moment is not running)
+    running = timers._steps[-1][-1]
+    monkeypatch.setattr(Moment, "has_come", lambda moment: moment is not running._end)
     monkeypatch.setattr(Moment, "wait", None)
     assert timers.take(ParallelContext.single()) == {"first": [1.0]}
     monkeypatch.undo()
     assert timers.take(ParallelContext.single()) == {"second": [1.0]}
+
+
+def test_a_backward_lasts_from_its_last_begin_to_its_last_end(clock):
+    timers = Timers(2, CPU)
+    span, other = timers.backward_span("experts-backward", level=2), timers.backward_span("never-run", level=2)
+    assert timers.backward_span("above", level=3) is None and other is not None
+    for mark in (span.mark_begin, span.mark_begin, span.mark_end, span.mark_begin, span.mark_end):
+        mark()
+    assert timers.take(ParallelContext.single()) == {"experts-backward": [2.0], "never-run": [0.0]}
 
 
 def test_spans_above_the_timing_level_are_not_measured(clock):

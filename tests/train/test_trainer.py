@@ -113,7 +113,8 @@ def test_timers_of_level_2_have_the_parts_of_a_step(overlap):
     plan = tiny.plan()
     plan = replace(plan, pipeline=replace(plan.pipeline, overlap=overlap))
     context, kernels = ParallelContext.single(), reference.bundle()
-    parts = [f"{part}-forward" for part in "embedding attention router dispatch experts combine residual head".split()]
+    names = "embedding attention router dispatch experts combine residual head".split()
+    parts = [f"{name}-{direction}" for name in names for direction in ("forward", "backward")]
     whole = ["forward-backward", "all-grads-sync", "optimizer"]
     for level, expected in ((0, []), (1, whole), (2, [*parts, *whole])):
         timers = Timers(level, context.device)
@@ -122,6 +123,7 @@ def test_timers_of_level_2_have_the_parts_of_a_step(overlap):
         trainer.step(loader.next_step(), TrainState())
         found = timers.take(context)
         assert set(expected) <= set(found) if expected else not found, found
+        assert all(found[part][0] > 0 for part in expected)
         spent = sum(found[part][0] for part in parts if level == 2)
         assert spent < found["forward-backward"][0] if level else spent == 0
 
