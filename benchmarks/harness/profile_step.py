@@ -1,16 +1,21 @@
 """Profiles a few steps of a recipe on a GPU.
 
-    python benchmarks/harness/profile_step.py [--warmup 4] [--steps 10] [--output-dir FOLDER] -- --config my.yaml
+    python benchmarks/harness/profile_step.py [--warmup 4] [--steps 10] [--output-dir FOLDER] [--host-profile] \
+        -- --config my.yaml
 
 Arguments after `--` go to pretrain_moe.py. Prints the median step time, TFLOP/s by Megatron's formula, peak memory and
 the time of every kind of kernel, and how much communication is exposed. `--output-dir` also writes the table, a chart,
-the timeline of one layer with a lane per stream, and the trace (for chrome://tracing or Perfetto). Under torchrun, rank
-0 reports.
+the timeline of one layer with a lane per stream, and the trace (for chrome://tracing or Perfetto); with
+`--host-profile`, also Python functions by host time, in a step whose backward runs on the main thread. Under torchrun,
+rank 0 reports.
 """
 
 import argparse
+import cProfile
+import io
 import json
 import os
+import pstats
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -71,14 +76,18 @@ class Profile:
     """Kernels of the traced steps."""
     board: Reading | None = None
     """Medians over the timed steps; None without readings."""
+    host: str = ""
+    """Python functions by host time; empty if not requested."""
 
     @property
     def median_ms(self) -> float:
         return sorted(self.step_ms)[len(self.step_ms) // 2]
 
 
-def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None, quick: bool) -> Profile:
-    """Runs warm-up steps, timed steps and traced steps."""
+def profile(
+    plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None, quick: bool, host: bool = False
+) -> Profile:
+    """Runs warm-up steps, timed steps and traced steps, and with `host` one whose Python functions are timed."""
     run = TimedRun(plan, quick=quick)
     print(run.kernel_table, flush=True)
     try:
@@ -92,6 +101,7 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
         peak, loads = torch.cuda.max_memory_allocated() + graph_pool_bytes(run), run.take_loads()
         events = traced_steps(run, traced, trace) if traced else []
         rows = run.take_rows()
+        functions = host_functions(run) if host else ""
     finally:
         run.close()
     seconds = sorted(times)[len(times) // 2] / 1e3
@@ -110,7 +120,18 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
         communication=communication_times(events, traced) if traced else None,
         events=tuple(events),
         board=reading,
+        host=functions,
     )
+
+
+def host_functions(run: TimedRun, number: int = 80) -> str:
+    """Table of the Python functions that take most host time in a step."""
+    torch.cuda.synchronize()
+    text, profiler = io.StringIO(), cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):  # the profiler sees one thread
+        profiler.runcall(run.step)
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(number)
+    return text.getvalue()
 
 
 def report(result: Profile, num_kernels: int = 30) -> str:
@@ -183,7 +204,9 @@ def store(result: Profile, folder: Path) -> None:
     """Writes table, JSON and chart to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "profile.txt").write_text(report(result, num_kernels=200) + "\n")
-    figures = {name: value for name, value in asdict(result).items() if name != "events"}
+    if result.host:
+        (folder / "host.txt").write_text(result.host)
+    figures = {name: value for name, value in asdict(result).items() if name not in ("events", "host")}
     (folder / "profile.json").write_text(json.dumps(figures, indent=1) + "\n")
     draw(result, folder / "profile.png")
     draw_timeline(result.events, folder / "timeline.png")
@@ -197,6 +220,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--traced-steps", type=int, default=2)
     parser.add_argument("--output-dir", type=Path)
     parser.add_argument("--quick-init", action="store_true", help="draw weights on the device: losses are not a run's")
+    parser.add_argument("--host-profile", action="store_true", help="time Python functions in one more step")
     options = parser.parse_args(own)
     reports = int(os.environ.get("RANK", "0")) == 0
     folder: Path | None = options.output_dir if reports else None
@@ -213,6 +237,7 @@ def main(argv: list[str]) -> int:
             traced=options.traced_steps,
             trace=trace,
             quick=options.quick_init,
+            host=options.host_profile,
         )
     except RunError as problem:
         print(problem, file=sys.stderr)
