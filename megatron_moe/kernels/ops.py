@@ -472,10 +472,13 @@ class Kernels(MatrixOps, Quantizers, Protocol):
         ...
 
     # rows
-    def sort_rows(self, ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
-        """Sorts choices by expert, then by token. Each expert's rows are padded to a multiple of `align`. Without a
-        capacity, the number of rows R is `most_rows(T * K, E, align)`. With a capacity, each expert keeps its first
-        `capacity` choices and has C rows: `capacity` rounded up to a multiple of `align`. Then R = E * C."""
+    def sort_rows(
+        self, ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1, first: int = 0
+    ) -> RowIndex:
+        """Sorts choices (int64 or int32) by expert, then by token. Choices outside experts `first` ... `first` +
+        `num_experts` - 1 get no row. Each expert's rows are padded to a multiple of `align`. Without a capacity, the
+        number of rows R is `most_rows(T * K, E, align)`. With a capacity, each expert keeps its first `capacity` choices
+        and has C rows: `capacity` rounded up to a multiple of `align`. Then R = E * C."""
         ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:

@@ -255,6 +255,17 @@ def test_sorted_rows_match_the_reference(tokens: int, topk: int, experts: int, s
     assert counts.dtype is torch.int64 and counts.tolist() == REFERENCE.count_tokens(ids, experts).tolist()
 
 
+@pytest.mark.parametrize("sort_rows", [triton_kernels.sort_rows, REFERENCE.sort_rows], ids=["triton", "reference"])
+def test_choices_of_other_ranks_experts_have_no_row(sort_rows: Any) -> None:
+    """Global ids as they are received, against local ids."""
+    ids = choices(50, 3, 12, some_empty=True)
+    local = torch.where((ids >= 4) & (ids < 8), ids - 4, -1)
+    actual, expected = sort_rows(ids.to(torch.int32), 4, None, 16, 4), REFERENCE.sort_rows(local, 4, None, 16)
+    for name in ("token_R", "choice_R", "offsets_E", "rows_TK"):
+        mine, theirs = getattr(actual, name), getattr(expected, name)
+        assert mine.dtype is theirs.dtype and mine.tolist() == theirs.tolist(), name
+
+
 def test_sorted_rows_of_several_blocks_per_segment_match_the_reference() -> None:
     ids = choices(4200, 2, 7, some_empty=True)
     actual, expected = triton_kernels.sort_rows(ids, 7, None, 128), REFERENCE.sort_rows(ids, 7, None, 128)

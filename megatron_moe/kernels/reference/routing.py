@@ -173,8 +173,9 @@ def topk_probs(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tenso
 # rows
 
 
-def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
-    experts = torch.where(ids_TK < 0, num_experts, ids_TK).flatten()
+def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1, first: int = 0) -> RowIndex:
+    local_TK = ids_TK.long() - first
+    experts = torch.where((local_TK < 0) | (local_TK >= num_experts), num_experts, local_TK).flatten()
     rows = most_rows(experts.shape[0], num_experts, align)
     index, row = place(experts, num_experts, ids_TK.shape[1], rows, capacity, align)
     return replace(index, rows_TK=row.view_as(ids_TK))

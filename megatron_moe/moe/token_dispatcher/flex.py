@@ -116,10 +116,12 @@ class ReceivedTokens(NamedTuple):
     tokens_GH: MatrixOperand
     """In the format in which they were sent."""
     ids_GK: Tensor | None
-    """Local expert ids, int64; -1 for experts of other ranks. None in exchanges of gradients."""
+    """Expert ids, int64 or int32; experts of other ranks are ignored. None in exchanges of gradients."""
     probs_GK: Tensor | None
     num_rows: int | None = None
     """Number of rows of this rank's experts; None: the host does not know it."""
+    first_expert: int = 0
+    """Id in `ids_GK` of this rank's first expert."""
 
 
 class TokenTransport(Transport):
@@ -134,9 +136,9 @@ class TokenTransport(Transport):
         """Ends the use of received tokens, after the reads queued so far on the current stream."""
 
     def finish_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
-        tokens_GH, ids_GK, probs_GK, num_rows = self.receive_tokens(work)
+        tokens_GH, ids_GK, probs_GK, num_rows, first_expert = self.receive_tokens(work)
         if ids_GK is not None:
-            index, route.needed_rows = self._sort(ids_GK, route.capacity, num_rows)
+            index, route.needed_rows = self._sort(ids_GK, first_expert, route.capacity, num_rows)
             route.index, route.offsets_e, route.bound = index, index.offsets_E, len(index.token_R)
         assert route.index is not None
         rows_RH, rows_q = permuted(self._kernels, tokens_GH, route.index)
@@ -145,14 +147,14 @@ class TokenTransport(Transport):
         return ReceivedRows(rows_RH, probs_GK, rows_q)
 
     def _sort(
-        self, ids_GK: Tensor, capacity_per_rank: int | None, num_rows: int | None
+        self, ids_GK: Tensor, first_expert: int, capacity_per_rank: int | None, num_rows: int | None
     ) -> tuple[RowIndex, Tensor | None]:
         """Sorts received choices by local expert, cut to the row bound. Returns the index and the row count before the
         cut, for the overflow flag (int32 scalar on the device), or None if the bound cannot be exceeded. `num_rows`:
         number of rows without a capacity, if the host knows it."""
         capacity = None if capacity_per_rank is None else capacity_per_rank * self._group.size
         align = self._comm.row_alignment
-        index = self._kernels.sort_rows(ids_GK, self._num_local, capacity, align)
+        index = self._kernels.sort_rows(ids_GK, self._num_local, capacity, align, first_expert)
         if capacity is not None:
             return index, None
         if num_rows is not None:

@@ -86,9 +86,8 @@ class SymmetricTransport(TokenTransport):
         channel = self._arrive(work)
         if not work.with_choices:
             return ReceivedTokens(channel.received, None, None)
-        local_GK = channel.received_ids.long() - self._first
-        local_GK.masked_fill_((local_GK < 0) | (local_GK >= self._num_local), -1)
-        return ReceivedTokens(channel.received, local_GK, channel.received_values)
+        ids_GK, probs_GK = channel.received_ids, channel.received_values
+        return ReceivedTokens(channel.received, ids_GK, probs_GK, first_expert=self._first)
 
     def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _Push:
         channel, index, grad_GK = self._channel("sums", grad_probs is not None, rows_RH, route), route.index, grad_probs

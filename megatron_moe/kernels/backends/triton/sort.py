@@ -20,22 +20,22 @@ SEGMENTS = 32
 """Maximum number of segments. It is small because every sorting program reads the counts of all segments."""
 
 
-def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
+def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1, first: int = 0) -> RowIndex:
     """See `Kernels.sort_rows`. Runs on plain torch if a capacity is given or `ids_TK` is empty."""
     if capacity is not None or not ids_TK.numel():
-        return reference.sort_rows(ids_TK, num_experts, capacity, align)
+        return reference.sort_rows(ids_TK, num_experts, capacity, align, first)
     ids, device = ids_TK.contiguous(), ids_TK.device
-    before_BE, totals_SE, blocks_each = _counted(ids, num_experts)
+    before_BE, totals_SE, blocks_each = _counted(ids, num_experts, first)
     num_rows = most_rows(ids.numel(), num_experts, align)
     token_R, choice_R = (torch.empty(num_rows, device=device, dtype=torch.int64) for _ in range(2))
     if align > 1:
         token_R.fill_(-1)
         choice_R.fill_(-1)
     offsets_E = torch.empty(num_experts, device=device, dtype=torch.int32)
-    rows_TK = torch.empty_like(ids)
+    rows_TK = torch.empty(ids.shape, device=device, dtype=torch.int64)
     _place_rows[(len(before_BE),)](
-        ids, before_BE, totals_SE, offsets_E, token_R, choice_R, rows_TK, ids.numel(), num_experts, ids.shape[1],
-        len(totals_SE), blocks_each, BLOCK=BLOCK, SEGMENTS=SEGMENTS, EXPERTS=_bins(num_experts),
+        ids, before_BE, totals_SE, offsets_E, token_R, choice_R, rows_TK, ids.numel(), num_experts, first,
+        ids.shape[1], len(totals_SE), blocks_each, BLOCK=BLOCK, SEGMENTS=SEGMENTS, EXPERTS=_bins(num_experts),
         ALIGN=align,
     )  # fmt: skip
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
@@ -48,7 +48,7 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
     return _counted(ids_TK.contiguous(), num_experts)[1].sum(dim=0)
 
 
-def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
+def _counted(ids: Tensor, num_experts: int, first: int = 0) -> tuple[Tensor, Tensor, int]:
     """Counts the choices of each expert. Returns (counts between the start of a segment and the start of each of its
     blocks, int32 [blocks, E]; counts in each whole segment, int32 [segments, E]; number of blocks per segment)."""
     num_blocks = cdiv(ids.numel(), BLOCK)
@@ -56,7 +56,7 @@ def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
     totals_SE = before_BE.new_empty(cdiv(num_blocks, blocks_each), num_experts)
     _count_experts[(len(totals_SE),)](
-        ids, before_BE, totals_SE, ids.numel(), num_experts, num_blocks, blocks_each, BLOCK=BLOCK,
+        ids, before_BE, totals_SE, ids.numel(), num_experts, first, num_blocks, blocks_each, BLOCK=BLOCK,
         EXPERTS=_bins(num_experts),
     )  # fmt: skip
     return before_BE, totals_SE, blocks_each
@@ -68,8 +68,15 @@ def _bins(num_experts: int) -> int:
 
 
 @triton.jit
+def _local_ids(ids_ptr, choices, inside, first_expert, num_experts):
+    """Experts of the choices, counted from the first one; -1: none, or another rank's."""
+    ids = tl.load(ids_ptr + choices, mask=inside, other=-1).to(tl.int32) - first_expert
+    return tl.where((ids >= 0) & (ids < num_experts), ids, -1)
+
+
+@triton.jit
 def _count_experts(
-    ids_ptr, before_ptr, totals_ptr, num_choices, num_experts, num_blocks, blocks_each,
+    ids_ptr, before_ptr, totals_ptr, num_choices, num_experts, first_expert, num_blocks, blocks_each,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     experts = tl.arange(0, EXPERTS)
@@ -77,7 +84,7 @@ def _count_experts(
     first = tl.program_id(0) * blocks_each
     for block in range(first, tl.minimum(first + blocks_each, num_blocks)):
         choices = block * BLOCK + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1).to(tl.int32)
+        ids = _local_ids(ids_ptr, choices, choices < num_choices, first_expert, num_experts)
         tl.store(before_ptr + block * num_experts + experts, counts, mask=experts < num_experts)
         counts += tl.histogram(tl.maximum(ids, 0), EXPERTS, mask=ids >= 0)
     tl.store(totals_ptr + tl.program_id(0) * num_experts + experts, counts, mask=experts < num_experts)
@@ -85,8 +92,8 @@ def _count_experts(
 
 @triton.jit
 def _place_rows(
-    ids_ptr, before_ptr, totals_ptr, offsets_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts, topk,
-    num_segments, blocks_each,
+    ids_ptr, before_ptr, totals_ptr, offsets_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts,
+    first_expert, topk, num_segments, blocks_each,
     BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Sorts one block: a choice's row is its expert's first row plus the number of the expert's earlier choices."""
@@ -105,7 +112,7 @@ def _place_rows(
     places = tl.arange(0, BLOCK)
     choices = block * BLOCK + places
     inside = choices < num_choices
-    ids = tl.load(ids_ptr + choices, mask=inside, other=-1).to(tl.int32)
+    ids = _local_ids(ids_ptr, choices, inside, first_expert, num_experts)
     earlier = (ids[:, None] == ids[None, :]) & (places[None, :] < places[:, None])
     rows = tl.gather(ends - owned + before, tl.maximum(ids, 0), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
     chosen = ids >= 0
