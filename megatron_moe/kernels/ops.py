@@ -380,15 +380,14 @@ class Kernels(MatrixOps, Quantizers, Protocol):
 
         With `out_SBNE` (contiguous; internal dtype or that of q) and `lse_SBN` (internal dtype), merges it into them,
         in place, and returns them. Where a row has seen no key, they are 0 and -inf. A backend may round the block's
-        output to the dtype of q, and may return it so without tensors to merge into."""
+        output to the dtype of q, and return it so."""
         ...
 
     def attention_block_grad(
         self, block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the block's q, k and v, in the internal dtype. A backend may round them to the dtype of q and
-        return them so. With `into` (contiguous, internal dtype), adds them to these tensors and returns those. `found`:
-        results over all keys."""
+        """Gradients of the block's q, k and v, in the internal dtype or rounded to that of q. With `into` (contiguous,
+        internal dtype), adds them to these tensors and returns those. `found`: results over all keys."""
         ...
 
     # linear attention: differentiable
@@ -475,10 +474,10 @@ class Kernels(MatrixOps, Quantizers, Protocol):
     def sort_rows(
         self, ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1, first: int = 0
     ) -> RowIndex:
-        """Sorts choices (int64 or int32) by expert, then by token. Choices outside experts `first` ... `first` +
-        `num_experts` - 1 get no row. Each expert's rows are padded to a multiple of `align`. Without a capacity, the
-        number of rows R is `most_rows(T * K, E, align)`. With a capacity, each expert keeps its first `capacity` choices
-        and has C rows: `capacity` rounded up to a multiple of `align`. Then R = E * C."""
+        """Sorts choices (int64 or int32) by expert, then by token; there are `num_experts` experts from id `first` on,
+        and choices of others get no row. Each expert's rows are padded to a multiple of `align`. Without a capacity,
+        the number of rows R is `most_rows(T * K, E, align)`. With a capacity, each expert keeps its first `capacity`
+        choices and has C rows: `capacity` rounded up to a multiple of `align`. Then R = E * C."""
         ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:

@@ -88,7 +88,7 @@ LAUNCHES = """
 from megatron_moe.kernels.backends.triton import gate
 
 gate._gate_forward, gate._gate_backward = Compiled(gate._gate_forward), Compiled(gate._gate_backward)
-gate.sum_of_shares = lambda shares, dtype: shares[0].to(dtype)
+gate.weight_grad = lambda shares, weight: shares[0].to(weight.dtype)
 for width, experts in ((2048, 128), (7168, 64), (72, 3)):
     hidden, weight = (torch.zeros(rows, width).bfloat16() for rows in (64, experts))
     gate._logits(hidden, weight), gate._gradients(torch.zeros(64, experts), hidden, weight)

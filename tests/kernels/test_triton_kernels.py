@@ -1,6 +1,6 @@
 """Interpreted Triton kernels against the reference, with sizes that are not multiples of a tile."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -336,6 +336,53 @@ def test_grouped_weight_gradients_of_several_microbatches_are_accumulated(
     triton_kernels.grouped_weight_grad(found[0], actual, accumulate)
     REFERENCE.grouped_weight_grad(found[1], expected, accumulate)
     FP32_REF.check(actual, expected, "weight gradient")
+
+
+class _Buffer:
+    """Gradient accumulator of a parameter."""
+
+    merges = False
+
+    def __init__(self, weight: Tensor) -> None:
+        self.main_grad, self.filled = torch.full_like(weight, torch.nan, dtype=torch.float32), False
+
+    def add(self, compute: Callable[[Tensor, bool], None]) -> None:
+        compute(self.main_grad, self.filled)
+        self.filled = True
+
+
+def transform(width: int) -> QueryKeyTransform:
+    return QueryKeyTransform(1e-6, False, *(draw(6, 1, width, seed=number).float() for number in (7, 8)), False, 2)
+
+
+WITH_WEIGHTS: dict[str, tuple[Callable[..., Any], int]] = {
+    "rms_norm": (lambda x, w: triton_kernels.rms_norm(x, w, 1e-6, False), 1),
+    "add_rms_norm": (lambda x, w: triton_kernels.add_rms_norm(x, x * 2, w, 1e-6, True)[1], 1),
+    "layer_norm": (lambda x, w, b: triton_kernels.layer_norm(x, w, b, 1e-6, False), 2),
+    "gated_rms_norm": (lambda x, w: triton_kernels.gated_rms_norm(x, x * 3, w, 1e-6, False), 1),
+    "query_key_value": (
+        lambda x, q, k: triton_kernels.query_key_value(x.repeat(1, 1, 1, 4), q, k, transform(16))[1],
+        2,
+    ),
+}
+"""Op of an input [6, 2, 3, 16] and its weights, and the number of weights."""
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_weight_gradients_are_accumulated_as_autograd_would(name: str) -> None:
+    """Two microbatches, bit for bit."""
+    op, num_weights = WITH_WEIGHTS[name]
+    weights = [draw(16, seed=number).bfloat16().requires_grad_() for number in range(num_weights)]
+    inputs = [draw(6, 2, 3, 16, seed=number).bfloat16() for number in (3, 4)]
+    found = [torch.autograd.grad(op(x, *weights).float().square().sum(), weights, allow_unused=True) for x in inputs]
+    buffers = [_Buffer(weight) for weight in weights]
+    for weight, buffer in zip(weights, buffers, strict=True):
+        weight.grad_accumulator = buffer
+    for x in inputs:
+        op(x.requires_grad_(), *weights).float().square().sum().backward()
+    for weight, buffer, grads in zip(weights, buffers, zip(*found, strict=True), strict=True):
+        assert weight.grad is None
+        EXACT.check(buffer.main_grad, grads[0].float() + grads[1].float())
 
 
 @pytest.mark.parametrize("num_programs", [1, 64, 130])

@@ -19,7 +19,7 @@ from megatron_moe.kernels.backends.triton.launch import (
     num_multiprocessors,
     power_of_two,
     rows_of,
-    sum_of_shares,
+    weight_grad,
 )
 
 
@@ -56,13 +56,15 @@ def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Te
 class _GateProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
-        hidden_TH, weight_EH = rows_of(hidden_TH), rows_of(weight_EH)
-        ctx.save_for_backward(hidden_TH, weight_EH)
+        hidden_TH = rows_of(hidden_TH)
+        ctx.save_for_backward(hidden_TH)
+        ctx.weight = weight_EH
         return _logits(hidden_TH, weight_EH)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(rows_of(grads[0]), *ctx.saved_tensors)
+        (hidden_TH,) = ctx.saved_tensors
+        return _gradients(rows_of(grads[0]), hidden_TH, ctx.weight)
 
 
 def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
@@ -79,8 +81,8 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
     return logits_TE
 
 
-def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the hidden states and of the weight, each rounded once."""
+def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of the hidden states and of the weight, each rounded once. None: accumulated."""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
     most_segments = BACKWARD_PROGRAMS * num_multiprocessors(hidden_TH.device) // cdiv(width, columns)
@@ -94,8 +96,7 @@ def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[T
         WIDEN=INTERPRETED, PARTS=PARTS, EXPERTS=experts, TOKENS=BACKWARD.tokens, COLUMNS=columns,
         STAGES=BACKWARD.stages, num_warps=BACKWARD.warps,
     )  # fmt: skip
-    grad_weight = sum_of_shares(shares_PEH.view(segments, -1), weight_EH.dtype)
-    return grad_hidden_TH, grad_weight.view(num_experts, width)
+    return grad_hidden_TH, weight_grad(shares_PEH.view(segments, -1), weight_EH)
 
 
 def _fitted(most: int, number: int) -> int:

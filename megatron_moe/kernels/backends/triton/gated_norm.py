@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import sum_of_shares
+from megatron_moe.kernels.backends.triton.launch import weight_grad
 from megatron_moe.kernels.backends.triton.norm import backward_tiles, forward_tiles
 
 
@@ -29,13 +29,14 @@ class _GatedRMSNorm(torch.autograd.Function):
                 x_TC, gate_TC, weight, out, x.numel() // width, groups, width, x_TC.stride(0), gate_TC.stride(0), eps,
                 NORM_FIRST=norm_first, PER_GROUP=weight.dim() == 2, **tile,
             )  # fmt: skip
-        ctx.save_for_backward(x_TC, gate_TC, weight)
+        ctx.save_for_backward(x_TC, gate_TC)
+        ctx.weight = weight
         ctx.eps, ctx.norm_first, ctx.shape = eps, norm_first, x.shape
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TC, gate_TC, weight = ctx.saved_tensors
+        (x_TC, gate_TC), weight = ctx.saved_tensors, ctx.weight
         grad, (groups, width) = grads[0].contiguous(), ctx.shape[-2:]
         grad_x, grad_gate = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x_TC, gate_TC))
         per_group = weight.dim() == 2
@@ -47,7 +48,7 @@ class _GatedRMSNorm(torch.autograd.Function):
             grad, x_TC, gate_TC, weight, grad_x, grad_gate, shares_PGW, len(x_TC), groups, width,
             x_TC.stride(0), gate_TC.stride(0), ctx.eps, NORM_FIRST=ctx.norm_first, PER_GROUP=per_group, **tile,
         )  # fmt: skip
-        grad_weight = sum_of_shares(shares_PGW.flatten(1), weight.dtype).view(weight.shape)
+        grad_weight = weight_grad(shares_PGW.flatten(1), weight)
         return grad_x.view(ctx.shape), grad_gate.view(ctx.shape), grad_weight, None, None
 
 

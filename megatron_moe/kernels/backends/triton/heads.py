@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, sum_of_shares
+from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, weight_grad
 from megatron_moe.kernels.ops import QueryKeyTransform
 
 TILE = 2048
@@ -52,13 +52,15 @@ class _QueryKeyValue(torch.autograd.Function):
                 NORMED=normed, ZERO_CENTERED=zero_centered, INTERLEAVED=interleaved,
                 **_tiles(groups, heads_per_group, width, cos_SBD.shape[-1]),
             )  # fmt: skip
-        ctx.save_for_backward(qkv_SBGC, q_weight, k_weight, cos_SBD, sin_SBD)
+        ctx.save_for_backward(qkv_SBGC, cos_SBD, sin_SBD)
+        ctx.weights = q_weight, k_weight
         ctx.settings = (eps, zero_centered, interleaved, heads_per_group)
         return q_SBND, k_SBGD, qkv_SBGC[..., -width:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_SBGC, q_weight, k_weight, cos_SBD, sin_SBD = ctx.saved_tensors
+        qkv_SBGC, cos_SBD, sin_SBD = ctx.saved_tensors
+        q_weight, k_weight = ctx.weights
         eps, zero_centered, interleaved, heads_per_group = ctx.settings
         grad_q, grad_k, grad_v = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
         length, batch, groups, width = qkv_SBGC.shape
@@ -80,8 +82,8 @@ class _QueryKeyValue(torch.autograd.Function):
             )  # fmt: skip
         if not normed:
             return grad_qkv, None, None, None
-        grad_q_weight, grad_k_weight = sum_of_shares(partials_P2D.flatten(1), q_weight.dtype).chunk(2)
-        return grad_qkv, grad_q_weight, grad_k_weight, None
+        grad_weights = (weight_grad(partials_P2D[:, i], weight) for i, weight in enumerate(ctx.weights))
+        return grad_qkv, *grad_weights, None
 
 
 def _tiles(groups: int, heads_per_group: int, width: int, rotary_dim: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import rows_of, sum_of_shares
+from megatron_moe.kernels.backends.triton.launch import rows_of, weight_grad
 from megatron_moe.kernels.backends.triton.norm import backward_tiles, forward_tiles
 
 
@@ -31,13 +31,13 @@ class _LayerNorm(torch.autograd.Function):
                 x_RH, weight, bias, out_RH, moments_2R, num_rows, width, x_RH.stride(0), eps,
                 ZERO_CENTERED=zero_centered, **tile,
             )  # fmt: skip
-        ctx.save_for_backward(x_RH, weight, moments_2R)
-        ctx.zero_centered, ctx.bias_dtype = zero_centered, bias.dtype
+        ctx.save_for_backward(x_RH, moments_2R)
+        ctx.weight, ctx.bias, ctx.zero_centered = weight, bias, zero_centered
         return out_RH.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, weight, moments_2R = ctx.saved_tensors
+        (x_RH, moments_2R), weight = ctx.saved_tensors, ctx.weight
         grad_RH, (num_rows, width) = rows_of(grads[0]), x_RH.shape
         grid, tile = backward_tiles(num_rows, width, x_RH.device)
         grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
@@ -48,8 +48,8 @@ class _LayerNorm(torch.autograd.Function):
             grad_RH.stride(0), x_RH.stride(0),
             ZERO_CENTERED=ctx.zero_centered, **tile,
         )  # fmt: skip
-        grad_weight, grad_bias = sum_of_shares(shares_PW, weight.dtype).chunk(2)
-        return grad_x_RH.view(grads[0].shape), grad_weight, grad_bias.to(ctx.bias_dtype), None, None
+        grads_of = weight_grad(shares_PW[:, :width], weight), weight_grad(shares_PW[:, width:], ctx.bias)
+        return grad_x_RH.view(grads[0].shape), *grads_of, None, None
 
 
 @triton.jit

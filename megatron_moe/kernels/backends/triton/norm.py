@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, rows_of, sum_of_shares
+from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, rows_of, weight_grad
 from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, quantize_rows, store_tile
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
@@ -57,14 +57,14 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: _Cast | None) -> Tensor:
         x_RH = rows_of(x)
         _, out_RH, scale_R = _norm(x_RH, None, weight, eps, zero_centered, cast)
-        ctx.save_for_backward(x_RH, weight, scale_R)
-        ctx.zero_centered = zero_centered
+        ctx.save_for_backward(x_RH, scale_R)
+        ctx.weight, ctx.zero_centered = weight, zero_centered
         return out_RH.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, weight, scale_R = ctx.saved_tensors
-        grad_x_RH, grad_weight = _norm_backward(grads[0], None, x_RH, weight, scale_R, ctx.zero_centered)
+        x_RH, scale_R = ctx.saved_tensors
+        grad_x_RH, grad_weight = _norm_backward(grads[0], None, x_RH, ctx.weight, scale_R, ctx.zero_centered)
         return grad_x_RH.view(grads[0].shape), grad_weight, None, None, None
 
 
@@ -76,8 +76,8 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: _Cast | None
     ) -> tuple[Tensor, Tensor]:
         total_RH, out_RH, scale_R = _norm(rows_of(x), rows_of(residual), weight, eps, zero_centered, cast)
-        ctx.save_for_backward(total_RH, weight, scale_R)
-        ctx.zero_centered = zero_centered
+        ctx.save_for_backward(total_RH, scale_R)
+        ctx.weight, ctx.zero_centered = weight, zero_centered
         ctx.set_materialize_grads(False)
         return total_RH.view(x.shape), out_RH.view(x.shape)
 
@@ -86,8 +86,8 @@ class _AddRMSNorm(torch.autograd.Function):
         grad_total, grad_out = grads
         if grad_out is None:  # the normed output is unused
             return grad_total, grad_total, None, None, None, None
-        total_RH, weight, scale_R = ctx.saved_tensors
-        grad_RH, grad_weight = _norm_backward(grad_out, grad_total, total_RH, weight, scale_R, ctx.zero_centered)
+        total_RH, scale_R = ctx.saved_tensors
+        grad_RH, grad_weight = _norm_backward(grad_out, grad_total, total_RH, ctx.weight, scale_R, ctx.zero_centered)
         grad = grad_RH.view(grad_out.shape)
         return grad, grad, grad_weight, None, None, None
 
@@ -114,8 +114,8 @@ def _norm(
 
 def _norm_backward(
     grad: Tensor, grad_total: Tensor | None, x_RH: Tensor, weight: Tensor, scale_R: Tensor, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns (gradient of x, to which `grad_total` is added if not None; gradient of the weight)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Returns (gradient of x, to which `grad_total` is added if not None; that of the weight, None: accumulated)."""
     grad_RH = rows_of(grad)
     added_RH = grad_RH if grad_total is None else rows_of(grad_total)
     num_rows, width = x_RH.shape
@@ -128,7 +128,7 @@ def _norm_backward(
         grad_RH.stride(0), added_RH.stride(0), x_RH.stride(0),
         ADDED=grad_total is not None, ZERO_CENTERED=zero_centered, **tile,
     )  # fmt: skip
-    return grad_x_RH, sum_of_shares(shares_PH, weight.dtype)
+    return grad_x_RH, weight_grad(shares_PH, weight)
 
 
 def forward_tiles(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
