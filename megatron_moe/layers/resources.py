@@ -1,22 +1,24 @@
 """Resources that all modules of a model share."""
 
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
+ExpertComm = TypeVar("ExpertComm")
 
-class ModelResources(NamedTuple):
-    """Resources that all modules of a model share."""
+
+class ModelResources(NamedTuple, Generic[ExpertComm]):
+    """Resources that all modules of a model share. `ExpertComm`: type of the communication state, which only MoE layers
+    know."""
 
     ctx: ParallelContext
     kernels: Kernels
     saved_tensors: SavedTensorPolicy
-    expert_comm: Any = None
-    """`ExpertComm` with the communication state that the token dispatchers of all layers share; opaque to all modules
-    but MoE layers. If None, every MoE layer creates its own."""
+    expert_comm: ExpertComm | None = None
+    """Communication state that the token dispatchers of all layers share. If None, every MoE layer creates its own."""
     quantizers: LinearQuantizers = NO_QUANTIZERS
     """Source of the quantizers of the linear layers of the module that gets these resources."""
 

@@ -46,7 +46,7 @@ class MoELayer(FeedForward):
     fc2_latent_proj: Linear | None
     shared_experts: SharedExperts | None
 
-    def __init__(self, config: MoEConfig, site: Site, resources: ModelResources) -> None:
+    def __init__(self, config: MoEConfig, site: Site, resources: ModelResources[ExpertComm]) -> None:
         super().__init__()
         ctx, kernels, self.saved_tensors, expert_comm, quantizers = resources
         hidden_size = config.router.hidden_size
