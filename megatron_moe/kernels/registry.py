@@ -1,11 +1,12 @@
 """Selects the backend of every op from the user's requests and the device, and reports the reasons.
 
-A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
-that it imports) and PROVIDES (ops) are read without importing it; its `support(op, device, dtype) -> Support` rates an
-op. The request `auto` selects the backend with the best rating if it is better than plain torch. A backend with
-ON_REQUEST = True is excluded from `auto` and imported only if it is requested by name. RECIPES are the FP8 and FP4
-recipes (`LowPrecisionConfig.name`) for which a backend provides `LOW_PRECISION_OPS`, and BY_NAME those of them that it
-computes only if the request names the op, because they synchronise with the device.
+A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. It provides the ops that it defines
+or imports by name. These names and its constants NAME and NEEDS (modules that it imports) are read without importing
+it. Its function `support(op, device, dtype) -> Support` rates an op. The request `auto` selects the backend with the
+best rating if it is better than plain torch. A backend with ON_REQUEST = True is excluded from `auto` and imported only
+if it is requested by name. RECIPES are the FP8 and FP4 recipes (`LowPrecisionConfig.name`) for which a backend provides
+`LOW_PRECISION_OPS`, and BY_NAME those of them that it computes only if the request names the op, because they
+synchronise with the device.
 """
 
 import ast
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -103,19 +105,26 @@ def discover(folder: Path) -> list[Backend]:
 
 def read(path: Path) -> Backend:
     """Parses a backend file and reads its constants."""
-    constants = {}
+    constants: dict[str, Any] = {"ON_REQUEST": False, "RECIPES": (), "BY_NAME": ()}
+    names: set[str] = set()
     for statement in ast.parse(path.read_text()).body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        if isinstance(statement, ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in statement.names)
+        elif isinstance(statement, ast.FunctionDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name = statement.targets[0].id
-            if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST", "RECIPES", "BY_NAME"):
+            if name in ("NAME", "NEEDS", *constants):
                 constants[name] = ast.literal_eval(statement.value)
-    on_request, recipes = constants.pop("ON_REQUEST", False), constants.pop("RECIPES", ())
-    by_name = constants.pop("BY_NAME", ())
-    assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, but defines {sorted(constants)}"
-    unknown = set(constants["PROVIDES"]) - set(OPS)
-    assert not unknown, f"{path} provides ops that are not in the interface: {sorted(unknown)}"
+    assert {"NAME", "NEEDS"} <= set(constants), f"{path} must define NAME and NEEDS, but defines {sorted(constants)}"
     module = ".".join([f"{__package__}.backends", *([path.parent.name] if path.stem == "backend" else []), path.stem])
-    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, recipes, by_name, module)
+    fields = {name.lower(): value for name, value in constants.items()}
+    return Backend(**fields, provides=tuple(op for op in OPS if op in names), module=module)
+
+
+def provided_ops(backend: ModuleType) -> tuple[str, ...]:
+    """Ops that an imported backend defines or imports."""
+    return tuple(op for op in OPS if hasattr(backend, op))
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:

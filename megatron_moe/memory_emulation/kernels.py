@@ -49,7 +49,7 @@ def triton_kernels(
 
 def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
     if op in LOW_PRECISION_OPS:
-        name = "triton" if op in fake_backend("triton").PROVIDES else "hopper"
+        name = "triton" if hasattr(fake_backend("triton"), op) else "hopper"
         return f"as {name}", getattr(fake_low_precision, op)
     if request not in ("auto", "hopper", *_FAKED, reference.NAME):
         raise EnvironmentProblem(
@@ -61,7 +61,7 @@ def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[
         return reference.NAME, getattr(fake_backend(_HOST_READS[op]) if op in _HOST_READS else reference, op)
     for name in (torch_native.NAME,) if request == torch_native.NAME else _FAKED:
         backend = fake_backend(name)
-        if op in backend.PROVIDES:
+        if hasattr(backend, op):
             return f"as {name}", getattr(backend, op)
     return reference.NAME, getattr(reference, op)
 

@@ -19,7 +19,7 @@ from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.routing import sort_rows
-from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.kernels.registry import provided_ops, select_kernels
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES
@@ -312,7 +312,9 @@ def test_kernels_are_selected_for_the_recipe_blockwise() -> None:
         config = low_precision_config("blockwise", hybrid=hybrid)
         kernels = select_kernels(KernelConfig(), device, torch.bfloat16, config)
         backends = {choice.op: choice.backend for choice in kernels.choices if choice.op in LOW_PRECISION_OPS}
-        assert backends == {op: "hopper" if op in hopper_kernels.PROVIDES else "triton" for op in LOW_PRECISION_OPS}
+        assert backends == {
+            op: "hopper" if op in provided_ops(hopper_kernels) else "triton" for op in LOW_PRECISION_OPS
+        }
 
 
 def test_products_without_rows() -> None:

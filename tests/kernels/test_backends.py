@@ -26,6 +26,7 @@ from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
 from megatron_moe.kernels.reference import low_precision as reference_low_precision
+from megatron_moe.kernels.registry import provided_ops
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
 from tests.helpers.low_precision_operands import Operands, same_copies
@@ -68,7 +69,7 @@ def backend(name: str) -> ModuleType:
 
 def bundle(name: str) -> Kernels:
     """Plain torch with this backend's ops, without asking it whether it fits the CPU."""
-    ops = dict(vars(REFERENCE)) | {op: getattr(backend(name), op) for op in backend(name).PROVIDES}
+    ops = dict(vars(REFERENCE)) | {op: getattr(backend(name), op) for op in provided_ops(backend(name))}
     return SimpleNamespace(**ops)  # type: ignore[return-value]
 
 
@@ -94,13 +95,13 @@ def test_auto_neither_selects_nor_imports_installed_optional_backends(name: str,
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_optional_backends_support_bf16_on_gpus_only(name: str, stand_ins: None) -> None:
     module = backend(name)
-    for op in module.PROVIDES:
+    for op in provided_ops(module):
         assert module.support(op, torch.device("cpu"), torch.bfloat16).fit is Priority.NO
         assert module.support(op, CUDA, torch.float64).fit is Priority.NO
         assert module.support(op, CUDA, torch.bfloat16).fit is Priority.YES
     config = KernelConfig(kernel_backend=name)
     chosen = {c.op for c in registry.select_kernels(config, CUDA, torch.bfloat16).choices if c.backend == name}
-    assert chosen == set(module.PROVIDES) - set(LOW_PRECISION_OPS)
+    assert chosen == set(provided_ops(module)) - set(LOW_PRECISION_OPS)
 
 
 @DTYPES
@@ -346,7 +347,7 @@ def test_fp8_grouped_products_of_transformer_engine_must_be_named(stand_ins: Non
         all_ops = KernelConfig(kernel_backend="transformer_engine")
         chosen = {c.op: c for c in registry.select_kernels(all_ops, CUDA, BF16, config).choices}
         own = {op for op in LOW_PRECISION_OPS if chosen[op].backend == "transformer_engine"}
-        assert own == set(backend(TE).PROVIDES) & set(LOW_PRECISION_OPS) - by_name
+        assert own == set(provided_ops(backend(TE))) & set(LOW_PRECISION_OPS) - by_name
         for op in by_name:
             assert f"--kernel-per-op {op}=transformer_engine is needed" in chosen[op].reason
         named = KernelConfig(kernel_per_op=tuple((op, "transformer_engine") for op in sorted(by_name)))

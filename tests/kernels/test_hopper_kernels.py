@@ -11,6 +11,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper.tiles import aligned, rows_by_slice
 from megatron_moe.kernels.kernel_set import Priority
+from megatron_moe.kernels.registry import provided_ops
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
 LAUNCHES = """
@@ -81,7 +82,7 @@ def test_unaligned_widths_are_rejected_and_unaligned_addresses_copied() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_devices_are_not_supported(dtype: torch.dtype) -> None:
-    for op in hopper_kernels.PROVIDES:
+    for op in provided_ops(hopper_kernels):
         assert hopper_kernels.support(op, torch.device("cpu"), dtype).fit is Priority.NO
 
 
@@ -93,6 +94,6 @@ def test_other_triton_versions_are_not_supported(version: str, fit: Priority, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper_kernels.triton, "__version__", version)
-    for op in hopper_kernels.PROVIDES:
+    for op in provided_ops(hopper_kernels):
         support = hopper_kernels.support(op, torch.device("cuda"), torch.bfloat16)
         assert support.fit is fit and (fit is Priority.TAILORED or "Triton 3.6; installed is 3.9.0" in support.reason)

@@ -20,6 +20,7 @@ from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan, QueryKeyTransform
 from megatron_moe.kernels.pages import make_pages
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.registry import provided_ops
 from megatron_moe.memory_emulation import kernels as emulated
 from megatron_moe.memory_emulation.tracker import Timeline, Tracker
 from tests.helpers import tiny
@@ -205,8 +206,8 @@ def test_fakes_do_not_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_op_is_emulated_by_the_backend_that_auto_selects() -> None:
     backends = {choice.op: choice.backend for choice in KERNELS.choices}
-    assert {op for op, name in backends.items() if name == "as triton"} == set(triton_kernels.PROVIDES)
-    rest = set(OPS) - set(triton_kernels.PROVIDES) - set(torch_native.PROVIDES) - set(LOW_PRECISION_OPS)
+    assert {op for op, name in backends.items() if name == "as triton"} == set(provided_ops(triton_kernels))
+    rest = set(OPS) - set(provided_ops(triton_kernels)) - set(provided_ops(torch_native)) - set(LOW_PRECISION_OPS)
     assert all(backends[op] == reference.NAME for op in rest), "plain torch on a GPU, and so here"
 
 

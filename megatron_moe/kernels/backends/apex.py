@@ -14,7 +14,6 @@ from megatron_moe.kernels.reference import backend as reference
 NAME = "apex"
 NEEDS = ("apex", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda")
 ON_REQUEST = True
-PROVIDES = ("linear_weight_grad", "rms_norm", "layer_norm")
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:

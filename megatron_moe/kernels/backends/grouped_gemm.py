@@ -16,7 +16,6 @@ from megatron_moe.kernels.reference import backend as reference
 NAME = "grouped_gemm"
 NEEDS = ("grouped_gemm",)
 ON_REQUEST = True
-PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:

@@ -12,41 +12,21 @@ import triton
 from torch import Tensor
 
 from megatron_moe.kernels.backends.hopper import weight_grad
-from megatron_moe.kernels.backends.hopper.casts import quantize_activation_grad as quantize_activation_grad
-from megatron_moe.kernels.backends.hopper.casts import quantize_permuted as quantize_permuted
-from megatron_moe.kernels.backends.hopper.casts import quantize_rows as quantize_rows
-from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_forward as quantized_linear_forward
-from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_input_grad as quantized_linear_input_grad
-from megatron_moe.kernels.backends.hopper.fp8_linear import quantized_linear_weight_grad as quantized_linear_weight_grad
-from megatron_moe.kernels.backends.hopper.fp8_product import quantized_grouped_forward as quantized_grouped_forward
-from megatron_moe.kernels.backends.hopper.fp8_product import (
-    quantized_grouped_input_grad as quantized_grouped_input_grad,
+from megatron_moe.kernels.backends.hopper.casts import quantize_activation_grad, quantize_permuted, quantize_rows
+from megatron_moe.kernels.backends.hopper.fp8_linear import (
+    quantized_linear_forward,
+    quantized_linear_input_grad,
+    quantized_linear_weight_grad,
 )
-from megatron_moe.kernels.backends.hopper.fp8_weight_grad import (
-    quantized_grouped_weight_grad as quantized_grouped_weight_grad,
-)
-from megatron_moe.kernels.backends.hopper.product import grouped_forward as grouped_forward
-from megatron_moe.kernels.backends.hopper.product import grouped_input_grad as grouped_input_grad
+from megatron_moe.kernels.backends.hopper.fp8_product import quantized_grouped_forward, quantized_grouped_input_grad
+from megatron_moe.kernels.backends.hopper.fp8_weight_grad import quantized_grouped_weight_grad
+from megatron_moe.kernels.backends.hopper.product import grouped_forward, grouped_input_grad
 from megatron_moe.kernels.backends.triton import experts
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import GroupedPart
 
 NAME = "hopper"
 NEEDS = ("triton", "triton.experimental.gluon.nvidia.hopper")
-PROVIDES = (
-    "grouped_forward",
-    "grouped_input_grad",
-    "grouped_weight_grad",
-    "quantize_rows",
-    "quantize_permuted",
-    "quantize_activation_grad",
-    "quantized_linear_forward",
-    "quantized_linear_input_grad",
-    "quantized_linear_weight_grad",
-    "quantized_grouped_forward",
-    "quantized_grouped_input_grad",
-    "quantized_grouped_weight_grad",
-)
 RECIPES = ("blockwise e4m3", "blockwise hybrid")
 GLUON = "3.6"
 """Required Triton version: other versions lack some of the Gluon operations used here (docs/kernels.md)."""

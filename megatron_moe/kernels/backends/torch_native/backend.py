@@ -42,27 +42,6 @@ from megatron_moe.precision.optimizer_state import PackedState, round_weights
 
 NAME = "torch_native"
 NEEDS = ("torch",)
-PROVIDES = (
-    "linear_weight_grad",
-    "grouped_forward",
-    "grouped_input_grad",
-    "grouped_weight_grad",
-    "rms_norm",
-    "add_rms_norm",
-    "layer_norm",
-    "query_key_value",
-    "attention",
-    "attention_block",
-    "attention_block_grad",
-    "activation",
-    "cross_entropy",
-    "gate_product",
-    "permute",
-    "unpermute",
-    "sum_of_squares",
-    "adamw_",
-    "adamw_packed_",
-)
 
 _ADAMW_CHUNK = 1 << 22
 """Elements per fused update: small enough for the L2 cache and large enough to hide launch overhead."""
@@ -312,7 +291,7 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None 
 # routing
 
 
-def route(
+def recomputed_route(
     logits_TE: Tensor,
     bias_E: Tensor | None,
     config: RouterConfig,

@@ -16,25 +16,15 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grou
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
 from megatron_moe.config.mlp import ActivationConfig
-from megatron_moe.kernels.backends.transformer_engine.low_precision import quantize_rows as quantize_rows
-from megatron_moe.kernels.backends.transformer_engine.low_precision import quantize_weight as quantize_weight
 from megatron_moe.kernels.backends.transformer_engine.low_precision import (
-    quantized_grouped_forward as quantized_grouped_forward,
-)
-from megatron_moe.kernels.backends.transformer_engine.low_precision import (
-    quantized_grouped_input_grad as quantized_grouped_input_grad,
-)
-from megatron_moe.kernels.backends.transformer_engine.low_precision import (
-    quantized_grouped_weight_grad as quantized_grouped_weight_grad,
-)
-from megatron_moe.kernels.backends.transformer_engine.low_precision import (
-    quantized_linear_forward as quantized_linear_forward,
-)
-from megatron_moe.kernels.backends.transformer_engine.low_precision import (
-    quantized_linear_input_grad as quantized_linear_input_grad,
-)
-from megatron_moe.kernels.backends.transformer_engine.low_precision import (
-    quantized_linear_weight_grad as quantized_linear_weight_grad,
+    quantize_rows,
+    quantize_weight,
+    quantized_grouped_forward,
+    quantized_grouped_input_grad,
+    quantized_grouped_weight_grad,
+    quantized_linear_forward,
+    quantized_linear_input_grad,
+    quantized_linear_weight_grad,
 )
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, VocabShard
@@ -43,27 +33,6 @@ from megatron_moe.kernels.reference import backend as reference
 NAME = "transformer_engine"
 NEEDS = ("transformer_engine",)
 ON_REQUEST = True
-PROVIDES = (
-    "linear_forward",
-    "linear_input_grad",
-    "linear_weight_grad",
-    "grouped_forward",
-    "grouped_input_grad",
-    "grouped_weight_grad",
-    "rms_norm",
-    "layer_norm",
-    "attention",
-    "activation",
-    "cross_entropy",
-    "quantize_rows",
-    "quantize_weight",
-    "quantized_linear_forward",
-    "quantized_linear_input_grad",
-    "quantized_linear_weight_grad",
-    "quantized_grouped_forward",
-    "quantized_grouped_input_grad",
-    "quantized_grouped_weight_grad",
-)
 BY_NAME = ("quantized_grouped_forward", "quantized_grouped_input_grad", "quantized_grouped_weight_grad")
 RECIPES = (
     "delayed e4m3",

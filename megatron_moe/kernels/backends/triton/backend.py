@@ -7,108 +7,47 @@ bitwise reproducible. Under `TRITON_INTERPRET=1` the same kernels run on the CPU
 import torch
 import triton
 
-from megatron_moe.kernels.backends.triton.activation import activation as activation
-from megatron_moe.kernels.backends.triton.activation import quantize_activation as quantize_activation
-from megatron_moe.kernels.backends.triton.activation import quantize_activation_grad as quantize_activation_grad
-from megatron_moe.kernels.backends.triton.attention.blocks import attention_block as attention_block
-from megatron_moe.kernels.backends.triton.attention.blocks import attention_block_grad as attention_block_grad
-from megatron_moe.kernels.backends.triton.attention.whole import attention as attention
-from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
-from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
-from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
-from megatron_moe.kernels.backends.triton.gate import gate_product as gate_product
-from megatron_moe.kernels.backends.triton.gated_norm import gated_rms_norm as gated_rms_norm
-from megatron_moe.kernels.backends.triton.heads import query_key_value as query_key_value
-from megatron_moe.kernels.backends.triton.latent import latent_key_value as latent_key_value
-from megatron_moe.kernels.backends.triton.layer_norm import layer_norm as layer_norm
-from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention as linear_attention
-from megatron_moe.kernels.backends.triton.matrices import descend_ as descend_
-from megatron_moe.kernels.backends.triton.matrices import momentum_ as momentum_
-from megatron_moe.kernels.backends.triton.matrices import symmetric_product as symmetric_product
-from megatron_moe.kernels.backends.triton.norm import add_rms_norm as add_rms_norm
-from megatron_moe.kernels.backends.triton.norm import rms_norm as rms_norm
-from megatron_moe.kernels.backends.triton.norm import rms_norm_quantized as rms_norm_quantized
-from megatron_moe.kernels.backends.triton.optimizer import adamw_ as adamw_
-from megatron_moe.kernels.backends.triton.optimizer import adamw_packed_ as adamw_packed_
-from megatron_moe.kernels.backends.triton.pages import free_pages as free_pages
-from megatron_moe.kernels.backends.triton.pages import pack_rows as pack_rows
-from megatron_moe.kernels.backends.triton.pages import unpack_rows as unpack_rows
-from megatron_moe.kernels.backends.triton.push import acknowledge as acknowledge
-from megatron_moe.kernels.backends.triton.push import mark_ranks as mark_ranks
-from megatron_moe.kernels.backends.triton.push import push_sums as push_sums
-from megatron_moe.kernels.backends.triton.push import push_tokens as push_tokens
-from megatron_moe.kernels.backends.triton.push import sum_partials as sum_partials
-from megatron_moe.kernels.backends.triton.push import wait_for_peers as wait_for_peers
-from megatron_moe.kernels.backends.triton.quantize import dequantize_rows as dequantize_rows
-from megatron_moe.kernels.backends.triton.quantize import permute_quantized as permute_quantized
-from megatron_moe.kernels.backends.triton.quantize import quantize_permuted as quantize_permuted
-from megatron_moe.kernels.backends.triton.quantize import quantize_rows as quantize_rows
-from megatron_moe.kernels.backends.triton.quantize import quantize_weight as quantize_weight
-from megatron_moe.kernels.backends.triton.rope import rope as rope
-from megatron_moe.kernels.backends.triton.routing.op import route as route
-from megatron_moe.kernels.backends.triton.rows import gather_probs as gather_probs
-from megatron_moe.kernels.backends.triton.rows import permute as permute
-from megatron_moe.kernels.backends.triton.rows import unpermute as unpermute
-from megatron_moe.kernels.backends.triton.short_conv import short_conv as short_conv
-from megatron_moe.kernels.backends.triton.sort import count_tokens as count_tokens
-from megatron_moe.kernels.backends.triton.sort import sort_rows as sort_rows
-from megatron_moe.kernels.backends.triton.stored_weight import quantize_weight_part as quantize_weight_part
-from megatron_moe.kernels.backends.triton.stored_weight import transpose_weight as transpose_weight
-from megatron_moe.kernels.backends.triton.stored_weight import weight_amax_ as weight_amax_
+from megatron_moe.kernels.backends.triton.activation import activation, quantize_activation, quantize_activation_grad
+from megatron_moe.kernels.backends.triton.attention.blocks import attention_block, attention_block_grad
+from megatron_moe.kernels.backends.triton.attention.whole import attention
+from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy
+from megatron_moe.kernels.backends.triton.embedding import embedding_grad
+from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad
+from megatron_moe.kernels.backends.triton.gate import gate_product
+from megatron_moe.kernels.backends.triton.gated_norm import gated_rms_norm
+from megatron_moe.kernels.backends.triton.heads import query_key_value
+from megatron_moe.kernels.backends.triton.latent import latent_key_value
+from megatron_moe.kernels.backends.triton.layer_norm import layer_norm
+from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention
+from megatron_moe.kernels.backends.triton.matrices import descend_, momentum_, symmetric_product
+from megatron_moe.kernels.backends.triton.norm import add_rms_norm, rms_norm, rms_norm_quantized
+from megatron_moe.kernels.backends.triton.optimizer import adamw_, adamw_packed_
+from megatron_moe.kernels.backends.triton.pages import free_pages, pack_rows, unpack_rows
+from megatron_moe.kernels.backends.triton.push import (
+    acknowledge,
+    mark_ranks,
+    push_sums,
+    push_tokens,
+    sum_partials,
+    wait_for_peers,
+)
+from megatron_moe.kernels.backends.triton.quantize import (
+    dequantize_rows,
+    permute_quantized,
+    quantize_permuted,
+    quantize_rows,
+    quantize_weight,
+)
+from megatron_moe.kernels.backends.triton.rope import rope
+from megatron_moe.kernels.backends.triton.routing.op import route
+from megatron_moe.kernels.backends.triton.rows import gather_probs, permute, unpermute
+from megatron_moe.kernels.backends.triton.short_conv import short_conv
+from megatron_moe.kernels.backends.triton.sort import count_tokens, sort_rows
+from megatron_moe.kernels.backends.triton.stored_weight import quantize_weight_part, transpose_weight, weight_amax_
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority, Support
 
 NAME = "triton"
 NEEDS = ("triton",)
-PROVIDES = (
-    "grouped_weight_grad",
-    "embedding_grad",
-    "rms_norm",
-    "add_rms_norm",
-    "layer_norm",
-    "rope",
-    "query_key_value",
-    "latent_key_value",
-    "attention",
-    "attention_block",
-    "attention_block_grad",
-    "linear_attention",
-    "short_conv",
-    "gated_rms_norm",
-    "activation",
-    "cross_entropy",
-    "gate_product",
-    "route",
-    "count_tokens",
-    "sort_rows",
-    "permute",
-    "unpermute",
-    "gather_probs",
-    "mark_ranks",
-    "push_tokens",
-    "push_sums",
-    "sum_partials",
-    "wait_for_peers",
-    "acknowledge",
-    "pack_rows",
-    "unpack_rows",
-    "free_pages",
-    "adamw_",
-    "adamw_packed_",
-    "momentum_",
-    "descend_",
-    "symmetric_product",
-    "quantize_rows",
-    "quantize_weight",
-    "weight_amax_",
-    "quantize_weight_part",
-    "transpose_weight",
-    "quantize_permuted",
-    "permute_quantized",
-    "dequantize_rows",
-    "quantize_activation",
-    "quantize_activation_grad",
-    "rms_norm_quantized",
-)
 RECIPES = ("blockwise e4m3", "blockwise hybrid")
 
 

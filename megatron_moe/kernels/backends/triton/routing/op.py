@@ -33,7 +33,7 @@ def route(
 ) -> RoutedTokens:
     """See `Kernels.route`."""
     if not len(logits_TE) or not config.scores.fused:
-        plain = torch_native.route if len(logits_TE) else reference.route
+        plain = torch_native.recomputed_route if len(logits_TE) else reference.route
         return plain(
             logits_TE, bias_E, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
