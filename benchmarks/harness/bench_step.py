@@ -1,8 +1,9 @@
-"""Times the steps of recipes on one GPU, or on two under torchrun, and writes a table.
+"""Times the steps of recipes on one GPU, or on two or four under torchrun, and writes a table.
 
     python benchmarks/harness/bench_step.py [--cases q6 m8 ...] [--budget 600] [--output-dir benchmarks] [--
     --manual-gc ...]
-    torchrun --nproc-per-node 2 benchmarks/harness/bench_step.py [--cases m27 q24 ...] [--trace-dir data/routing]
+    torchrun --nproc-per-node 2 benchmarks/harness/bench_step.py [--cases m27 layout-tp2 ...] [--trace-dir data/routing]
+    torchrun --nproc-per-node 4 benchmarks/harness/bench_step.py [--cases m27x4-flex ...] [--trace-dir data/routing]
 
 Rewrites `<date>-<machine>-step-table.md` after every case, so that an interrupted run keeps its results. Failed cases,
 and cases that exceed the budget, have a remark in their row. Flags after `--` are added to every case. Weights are
@@ -40,7 +41,8 @@ FAILURES = (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueErr
 """Exceptions that fail a case but not the table."""
 COLUMNS = (
     "case", "steps", "ms per step (least, most)", "TFLOP/s", "target", "aim", "of balanced", "peak MiB",
-    "W of limit", "SM MHz", "loss, first to last", "busiest expert", "fullest rank", "took s",
+    "W of limit", "SM MHz", "kernels", "idle ms", "exposed ms", "loss, first to last", "busiest expert", "fullest rank",
+    "took s",
 )  # fmt: skip
 
 
@@ -114,12 +116,22 @@ def row(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
         f"{result.peak_mib:,.0f}",
         f"{result.board.watts:.0f} of {result.board.limit_watts:.0f}" if result.board else "",
         f"{result.board.sm_mhz:.0f}" if result.board else "",
+        *_traced(result),
         f"{result.losses[0]:.3f} to {result.losses[-1]:.3f}",
         _spread(result.loads) if case.unbalanced else "",
         _spread(result.rows),
         f"{outcome.seconds:.0f}",
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _traced(result: Profile) -> tuple[str, str, str]:
+    """Kernels per step, milliseconds without a kernel, and milliseconds in which only communication runs."""
+    if not result.kernels:
+        return "", "", ""
+    idle = sum(share.milliseconds for share in result.kinds if share.name == "idle")
+    exposed = f"{result.communication.exposed:.1f}" if result.communication else ""
+    return f"{sum(share.calls for share in result.kernels):,.0f}", f"{idle:.1f}", exposed
 
 
 def _of_balanced(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
@@ -142,7 +154,8 @@ def report(done: Sequence[CaseOutcome], machine: str, command: str, pictures: Ma
         "pools. W of limit and SM MHz: power draw, its limit and the SM clock, medians over the timed steps. Busiest "
         "expert: its load over the mean load, mean over the microbatches of the timed steps and over layers, and of "
         "the worst layer. Fullest rank: its expert rows over the mean of the ranks, mean and largest of all "
-        "microbatches and layers; --moe-expert-rank-capacity-factor must be at least the largest."
+        "microbatches and layers; --moe-expert-rank-capacity-factor must be at least the largest. Kernels, idle and "
+        "exposed: of a traced step, number of kernels, time without any, and time in which only communication runs."
     )
     lines = [f"# Steps on {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]

@@ -1,4 +1,4 @@
-"""Cases of benchmarks/harness/bench_step.py: flags and target speeds of the timed steps on one GPU or two."""
+"""Cases of benchmarks/harness/bench_step.py: flags and target speeds of the timed steps on one, two or four GPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ LEARNED = "--no-moe-router-force-load-balancing --no-mock-data --split 100,0,0 -
 """Keeps the recipe's vocabulary size, which is larger than the tokenizer's and a multiple of 128."""
 BEST = "--micro-batch-size 8 --moe-expert-wgrad-interval 1"
 """One microbatch per step, hence no batching of weight gradients."""
+NO_OVERLAP = "--no-overlap-grad-reduce --no-overlap-param-gather"
 WHOLE = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 """Captures in the third warm-up step."""
+MB1_WHOLE = f"--micro-batch-size 1 {WHOLE} {NO_OVERLAP}"
 HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
 """Drops half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight gradients."""
 PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
@@ -71,7 +73,13 @@ class StepCase:
     @property
     def balanced(self) -> str:
         """Name of the case with the same shapes and balanced routing."""
-        return self.name.split("-")[0]
+        model, *_ = self.name.split("-")
+        return f"{model}-flex" if self.num_gpus == 4 else model
+
+    @property
+    def model(self) -> str:
+        """Name of the recipe."""
+        return self.flags.split()[1]
 
     @property
     def seconds(self) -> float:
@@ -96,6 +104,90 @@ def _both(suffix: str, title: str, flags: str, goals: Sequence[tuple[str, str]],
 
 
 _NONE, _PARTS = (("", ""), ("", "")), (("92%", "97%"), ("92%", "97%"))
+
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+SKEW3 = "--moe-router-force-skew 3"
+_M27_STAGES = "Et*7|t*7|t*7|t*6L"
+
+
+def _layouts_of_two() -> tuple[StepCase, ...]:
+    """Ten layers of Moonlight in every layout of two GPUs, with kernels, idle time and exposed communication."""
+    stages = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1"
+    rows = (
+        ("ep2", "EP2, flex", FLEX, "452", "465"),
+        ("alltoall", "EP2, alltoall", FLEX.replace(" flex", " alltoall"), "452", "465"),
+        ("tp2", "TP2 with sequence parallelism, EP2, ETP1", f"{FLEX} {TP2}", "390", "430"),
+        ("cp2", "CP2, EP2", f"{FLEX} --context-parallel-size 2", "390", "430"),
+        ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} --decoder-first-pipeline-num-layers 6", "425", "440"),
+        ("vpp2", "PP2, VPP2, EP1", f"{stages} --pipeline-model-parallel-layout Ettt|ttt|tt|ttL", "430", "445"),
+        ("ep2-pairs", "EP2, overlapped exchange", f"{FLEX} {OVERLAPS['-pairs']}", "", ""),
+        ("ep2-mb1", "EP2, micro batch 1", f"{FLEX} --micro-batch-size 1", "", ""),
+        (
+            "ep2-mb1-whole",
+            "the same, whole steps as CUDA graphs",
+            f"{FLEX} --micro-batch-size 1 {WHOLE} {NO_OVERLAP}",
+            "",
+            "",
+        ),
+    )
+    return tuple(
+        StepCase(
+            name=f"layout-{suffix}",
+            title=f"M27, {title}",
+            flags=f"{EP2['m27']} --global-batch-size 32 {flags}",
+            target=target,
+            aim=aim,
+            steps=6,
+            traced=2,
+            step_seconds=1.2,
+            num_gpus=2,
+        )
+        for suffix, title, flags, target, aim in rows
+    )
+
+
+def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipelines: str) -> tuple[StepCase, ...]:
+    """A whole model on four GPUs: transports, FP8, overlap, graphs, uneven loads and the layouts of four ranks.
+
+    `pipelines`: layout flags of PP2, of PP2 with VPP2, and of PP4.
+    """
+    flex = "--moe-token-dispatcher-type flex"
+    pp2, pp4 = (f"{flex} --expert-model-parallel-size {4 // pp} --pipeline-model-parallel-size {pp}" for pp in (2, 4))
+    rows = (
+        ("flex", "EP4, flex", flex, target, aim),
+        ("alltoall", "EP4, alltoall", "", target, aim),
+        ("flex-fp8", "EP4, flex, FP8 blockwise", f"{flex} {BOUND} {FP8_WGRAD}", "", ""),
+        ("alltoall-fp8", "EP4, alltoall, FP8 blockwise", f"{BOUND} {FP8_WGRAD}", "", ""),
+        ("flex-pairs", "EP4, flex, overlapped", f"{flex} {OVERLAPS['-pairs']}", "", ""),
+        ("alltoall-pairs", "EP4, alltoall, overlapped", OVERLAPS["-pairs"], "", ""),
+        ("flex-whole", "EP4, flex, whole steps as CUDA graphs", f"{flex} {WHOLE} {NO_OVERLAP}", "", ""),
+        ("flex-graphs", "EP4, flex, attention and MoE layers as CUDA graphs", f"{flex} {MOE_GRAPHS}", "", ""),
+        ("flex-skew3", "EP4, flex, expert skew 3", f"{SKEW3} {flex} --moe-expert-rank-capacity-factor 4", "95%", ""),
+        ("flex-replayed", "EP4, flex, replayed choices", f"{flex} --moe-expert-rank-capacity-factor 4", "95%", ""),
+        ("tp2-ep4", "TP2, EP4", f"{flex} {TP2}", "", ""),
+        ("cp2-ep4", "CP2, EP4", f"{flex} --context-parallel-size 2", "", ""),
+        ("pp2-ep2", "PP2, EP2", f"{pp2} {pipelines['pp2']}", "", ""),
+        ("vpp2-ep2", "PP2, VPP2, EP2", f"{pp2} {pipelines['vpp2']}", "", ""),
+        ("pp4", "PP4", f"{pp4} {pipelines['pp4']}", "", ""),
+        ("tp2-pp2", "TP2, PP2", f"{pp2} {TP2} {pipelines['pp2']}", "", ""),
+    )
+    return tuple(
+        StepCase(
+            name=f"{name}x4-{suffix}",
+            title=f"{name.upper()}, {title}",
+            flags=f"--recipe {name} {flags}",
+            target=least,
+            aim=most,
+            unbalanced=least.endswith("%"),
+            replayed=suffix.endswith("replayed"),
+            steps=4,
+            traced=2,
+            step_seconds=step_seconds,
+            num_gpus=4,
+        )
+        for suffix, title, flags, least, most in rows
+    )
 
 
 def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
@@ -189,6 +281,17 @@ CASES = (
     ),
     *_over_two("m27", step_seconds=1.1),
     *_over_two("q24", step_seconds=0.8),
+    *_layouts_of_two(),
+    *_over_four(
+        "m27",
+        "465",
+        "500",
+        2.5,
+        pp2="--decoder-first-pipeline-num-layers 14",
+        vpp2=f"--pipeline-model-parallel-layout {_M27_STAGES}",
+        pp4=f"--pipeline-model-parallel-layout {_M27_STAGES}",
+    ),
+    *_over_four("q24", "430", "465", 2.0, pp2="", vpp2="--num-layers-per-virtual-pipeline-stage 6", pp4=""),
     *_both("-learned", "learned routing on text", LEARNED, _PARTS, unbalanced=True, on_text=True, warmup=200, traced=2),
 )
 
@@ -199,5 +302,5 @@ def words_of(
     """Arguments of pretrain_moe.py. Cases on text read the given corpus; replays read a folder in `trace_dir`."""
     text = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer_model)]
     text += ["--data-path", str(data_path)]
-    replay = ["--moe-routing-replay-path", str(trace_dir / case.balanced)]
+    replay = ["--moe-routing-replay-path", str(trace_dir / case.model)]
     return [*case.flags.split(), *(text if case.on_text else ()), *(replay if case.replayed else ()), *more]

@@ -16,7 +16,7 @@ from benchmarks.harness import bench_step
 from benchmarks.harness.bench_step import COLUMNS, CaseOutcome, outcomes, report, row
 from benchmarks.harness.profile_step import Profile
 from benchmarks.harness.step_cases import CASES, StepCase, words_of
-from benchmarks.harness.timed_run import Reading, Share, TimedRun, graph_pool_bytes
+from benchmarks.harness.timed_run import CommunicationTime, Reading, Share, TimedRun, graph_pool_bytes
 from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
@@ -27,15 +27,15 @@ from tests.helpers.ranks import on_threads
 
 BY_NAME = {case.name: case for case in CASES}
 SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280, "x2": 32000, "m27": 163840, "q24": 151936}
-TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 def plan_of(case: StepCase) -> RunPlan:
     words = words_of(case, Path("my/corpus"), Path("my/tokenizer.model"), Path("my/traces"))
-    environ = TWO_RANKS | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} if case.num_gpus == 2 else {}
+    size = str(case.num_gpus)
+    ranks = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
     return read_plan(
         words,
-        environ,
+        ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} if case.num_gpus > 1 else {},
         vocab_size_of=lambda config: (config.tokenizer_type == "NullTokenizer" and config.vocab_size) or 8000,
     )
 
@@ -57,8 +57,9 @@ def cells(line: str) -> list[str]:
 def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
     """The tokenizer's own vocabulary is smaller and would change the output matrix."""
     plan = plan_of(case)
-    assert plan.model.vocab_size == SHAPES[case.balanced] and plan.model.vocab_size % 128 == 0
-    assert plan.parallel.world_size == plan.parallel.ep == case.num_gpus and plan.data.seq_length == 4096
+    assert plan.model.vocab_size == SHAPES[case.model] and plan.model.vocab_size % 128 == 0
+    assert plan.parallel.world_size == case.num_gpus and plan.data.seq_length == 4096
+    assert case.balanced in BY_NAME or not case.unbalanced
     assert plan.loop.train_iters >= case.warmup + case.steps + case.traced
 
 
@@ -68,10 +69,10 @@ def test_a_row_has_what_was_measured():
     skewed = CaseOutcome(BY_NAME["q6-skewed"], (), 19.6, result(366.4, tflops=394.4))
     assert cells(row(balanced, [])) == [
         "Q6, micro batch 2", "3 + 10", "361.3 (360.3, 362.3)", "400.0", "400", "490", "", "85,129",
-        "698 of 700", "1530", "12.500 to 10.250", "", "1.25, at most 1.50", "20",
+        "698 of 700", "1530", "", "", "", "12.500 to 10.250", "", "1.25, at most 1.50", "20",
     ]  # fmt: skip
     assert cells(row(skewed, [balanced]))[3:7] == ["394.4", "92%", "97%", "98.6%"]
-    assert cells(row(skewed, [balanced]))[8:12] == ["", "", "12.500 to 10.250", "2.00, at most 2.50"]
+    assert cells(row(skewed, [balanced]))[8:15] == ["", "", "", "", "", "12.500 to 10.250", "2.00, at most 2.50"]
     assert cells(row(skewed, []))[6] == "not measured"
 
 
@@ -108,8 +109,32 @@ def test_loads_are_of_the_steps_since_they_were_taken():
     assert TimedRun.take_loads(stand_in) == ()
 
 
+LAYOUTS = {
+    "layout-ep2": (1, 1, 1, 1, 2), "layout-tp2": (2, 1, 1, 1, 2), "layout-cp2": (1, 2, 1, 1, 2),
+    "layout-pp2": (1, 1, 2, 1, 1), "layout-vpp2": (1, 1, 2, 2, 1), "m27x4-flex": (1, 1, 1, 1, 4),
+    "m27x4-tp2-ep4": (2, 1, 1, 1, 4), "q24x4-cp2-ep4": (1, 2, 1, 1, 4), "m27x4-pp2-ep2": (1, 1, 2, 1, 2),
+    "m27x4-vpp2-ep2": (1, 1, 2, 2, 2), "q24x4-vpp2-ep2": (1, 1, 2, 2, 2), "q24x4-pp4": (1, 1, 4, 1, 1),
+    "m27x4-tp2-pp2": (2, 1, 2, 1, 2),
+}  # fmt: skip
+"""Case -> tp, cp, pp, vpp, ep."""
+
+
+def test_cases_have_the_layouts_of_their_names():
+    for name, sizes in LAYOUTS.items():
+        parallel = plan_of(BY_NAME[name]).parallel
+        assert (parallel.tp, parallel.cp, parallel.pp, parallel.virtual_stages, parallel.ep) == sizes, name
+
+
+def test_a_traced_row_has_kernels_idle_time_and_exposed_communication():
+    shares = (Share("expert GEMM", 300.0, 20.0), Share("idle", 4.25, 0.0))
+    kernels = (Share("a", 200.0, 1200.0), Share("b", 100.0, 34.0))
+    traced = replace(result(310.0, kinds=shares), kernels=kernels, communication=CommunicationTime(7.0, 2.5))
+    found = dict(zip(COLUMNS, cells(row(CaseOutcome(BY_NAME["layout-tp2"], (), 9.0, traced), [])), strict=True))
+    assert (found["kernels"], found["idle ms"], found["exposed ms"]) == ("1,234", "4.2", "2.5")
+
+
 def test_cases_over_two_gpus_differ_in_routing_only():
-    plans = {case.name: plan_of(case) for case in CASES if case.num_gpus == 2}
+    plans = {case.name: plan_of(case) for case in CASES if case.num_gpus == 2 and "layout" not in case.name}
     router = {name: plan.model.layers[-1].feed_forward.router for name, plan in plans.items()}
     assert router["m27-skew4.4"] == replace(router["m27"], force_skew=4.4)
     assert plans["q24-replayed"].loop.moe_routing_replay_path == Path("my/traces/q24")
