@@ -65,6 +65,11 @@ class MLAConfig(SoftmaxMixerConfig):
     def rotary_tables(self) -> tuple[RopeConfig, ...]:
         return (self.rope,)
 
+    def gathers_input(self, parallel: ParallelConfig) -> bool:
+        """Whether each tensor-parallel rank computes the kv latent of all positions instead of gathering it: from the
+        hidden state that it gathers for q."""
+        return parallel.sequence_parallel and parallel.tp > 1 and self.q_lora_rank is None
+
     def shard(self, tp: int) -> "MLAConfig":
         """Config with the heads of one of `tp` tensor-parallel ranks."""
         return replace(self, num_heads=self.num_heads // tp)
@@ -99,22 +104,27 @@ class MLAConfig(SoftmaxMixerConfig):
         return {"low": "qkv_linear" if low else "", "shared": True}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """Latents are saved for this rank's T tokens; backward gathers them for all U tokens."""
+        """Latents are saved for this rank's T tokens, and backward gathers them for all U tokens, except if forward
+        computes them for all U tokens (`gathers_input`)."""
         shard, tokens, local = self.shard(parallel.tp), sizes.inner, sizes.residual
+        letter, saved_whole = "T", self.gathers_input(parallel)
+        if saved_whole:
+            letter, local = "U", tokens
         tensor, marks = (
             partial(saved_tensor, "attention"),
             {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"},
         )
-        normed, size = {"low": "" if parallel.sequence_parallel else "qkv_linear"}, sizes.activation
+        is_shard = parallel.sequence_parallel and not saved_whole
+        normed, size = {"low": "" if is_shard else "qkv_linear"}, sizes.activation
         if self.q_lora_rank is not None:
             yield tensor("q latent", "T Q", local * self.q_lora_rank, size)
             if self.qk_norm:
                 yield tensor("q latent, normed", "T Q", local * self.q_lora_rank, size, normed)
-        yield tensor("kv latent", "T (L+P)", local * (self.kv_lora_rank + self.qk_rope_dim), size)
+        yield tensor("kv latent", f"{letter} (L+P)", local * (self.kv_lora_rank + self.qk_rope_dim), size)
         if self.qk_norm:
-            yield tensor("kv latent, normed", "T L", local * self.kv_lora_rank, size, normed)
+            yield tensor("kv latent, normed", f"{letter} L", local * self.kv_lora_rank, size, normed)
             statistics = 2 if self.q_lora_rank is not None else 1
-            yield tensor("statistics of latents", "T", local * statistics, sizes.internal)
+            yield tensor("statistics of latents", letter, local * statistics, sizes.internal)
         yield tensor("q", "U N D", tokens * shard.q_width, size, marks)
         yield tensor("k", "U N D", tokens * shard.q_width, size, marks)
         yield tensor("kv, of which v is a view", "U N (D-P+E)", tokens * shard.kv_up_width, size, marks)
@@ -127,7 +137,8 @@ class MLAConfig(SoftmaxMixerConfig):
         return self.attention_workspace(self.q_lora_rank or self.kv_lora_rank, parallel, sizes, low)
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:
-        return self.qk_rope_dim
+        # the up projection of kv gathers nothing: 3 passes less over its input, where a gathered channel has 2
+        return -3 * self.kv_lora_rank // 2 if self.gathers_input(parallel) else self.qk_rope_dim
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
         if self.q_lora_rank is not None:

@@ -63,6 +63,12 @@ def linear(
     return out
 
 
+def linears_of_shard(kernels: Kernels, whole: Tensor, sharded: ShardedInput, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Linear layers without bias of one sequence-parallel input, `whole` [..., I]: one output [..., O] per weight. As
+    calls of `linear`, but backward gathers the shard once and sums the gradients of the input in the GEMMs."""
+    return list(_LinearsOfShard.apply(kernels, whole, sharded, *weights))  # type: ignore[no-untyped-call]
+
+
 def grouped_linear(
     kernels: Kernels,
     rows: Tensor,
@@ -161,6 +167,33 @@ class _LinearFunction(torch.autograd.Function):
             wide = internal_dtype(grad.dtype)
             grad_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(ctx.bias_dtype)
         return None, grad_x, grad_weight, grad_bias, None
+
+
+class _LinearsOfShard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: Kernels, whole: Tensor, sharded: ShardedInput, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.kernels, ctx.weights, ctx.gather = kernels, weights, sharded.gather
+        ctx.save_for_backward(sharded.shard.detach())
+        return tuple(kernels.linear_forward(whole, weight, None) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kernels, weights = ctx.kernels, ctx.weights
+        grad_weights: list[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[3:]):  # first, as in `_LinearFunction`
+            x = ctx.gather(*ctx.saved_tensors)
+            for at, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+                if ctx.needs_input_grad[3 + at]:
+                    grad_weights[at] = _dense_weight_grad(kernels, weight, grad, x)
+            del x
+        grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_x = kernels.linear_input_grad(grads[0], weights[0])
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                grad_x.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
+        return None, grad_x, None, *grad_weights
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -125,8 +125,22 @@ def column_product(
     Under sequence parallelism the input [S / tp, B, H] is gathered over tp, but saved as a shard and gathered again in
     backward. The saved input is then tp times smaller, at the cost of one more all-gather of S * B * H elements.
     """
-    sharded = None
-    if ctx.config.sequence_parallel:
-        sharded = ShardedInput(hidden_SBH, partial(gather_shard, group=ctx.group("tp")))
+    sharded = _sharded(hidden_SBH, ctx) if ctx.config.sequence_parallel else None
     whole_SBH = enter_tensor_parallel(hidden_SBH, ctx)
     return autograd.linear(kernels, whole_SBH, weight, bias, sharded=sharded, quantizer=quantizer)
+
+
+def products_of_whole(hidden_SBH: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    """Outputs of several linear layers without bias for all positions of a residual stream that sequence parallelism
+    shards: it is gathered once for all of them, also in backward. The weight gradients of a replicated layer must be
+    partial sums over tp, as those of sequence parallelism are."""
+    first = linears[0]
+    sharded, whole_SBH = _sharded(hidden_SBH, first.ctx), enter_tensor_parallel(hidden_SBH, first.ctx)
+    if any(linear.quantizer is not None for linear in linears):
+        each = ((linear.weight, linear.quantizer) for linear in linears)
+        return [autograd.linear(first.kernels, whole_SBH, w, sharded=sharded, quantizer=q) for w, q in each]
+    return autograd.linears_of_shard(first.kernels, whole_SBH, sharded, [linear.weight for linear in linears])
+
+
+def _sharded(hidden_SBH: Tensor, ctx: ParallelContext) -> ShardedInput:
+    return ShardedInput(hidden_SBH, partial(gather_shard, group=ctx.group("tp")))

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.kernels import autograd
 from megatron_moe.layers.components import Site
-from megatron_moe.layers.linear import Linear, copy_format, with_common_copy
+from megatron_moe.layers.linear import Linear, copy_format, products_of_whole, with_common_copy
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import SoftmaxAttention, new_sinks, rotate
@@ -26,7 +27,8 @@ class MLA(SoftmaxAttention):
     """Multi-latent self-attention.
 
     Every tensor-parallel rank computes q, k and v of its N heads, and the latents that all heads share. With sequence
-    parallelism, it computes the latents only for its local positions.
+    parallelism, it computes the latents only for its local positions, except without a q latent: then it needs the
+    hidden state of all positions for q, and computes the kv latent for all of them too instead of gathering it.
     """
 
     def __init__(self, config: MLAConfig, site: Site, resources: ModelResources) -> None:
@@ -55,7 +57,9 @@ class MLA(SoftmaxAttention):
             of_q = self.linear_q_down_proj = down("linear_q_down_proj", q_rank)
             self.q_layernorm, self.linear_q_up_proj = up("linear_q_up_proj", q_rank, heads * config.q_head_dim)
         self.linear_kv_down_proj = down("linear_kv_down_proj", kv_rank + config.qk_rope_dim)
-        self.input_linears = (of_q, self.linear_kv_down_proj)
+        self.gathers_input = config.gathers_input(ctx.config)
+        if not self.gathers_input:
+            self.input_linears = (of_q, self.linear_kv_down_proj)
         kv_width = heads * (config.qk_head_dim + config.v_head_dim)
         self.kv_layernorm, self.linear_kv_up_proj = up("linear_kv_up_proj", kv_rank, kv_width)
         # core attention saves its output, except if it is recomputed
@@ -69,33 +73,47 @@ class MLA(SoftmaxAttention):
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
         with self.saved_tensors.offload_scope("qkv_linear"):
-            latents = self._down(hidden_SBH)
-            up = partial(self._up, mb)
-            q_SBND, k_SBND, v_SBNE = up(*latents)
+            q, q_latent, kv_latent = self._down(hidden_SBH)
+            latents, up = (q_latent, kv_latent), partial(self._up, mb)
+            q_SBND, k_SBND, v_SBNE = up(q_latent, kv_latent, q)
             discard = self.saved_tensors.discard_output("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
         with self.saved_tensors.offload_scope("core_attn"), discard:
             context_SBNE = self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBND, v_SBNE)
         with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBNE.flatten(2))
 
-    def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (q latent [S, B, q_lora_rank], [S, B, kv_lora_rank + qk_rope_dim]). The second tensor contains the kv
-        latent, then the key part that all heads share. The first is the hidden state if q has no latent."""
+    def _down(self, hidden_SBH: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Returns (q of this rank's heads if `gathers_input`, else None; q latent [S, B, q_lora_rank], or the hidden
+        state if q has no latent; [S, B, kv_lora_rank + qk_rope_dim]: the kv latent, then the key part that all heads
+        share)."""
+        if self.gathers_input:
+            # tp: all-gather of S * B * H elements in forward and in backward, reduce-scatter of as many in backward
+            q, kv_latent = products_of_whole(hidden_SBH, (self.linear_q_proj, self.linear_kv_down_proj))
+            return q, hidden_SBH, kv_latent
         hidden_SBH = with_common_copy(hidden_SBH, *self.input_linears)
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
-        return q_latent, self.linear_kv_down_proj(hidden_SBH)
+        return None, q_latent, self.linear_kv_down_proj(hidden_SBH)
 
-    def _up(self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q and k, each [S, B, N, qk_head_dim + qk_rope_dim], and v [S, B, N, v_head_dim] from the latents."""
+    def _up(
+        self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor, q: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q and k, each [S, B, N, qk_head_dim + qk_rope_dim], and v [S, B, N, v_head_dim] from the latents.
+        `q`: result of `linear_q_proj`, if it is known."""
         config = self.config
-        if config.q_lora_rank is None:
+        if q is None and config.q_lora_rank is None:
             q = self.linear_q_proj(q_latent)
-        else:
+        elif q is None:
             q = self.linear_q_up_proj(self.q_layernorm(q_latent))
         q_SBND = q.unflatten(-1, (self.num_heads, config.q_head_dim))
         q_SBND = rotate(self.kernels, q_SBND, config.rope, mb, start=config.qk_head_dim)
         latent, key = kv_latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
-        # tp: S * B * rope elements in backward; the gradient is partial because each rank's heads read the shared key.
-        key_SB1D = rotate(self.kernels, enter_tensor_parallel(key, self.ctx)[:, :, None], config.rope, mb)
-        kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
-        return q_SBND, *self.kernels.latent_key_value(kv, key_SB1D.squeeze(2), config.qk_head_dim)
+        normed, kv_up = self.kv_layernorm(latent), self.linear_kv_up_proj
+        if self.gathers_input:
+            # of all positions; the gradient is partial, and summed over tp with that of the hidden state
+            kv = autograd.linear(self.kernels, normed, kv_up.weight, quantizer=kv_up.quantizer)
+        else:
+            # tp: S * B * rope elements in backward; the gradient is partial: each rank's heads read the shared key
+            key, kv = enter_tensor_parallel(key, self.ctx), kv_up(normed)
+        key_SB1D = rotate(self.kernels, key[:, :, None], config.rope, mb)
+        kv_SBNC = kv.unflatten(-1, (self.num_heads, -1))
+        return q_SBND, *self.kernels.latent_key_value(kv_SBNC, key_SB1D.squeeze(2), config.qk_head_dim)

@@ -11,7 +11,7 @@ EP2 = (
     "--moe-token-dispatcher-type flex --moe-expert-rank-capacity-factor 2"
 )
 LAYOUTS = {"tp2": "--tensor-model-parallel-size 2 --sequence-parallel", "cp2": "--context-parallel-size 2"}
-MOST = 1.3
+MOST = 1.2
 """Launches relative to expert parallelism, where every rank has whole sequences."""
 
 
