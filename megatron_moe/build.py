@@ -317,9 +317,15 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
         trainer.full_iteration = FullIterationGraph(
             recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
         )
+        if trainer.buffers.data_parallel.overlap_param_gather:
+            trainer.optimizer.store.gather_in_steps()
     elif config.cuda_graph_modules:
         trainer.model.capture(config.cuda_graph_modules)
-        trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.cuda_graph_warmup_steps)
+        pipeline = trainer.pipeline.config
+        deferred = pipeline.delay_wgrad_compute or pipeline.overlap_dispatch_backward_with_experts_wgrad
+        trainer.pipeline.graph_instances = GraphInstancePool(
+            recorder, config.cuda_graph_warmup_steps, defers_weight_grads=deferred
+        )
 
 
 def build_routing_replay(plan: RunPlan, trainer: Trainer) -> RoutingReplay | None:

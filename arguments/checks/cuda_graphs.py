@@ -3,20 +3,16 @@
 from types import MappingProxyType
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, missing_feature
 
 _IMPL = "--cuda-graph-impl"
 _FULL_ITERATION = f"{_IMPL} full_iteration"
-_RECOMPUTED_IN = MappingProxyType(
-    {
-        "attn": {"core_attn", "mla_up_proj", "layernorm"},
-        "mlp": {"mlp", "layernorm"},
-        "moe": {"moe", "moe_act", "shared_experts", "layernorm"},
-        "moe_router": {"moe"},
-        "moe_preprocess": {"moe"},
-    }
+_NODES_OF = MappingProxyType({"mlp": ("mlp",), "moe": ("moe", "moe_router", "moe_preprocess")})
+"""Module of --recompute-modules that is one node of a layer -> modules of --cuda-graph-modules inside this node."""
+_OFFLOADED_IN = MappingProxyType(
+    {"attn": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"), "moe": ("expert_fc1", "moe_act")}
 )
-"""Maps each module of --cuda-graph-modules to the modules of --recompute-modules that it contains."""
+"""Module of --cuda-graph-modules -> modules of --offload-modules inside it."""
 
 
 def full_iteration_has_no_modules(flags: RuleFlags) -> Violations:
@@ -73,23 +69,50 @@ def captured_modules_are_deterministic(flags: RuleFlags) -> Violations:
         yield f"{_IMPL} {flags.cuda_graph_impl} with {given_text}: replays draw no random numbers", "set them to 0"
 
 
+def _captured(flags: RuleFlags) -> tuple[str, ...]:
+    """Returns the modules that are captured one by one: those given, or those captured by default."""
+    if flags.cuda_graph_impl in ("none", "full_iteration"):
+        return ()
+    if flags.cuda_graph_modules:
+        return tuple(flags.cuda_graph_modules)
+    experts = "moe" if derive.experts_are_captured(flags, flags.ranks_per_host) else "moe_router"
+    return ("attn", "mlp", experts)
+
+
 @missing_feature
 def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
-    """The activations of captured modules stay in a graph memory pool, so recomputing them saves no memory."""
-    if flags.cuda_graph_impl == "none" or flags.recompute_granularity is None:
+    """A module that is recomputed as a whole is one node of its layer, so no part of it can be captured."""
+    if flags.cuda_graph_impl in ("none", "full_iteration") or flags.recompute_granularity is None:
         return
-    if flags.cuda_graph_impl == "full_iteration" or flags.recompute_granularity == "full":
+    if flags.recompute_granularity == "full":
         yield (
-            f"{_IMPL} {flags.cuda_graph_impl} with --recompute-granularity {flags.recompute_granularity}",
-            "leave one of them out",
+            f"{_IMPL} {flags.cuda_graph_impl} with --recompute-granularity full, which recomputes whole layers",
+            f"leave one of them out, or capture the whole step: {_FULL_ITERATION}",
         )
-    captured: tuple[str, ...] = flags.cuda_graph_modules or tuple(_RECOMPUTED_IN)
-    inside = {module for name in captured for module in _RECOMPUTED_IN.get(name, ())}
-    recomputed = sorted(set(flags.recompute_modules or ("core_attn",)) & inside)
-    if recomputed:
+    captured = _captured(flags)
+    for recomputed in sorted(set(flags.recompute_modules or ()) & set(_NODES_OF)):
+        inside = [name for name in captured if name in _NODES_OF[recomputed]]
+        if inside and (flags.num_experts or recomputed == "mlp"):
+            yield (
+                f"--recompute-modules {recomputed} with captured {' '.join(inside)}, which is inside it",
+                "remove it from --recompute-modules, or capture other --cuda-graph-modules",
+            )
+
+
+@missing_feature
+def captured_modules_are_not_offloaded(flags: RuleFlags) -> Violations:
+    """Activations of a captured graph have fixed device addresses and cannot move to host memory."""
+    if not flags.fine_grained_activation_offloading or flags.cuda_graph_impl == "none":
+        return
+    inside: list[str] = [
+        name for part in _captured(flags) for name in flags.offload_modules if name in _OFFLOADED_IN.get(part, ())
+    ]
+    if flags.cuda_graph_impl == "full_iteration":
+        inside = list(flags.offload_modules)
+    if inside:
         yield (
-            f"--recompute-modules {' '.join(recomputed)} is inside captured modules ({' '.join(captured)})",
-            "remove it from --recompute-modules, or capture other --cuda-graph-modules",
+            f"--offload-modules {' '.join(inside)} with {_IMPL} {flags.cuda_graph_impl}, whose graphs contain them",
+            "offload modules that are not captured, such as expert_fc1 moe_act with --cuda-graph-modules attn",
         )
 
 
@@ -115,9 +138,7 @@ def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
     """Deferred weight gradients need the expert rows of earlier microbatches, which the next replay overwrites."""
     if flags.moe_expert_wgrad_interval == 1 or flags.cuda_graph_impl in ("none", "full_iteration"):
         return
-    by_default = ("moe",) if derive.experts_are_captured(flags, flags.ranks_per_host) else ()
-    captured = flags.cuda_graph_modules or by_default
-    rows = [name for name in captured if name in ("moe", "moe_preprocess")]
+    rows = [name for name in _captured(flags) if name in ("moe", "moe_preprocess")]
     if rows:
         yield (
             f"--moe-expert-wgrad-interval {flags.moe_expert_wgrad_interval} with captured {' '.join(rows)} ({_IMPL} "
@@ -127,21 +148,9 @@ def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
 
 
 @missing_feature
-def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
-    """Capture of collectives is not supported; NCCL's all-to-all also reads its split sizes on the host. Kernels that
-    exchange tokens through symmetric memory can be captured."""
-    if flags.cuda_graph_impl == "none":
-        return
-    sizes = {
-        "--tensor-model-parallel-size": flags.tensor_model_parallel_size,
-        "--context-parallel-size": flags.context_parallel_size,
-    }
-    inside = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    if inside:
-        yield (
-            f"{_IMPL} {flags.cuda_graph_impl} with {' and '.join(inside)}: layers communicate inside captured modules",
-            "remove one of them",
-        )
+def captured_exchange_stays_on_device(flags: RuleFlags) -> Violations:
+    """NCCL's all-to-all reads its split sizes on the host. Kernels that exchange tokens through symmetric memory, and
+    collectives of tensor and context parallelism, whose sizes are fixed, can be captured."""
     capture, ranks = _expert_capture(flags), derive.expert_ranks(flags)
     is_captured = derive.expert_transport(flags, flags.ranks_per_host).transport.is_captured
     if capture and ranks > 1 and flags.num_experts and not is_captured:
@@ -153,50 +162,20 @@ def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
             f"{capture} with experts over {ranks} ranks: {exchange}",
             "use --moe-token-dispatcher-type flex, or capture attn and moe_router",
         )
-    router = _FULL_ITERATION if flags.cuda_graph_impl == "full_iteration" else f"{_IMPL} {flags.cuda_graph_impl}"
-    captured = not flags.cuda_graph_modules or {"moe", "moe_router"} & set(flags.cuda_graph_modules)
-    balancing = "global_aux_loss" in flags.moe_router_load_balancing_type and any(flags.moe_aux_loss_coeff)
-    if captured and balancing and flags.num_experts and flags.data_parallel_size > 1:
-        yield (
-            f"{router} with --moe-router-load-balancing-type global_aux_loss over {flags.data_parallel_size} "
-            "data-parallel ranks: routers sum their token counts over these ranks",
-            "use seq_aux_loss, or capture attn only",
-        )
 
 
 @missing_feature
-def full_iteration_supports_schedule(flags: RuleFlags) -> Violations:
-    """A full-iteration graph supports neither pipeline communication, nor gradient reduction that overlaps with
-    backward, nor multi-token prediction."""
-    if flags.cuda_graph_impl != "full_iteration":
-        return
-    others = {
-        f"--pipeline-model-parallel-size {flags.pipeline_model_parallel_size}": flags.pipeline_model_parallel_size > 1,
-        "--overlap-grad-reduce": flags.overlap_grad_reduce and flags.data_parallel_size > 1,
-        f"--mtp-num-layers {flags.mtp_num_layers}": flags.mtp_num_layers,
-    }
-    if any(others.values()):
-        yield f"{_FULL_ITERATION} with {enabled(others)}", "capture modules: --cuda-graph-impl local"
+def full_iteration_includes_gather(flags: RuleFlags) -> Violations:
+    """A full-iteration graph contains the gathers of weights, which therefore cannot start in the optimizer step."""
+    if flags.cuda_graph_impl == "full_iteration" and flags.overlap_optimizer_step:
+        yield f"{_FULL_ITERATION} with --overlap-optimizer-step", "leave out --overlap-optimizer-step"
 
 
 @missing_feature
-def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
-    """A running graph cannot wait for work on other streams, so a full-iteration graph supports no overlap. Graphs of
-    single modules compute weight gradients right after input gradients."""
-    full_iteration = flags.cuda_graph_impl == "full_iteration"
-    others = {
-        "--overlap-param-gather": full_iteration and flags.overlap_param_gather and flags.data_parallel_size > 1,
-        "--overlap-optimizer-step": full_iteration and flags.overlap_optimizer_step,
-        "--overlap-moe-expert-parallel-comm": full_iteration and flags.overlap_moe_expert_parallel_comm,
-        "--delay-wgrad-compute": flags.delay_wgrad_compute,
-        "--overlap-dispatch-backward-with-experts-wgrad": (
-            not full_iteration and flags.overlap_dispatch_backward_with_experts_wgrad
-        ),
-        "--moe-shared-expert-overlap": full_iteration and flags.moe_shared_expert_overlap,
-    }
-    if flags.cuda_graph_impl != "none" and any(others.values()):
-        yield f"{_IMPL} {flags.cuda_graph_impl} with {enabled(others)}", "leave one of them out"
-    if flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules and flags.overlap_moe_expert_parallel_comm:
+def overlapped_experts_are_not_captured(flags: RuleFlags) -> Violations:
+    """Graphs of whole MoE layers leave no exchange outside that could overlap with the other microbatch."""
+    modules = () if flags.cuda_graph_impl == "none" else flags.cuda_graph_modules
+    if "moe" in modules and flags.overlap_moe_expert_parallel_comm:
         yield (
             "--cuda-graph-modules moe with --overlap-moe-expert-parallel-comm: no exchange is left outside the graph "
             "that could overlap with the other microbatch",

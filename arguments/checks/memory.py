@@ -106,13 +106,6 @@ def offloaded_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
 
 
 @missing_feature
-def offloading_excludes_cuda_graphs(flags: RuleFlags) -> Violations:
-    """Activations of a captured graph have fixed device addresses and cannot move to host memory."""
-    if flags.fine_grained_activation_offloading and flags.cuda_graph_impl != "none":
-        yield f"{_OFFLOAD} with --cuda-graph-impl {flags.cuda_graph_impl}", "leave out one of them"
-
-
-@missing_feature
 def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
     """A paged stash saves memory only if the expert buffers contain unused rows."""
     if not flags.moe_paged_stash:
@@ -158,7 +151,7 @@ def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
         f"--offload-modules {' '.join(offloaded)}": offloaded,
         _FULL: flags.recompute_granularity == "full",
         "--recompute-modules moe": selective,
-        f"--cuda-graph-impl {flags.cuda_graph_impl}": flags.cuda_graph_impl != "none",
+        "--cuda-graph-modules moe": flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules,
     }
     if any(others.values()):
         yield f"{_PAGED} with {enabled(others)}", "leave out one of them"

@@ -107,6 +107,12 @@ class GradReducer:
             bucket.finish()
             bucket.pending = PendingCollective()
 
+    def replayed(self) -> None:
+        """Called when a CUDA graph has replayed all reductions of this step."""
+        self.num_started = len(self.buckets)
+        for bucket in self.buckets:
+            bucket.pending = PendingCollective()
+
     def complete(self) -> None:
         """Called after the last backward of a step: afterwards, the buffers contain this rank's sums over the step."""
         for bucket in self.buckets:

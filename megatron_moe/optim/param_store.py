@@ -3,6 +3,8 @@
 The optimizer publishes new weights bucket by bucket (`write_back`). A bucket is then pending. When model code acquires
 a unit, the current stream waits for the updates and all-gathers of the unit's pending buckets. Under ZeRO-0 and ZeRO-1
 weights and gradients of all units are resident, so `release` frees nothing and backward acquires nothing.
+If a CUDA graph runs whole steps, it contains the all-gathers (`gather_in_steps`), because a graph cannot wait for work
+that was launched outside it.
 
 A subclass may free units between their uses (`frees_units`). It must keep the storage objects of weights and gradients,
 of which parameters and tensors saved by autograd are views, and change only their size; and, for units in CUDA graphs,
@@ -58,6 +60,23 @@ class ParamStore:
             for param, slot in zip(buffer.layout.params, buffer.slots, strict=True):
                 self._unit_of[id(slot.parameter)] = param.parameter.unit
         self._pending: dict[int, _PendingBucket] = {}
+        self._gathers_in_steps = False
+        self._stale: set[int] = set()
+        """Buckets with published new weights whose all-gather has been left to the next step."""
+
+    def gather_in_steps(self) -> None:
+        """Leaves the all-gathers of published weights to `begin_step`, or to the first use if that is earlier."""
+        self._gathers_in_steps = True
+
+    def begin_step(self) -> None:
+        """Starts the all-gathers of all buckets in forward order, with new weights or not, if steps are to do so."""
+        if self._gathers_in_steps:
+            for bucket in range(len(self._buckets)):
+                self._start_gather(bucket)
+
+    def replayed(self) -> None:
+        """Called when a CUDA graph has replayed a step, and with it the all-gathers that `begin_step` starts."""
+        self._stale.clear()
 
     @property
     def gathers(self) -> bool:
@@ -75,7 +94,7 @@ class ParamStore:
 
     def acquire(self, unit: str, direction: Direction = "forward") -> None:
         """Makes the current stream wait for the new weights of the unit's pending buckets."""
-        if self._pending:
+        if self._pending or self._stale:
             self._wait(self._units[unit])
 
     def acquire_all(self) -> None:
@@ -90,8 +109,8 @@ class ParamStore:
 
     def release(self, unit: str, direction: Direction = "forward") -> None:
         """Marks the end of a use of the unit's weights; frees nothing. The unit must have been acquired."""
-        if self._pending:
-            missing = [index for index in self._units[unit] if index in self._pending]
+        if self._pending or self._stale:
+            missing = [index for index in self._units[unit] if index in self._pending or index in self._stale]
             assert not missing, f"{unit} was read while its buckets {missing} were pending"
 
     def write_back(self, bucket: int, streams: Streams | None = None) -> None:
@@ -100,7 +119,15 @@ class ParamStore:
         Starts the all-gather of the bucket if the optimizer is sharded. `streams`: `Streams` whose optimizer stream ran
         the update; None if the update ran on the stream that reads the weights.
         """
+        if self._gathers_in_steps:
+            assert streams is None, "a graph of whole steps with --overlap-optimizer-step"
+            self._stale.add(bucket)
+        else:
+            self._start_gather(bucket, streams)
+
+    def _start_gather(self, bucket: int, streams: Streams | None = None) -> None:
         assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
+        self._stale.discard(bucket)
         stored, group = self._buckets[bucket]
         # dp_cp or edp: one bucket of weights, by default 40 million elements, or of their FP8 or FP4 bytes
         pairs = zip(stored, self._sizes[bucket], strict=True) if self._sharded else ()
@@ -115,6 +142,8 @@ class ParamStore:
 
     def _wait(self, buckets: Iterable[int]) -> None:
         for index in buckets:
+            if index in self._stale:
+                self._start_gather(index)
             pending = self._pending.pop(index, None)
             if pending is None:
                 continue

@@ -31,6 +31,10 @@ class GradAccumulator(Protocol):
         `out` has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be merged with others."""
         ...
 
+    def accept(self) -> None:
+        """Takes the gradient that autograd left in the parameter's `.grad`, if any."""
+        ...
+
 
 @dataclass(frozen=True)
 class BatchedWeightGrad:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -233,13 +232,26 @@ class Trainer:
             local = self._run(prepared, losses)
         else:
             drawn = [self.model.draw_forced(batch, self.context.dtype) for batch in prepared]
-            local = self.full_iteration.run(drawn, partial(self._run, streams=Streams()), self.metrics)
+            local = self.full_iteration.run(drawn, self._captured_step, self.metrics)
+            self.optimizer.store.replayed()
+            if self.buffers.data_parallel.overlap_grad_reduce:
+                self.buffers.reducer.replayed()
         self.optimizer.finish_gather()  # also gathers weights that no forward has used
         totals = local.clone()
         # pp, dp_cp: 16 bytes; only the last stage has losses
         all_reduce_(totals, self.context.group("pp"))
         all_reduce_(totals, self.context.group("dp_cp"))
         return totals[0] / totals[1].clamp(min=1), totals[1], local
+
+    def _captured_step(self, prepared: Sequence[MicroBatch]) -> Tensor:
+        """Result of `_run`, with all work that overlaps forward and backward: a graph joins the streams it forks."""
+        self.optimizer.store.begin_step()
+        local = self._run(prepared, streams=Streams())
+        self.optimizer.store.acquire_all()
+        if self.buffers.data_parallel.overlap_grad_reduce:
+            self.buffers.complete()
+            self.buffers.reducer.finish()
+        return local
 
     def _run(
         self, prepared: Sequence[MicroBatch], losses: dict[int, Tensor] | None = None, streams: Streams | None = None

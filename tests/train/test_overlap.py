@@ -202,22 +202,21 @@ def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
         ("two chunks on each of two stages", "pairs", ("attn", "mlp", "moe_router")),
         ("gradients reduced early", "pairs", ("attn", "moe_router")),
         ("weights gathered late", "pairs", ("attn", "mlp")),
+        ("experts over two ranks", "weight gradients later", ("attn", "mlp", "moe_router", "moe_preprocess")),
+        ("tokens sent once per rank", "weight gradients later", ("attn", "moe_router", "moe_preprocess")),
+        ("tokens sent once per rank", "within the backward", ("attn", "moe_router")),
+        ("two chunks on each of two stages", "weight gradients later", ("attn", "mlp", "moe_router")),
+        ("two chunks on each of two stages", "split backward", ("attn", "moe_router")),
+        ("gradients reduced early", "weight gradients later", ("attn", "moe_router")),
+        ("weights gathered late", "weight gradients later", ("attn", "mlp")),
+        ("context parallel", "weight gradients later", ("attn", "moe_router")),
+        ("tensor parallel", "weight gradients later", ("attn", "moe_router")),
     ],
 )
 def test_overlapped_schedule_replays_captured_modules(case, order, modules):
-    each = in_order(case, order)
-    pipeline = replace(each.pipeline, delay_wgrad_compute=False)
-    check(
-        ranks_of(
-            replace(
-                each,
-                pipeline=pipeline,
-                cuda_graphs=CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=0),
-            )
-        ),
-        case,
-        captured=True,
-    )
+    """Replays within pairs of microbatches, weight gradients deferred or not."""
+    config = CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=0)
+    check(ranks_of(replace(in_order(case, order), cuda_graphs=config)), case, captured=True)
 
 
 def test_shared_experts_overlap_exchanges_between_captured_modules():

@@ -1,6 +1,7 @@
 """Pool of graph instances. Each instance holds the captured CUDA graphs and memory pool of one microbatch in flight."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from megatron_moe.memory.cuda_graphs.capture import CudaGraphRecorder
 from megatron_moe.memory.cuda_graphs.layer_graphs import GraphInstance
@@ -10,8 +11,10 @@ class GraphInstancePool:
     """Graph instances of this rank's model chunks. A microbatch in flight (between forward and backward) uses one
     instance per chunk. The first `warmup` steps run eagerly, so that kernels are compiled before the capture."""
 
-    def __init__(self, recorder: CudaGraphRecorder, warmup: int) -> None:
+    def __init__(self, recorder: CudaGraphRecorder, warmup: int, *, defers_weight_grads: bool = False) -> None:
+        """`defers_weight_grads`: the schedule computes weight gradients later than input gradients."""
         self._recorder = recorder
+        self._defers_weight_grads = defers_weight_grads
         self._warmup = warmup
         self._num_steps = 0
         self._free: dict[int, list[GraphInstance]] = {}
@@ -38,7 +41,8 @@ class GraphInstancePool:
         if self._num_steps <= self._warmup:
             return None
         free = self._free.setdefault(chunk, [])
-        instance = free.pop() if free else GraphInstance(self._recorder)
+        new = partial(GraphInstance, self._recorder, defers_weight_grads=self._defers_weight_grads)
+        instance = free.pop() if free else new()
         self._in_use[microbatch, chunk] = instance
         return instance
 
@@ -46,6 +50,7 @@ class GraphInstancePool:
         """Makes the instance of a microbatch idle again, after the backward. Does nothing during warm-up."""
         instance = self._in_use.pop((microbatch, chunk), None)
         if instance is not None:
+            instance.end_microbatch()
             self._free[chunk].append(instance)
 
     def of(self, chunk: int) -> tuple[GraphInstance, ...]:
@@ -63,5 +68,5 @@ class GraphInstancePool:
         instances = list(self)
         num_graphs = sum(instance.num_graphs for instance in instances)
         static_bytes = sum(instance.static_bytes for instance in instances)
-        memory = self._recorder.memory_summary([instance.pool for instance in instances], static_bytes)
+        memory = self._recorder.memory_summary([pool for each in instances for pool in each.pools], static_bytes)
         return f"CUDA graphs: {num_graphs} captured for {len(instances)} microbatches in flight; {memory}"

@@ -7,7 +7,9 @@ The graphs of an instance share one memory pool: a graph may reuse memory that a
 graphs are replayed in a fixed order, forwards before backwards.
 
 Weight gradients are captured separately from input gradients, in two versions: one stores the gradients of a step's
-first microbatch, the other adds those of later microbatches. Metrics are graph outputs, recorded after every replay.
+first microbatch, the other adds those of later microbatches. A schedule may defer them until later graphs of the
+microbatch have run; graphs of deferred weight gradients have their own pool, and the tensors that they read are not
+shared with other graphs. Metrics are graph outputs, recorded after every replay.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,10 +43,12 @@ class StaticGradAccumulator(Protocol):
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None: ...
 
+    def accept(self) -> None: ...
+
 
 @dataclass(frozen=True, eq=False)
 class CapturedModule:
-    """Function that is captured as one graph. It must contain no host reads, collectives or random draws."""
+    """Function that is captured as one graph. It must contain no host reads and no random draws."""
 
     name: str
     function: Function
@@ -71,10 +75,14 @@ class RecordedMetrics(Enum):
 
 
 class GraphInstance:
-    """Memory pool and captured graphs of one in-flight microbatch."""
+    """Memory pools and captured graphs of one in-flight microbatch."""
 
-    def __init__(self, recorder: CudaGraphRecorder) -> None:
+    def __init__(self, recorder: CudaGraphRecorder, *, defers_weight_grads: bool = False) -> None:
+        """`defers_weight_grads`: other graphs of the microbatch may run before the weight gradients of a module."""
+        self.defers_weight_grads = defers_weight_grads
         self.pool = recorder.pool()
+        self.weight_grad_pool = recorder.pool() if defers_weight_grads else self.pool
+        """Pool of the graphs of weight gradients, which keep nothing in it between replays."""
         self.num_graphs = 0
         self.static_bytes = 0
         """Size of the static buffers, which are not allocated from the pool."""
@@ -85,6 +93,13 @@ class GraphInstance:
         self._outputs: dict[int, Tensor] = {}
         """Output tensors of the captured graphs, keyed by address."""
         self._static_grads: dict[tuple[Any, ...], Tensor] = {}
+        self._held: list[object] = []
+        """Operands of the weight gradients captured for this microbatch, whose memory no other graph may reuse."""
+
+    @property
+    def pools(self) -> tuple[Any, ...]:
+        """All memory pools of the instance, without duplicates."""
+        return (self.pool, self.weight_grad_pool) if self.defers_weight_grads else (self.pool,)
 
     def run(self, module: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
         """Runs a module on the microbatch of this instance by graph replay, and captures its graph on first use."""
@@ -108,6 +123,19 @@ class GraphInstance:
         self.num_graphs += 1
         return self._recorder.capture(work, self.pool)
 
+    def capture_weight_grads(
+        self, compute: Callable[[bool], Sequence[Tensor]], operands: object
+    ) -> dict[bool, CapturedGraph]:
+        """Captures `compute(accumulate)` for both values of `accumulate`. `operands`: what the caller frees next."""
+        if self.defers_weight_grads:
+            self._held.append(operands)
+        self.num_graphs += 2
+        return {each: self._recorder.capture(partial(compute, each), self.weight_grad_pool) for each in (False, True)}
+
+    def end_microbatch(self) -> None:
+        """Called when all gradients of the microbatch have been computed."""
+        self._held.clear()
+
     def static_input(self, tensor: Tensor, allocate: Callable[[Tensor], Tensor]) -> "_StaticInput":
         """Static input for `tensor`: `tensor` itself if a graph returned it, else a buffer from `allocate(tensor)`."""
         known = self._outputs.get(tensor.data_ptr())
@@ -124,9 +152,10 @@ class GraphInstance:
         self.static_bytes += like.nbytes
         return torch.empty_like(like, requires_grad=False)
 
-    def static_grad(self, like: Tensor, index: int) -> Tensor:
-        """Static buffer for the gradient of a module's output number `index`. Modules run in turn and share it."""
-        key = index, like.shape, like.stride(), like.dtype
+    def static_grad(self, like: Tensor, module: CapturedModule, index: int) -> Tensor:
+        """Static buffer for the gradient of a module's output number `index`. Modules run in turn and share it, unless
+        deferred weight gradients read it after the next module has run."""
+        key = module if self.defers_weight_grads else None, index, like.shape, like.stride(), like.dtype
         if key not in self._static_grads:
             self._static_grads[key] = self.static_buffer(like)
         return self._static_grads[key]
@@ -267,7 +296,9 @@ class _CapturedBackward:
         self._instance = instance
         self._module = module
         self._grads = [
-            None if grad is None else instance.static_input(grad, partial(instance.static_grad, index=index))
+            None
+            if grad is None
+            else instance.static_input(grad, partial(instance.static_grad, module=module, index=index))
             for index, grad in enumerate(grads)
         ]
         self._num_inputs = len(inputs)
@@ -275,14 +306,9 @@ class _CapturedBackward:
         """Indices of the module inputs that get a gradient."""
         self._accumulators: list[StaticGradAccumulator] = []
         self._tasks: list[_WeightGrad] = []
-        """Weight-gradient computations that are captured after the input gradients. The list is emptied afterwards."""
+        """Weight-gradient computations, which are captured when they run first. The list is emptied afterwards."""
         self._input_grads = instance.capture(lambda: self._differentiate(inputs, outputs()))
-        self._weight_grads = {
-            accumulate: instance.capture(partial(self._compute_weight_grads, accumulate))
-            for accumulate in (False, True)
-            if module.parameters
-        }
-        self._tasks = []  # frees saved tensors, whose memory later graphs of the instance may reuse
+        self._weight_grads: dict[bool, CapturedGraph] = {}
 
     def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replays the graphs; arguments and result are those of `_CapturedForward.backward`."""
@@ -300,11 +326,19 @@ class _CapturedBackward:
         return result
 
     def _add_weight_grads(self) -> None:
-        filled = {accumulator.filled for accumulator in self._accumulators}
-        assert len(filled) == 1, f"{self._module.name}: only some weights have a gradient of this step"
-        self._weight_grads[filled.pop()].replay()
-        for accumulator in self._accumulators:
+        """Submits the replay as the gradient of the first weight. Those of the others then have been written."""
+        first, *others = self._accumulators
+        first.add(self._replay_weight_grads)
+        for accumulator in others:
             accumulator.add(_already_written)
+
+    def _replay_weight_grads(self, out: Tensor, accumulate: bool) -> None:
+        filled = {accumulator.filled for accumulator in self._accumulators}
+        assert filled == {accumulate}, f"{self._module.name}: only some weights have a gradient of this step"
+        if not self._weight_grads:
+            self._weight_grads = self._instance.capture_weight_grads(self._compute_weight_grads, self._tasks)
+        self._weight_grads[accumulate].replay()
+        self._tasks = []  # frees saved tensors, whose memory later graphs of the instance may reuse
 
     def _differentiate(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
         """Returns the input gradients, and stores the computations of the weight gradients in `_tasks`."""
@@ -314,7 +348,7 @@ class _CapturedBackward:
         tasks: list[_WeightGrad] = []
         accumulators = [cast(StaticGradAccumulator, parameter.grad_accumulator) for parameter in parameters]
         for parameter, accumulator in zip(parameters, accumulators, strict=True):
-            parameter.grad_accumulator = _Collector(accumulator, tasks)
+            parameter.grad_accumulator = _Collector(parameter, accumulator, tasks)
         try:
             grads = torch.autograd.grad(
                 [output for output, _ in pairs],
@@ -322,6 +356,8 @@ class _CapturedBackward:
                 [grad for _, grad in pairs],
                 allow_unused=True,
             )
+            for parameter in parameters:
+                cast(_Collector, parameter.grad_accumulator).accept()
         finally:
             for parameter, accumulator in zip(parameters, accumulators, strict=True):
                 parameter.grad_accumulator = accumulator
@@ -355,6 +391,7 @@ class _WeightGrad(NamedTuple):
 class _Collector:
     """Stand-in for a gradient accumulator during capture: stores the weight-gradient computations in `tasks`."""
 
+    parameter: Parameter
     accumulator: StaticGradAccumulator
     tasks: list[_WeightGrad]
     merges = False
@@ -362,6 +399,12 @@ class _Collector:
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Stores the computation, which is captured in a separate graph, in `tasks`."""
         self.tasks.append(_WeightGrad(self.accumulator, compute))
+
+    def accept(self) -> None:
+        """Stores the gradient that the backward of a recomputed module left in `.grad`."""
+        grad, self.parameter.grad = self.parameter.grad, None
+        if grad is not None:
+            self.add(partial(_store, grad))
 
 
 def _store(grad: Tensor, out: Tensor, accumulate: bool) -> None:

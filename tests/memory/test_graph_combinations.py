@@ -1,0 +1,159 @@
+"""CUDA graphs in combinations of published recipes: replays equal eager steps bit for bit on the stand-in."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_moe.build import build_model, build_trainer, record_steps
+from megatron_moe.config.memory import (
+    ActivationOffloadConfig,
+    CudaGraphConfig,
+    MemoryConfig,
+    PagedStashConfig,
+    RecomputeConfig,
+)
+from megatron_moe.config.model import MTPConfig
+from megatron_moe.config.moe import SharedExpertsConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.pipeline import PipelineConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.train_state import TrainState
+from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
+from tests.helpers.pipelines import laid_out, run_steps
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
+
+WHOLE = CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)
+ROUTER = {"score_function": "sigmoid", "expert_bias": True, "balancing": ("seq_aux_loss",), "aux_loss_coeffs": (0.02,)}
+OVERLAP = DataParallelConfig(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=500
+)
+PAIRS = PipelineConfig(overlap=True, delay_wgrad_compute=True)
+STASH = PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=4.0)
+MOVED = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"), min_offloaded_tensor_size=1)
+EP2 = ParallelConfig(world_size=2, ep=2)
+TP2 = ParallelConfig(world_size=2, tp=2, ep=2, sequence_parallel=True)
+CP2 = ParallelConfig(world_size=2, cp=2, ep=2)
+DP2 = ParallelConfig(world_size=2)
+FLEX = tiny.moe(
+    tiny.router(**ROUTER),
+    dispatcher="flex",
+    shared=SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16)),
+    expert_rank_capacity_factor=1.9,
+)
+DENSE_FIRST = tiny.model(num_layers=3, moe_config=FLEX)
+LATENT = tiny.model(
+    layers=(
+        tiny_models.layer_config(tiny_models.mla_config()),
+        tiny_models.layer_config(tiny_models.mla_config(), feed_forward=FLEX),
+    )
+)
+
+
+def modules(*names: str) -> CudaGraphConfig:
+    return CudaGraphConfig(cuda_graph_modules=names, cuda_graph_warmup_steps=1)  # type: ignore[arg-type]
+
+
+def selective(*names: str) -> RecomputeConfig:
+    return RecomputeConfig(recompute_granularity="selective", recompute_modules=names)
+
+
+def plan(parallel: ParallelConfig = EP2, **changes) -> RunPlan:
+    """Two to four microbatches a step on each rank."""
+    settings = {"model": DENSE_FIRST, "batch": BatchConfig(micro_batch_size=1, global_batch_size=4), **changes}
+    return tiny.plan(parallel=parallel, **settings)
+
+
+def staged(layout: str, **changes) -> RunPlan:
+    """Stages on two ranks, all experts on each."""
+    config = replace(tiny.model(num_layers=4, moe_config=tiny.moe(tiny.router(**ROUTER))), **changes)
+    base = tiny.plan(model=config, batch=BatchConfig(micro_batch_size=1, global_batch_size=6))
+    return laid_out(base, layout, 2)
+
+
+def later(each: RunPlan) -> RunPlan:
+    """Plan whose schedule pairs microbatches and defers weight gradients."""
+    return replace(each, pipeline=replace(PAIRS, layout=each.pipeline.layout))
+
+
+FULL = RecomputeConfig(recompute_granularity="full")
+CASES = {
+    "tensor and sequence parallel": plan(TP2),
+    "context parallel": plan(CP2),
+    "1F1B": staged("Ett|ttL"),
+    "interleaved": staged("Et|t|t|tL"),
+    "interleaved, prediction, pairs": later(staged("Et|t|t|tmL", mtp=MTPConfig(num_layers=1))),
+    "reductions and gathers": plan(DP2, data_parallel=OVERLAP),
+    "pairs": plan(data_parallel=OVERLAP, pipeline=PAIRS),
+    "pairs, tensor parallel": plan(TP2, pipeline=PAIRS),
+    "recompute": plan(memory=MemoryConfig(recompute=selective("core_attn", "layernorm", "moe_act", "shared_experts"))),
+    "recompute of latent attention": plan(
+        model=LATENT, memory=MemoryConfig(recompute=selective("mla_up_proj", "layernorm")), data_parallel=OVERLAP
+    ),
+    "recompute, pairs": plan(memory=MemoryConfig(recompute=selective("core_attn", "moe_act")), pipeline=PAIRS),
+    "stash": plan(memory=MemoryConfig(paged_stash=STASH), data_parallel=OVERLAP),
+    "stash, pairs, prediction, recompute": plan(
+        model=replace(DENSE_FIRST, mtp=MTPConfig(num_layers=1)),
+        memory=MemoryConfig(paged_stash=STASH, recompute=selective("layernorm", "moe_act")),
+        data_parallel=OVERLAP,
+        pipeline=PAIRS,
+    ),
+}
+MODULES = {"experts captured": modules("attn", "mlp", "moe"), "experts computed": modules("attn", "mlp", "moe_router")}
+ONE_KIND = {
+    "whole layers again": (plan(memory=MemoryConfig(recompute=FULL)), WHOLE),
+    "experts on the host": (plan(memory=MemoryConfig(offload=MOVED)), modules("attn", "moe_router")),
+    "experts on the host, pairs": (
+        plan(memory=MemoryConfig(offload=MOVED), pipeline=PAIRS),
+        modules("attn", "moe_router"),
+    ),
+}
+
+
+def is_captured(case: str, config: CudaGraphConfig) -> bool:
+    """Whole MoE layers are captured neither in pairs nor with a stash."""
+    each = CASES[case]
+    return "moe" not in config.cuda_graph_modules or not (each.pipeline.overlap or each.memory.paged_stash)
+
+
+def trained(each: RunPlan, config: CudaGraphConfig | None = None) -> list[dict[str, torch.Tensor]]:
+    """Losses, norms, gradients and weights of every rank, with an evaluation between the steps."""
+
+    def run(context: ParallelContext) -> dict[str, torch.Tensor]:
+        kernels = reference.bundle()
+        trainer = build_trainer(each, context, build_model(each, context, kernels), kernels)
+        if config is not None:
+            record_steps(trainer, EagerRecorder(), config)
+        state = TrainState()
+        first = run_steps(each, trainer, state, 3)
+        with torch.no_grad():
+            batches = [step.batches[0] for step in trainer.recent]
+            trainer.pipeline.run(batches, lambda output, *_: output.loss_BS.sum())
+        if config is not None:
+            assert (trainer.full_iteration or trainer.pipeline.graph_instances).summary()
+        return first | {f"later {name}": value for name, value in run_steps(each, trainer, state, 2).items()}
+
+    return on_threads(each.parallel, run)
+
+
+def check(each: RunPlan, configs: dict[str, CudaGraphConfig]) -> None:
+    expected = trained(each)
+    for name, config in configs.items():
+        for rank, figures in enumerate(trained(each, config)):
+            EXACT.check_all(figures, expected[rank], f"{name}, rank {rank}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replays_equal_eager_steps(case: str) -> None:
+    check(CASES[case], {k: v for k, v in {**MODULES, "whole step": WHOLE}.items() if is_captured(case, v)})
+
+
+@pytest.mark.parametrize("case", ONE_KIND)
+def test_replays_of_one_kind_equal_eager_steps(case: str) -> None:
+    each, config = ONE_KIND[case]
+    check(each, {case: config})
