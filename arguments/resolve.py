@@ -23,7 +23,7 @@ from megatron_moe.config.memory import (
     RecomputeConfig,
 )
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.optimizer import LRConfig, MuonConfig, OptimizerConfig, OptimizerOffloadConfig
+from megatron_moe.config.optimizer import LRConfig, MuonConfig, OptimizerConfig, OptimizerOffloadConfig, QKClipConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout
@@ -239,7 +239,8 @@ def _optimizer(flags: Flags) -> OptimizerConfig:
     elif flags.chunked_optimizer_state_offload:
         chunk_bytes = flags.optimizer_state_offload_chunk_size_mb << 20
         state = OptimizerOffloadConfig(fraction=flags.optimizer_state_offload_fraction, chunk_bytes=chunk_bytes)
-    return from_flags(OptimizerConfig, flags, offload=state, muon=from_flags(MuonConfig, flags))
+    qk_clip = from_flags(QKClipConfig, flags) if flags.qk_clip else None
+    return from_flags(OptimizerConfig, flags, offload=state, muon=from_flags(MuonConfig, flags), qk_clip=qk_clip)
 
 
 def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:

@@ -1,6 +1,7 @@
 """Rules about optimizer state, its dtypes and offloading, and about gradient and weight communication."""
 
 from arguments.checks.violation import RuleFlags, Violations
+from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.registry import UPDATE_RULES
 
 _AWARE = "--use-precision-aware-optimizer"
@@ -73,6 +74,33 @@ def matrix_rules_need_state_on_the_gpu(flags: RuleFlags) -> Violations:
     if spec.alignment == "matrix" and flags.main_params_dtype == "fp16":
         yield (
             f"--optimizer {flags.optimizer} updates whole matrices, with --main-params-dtype fp16",
+            "use --main-params-dtype fp32",
+        )
+
+
+def qk_clip_scales_weights_that_set_the_logits(flags: RuleFlags) -> Violations:
+    """A norm of q and k after the projection removes every factor of the weights, so that logits stay as they are."""
+    if not flags.qk_clip:
+        return
+    if flags.qk_clip_alpha == 0 or flags.qk_clip_threshold == 0:
+        given = f"--qk-clip-alpha {flags.qk_clip_alpha:g} and --qk-clip-threshold {flags.qk_clip_threshold:g}"
+        yield f"{given}: both must be above 0", "leave them out for 0.5 and 100"
+    normed = flags.qk_l2_norm or (flags.qk_layernorm and not flags.multi_latent_attention)
+    if normed:
+        norm = "--qk-l2-norm" if flags.qk_l2_norm else "--qk-layernorm"
+        yield f"--qk-clip with {norm}: the norm removes every factor of the weights before it", "remove --qk-clip"
+    num_groups = flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads
+    if not flags.multi_latent_attention and flags.tensor_model_parallel_size > num_groups:
+        yield (
+            f"--qk-clip with {flags.tensor_model_parallel_size} tensor-parallel ranks, which divide the rows of "
+            f"{counted(num_groups, 'query group')}",
+            f"use --tensor-model-parallel-size {num_groups} or less",
+        )
+    if offload := _state_offload(flags):
+        yield f"--qk-clip with {offload}: master weights in host memory are not rescaled", "leave one of them out"
+    if flags.main_params_dtype == "fp16":
+        yield (
+            "--qk-clip with --main-params-dtype fp16, whose blocks of elements share a scale",
             "use --main-params-dtype fp32",
         )
 

@@ -77,9 +77,6 @@ _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 
 _LAYER_GROUPS = ("attention", "model")
 _LAYER_FLAGS = ("moe_n_hash_layers",)
-_SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
-"""Unsupported flags that affect neither parameters nor GEMMs, so memory and time can be estimated without them."""
-
 FORCED_ROUTING = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_skew")
 """Flags of benchmarks, which replace the router by random logits."""
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
@@ -190,9 +187,7 @@ def unknown_layers(settings: Settings) -> tuple[str, ...]:
     return tuple(
         flag.option
         for flag in _unavailable(settings)
-        if (flag.group in _LAYER_GROUPS or flag.name in _LAYER_FLAGS)
-        and flag.name not in _SAME_LAYERS
-        and not flag.declaration.harmless
+        if (flag.group in _LAYER_GROUPS or flag.name in _LAYER_FLAGS) and not flag.declaration.harmless
     )
 
 

@@ -7,7 +7,6 @@ from typing import Literal
 from arguments.flag import REQUIRED, flag, new_flag, unsupported
 from arguments.values import LayerPattern
 
-_qk_clip = partial(unsupported, note="attention logits are not clipped")
 _sparse_attention = partial(unsupported, note="only dense softmax attention is implemented")
 
 
@@ -42,11 +41,11 @@ class AttentionFlags:
     a token attends to itself and the 127 tokens before it."""
     window_attn_skip_freq: LayerPattern | None = flag(None)
     """Layers without a sliding window: every n-th layer, or a list with 1 (window) or 0 (no window) per layer."""
-    qk_clip: bool = _qk_clip(False)
-    """Rescale query and key weights of heads whose maximum logit exceeds `--qk-clip-threshold`."""
-    qk_clip_alpha: float = _qk_clip(0.5)
+    qk_clip: bool = flag(False)
+    """After each step, rescale query and key weights of heads whose maximum logit exceeded `--qk-clip-threshold`."""
+    qk_clip_alpha: float = flag(0.5, least=0, below=1)
     """Exponent alpha: with f = threshold / max logit, scale query weights by f^alpha and key weights by f^(1-alpha)."""
-    qk_clip_threshold: float = _qk_clip(100.0)
+    qk_clip_threshold: float = flag(100.0, least=0)
     """Attention logit above which the weights of a head are rescaled."""
 
     multi_latent_attention: bool = flag(False)

@@ -42,8 +42,8 @@ class LoggingFlags:
     """Append a line to progress.txt in the checkpoint folder at every start and every checkpoint."""
     log_energy: bool = unsupported(False, "energy counters are not read", harmless=True)
     """Log the energy used per GPU."""
-    log_max_attention_logit: bool = unsupported(False, "attention logits are not recorded", harmless=True)
-    """Log the maximum attention logit."""
+    log_max_attention_logit: bool = flag(False)
+    """Log the largest attention logit of all heads and layers, which takes one more product of queries and keys."""
     log_straggler: bool = differs(False, "times one attention layer and the data loading of every rank")
     """Report slow ranks in every log line."""
     straggler_minmax_count: int = differs(1, "lists only the slowest ranks, not the fastest", least=1)

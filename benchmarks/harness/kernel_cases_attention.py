@@ -72,6 +72,13 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
         gigabytes = read + 2 * found.nbytes / 1e9
         yield KernelCase(f"attention_block ({name})", forward, (), gigabytes, 2 * product, compiled=None)
+        maxima = torch.full((heads,), -torch.inf, device=device, dtype=wide)
+
+        def largest(k: Kernels, block: AttentionBlock = block, maxima: torch.Tensor = maxima) -> None:
+            k.max_logits_(block, lse, maxima.fill_(-torch.inf), -torch.inf)
+
+        gigabytes_of_maxima = draw.moved(q.numel() + key.numel())
+        yield KernelCase(f"max_logits_ ({name})", largest, (), gigabytes_of_maxima, product, compiled=None)
         gigabytes = read + draw.moved(2 * q.numel()) + 2 * sum(x.nbytes for x in into) / 1e9
         yield KernelCase(f"attention_block_grad ({name})", backward, (), gigabytes, 5 * product, compiled=None)
 

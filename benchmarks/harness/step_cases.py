@@ -279,6 +279,12 @@ CASES = (
         )
         for suffix, title, flags in (("", "AdamW", ""), ("-muon", "Muon", MUON))
     ),
+    StepCase(name="m8-qk-clip", title="M8, micro batch 8, QK-clip", flags=f"--recipe m8 {BEST} --qk-clip"),
+    StepCase(
+        name="m8-max-logit",
+        title="M8, micro batch 8, largest logits logged",
+        flags=f"--recipe m8 {BEST} --log-max-attention-logit",
+    ),
     *_over_two("m27", step_seconds=1.1),
     *_over_two("q24", step_seconds=0.8),
     *_layouts_of_two(),

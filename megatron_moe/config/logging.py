@@ -32,6 +32,8 @@ class LoggingConfig:
     log_timers_to_tensorboard: bool = False
     log_validation_ppl_to_tensorboard: bool = False
     log_world_size_to_tensorboard: bool = False
+    log_max_attention_logit: bool = False
+    """Logs the largest attention logit of each interval (`--log-max-attention-logit`)."""
     log_straggler: bool = False
     straggler_minmax_count: int = 1
     """Number of slowest ranks that each straggler report lists (`--straggler-minmax-count`)."""

@@ -50,6 +50,16 @@ class MuonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QKClipConfig:
+    """QK-clip (Kimi-K2, arXiv 2507.20534): after a step, the q and k weights of a head with a larger logit S than the
+    threshold are multiplied so that its logits shrink by eta = threshold / S."""
+
+    qk_clip_threshold: float = 100.0
+    qk_clip_alpha: float = 0.5
+    """q gets eta^alpha, k the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Update rule and its hyperparameters. AdamW (arXiv 1711.05101) has decoupled weight decay."""
 
@@ -69,6 +79,7 @@ class OptimizerConfig:
     """Maximum learning rate of embedding and output layer; None: `LRConfig.max_lr`."""
     decoupled_min_lr: float | None = None
     muon: MuonConfig = MuonConfig()
+    qk_clip: QKClipConfig | None = None
     offload: OptimizerOffloadConfig = OptimizerOffloadConfig()
     overlap_optimizer_step: bool = False
     """Updates weights bucket by bucket, overlapped with the next forward (`--overlap-optimizer-step`)."""

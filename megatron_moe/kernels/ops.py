@@ -369,10 +369,8 @@ class Kernels(MatrixOps, Quantizers, Protocol):
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
         """Attention over a whole sequence -> [S, B, N, E]."""
-        ...
 
-    # attention between two parts of a sequence, for context parallelism: two ops, because the backward of one part
-    # needs the forward's output and log-sum-exp over all parts
+    # attention between two parts of a sequence; the backward of one needs the output and log-sum-exp over all parts
     def attention_block(
         self, block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -388,6 +386,10 @@ class Kernels(MatrixOps, Quantizers, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the block's q, k and v, in the internal dtype or rounded to that of q. With `into` (contiguous,
         internal dtype), adds them to these tensors and returns those. `found`: results over all keys."""
+        ...
+
+    def max_logits_(self, block: AttentionBlock, lse_SBN: Tensor, maxima_N: Tensor, least: float) -> None:
+        """Raises `maxima_N` to each head's largest logit if it exceeds `least`. `lse_SBN`: of these keys or more."""
         ...
 
     # linear attention: differentiable

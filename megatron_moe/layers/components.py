@@ -35,7 +35,7 @@ class Mixer(nn.Module):
     def __init__(self, site: Site, resources: ModelResources) -> None:
         super().__init__()
         self.ctx, self.kernels, self.saved_tensors = resources.ctx, resources.kernels, resources.saved_tensors
-        self.site = site.path
+        self.site, self.layer = site.path, site.layer
 
 
 class FeedForward(nn.Module):

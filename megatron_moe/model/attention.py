@@ -8,6 +8,8 @@
 6. output projection
 """
 
+import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -21,7 +23,7 @@ from megatron_moe.layers.components import Mixer, Site
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.norm import Norm, UnitNorm
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.model.core_attention import core_attention
+from megatron_moe.model.core_attention import LogitMaxima, core_attention
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor_parallel import all_gather
@@ -54,15 +56,33 @@ class SoftmaxAttention(Mixer):
     """Base class of mixers that compute softmax attention."""
 
     sinks: Parameter | None
+    max_logits: Tensor | None
+    """Largest logit of each local head since the last reset, in the internal dtype; None: not computed."""
 
     def __init__(self, config: SoftmaxMixerConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(site, resources)
         self.core = config.core
         self.num_heads = local_heads(config.num_heads, self.ctx)
+        self.register_buffer("max_logits", None, persistent=False)
+        self._least_logit = -math.inf
+
+    def track_max_logits(self, least: float) -> None:
+        """Makes training forwards record the largest logits. `least`: logits below may be missing."""
+        self._least_logit, dtype = least, internal_dtype(self.ctx.dtype)
+        self.max_logits = torch.full((self.num_heads,), -math.inf, dtype=dtype, device=self.ctx.device)
+
+    def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
+        """Yields (parameter, factor of each row of this rank's shard) that multiply the logits of head n by eta_N[n],
+        or by less if another head shares its keys. q gets eta^alpha and k the rest."""
+        raise NotImplementedError
 
     def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
         """Output of core attention, [S, B, N, E]."""
-        return core_attention(q_SBND, k_SBGD, v_SBGE, self.sinks, self.core, mb, self.site, self.ctx, self.kernels)
+        maxima = None
+        if self.max_logits is not None and mb.training:
+            maxima = LogitMaxima(self.max_logits, self._least_logit)
+        state = self.core, mb, self.site, self.ctx, self.kernels
+        return core_attention(q_SBND, k_SBGD, v_SBGE, self.sinks, *state, maxima)
 
 
 class Attention(SoftmaxAttention):
@@ -132,6 +152,17 @@ class Attention(SoftmaxAttention):
             context_SBND = (context_SBND.to(wide) * torch.sigmoid(gate_SBND.to(wide))).to(context_SBND.dtype)
         with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBND.flatten(2))
+
+    def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
+        """See `SoftmaxAttention`. The heads of a query group share a key, so that the smallest eta applies to all."""
+        eta_G1 = eta_N.view(self.num_groups, -1).amin(dim=1, keepdim=True)
+        one, num_rows = torch.ones_like(eta_G1), self.config.group_rows
+        gate = (one,) if self.config.output_gate else ()
+        of_parts = (eta_G1**alpha, *gate, eta_G1 ** (1 - alpha), one)
+        rows = torch.cat([part.expand(-1, n) for part, n in zip(of_parts, num_rows, strict=True)], dim=1).flatten()
+        yield self.linear_qkv.weight, rows
+        if self.linear_qkv.bias is not None:
+            yield self.linear_qkv.bias, rows
 
     def _own_groups(self, qkv_SBC: Tensor) -> Tensor:
         """Converts the local output of `linear_qkv` to [S, B, G, C]: C channels for each query group of this rank."""

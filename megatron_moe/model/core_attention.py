@@ -14,7 +14,7 @@ Masks are computed from positions and document ids in the whole sequence, never 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -60,6 +60,14 @@ class Heads(NamedTuple):
     sinks_N: Tensor | None
 
 
+class LogitMaxima(NamedTuple):
+    """Largest logits of the heads of this rank, which attention raises in place."""
+
+    values_N: Tensor
+    least: float
+    """Smallest logit of interest: smaller maxima may be missing."""
+
+
 def core_attention(
     q_SBND: Tensor,
     k_SBGD: Tensor,
@@ -70,13 +78,15 @@ def core_attention(
     site: str,
     ctx: ParallelContext,
     kernels: Kernels,
+    maxima: LogitMaxima | None = None,
 ) -> Tensor:
-    """Attention output [S, B, N, E] of this rank's N heads in G query groups. `site`: module path, for dropout keys."""
+    """Attention output [S, B, N, E] of this rank's N heads in G query groups. `site`: module path, for dropout keys.
+    `maxima`: largest logits to raise; None: they are not computed."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
     part = mb.tokens.part
     is_split = part is not None and len(part.of_ranks) > 1
     segments_BS = mb.tokens.whole_segments_BS if is_split else mb.tokens.segments_BS
-    attention = _CoreAttention(config, segments_BS, mb.key(site), ctx, kernels)
+    attention = _CoreAttention(config, segments_BS, mb.key(site), ctx, kernels, maxima)
     if part is not None and is_split:
         return attention.over_ranks(heads, part)
     assert part is not None or ctx.group("cp").size == 1, "TokenMeta.part is not set on a context-parallel rank"
@@ -93,9 +103,13 @@ class _CoreAttention:
     dropout_key: Key | None
     ctx: ParallelContext
     kernels: Kernels
+    maxima: LogitMaxima | None
 
     def whole(self, heads: Heads) -> Tensor:
         """Attention over whole sequences: `heads` contains all positions in ascending order."""
+        if self.maxima is not None:  # needs the log-sum-exps
+            span = self._span((range(len(heads.q_SBND)),))
+            return self._blockwise(Ring(None), span, (span,), heads)
         (q_SBND, k_SBGD, v_SBGE, sinks_N), tp = heads, self.ctx.group("tp")
         state = (self.config, sinks_N, self.segments_BS, self.dropout_key, (tp.rank, tp.size))
         return self.kernels.attention(AttentionInputs(q_SBND, k_SBGD, v_SBGE, *state))
@@ -144,18 +158,21 @@ class _CoreAttention:
         q_SBND, k_SBGD, v_SBGE = heads.q_SBND, *(_enough_groups(x, inner.size) for x in heads[1:3])
         # inner group: S * B * (N * D + G * (D + E)) elements here, S * B * N * E back; backward: the same
         q_SBND, k_SBGD, v_SBGE = (in_order(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
-        share = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
+        share, maxima = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N), self.maxima
+        if maxima is not None:
+            maxima = maxima._replace(values_N=maxima.values_N.chunk(inner.size)[inner.rank])
+        of_share = replace(self, maxima=maxima)
         if outer is None:
-            out_SBNE = self.whole(share)
+            out_SBNE = of_share.whole(share)
         else:
-            out_SBNE = self._ring(outer, [joined(group) for group in groups], share)
+            out_SBNE = of_share._ring(outer, [joined(group) for group in groups], share)
         return gather_heads(by_rank(out_SBNE, held), inner)
 
     def _blockwise(self, ring: Ring, query: PositionSpan, keys: tuple[PositionSpan, ...], heads: Heads) -> Tensor:
         key = self.dropout_key
         if key is not None:
             key = (*key, "tp", self.ctx.group("tp").rank, "place", query.chunks[0].start)
-        blocks = _Blocks(self.kernels, self.config, ring, query, keys, key)
+        blocks = _Blocks(self.kernels, self.config, ring, query, keys, key, self.maxima)
         return _BlockAttention.apply(*heads, blocks)  # type: ignore[no-untyped-call,no-any-return]
 
     def _span(self, chunks: Chunks) -> PositionSpan:
@@ -185,6 +202,7 @@ class _Blocks:
     query: PositionSpan
     keys: tuple[PositionSpan, ...]
     dropout_key: Key | None
+    maxima: LogitMaxima | None
 
     @cached_property
     def visible(self) -> dict[int, tuple[slice, slice, Mask]]:
@@ -224,10 +242,12 @@ class _BlockAttention(torch.autograd.Function):
             num_left -= 1
             if out_SBNE is None or lse_SBN is None:
                 out_SBNE, lse_SBN = blocks.kernels.attention_block(given)
-                continue
-            if num_left:  # later blocks are added too; a result of two blocks is rounded only once
-                out_SBNE = out_SBNE.to(lse_SBN.dtype)
-            blocks.kernels.attention_block(given, out_SBNE[rows], lse_SBN[rows])
+            else:
+                if num_left:  # later blocks are added too; a result of two blocks is rounded only once
+                    out_SBNE = out_SBNE.to(lse_SBN.dtype)
+                blocks.kernels.attention_block(given, out_SBNE[rows], lse_SBN[rows])
+            if blocks.maxima is not None:
+                blocks.kernels.max_logits_(given, lse_SBN[rows], *blocks.maxima)
         ctx.blocks = blocks
         assert out_SBNE is not None, "queries see keys of their own rank"
         out_SBNE = out_SBNE.to(q_SBND.dtype)

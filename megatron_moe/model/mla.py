@@ -7,9 +7,11 @@
 5. output projection
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.mla import MLAConfig
@@ -20,6 +22,7 @@ from megatron_moe.layers.linear import Linear, copy_format, products_of_whole, w
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import SoftmaxAttention, new_sinks, rotate
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
@@ -81,6 +84,20 @@ class MLA(SoftmaxAttention):
             context_SBNE = self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBND, v_SBNE)
         with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBNE.flatten(2))
+
+    def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
+        """See `SoftmaxAttention`. The rotated key part, which all heads share, keeps its length: the rotated part of q
+        gets the whole factor."""
+        config, eta_N1 = self.config, eta_N[:, None]
+        one = torch.ones_like(eta_N1)
+
+        def rows(*parts: tuple[Tensor, int]) -> Tensor:
+            return torch.cat([factor.expand(-1, number) for factor, number in parts], dim=1).flatten()
+
+        of_q = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        yield of_q.weight, rows((eta_N1**alpha, config.qk_head_dim), (eta_N1, config.qk_rope_dim))
+        of_k = rows((eta_N1 ** (1 - alpha), config.qk_head_dim), (one, config.v_head_dim))
+        yield self.linear_kv_up_proj.weight, of_k
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Returns (q of this rank's heads if `gathers_input`, else None; q latent [S, B, q_lora_rank], or the hidden

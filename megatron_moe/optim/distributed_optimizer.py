@@ -6,7 +6,7 @@ reads the weights, and each node of the forward waits for the updates of its par
 backward cannot overwrite gradients that an update still reads, because the forward has waited for the update.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +24,7 @@ from megatron_moe.optim.cpu_offload import CPUStep, StreamedStep
 from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers
 from megatron_moe.optim.param_layout import forward_order
 from megatron_moe.optim.param_store import AcquiringModel, ParamStore
-from megatron_moe.optim.state import OptimizerState, StepScalars, UpdateOperands, UpdateRule, new_states
+from megatron_moe.optim.state import OptimizerState, StepScalars, UpdateOperands, new_states
 from megatron_moe.optim.stored_weights import StoredWeights
 from megatron_moe.parallel.collectives import gather_objects, start_all_gather_
 from megatron_moe.parallel.parameter import Parameter
@@ -111,8 +111,8 @@ class Optimizer:
         self._gather_in_forward = False
         self._streams: Streams | None = None
         """Streams for a step that overlaps with the next forward; None if the step does not overlap."""
-        self._buckets: list[list[tuple[UpdateRule, UpdateOperands]]] = []
-        """Rules and operands of the owned ranges in each bucket, for the overlapped step; buckets in forward order."""
+        self._buckets: list[list[UpdateOperands]] = []
+        """Operands of the owned ranges in each bucket, for the overlapped step; buckets in forward order."""
         self._scalars: StepScalars | None = None
         """Scalars of the last overlapped step, kept alive because the optimizer stream may still read them."""
         if self._stored.buffers:
@@ -135,9 +135,7 @@ class Optimizer:
             inside = [
                 (state, max(start, state.start), min(end, state.end)) for state in self.states if state.buffer is buffer
             ]
-            self._buckets.append(
-                [(state.rule, state.operands(a - state.start, b - state.start)) for state, a, b in inside if a < b]
-            )
+            self._buckets.append([state.operands(a - state.start, b - state.start) for state, a, b in inside if a < b])
         self._streams = make_streams(self.buffers.device, "optimizer")
         model.acquire_from(self.store)
 
@@ -164,6 +162,7 @@ class Optimizer:
         grad_scale: Tensor,
         apply_update: Tensor,
         decoupled_lr: float | None = None,
+        row_factors: Mapping[Parameter, Tensor] | None = None,
     ) -> None:
         """Applies one update with the finished gradients.
 
@@ -171,6 +170,7 @@ class Optimizer:
             grad_scale: scalar on the device that multiplies every gradient (the clip factor).
             apply_update: bool scalar on the device. If False, weights, moments and step count stay bitwise unchanged.
             decoupled_lr: learning rate of embedding and head; if None, embedding and head use `lr`.
+            row_factors: see `StepScalars.row_factors`; factors of a rejected step must be 1.
         """
         assert (decoupled_lr is None) == (self.config.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()
@@ -179,13 +179,14 @@ class Optimizer:
         self._copies = []
         # a rejected first step must not divide by 1 - beta^0
         number = self.step_count.clamp(min=1)
-        scalars = StepScalars(lr, decoupled_lr, weight_decay, number, grad_scale, apply_update, self.nonfinite)
+        flags = apply_update, self.nonfinite
+        scalars = StepScalars(lr, decoupled_lr, weight_decay, number, grad_scale, *flags, row_factors or {})
         if self._streams is not None:
             self._start_overlapped(scalars, self._streams)
             return
         for state in self.states:
             if state.placement == "device":
-                state.rule.step(scalars, state.operands(), self.buffers.kernels)
+                state.operands().step(scalars, self.buffers.kernels)
         self._streamed_step.run(scalars)
         self._cpu_step.run(scalars)
         self._publish()
@@ -198,8 +199,8 @@ class Optimizer:
         with streams.fork("optimizer"):
             quantized = []
             for number, bucket in enumerate(self._buckets):
-                for rule, operands in bucket:
-                    rule.step(scalars, operands, self.buffers.kernels)
+                for operands in bucket:
+                    operands.step(scalars, self.buffers.kernels)
                 if self.store.is_quantized(number):
                     quantized.append(number)
                 else:

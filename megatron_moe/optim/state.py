@@ -1,7 +1,7 @@
 """Optimizer state of the ranges that a rank owns, in device or host memory, and the interface of update rules."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from megatron_moe.optim.grad_buffers import FlatBuffer
 from megatron_moe.optim.param_layout import BufferKey, Range
 from megatron_moe.optim.pieces import ParamPiece
 from megatron_moe.parallel.context import torch_dtype
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.streams import HostCopies
 from megatron_moe.precision.dither import dither
 from megatron_moe.precision.optimizer_state import BLOCK, Format, PackedState, pack, round_weights, unpack
@@ -168,6 +169,25 @@ class UpdateOperands(NamedTuple):
             old.copy_(torch.where(scalars.apply_update, new.to(old.dtype), old))
             scalars.nonfinite.logical_or_(scalars.apply_update & ~all_finite(old))
 
+    def step(self, scalars: "StepScalars", kernels: Kernels) -> None:
+        """Updates the elements by the rule of their state, then multiplies rows by `StepScalars.row_factors`."""
+        self.state.rule.step(scalars, self, kernels)
+        for piece in self.pieces if scalars.row_factors else ():
+            if piece.parameter in scalars.row_factors:
+                self._multiply_rows(piece, scalars.row_factors[piece.parameter])
+
+    def _multiply_rows(self, piece: ParamPiece, factors: Tensor) -> None:
+        """Multiplies the weights of any elements of a parameter by the factors of their rows."""
+        stored, weights = self.stored_master(piece)
+        old = unpack(stored, weights)
+        first = piece.start - piece.slot.start
+        place = torch.arange(first, first + len(old), device=old.device)
+        new = old * factors.to(old.dtype)[place // (piece.slot.parameter.numel // len(factors))]
+        rounded = new if weights is None else round_weights(new, weights.dtype)
+        _copy(stored, pack(new, stored, rounded))
+        if weights is not None:
+            weights.copy_(rounded)
+
     def stored_master(self, piece: ParamPiece) -> tuple[PackedState, Tensor | None]:
         """Stored master weights of a piece, and its weights if they are stored apart from them."""
         part = slice(piece.start - self.start, piece.end - self.start)
@@ -195,6 +215,8 @@ class StepScalars:
     """bool; False: weights and state stay unchanged."""
     nonfinite: Tensor
     """bool, set to True by the update if a stored weight or moment is not finite."""
+    row_factors: Mapping[Parameter, Tensor] = field(default_factory=dict)
+    """Factors of the rows of this rank's shard of a parameter, by which its new weights are multiplied."""
 
     def lr_of(self, key: BufferKey) -> float:
         """Learning rate of the parameters in a buffer."""

@@ -35,6 +35,7 @@ from megatron_moe.precision.linear_quantizer import ModelQuantizers
 from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
+from megatron_moe.train.logit_clip import LogitClip
 from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
@@ -110,6 +111,9 @@ class Trainer:
         self.metrics = metrics
         self.timers = timers or Timers(0, self.context.device)
         self.kernels = buffers.kernels
+        self._logits = LogitClip(
+            self.model, self.context, optimizer.config.qk_clip, log=logging.log_max_attention_logit
+        )
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[RetainedStep] = deque(maxlen=2)
         """The two newest steps: the host reads the results of a step only after it has launched the next one."""
@@ -293,6 +297,7 @@ class Trainer:
             weight_decay=self.schedule.weight_decay(samples),
             grad_scale=clip_coefficient(norms["all"], self.optimizer.config.clip_grad),
             apply_update=apply_update,
+            row_factors=self._logits.end_step(apply_update, self.metrics),
         )
         for router in self.routers:
             router.record_bias(self.metrics)

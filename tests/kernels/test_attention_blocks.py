@@ -106,3 +106,31 @@ def test_tensors_beyond_32_bit_offsets_are_not_served(width: int, value_width: i
         for shape in ((128, width), (1, width), (1, value_width))
     )
     assert serves(q, k, v) == (max(width, value_width) < 128)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_largest_logits_equal_the_reference_above_the_least(mask: str, part: str, documents: bool) -> None:
+    query, key = PARTS[part]
+    segments_BS = (torch.arange(SEQ) * 3 // SEQ).expand(BATCH, SEQ) if documents else None
+    spans = [
+        PositionSpan(chunks=each, segments_BS=None if segments_BS is None else take_positions(segments_BS, each))
+        for each in (query, key)
+    ]
+    sizes = (sum(map(len, query)), HEADS), (sum(map(len, key)), GROUPS), (sum(map(len, key)), GROUPS)
+    q, k, v = (draw(n, BATCH, heads, 24, seed=n).float() for n, heads in sizes)
+    given = AttentionBlock(q, k, v, MASKS[mask], *spans)
+    _, lse_SBN = reference.attention_block(given)
+    exact = torch.full((HEADS,), -torch.inf)
+    reference.max_logits_(given, lse_SBN, exact, -torch.inf)
+    found = torch.full((HEADS,), -torch.inf)
+    triton_kernels.max_logits_(given, lse_SBN, found, -torch.inf)
+    FP32_REF.check(found, exact, "largest logits")
+    if exact.isfinite().all():
+        least = float(exact.min() - 1e-3)
+        found.fill_(-torch.inf)
+        triton_kernels.max_logits_(given, lse_SBN, found, least)
+        FP32_REF.check(found, exact, "largest logits above the least")
+        triton_kernels.max_logits_(given, lse_SBN, found.fill_(-torch.inf), float(lse_SBN.max()))
+        assert (found == -torch.inf).all(), "rows whose log-sum-exps are small are skipped"

@@ -79,6 +79,10 @@ def attention_block_grad(
     return into
 
 
+def max_logits_(block: AttentionBlock, lse_SBN: Tensor, maxima_N: Tensor, least: float) -> None:
+    torch.maximum(maxima_N, _logits(block).amax(dim=(0, 2, 3)), out=maxima_N)
+
+
 def visible_between(
     query: PositionSpan, key: PositionSpan, config: CoreAttentionConfig, device: torch.device
 ) -> Tensor:

@@ -32,6 +32,7 @@ from megatron_moe.kernels.ops import (
 )
 from megatron_moe.kernels.reference.attention_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference.attention_blocks import attention_block_grad as attention_block_grad
+from megatron_moe.kernels.reference.attention_blocks import max_logits_ as max_logits_
 from megatron_moe.kernels.reference.attention_blocks import visible_between
 from megatron_moe.kernels.reference.linear_attention import gated_rms_norm as gated_rms_norm
 from megatron_moe.kernels.reference.linear_attention import linear_attention as linear_attention

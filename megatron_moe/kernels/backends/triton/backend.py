@@ -9,6 +9,7 @@ import triton
 
 from megatron_moe.kernels.backends.triton.activation import activation, quantize_activation, quantize_activation_grad
 from megatron_moe.kernels.backends.triton.attention.blocks import attention_block, attention_block_grad
+from megatron_moe.kernels.backends.triton.attention.maxima import max_logits_
 from megatron_moe.kernels.backends.triton.attention.whole import attention
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad
@@ -69,6 +70,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "attention": "Triton for windows, document masks and --deterministic-mode; cuDNN for sinks; torch otherwise",
         "attention_block": "cuDNN and a merge kernel; Triton for windows, document masks and --deterministic-mode",
         "attention_block_grad": "cuDNN; Triton for windows, document masks and --deterministic-mode",
+        "max_logits_": "skips tiles of rows whose log-sum-exps are small",
         "linear_attention": "chunks of 64 tokens as matrix products; torch for heads wider than 128",
         "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
         "embedding_grad": "adds the summed gradient of each id to the gradient buffer",

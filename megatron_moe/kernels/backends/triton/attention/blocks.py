@@ -18,12 +18,12 @@ def attention_block(
     block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.attention_block`. Dropout and fp32 run on plain torch."""
-    readable = _readable(block)
-    rectangles = _rectangles(readable)
+    block = readable(block)
+    rectangles = _rectangles(block)
     if rectangles is None:
         return reference.attention_block(block, out_SBNE, lse_SBN)
     if out_SBNE is None or lse_SBN is None:
-        if (alone := cudnn.block_forward(readable, [pair for pair, _ in rectangles])) is not None:
+        if (alone := cudnn.block_forward(block, [pair for pair, _ in rectangles])) is not None:
             return alone
         out_SBNE, lse_SBN = nothing_seen(block.q_SBND, block.v_SBGE.shape[3])
     lse_BNS = lse_SBN.permute(1, 2, 0)
@@ -32,9 +32,9 @@ def attention_block(
     for pair, by_cudnn in rectangles:
         found = total_SBNE[pair.rows], lse_BNS[..., pair.rows]
         if by_cudnn:
-            merge(*found, *cudnn.forward_pair(readable, pair))
+            merge(*found, *cudnn.forward_pair(block, pair))
             continue
-        inputs, shape, segments = _rectangle(readable, pair)
+        inputs, shape, segments = rectangle(block, pair)
         attend(*inputs, None, segments, *found, shape, onward=True)
     return out_SBNE if total_SBNE is out_SBNE else out_SBNE.copy_(total_SBNE), lse_SBN
 
@@ -43,21 +43,21 @@ def attention_block_grad(
     block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.attention_block_grad`."""
-    readable = _readable(block)
-    rectangles = _rectangles(readable)
+    block = readable(block)
+    rectangles = _rectangles(block)
     if rectangles is None:
         return reference.attention_block_grad(block, found, into)
     if into is None:
-        if (alone := cudnn.block_backward(readable, found, [pair for pair, _ in rectangles])) is not None:
+        if (alone := cudnn.block_backward(block, found, [pair for pair, _ in rectangles])) is not None:
             return alone
         into = no_gradients(block)
     found = found._replace(grad_SBNE=strided(found.grad_SBNE))
     for pair, by_cudnn in rectangles:
         if by_cudnn:
-            cudnn.backward_pair(readable, found, pair, into)
+            cudnn.backward_pair(block, found, pair, into)
             continue
         rows, keys = pair.rows, pair.keys
-        inputs, shape, segments = _rectangle(readable, pair)
+        inputs, shape, segments = rectangle(block, pair)
         lse_BNS = found.lse_SBN[rows].permute(1, 2, 0).contiguous()
         delta_BNS = deltas(found.grad_SBNE[rows], found.out_SBNE[rows])
         share = into[0][rows], into[1][keys], into[2][keys]
@@ -66,7 +66,7 @@ def attention_block_grad(
     return into
 
 
-def _readable(block: AttentionBlock) -> AttentionBlock:
+def readable(block: AttentionBlock) -> AttentionBlock:
     """Returns the block with q, k and v contiguous in the last dimension, as the kernels require."""
     return block._replace(q_SBND=strided(block.q_SBND), k_SBGD=strided(block.k_SBGD), v_SBGE=strided(block.v_SBGE))
 
@@ -83,7 +83,7 @@ def _rectangles(block: AttentionBlock) -> list[tuple[MaskBlock, bool]] | None:
     return found if able else None
 
 
-def _rectangle(block: AttentionBlock, pair: MaskBlock) -> tuple[tuple[Tensor, Tensor, Tensor], Shape, Segments | None]:
+def rectangle(block: AttentionBlock, pair: MaskBlock) -> tuple[tuple[Tensor, Tensor, Tensor], Shape, Segments | None]:
     """Inputs of the Triton kernels for a rectangle: (q, k and v; sizes; document ids)."""
     inputs = block.q_SBND[pair.rows], block.k_SBGD[pair.keys], block.v_SBGE[pair.keys]
     shape = Shape.of(*inputs, block.config.softmax_scale, pair.left, pair.right)
