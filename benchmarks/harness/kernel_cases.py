@@ -17,8 +17,8 @@ from benchmarks.harness.kernel_cases_attention import attention_cases
 from benchmarks.harness.kernel_cases_moe import moe_cases
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
-from megatron_moe.kernels.matrix_ops import MatrixStep
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels, QueryKeyTransform
+from megatron_moe.kernels.update_ops import MatrixStep
 from megatron_moe.precision.optimizer_state import Format, PackedState
 
 EXCHANGE_OPS = ("mark_ranks", "push_tokens", "push_sums", "sum_partials", "wait_for_peers", "acknowledge")

@@ -7,9 +7,9 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any
 
-from megatron_moe.kernels.matrix_ops import MatrixOps
 from megatron_moe.kernels.multiprocessors import ends_reservation
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.update_ops import UpdateOps
 from megatron_moe.precision.linear_quantizer import Quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
@@ -40,7 +40,7 @@ LOW_PRECISION_OPS = (
 )
 """Ops that only runs with FP8 or FP4 GEMMs use."""
 OPS: tuple[str, ...] = (
-    *(name for name in (*vars(Kernels), *vars(MatrixOps), *vars(Quantizers)) if not name.startswith("_")),
+    *(name for name in (*vars(Kernels), *vars(UpdateOps), *vars(Quantizers)) if not name.startswith("_")),
     *QUANTIZED_PRODUCTS,
 )
 """Names of all ops, in the order of the `Kernels` interface; last those that quantise, and the multiplications of

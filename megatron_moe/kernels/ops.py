@@ -17,11 +17,11 @@ from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.param_meta import Part
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.kernels.matrix_ops import MatrixOps, MatrixStep
 from megatron_moe.kernels.pages import Pages
+from megatron_moe.kernels.update_ops import AdamWState as AdamWState
+from megatron_moe.kernels.update_ops import AdamWStep, MatrixStep, UpdateOps
 from megatron_moe.parallel.push_channel import PushChannel
 from megatron_moe.precision.linear_quantizer import Quantizers
-from megatron_moe.precision.optimizer_state import PackedState
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 MatrixOperand = Tensor | QuantizedTensor
@@ -148,33 +148,6 @@ class QueryKeyTransform(NamedTuple):
     """Query heads per query group."""
 
 
-class AdamWState(NamedTuple):
-    """Flat optimizer state of AdamW in the formats of `precision/optimizer_state.py`."""
-
-    master: PackedState
-    exp_avg: PackedState
-    exp_avg_sq: PackedState
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWStep:
-    """Hyperparameters and device scalars of one AdamW step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: Tensor
-    """Number of this update, starting at 1, used for the bias corrections: int64 scalar on the device."""
-    grad_scale: Tensor
-    """Scalar on the device by which the gradient is multiplied (gradient clipping)."""
-    apply_update: Tensor
-    """bool scalar on the device. False: weights and state remain unchanged, even if the gradient is not finite."""
-    nonfinite: Tensor
-    """bool scalar on the device. Ops set it to True if they store a non-finite weight or moment, and never to False."""
-
-
 class BalanceSums(NamedTuple):
     """Sums for load-balancing losses over G sets of tokens. They ignore expert groups, expert bias and token drops."""
 
@@ -232,7 +205,7 @@ class VocabShard(NamedTuple):
     """All-gathers the statistics of n ranks, [3, T] -> [n, 3, T]; not recorded by autograd."""
 
 
-class Kernels(MatrixOps, Quantizers, Protocol):
+class Kernels(UpdateOps, Quantizers, Protocol):
     """Interface of the kernel set that modules receive: one method per op, including those of `Quantizers`."""
 
     fuses_norms: bool
@@ -551,31 +524,6 @@ class Kernels(MatrixOps, Quantizers, Protocol):
 
     def free_pages(self, table: Tensor, pages: Pages) -> None:
         """Frees the pages of a page table."""
-        ...
-
-    # optimizer, over flat buffers
-    def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """Sum of the squared elements: scalar in the internal dtype."""
-        ...
-
-    def adamw_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        move: AdamWStep,
-        weights: Tensor | None = None,
-    ) -> None:
-        """Applies one AdamW step in place to flat tensors. If given, `weights` is set to the updated master weights,
-        rounded to its dtype by `optimizer_state.round_weights`. Afterwards, the content of `grad` is undefined."""
-        ...
-
-    def adamw_packed_(
-        self, state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
-    ) -> None:
-        """Variant of `adamw_` for low-precision state, computed in fp32. `first`: index of the state's first
-        element in the whole buffer. The random numbers of stochastic rounding depend on these indices."""
         ...
 
 

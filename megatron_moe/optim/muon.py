@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_moe.config.optimizer import MuonConfig, OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
-from megatron_moe.kernels.matrix_ops import MatrixStep
 from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.kernels.update_ops import MatrixStep
 from megatron_moe.optim.pieces import ParamPiece
 from megatron_moe.optim.state import StepScalars, UpdateOperands
 from megatron_moe.parallel.collectives import all_reduce_

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton import matrices
-from megatron_moe.kernels.matrix_ops import MatrixStep
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.update_ops import MatrixStep
 from megatron_moe.precision.optimizer_state import PackedState, pack, round_weights
 from tests.helpers.kernel_comparison import draw
 from tests.helpers.tolerances import EXACT, FP32_REF

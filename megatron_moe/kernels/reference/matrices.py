@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.matrix_ops import MatrixStep
 from megatron_moe.kernels.ops import internal_dtype, mark_nonfinite
+from megatron_moe.kernels.update_ops import MatrixStep
 from megatron_moe.precision.optimizer_state import PackedState, pack, round_weights, unpack
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, dot
 from megatron_moe.kernels.backends.triton.optimizer import PLAIN, REMAINDER, bf16_bits, size_bits
-from megatron_moe.kernels.matrix_ops import MatrixStep
 from megatron_moe.kernels.reference import matrices as reference
+from megatron_moe.kernels.update_ops import MatrixStep
 from megatron_moe.precision.optimizer_state import PackedState
 
 BLOCK = 1024
