@@ -25,7 +25,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
     from arguments.read import read_plan
     from megatron_moe.config.exit_codes import ExitCode, RunError
     from megatron_moe.data.tokenizer import vocab_size_of
-    from megatron_moe.resilience.launcher import identified
+    from megatron_moe.resilience.launcher import with_launcher_identity
 
     rank = ""
     try:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
 
             return tell(emulate(plan))
         with ExitStack() as stack:
-            pretrain(replace(plan, process=identified(plan.process, parent)), stack)
+            pretrain(replace(plan, process=with_launcher_identity(plan.process, parent)), stack)
     except Finished as answer:  # --help, --dry-run and similar
         return tell(answer.text, answer.code)
     except RunError as problem:

@@ -86,7 +86,7 @@ def _moe_enable_deepep(words: Sequence[str], value_of: ValueOf) -> Translated:
 
 
 def _num_sms(words: Sequence[str], value_of: ValueOf) -> Translated:
-    """Translates a library's number of multiprocessors. Raises BadValue if the current flag has another value."""
+    """Translates a library's number of SMs. Raises BadValue if the current flag has another value."""
     current = value_of("moe_flex_dispatcher_num_sms")
     if current is not None and current != parse(int, words):
         others = ", ".join(("--moe-flex-dispatcher-num-sms", *_NUM_SMS))

@@ -122,19 +122,19 @@ def legal(settings: Settings, plan: RunPlan, *, layout: bool = True) -> bool:
 
 
 def ways_out(plan: RunPlan, planner: Planner, settings: Settings) -> dict[str, Any]:
-    """Facts about plans that fit, for a plan that does not: options, more GPUs, and the command to write them."""
+    """Plans that fit, for a plan that does not: options, more GPUs, and the command to write them."""
     accepts = partial(legal, settings, layout=False)
     now = planner.estimator(plan).step().total
 
-    def facts(found: PlannedLayout) -> dict[str, Any]:
+    def outcome(found: PlannedLayout) -> dict[str, Any]:
         sizes = {"gpus": found.plan.parallel.world_size, "total_gib": found.memory.total / GIB}
         times = {"step_ms": found.step.total * 1e3, "slower": found.step.total / now - 1}
         return {"changes": changes_text(plan, found.plan), **sizes, **times}
 
     enough = planner.enough_gpus(plan, accepts)
     return {
-        "ways_out": [facts(found) for found in planner.ways_to_fit(plan, accepts)],
-        "enough_gpus": enough and facts(enough),
+        "ways_out": [outcome(found) for found in planner.ways_to_fit(plan, accepts)],
+        "enough_gpus": enough and outcome(enough),
         "command": _command(plan, planner.gpu, settings.registry),
     }
 

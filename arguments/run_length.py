@@ -5,7 +5,7 @@ from typing import Any
 
 from arguments.parser import Settings
 from megatron_moe.config.run import RunPlan
-from megatron_moe.planner.estimator import StepEstimate, estimate_facts
+from megatron_moe.planner.estimator import StepEstimate, estimate_values
 
 _HOUR = 3600.0
 
@@ -23,7 +23,7 @@ class RunLength:
     def of(cls, start: Settings) -> "RunLength":
         return cls(start.setting("tokens").value, start.setting("gpu_hour_price").value)
 
-    def facts(self, plan: RunPlan, step_seconds: float) -> dict[str, Any]:
+    def values(self, plan: RunPlan, step_seconds: float) -> dict[str, Any]:
         """Iterations, tokens, days, GPU hours and, with a price, the cost of the whole run."""
         per_step = plan.batch.global_batch_size * plan.data.seq_length
         iterations = plan.loop.train_iters if self.tokens is None else -(-self.tokens // per_step)
@@ -38,29 +38,29 @@ class RunLength:
         } | cost
 
     def text(self, plan: RunPlan, step: StepEstimate) -> str:
-        """Sentence with the facts, or with the flags that they need."""
+        """Sentence with duration and cost, or with the flags that they need."""
         if self.tokens is None and plan.loop.train_iters == 1:
             return "give --tokens or --train-iters for days, GPU hours and cost"
-        return length_text(self.facts(plan, step.total))
+        return length_text(self.values(plan, step.total))
 
 
 def estimate_text(plan: RunPlan, step: StepEstimate) -> str:
-    return step_text(estimate_facts(plan, step))
+    return step_text(estimate_values(plan, step))
 
 
-def step_text(facts: dict[str, Any]) -> str:
-    """Formats `estimate_facts` without the parts."""
+def step_text(values: dict[str, Any]) -> str:
+    """Formats step time, TFLOP/s and tokens/s per GPU in one line, without the times of components."""
     return (
-        f"estimate ± {facts['error']:.0%}: {number(facts['step_ms'] / 1e3)} s a step, {facts['tflops_per_gpu']:,.0f} "
-        f"TFLOP/s and {facts['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
+        f"estimate ± {values['error']:.0%}: {number(values['step_ms'] / 1e3)} s a step, "
+        f"{values['tflops_per_gpu']:,.0f} TFLOP/s and {values['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
     )
 
 
-def length_text(facts: dict[str, Any]) -> str:
-    """Formats `RunLength.facts`."""
-    cost = f", cost {facts['cost']:,.0f}" if "cost" in facts else ""
-    steps = f"{facts['iterations']:,} iterations, {number(facts['tokens'] / 1e6)} M tokens"
-    return f"{steps}: {_duration(facts['days'])}, {number(facts['gpu_hours'])} GPU hours{cost}"
+def length_text(values: dict[str, Any]) -> str:
+    """Formats iterations, tokens, duration, GPU hours and, if known, the cost of a run in one line."""
+    cost = f", cost {values['cost']:,.0f}" if "cost" in values else ""
+    steps = f"{values['iterations']:,} iterations, {number(values['tokens'] / 1e6)} M tokens"
+    return f"{steps}: {_duration(values['days'])}, {number(values['gpu_hours'])} GPU hours{cost}"
 
 
 def _duration(days: float) -> str:

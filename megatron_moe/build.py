@@ -272,7 +272,7 @@ def build_trainer(
     if plan.optimizer.overlap_optimizer_step:
         optimizer.step_in_forward(model)
     elif parallel.overlap_param_gather or store.frees_units:
-        optimizer.gather_in_forward(model)
+        optimizer.enable_overlapped_gather(model)
     if plan.pipeline.overlap_dispatch_backward_with_experts_wgrad and model.expert_comm is not None:
         model.expert_comm.weight_grads, buffers.queue.deferred = buffers.queue, True
     pipeline = Pipeline(plan.pipeline, plan.layout, context, model)

@@ -60,7 +60,7 @@ _CODE = re.compile(r"`(--[^`]+)`")
 _STATUS_COLUMN = "here"
 _LOWEST_FIRST = ("refused", "unsupported", "no effect", "yes")
 
-Facts = dict[str, Any]
+ReportValues = dict[str, Any]
 Texts = Iterable[tuple[Path, str]]
 
 
@@ -92,24 +92,24 @@ def planning_texts() -> Texts:
     yield PLANNING, with_rows(with_rows(text, measured_rows(STEP_TIMES)), map(searched_row, SEARCHED))
 
 
-def facts(recipe: str) -> Facts:
+def report_values_of(recipe: str) -> ReportValues:
     """Dry-run results of a recipe as parsed JSON, for the number of ranks in the recipe."""
     try:
         read_plan(["--recipe", recipe, "--dry-run=json"], {}, vocab_size_of=lambda config: _VOCAB_SIZE)
     except Finished as answer:
-        found: Facts = json.loads(answer.text)
+        found: ReportValues = json.loads(answer.text)
         return found
     raise AssertionError(f"the dry run of {recipe} gave no answer")
 
 
 def dry_run(recipe: str) -> str:
     """Dry-run report of a recipe without its lists of flags."""
-    return report(without_texts(facts(recipe))) + "\n"
+    return report(without_texts(report_values_of(recipe))) + "\n"
 
 
 def totals(recipe: str) -> str:
     """Row of a recipe in the table of totals; only the recipe's name if its layers are not available."""
-    found = facts(recipe)
+    found = report_values_of(recipe)
     if "model" not in found:
         return recipe
     values = (

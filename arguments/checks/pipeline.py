@@ -28,7 +28,8 @@ def layer_placement_given_once(flags: RuleFlags) -> Violations:
             )
     elif ends and (counted or virtual[0]):
         yield (
-            "the layers of the first or last stage are given, and other flags place them too",
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers is given with other flags that "
+            "place layers",
             "combine them only with --num-virtual-stages-per-pipeline-rank, or use a layout",
         )
 

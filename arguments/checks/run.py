@@ -83,7 +83,7 @@ MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeli
 
 
 @dataclass(frozen=True)
-class Fact:
+class Property:
     """Property of the launch, or value derived from flags. Rules can read it like a flag."""
 
     value: Any
@@ -92,20 +92,20 @@ class Fact:
 
 
 class _UnknownFlag(Exception):
-    """Raised when a rule reads a flag or fact that has no valid value."""
+    """Raised when a rule reads a flag or property that has no valid value."""
 
 
 class _ReadFlags:
-    """Provides flags and facts as attributes and records the names that a rule reads."""
+    """Provides flags and launch properties as attributes and records the names that a rule reads."""
 
-    def __init__(self, settings: Settings, facts: Mapping[str, Fact], groups: Sequence[str]) -> None:
-        self._settings, self._facts, self._groups = settings, facts, groups
+    def __init__(self, settings: Settings, properties: Mapping[str, Property], groups: Sequence[str]) -> None:
+        self._settings, self._properties, self._groups = settings, properties, groups
         self.names: dict[str, None] = {}
 
     def __getattr__(self, name: str) -> Any:
         self.names[name] = None
-        if name in self._facts:
-            return self._facts[name].value
+        if name in self._properties:
+            return self._properties[name].value
         flag = self._settings.registry.flags.get(name)
         if flag is None or flag.group not in self._groups or not self._settings.known(name):
             raise _UnknownFlag(name)
@@ -116,9 +116,9 @@ def broken_rules(
     settings: Settings, launch: ProcessInfo, rules: Sequence[Rule] = RULES, groups: Sequence[str] = tuple(GROUPS)
 ) -> Iterator[Problem]:
     """Yields a problem for every violated rule. Rules that read a flag outside `groups` are skipped."""
-    facts = _facts(settings, launch)
+    properties = _properties(settings, launch)
     for rule in rules:
-        flags = _ReadFlags(settings, facts, groups)
+        flags = _ReadFlags(settings, properties, groups)
         try:
             violation = next(rule(flags), None)
         except _UnknownFlag:
@@ -126,8 +126,8 @@ def broken_rules(
         if violation:
             what, remedy = violation
             only_given = hasattr(rule, "lists_given_flags")
-            listed = [name for name in flags.names if name in facts or _is_listed(name, settings, only_given)]
-            given = tuple(_row(name, settings, facts) for name in listed)
+            listed = [name for name in flags.names if name in properties or _is_listed(name, settings, only_given)]
+            given = tuple(_row(name, settings, properties) for name in listed)
             reason = " ".join((rule.__doc__ or "").split())
             yield Problem(what=what, remedy=remedy, rule=rule.__name__, reason=reason, given=given, waits=_waits(rule))
 
@@ -138,24 +138,24 @@ def _waits(rule: Rule) -> Waits:
     return "for a feature" if hasattr(rule, "missing_feature") else ""
 
 
-def _facts(settings: Settings, launch: ProcessInfo) -> dict[str, Fact]:
+def _properties(settings: Settings, launch: ProcessInfo) -> dict[str, Property]:
     launcher = "no launcher" if launch.launcher == "none" else launch.launcher
-    facts = {
-        "num_ranks": Fact(launch.world_size, "ranks", launcher),
-        "ranks_per_host": Fact(launch.local_world_size, "ranks per host", launcher),
-        "missing_libraries": Fact(launch.missing_libraries, "libraries that are not installed", "this machine"),
+    properties = {
+        "num_ranks": Property(launch.world_size, "ranks", launcher),
+        "ranks_per_host": Property(launch.local_world_size, "ranks per host", launcher),
+        "missing_libraries": Property(launch.missing_libraries, "libraries that are not installed", "this machine"),
     }
     forced = (settings.registry.flags[name] for name in FORCED_ROUTING if settings.setting(name).value)
     in_files = [flag.option for flag in forced if settings.setting(flag.name).origin != COMMAND_LINE]
-    facts["forced_routing_of_files"] = Fact(in_files[0] if in_files else "", "forced routing", "files")
+    properties["forced_routing_of_files"] = Property(in_files[0] if in_files else "", "forced routing", "files")
     if all(settings.known(name) for name in MODEL_PARALLEL):
         size = prod(settings.setting(name).value for name in MODEL_PARALLEL)
         if launch.world_size % size == 0:
-            facts["data_parallel_size"] = Fact(launch.world_size // size, "data-parallel ranks", "derived")
+            properties["data_parallel_size"] = Property(launch.world_size // size, "data-parallel ranks", "derived")
     with suppress(_UnknownFlag, LayoutError):
         layout = derive.pipeline_layout(cast(Flags, _ReadFlags(settings, {}, tuple(GROUPS))))
-        facts["virtual_stages"] = Fact(layout.vpp, "virtual stages per pipeline rank", "derived")
-    return facts
+        properties["virtual_stages"] = Property(layout.vpp, "virtual stages per pipeline rank", "derived")
+    return properties
 
 
 def given_hints(settings: Settings) -> Iterator[str]:
@@ -234,11 +234,11 @@ def _not_available(settings: Settings, flag: Flag) -> Problem:
     return Problem(what=f"{text} is {status} ({origin})", remedy="; ".join(hints), waits=waits)
 
 
-def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str, str, str]:
-    if name in facts:
-        value = facts[name].value
+def _row(name: str, settings: Settings, properties: Mapping[str, Property]) -> tuple[str, str, str]:
+    if name in properties:
+        value = properties[name].value
         text = ", ".join(value) or "none" if isinstance(value, tuple) else str(value)
-        return facts[name].label, text, facts[name].origin
+        return properties[name].label, text, properties[name].origin
     flag, setting = settings.registry.flags[name], settings.setting(name)
     return flag.option, flag.text(setting.value), setting.origin
 

@@ -12,39 +12,39 @@ _LONGEST = 4
 """Number of parts of the estimated step time that are listed."""
 
 
-def report(facts: dict[str, Any]) -> str:
-    unknown = facts["unknown_layers"]
+def report(values: dict[str, Any]) -> str:
+    unknown = values["unknown_layers"]
     assumed = "" if unknown else "; the figures include their known effects"
     sections = (
-        _head(facts),
-        _list("missing or wrong, so that the run would not start", facts["missing_inputs"]),
-        _ranks(facts["ranks"]),
-        *([_schedule(facts["schedule"])] if unknown else _of_layers(facts)),
-        _list("environment", [f"{name}={value}" for name, value in facts["environment"].items()]),
-        _list(f"not available yet, so that the run would not start{assumed}", facts["cannot_train_yet"]),
-        _list("notes", facts["notes"]),
-        _list("differences from the recipe", facts["differences"]),
+        _head(values),
+        _list("missing or wrong, so that the run would not start", values["missing_inputs"]),
+        _ranks(values["ranks"]),
+        *([_schedule(values["schedule"])] if unknown else _of_layers(values)),
+        _list("environment", [f"{name}={value}" for name, value in values["environment"].items()]),
+        _list(f"not available yet, so that the run would not start{assumed}", values["cannot_train_yet"]),
+        _list("notes", values["notes"]),
+        _list("differences from the recipe", values["differences"]),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
 
-def _of_layers(facts: dict[str, Any]) -> tuple[Iterator[str], ...]:
+def _of_layers(values: dict[str, Any]) -> tuple[Iterator[str], ...]:
     """Sections of the report whose figures depend on the layers of the model."""
-    memory, communication = facts["memory"], facts["communication"]
+    memory, communication = values["memory"], values["communication"]
     return (
-        _stages(facts["stages"], memory["pipeline_ranks"]),
-        _memory(memory, facts["device"]),
-        _schedule(facts["schedule"]),
+        _stages(values["stages"], memory["pipeline_ranks"]),
+        _memory(memory, values["device"]),
+        _schedule(values["schedule"]),
         _communication(communication, memory["heaviest"]["pipeline_rank"]),
-        _experts(facts["experts"]),
-        _time(facts["time"], communication, facts["device"]),
+        _experts(values["experts"]),
+        _time(values["time"], communication, values["device"]),
     )
 
 
-def _head(facts: dict[str, Any]) -> Iterator[str]:
-    ranks, unknown = facts["ranks"], facts["unknown_layers"]
-    name = facts["recipe"] or "this command line"
-    machine = f"on {ranks['world_size']:,} {facts['device']['kind'].upper()}, {_of_nodes(ranks)}"
+def _head(values: dict[str, Any]) -> Iterator[str]:
+    ranks, unknown = values["ranks"], values["unknown_layers"]
+    name = values["recipe"] or "this command line"
+    machine = f"on {ranks['world_size']:,} {values['device']['kind'].upper()}, {_of_nodes(ranks)}"
     if unknown:
         yield f"Dry run of {name}: its model cannot be built yet, so figures that depend on its layers are left out"
         yield from textwrap.wrap(
@@ -55,7 +55,7 @@ def _head(facts: dict[str, Any]) -> Iterator[str]:
         )
         return
     yield f"Dry run of {name} {machine}"
-    model = facts["model"]
+    model = values["model"]
     layers = [f"{model['dense_layers']} dense", f"{model['moe_layers']} MoE"]
     layers += [f"{model['mtp_layers']} MTP"] * (model["mtp_layers"] > 0)
     mtp = f" ({_billions(model['parameters_without_mtp'])} without MTP)" if model["mtp_layers"] else ""

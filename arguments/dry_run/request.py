@@ -23,7 +23,7 @@ from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import ExitCode, RunError
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GPU
-from megatron_moe.planner.report import Facts, facts_of, too_long_to_simulate
+from megatron_moe.planner.report import ReportValues, report_values, too_long_to_simulate
 
 _GPT2_VOCABULARY = 50_257
 _DRY_RUN_ONLY = ("gpu_memory", "gpu_tflops", "gpu_bandwidth", "link_bandwidth", "tokens", "gpu_hour_price")
@@ -129,19 +129,19 @@ def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -
         raise FlagErrors.of(too_long, remedy)
     missing = (*plan.missing_inputs, *unsupported_formats(plan.precision, request.gpu))
     plan = replace(plan, missing_inputs=missing, notes=(*plan.notes, *random_start(plan.checkpoint)))
-    facts = all_facts(plan, request.gpu, settings)
-    text = json.dumps(facts, indent=2) if request.fmt == "json" else report(facts)
-    return Finished(text, ExitCode.OK if facts["would_start"] else ExitCode.NOT_READY)
+    values = all_values(plan, request.gpu, settings)
+    text = json.dumps(values, indent=2) if request.fmt == "json" else report(values)
+    return Finished(text, ExitCode.OK if values["would_start"] else ExitCode.NOT_READY)
 
 
-def all_facts(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
+def all_values(plan: RunPlan, gpu: GPU, settings: Settings) -> ReportValues:
     """Returns the contents of the report: figures of the plan, missing inputs and features, notes, and differences."""
     recipe = settings.setting("recipe").value
     return {
         "recipe": recipe,
         "would_start": not (plan.missing_inputs or plan.blockers),
         "missing_inputs": list(plan.missing_inputs),
-        **_figures(plan, gpu, settings),
+        **_with_estimates(plan, gpu, settings),
         "environment": dict(plan.environment),
         "cannot_train_yet": list(plan.blockers),
         "notes": list(plan.notes),
@@ -149,15 +149,15 @@ def all_facts(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
     }
 
 
-def _figures(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
-    """Figures of the plan, with estimates of its time and, if it does not fit, with plans that do."""
-    facts = facts_of(plan, gpu)
+def _with_estimates(plan: RunPlan, gpu: GPU, settings: Settings) -> ReportValues:
+    """Report values of the plan, with estimates of its time and, if it does not fit, with plans that do."""
+    values = report_values(plan, gpu)
     if plan.unknown_layers:
-        return facts
-    facts["time"]["run"] = RunLength.of(settings).facts(plan, facts["time"]["estimate"]["step_ms"] / 1e3)
-    if not facts["memory"]["fits"]:
-        facts["memory"] |= ways_out(plan, planner_of(settings, gpu), settings)
-    return facts
+        return values
+    values["time"]["run"] = RunLength.of(settings).values(plan, values["time"]["estimate"]["step_ms"] / 1e3)
+    if not values["memory"]["fits"]:
+        values["memory"] |= ways_out(plan, planner_of(settings, gpu), settings)
+    return values
 
 
 def _differences(settings: Settings) -> list[str]:
@@ -175,7 +175,7 @@ def _differences(settings: Settings) -> list[str]:
     return lines
 
 
-def without_texts(facts: Facts) -> Facts:
+def without_texts(values: ReportValues) -> ReportValues:
     """Copy of a report for the documentation, with empty texts and environment."""
     lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
-    return {**facts, "would_start": True, "environment": {}, **lists}
+    return {**values, "would_start": True, "environment": {}, **lists}

@@ -136,7 +136,7 @@ class MoEFlags:
     moe_flex_require_backend: bool = new_flag(False)
     """Reject the run if another transport would replace that of `--moe-flex-dispatcher-backend`."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
-    """Number of streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
+    """Number of SMs that the flex dispatcher uses. Not set: all, or the library's default."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)
     """Format in which dispatch sends tokens: bf16 (the format of the activations), or that of the FP8 recipe, with the
     scales of its blocks: fp8 (blockwise) or mxfp8. Each token is quantised once, to the bytes that fc1 multiplies."""
@@ -150,7 +150,7 @@ class MoEFlags:
     moe_hybridep_num_blocks_unpermute: int | None = flag(None, least=1)
     """Thread blocks with which hybridep sums rows before it returns them. Not set: the library's default."""
     moe_hybridep_num_sms_preprocessing: int = flag(108, least=1)
-    """Streaming multiprocessors with which hybridep computes the layout of an exchange."""
+    """SMs with which hybridep computes the layout of an exchange."""
     moe_n_hash_layers: int = unsupported(0, "every MoE layer has a learned router")
     """Number of layers, counted from the first, that route tokens by a hash of the token id."""
     moe_routing_trace_path: str | None = differs(

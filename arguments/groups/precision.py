@@ -45,7 +45,7 @@ class PrecisionFlags:
     )
     """Compute weight gradients in FP8 or FP4. Off: in the dtype of the parameters, from the original inputs."""
     fp8_expert_wgrad: Literal["auto", "always", "never"] = new_flag("auto")
-    """Compute weight gradients of routed experts in FP8 or FP4 too. auto: with the recipe blockwise only where it is
+    """Compute weight gradients of routed experts in FP8 or FP4 too. auto: with the blockwise recipe only where it is
     faster, by the experts' rows and widths (docs/low-precision.md)."""
     low_precision_activation_modules: (
         tuple[Literal["qkv_linear", "attn_proj", "mlp", "experts", "shared_experts", "mtp"], ...] | None
@@ -57,13 +57,13 @@ class PrecisionFlags:
         False, "a field of its configuration, which stores FP8 without scales"
     )
     """Save the inputs of the activation functions of MLPs and experts in FP8, with the scales of GEMM inputs. Backward
-    computes the activation and its gradient from them, so gradients change; recipes blockwise and mxfp8."""
+    computes the activation and its gradient from them, so gradients change; for the blockwise and mxfp8 recipes."""
     fp8_margin: int = flag(0, least=0)
-    """Divide the scales of recipe delayed by 2 to this power."""
+    """Divide the scales of delayed scaling by 2 to the power of the margin."""
     fp8_amax_history_len: int = differs(1, "the history has one entry per iteration, not per microbatch", least=1)
-    """Number of largest magnitudes from which recipe delayed computes its scales."""
+    """Number of largest magnitudes from which delayed scaling computes its scales."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent")
-    """Entry of the history from which recipe delayed computes its scales."""
+    """Entry of the history from which delayed scaling computes its scales."""
     fp8_param_gather: bool = flag(False)
     """Store and all-gather the weights of FP8 GEMMs in FP8, instead of FP8 copies of weights in bf16."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = differs(

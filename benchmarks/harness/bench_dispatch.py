@@ -200,7 +200,7 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
         cases.append(("symmetric, rows quantised to FP8 after", SYMMETRIC, None, "after"))
         cases.append(("symmetric, sent in FP8", SYMMETRIC, None, "before"))
         if is_installed("deep_ep"):
-            cases += [(f"DeepEP, {n} multiprocessors", DEEPEP, n, None) for n in (DEEPEP_SMS, 32)]
+            cases += [(f"DeepEP, {n} SMs", DEEPEP, n, None) for n in (DEEPEP_SMS, 32)]
             cases.append(("DeepEP, sent in FP8", DEEPEP, DEEPEP_SMS, "before"))
         for name, kind, sms, fp8 in cases:
             timed = expected if kind is NCCL else run_dispatcher(kind, shape, ctx, sms, fp8)

@@ -230,7 +230,7 @@ class Reading:
     sm_mhz: float
 
     def __str__(self) -> str:
-        return f"{self.watts:.0f} of {self.limit_watts:.0f} W, multiprocessors at {self.sm_mhz:.0f} MHz"
+        return f"{self.watts:.0f} of {self.limit_watts:.0f} W, SMs at {self.sm_mhz:.0f} MHz"
 
 
 def nvidia_smi(gpu: str) -> tuple[str, ...]:

@@ -167,9 +167,9 @@ def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]
     return parts
 
 
-def digest(*facts: object) -> bytes:
-    """8-byte hash of `facts`. Ranks exchange hashes to compare tensor keys and boxes."""
-    return hashlib.blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES).digest()
+def digest(*parts: object) -> bytes:
+    """8-byte hash of `parts`. Ranks exchange hashes to compare tensor keys and boxes."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def split_digests(joined: bytes) -> list[bytes]:

@@ -25,7 +25,7 @@ from megatron_moe.config.param_meta import ParamMeta, local_boxes
 from megatron_moe.config.precision import LowPrecisionConfig
 
 UNSHARDED = ParallelConfig()
-"""One rank, for facts of whole modules."""
+"""One rank, for properties of whole modules."""
 Counted = Literal["embedding", "attention", "dense_mlp", "router", "experts", "shared", "latent", "norms", "head"]
 
 

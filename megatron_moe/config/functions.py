@@ -1,6 +1,6 @@
 """Score functions, activations, balancing methods and router metrics, which flags select by name.
 
-Every entry states its facts, and has its function: a callable, which may use methods of tensors without importing
+Every entry has properties and a function: a callable, which may use methods of tensors without importing
 torch, or a text "package.module:name". Functions compute with torch and are differentiated by autograd. Kernels that
 fuse the product's own functions leave all others to plain torch; the start log names these.
 """
@@ -50,7 +50,8 @@ class Activation(FunctionEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class Balancing(FunctionEntry):
-    """Load balancing (`--moe-router-load-balancing-type`): a loss, or without `function` another method."""
+    """Load-balancing method (`--moe-router-load-balancing-type`). `function` computes its auxiliary loss; methods
+    without a loss, such as sinkhorn, have none."""
 
     metric: str = ""
     """Name of the loss in the log."""

@@ -60,10 +60,10 @@ class MLPConfig(FeedForwardConfig):
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         return self.parameters_as(parallel, counted="dense_mlp", low="mlp", recomputed_by=("mlp",))
 
-    def parameters_as(self, parallel: ParallelConfig, **facts: Any) -> Iterator[ParamSpec]:
+    def parameters_as(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
         """Parameters with these fields of `ParamSpec`."""
         for name, shape, options in self.matrices():
-            yield from linear_parameters(name, shape, parallel, bias=self.bias, **facts, **options)
+            yield from linear_parameters(name, shape, parallel, bias=self.bias, **fields, **options)
 
     def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         return {"low": "" if parallel.sequence_parallel else "mlp"}

@@ -159,15 +159,15 @@ class ExpertsConfig(MLPConfig):
         multiple of the block length."""
         return self.grouped and not self.bias and not self.probs_on_output
 
-    def parameters_as(self, parallel: ParallelConfig, **facts: Any) -> Iterator[ParamSpec]:
+    def parameters_as(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
         num = self.num_experts
         for name, shape, options in self.matrices():
             meta = ParamMeta(role="matrix", grid="expert", num_experts=num, fan_in=shape[1], **options)
-            yield ParamSpec(name=f"{name}.weight", shape=(num, *shape), meta=meta, **facts)
+            yield ParamSpec(name=f"{name}.weight", shape=(num, *shape), meta=meta, **fields)
             if self.bias:
                 meta = expert_bias_meta(meta)
-                facts_of_bias = {**facts, "low": "", "recomputed_by": ()}
-                yield ParamSpec(name=f"{name}.bias", shape=(num, shape[0]), meta=meta, **facts_of_bias)
+                fields_of_bias = {**fields, "low": "", "recomputed_by": ()}
+                yield ParamSpec(name=f"{name}.bias", shape=(num, shape[0]), meta=meta, **fields_of_bias)
 
 
 def expert_bias_meta(weight: ParamMeta) -> ParamMeta:
@@ -305,16 +305,16 @@ class MoEConfig(FeedForwardConfig):
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         yield from self.router.parameters(parallel)
-        facts: dict[str, Any] = {"active_experts": self.router.topk, "recomputed_by": ("moe",)}
-        for spec in self.experts.parameters_as(parallel, counted="experts", low="experts", **facts):
+        fields: dict[str, Any] = {"active_experts": self.router.topk, "recomputed_by": ("moe",)}
+        for spec in self.experts.parameters_as(parallel, counted="experts", low="experts", **fields):
             yield replace(spec, name=f"experts.{spec.name}")
         for spec in () if self.shared is None else self.shared.parameters(parallel):
             yield replace(spec, name=f"shared_experts.{spec.name}")
         if self.latent_size is not None:
             hidden, latent = self.router.hidden_size, self.latent_size
-            facts = {"counted": "latent", "low": "experts", "recomputed_by": ("moe",)}
-            yield from linear_parameters("fc1_latent_proj", (latent, hidden), parallel, **facts)
-            yield from linear_parameters("fc2_latent_proj", (hidden, latent), parallel, init="output", **facts)
+            fields = {"counted": "latent", "low": "experts", "recomputed_by": ("moe",)}
+            yield from linear_parameters("fc1_latent_proj", (latent, hidden), parallel, **fields)
+            yield from linear_parameters("fc2_latent_proj", (hidden, latent), parallel, init="output", **fields)
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         shared = () if self.shared is None else self.shared.saved_tensors(parallel, sizes)

@@ -199,7 +199,10 @@ def even_layout(
     """
     if first is not None or last is not None:
         if account_for_embedding or account_for_loss:
-            raise LayoutError("embedding or loss as a layer cannot be combined with layers of the first or last rank")
+            raise LayoutError(
+                "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split cannot be combined "
+                "with --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            )
         ranks = _uneven_ranks(num_layers, pp, first, last)
         for rank, count in enumerate(ranks):
             if count % vpp:

@@ -108,9 +108,9 @@ class LowPrecisionConfig:
     layers_at_end: int = 0
     """Number of layers at the end of the decoder whose GEMMs use the format of the parameters."""
     margin: int = 0
-    """Divides the scales of the recipe delayed by 2 to this power (`--fp8-margin`)."""
+    """Divides the scales of delayed scaling by 2^margin (`--fp8-margin`)."""
     amax_history_len: int = 1
-    """Number of steps whose largest magnitudes the recipe delayed keeps (`--fp8-amax-history-len`)."""
+    """Number of steps whose largest magnitudes delayed scaling keeps (`--fp8-amax-history-len`)."""
     amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     """Magnitude in the history from which the scale is computed (`--fp8-amax-compute-algo`)."""
     emulate: bool = False
@@ -273,7 +273,7 @@ def low_precision_config(
     """Builds the operand formats of a scaling recipe.
 
     `hybrid`: E5M2 gradients and E4M3 inputs and weights; False: E4M3 throughout. `blocks`: block length, None for that
-    of the recipe; `power_of_2`: rounds scales of the recipe blockwise down to powers of two. `options`: see
+    of the recipe; `power_of_2`: rounds scales of the blockwise recipe down to powers of two. `options`: see
     `LowPrecisionConfig`.
     """
     changes: dict[str, Any] = {} if blocks is None else {"blocks": blocks}

@@ -56,7 +56,7 @@ class ComponentRegistry(Generic[T]):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """See `restored`."""
+        """Restores the entries at the end of the `with` block."""
         before = dict(self._entries)
         try:
             yield

@@ -71,7 +71,7 @@ class PushConfig:
     """Options of symmetric memory and of DeepEP."""
 
     num_sms: int | None = None
-    """Multiprocessors of an exchange (`--moe-flex-dispatcher-num-sms`); None: all, or the default of DeepEP."""
+    """SMs of an exchange (`--moe-flex-dispatcher-num-sms`); None: all, or the default of DeepEP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class HybridEPConfig:
     `deep_ep.HybridEPBuffer`. None: the library's default."""
 
     num_sms: int | None = None
-    """Multiprocessors of a dispatch or combine (`--moe-flex-dispatcher-num-sms`)."""
+    """SMs of a dispatch or combine (`--moe-flex-dispatcher-num-sms`)."""
     fuse_permute: bool = False
     """Sorts rows in the kernels that send and receive them (`--moe-permute-fusion-into-hybridep`)."""
     num_blocks_permute: int | None = None
@@ -133,7 +133,7 @@ HIERARCHICAL = ExpertTransport(
     spans_hosts=True,
 )
 DEEPEP_SMS = 20
-"""Multiprocessors of DeepEP's kernels by default."""
+"""SMs of DeepEP's kernels by default."""
 _DEEPEP_SLOTS, _DEEPEP_SLOT_BYTES = 256, 8 + 128 * (8 + 4 + 4)
 """Tokens that a channel of DeepEP 1.2 receives from one rank at a time, and the bytes of each in addition to its row:
 its source, and up to 128 expert ids, weights and scales (`Config::get_nvl_buffer_size_hint`)."""

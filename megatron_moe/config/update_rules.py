@@ -46,7 +46,7 @@ class StateSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRuleSpec:
-    """Declaration of an update rule."""
+    """Declaration of an update rule, such as AdamW, Muon or Lion (`--optimizer`)."""
 
     rule: str | Callable[[OptimizerConfig, PrecisionConfig], Any]
     """Returns the `optim.state.UpdateRule`; a text "package.module:name" is imported when the optimizer is built."""

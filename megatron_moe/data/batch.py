@@ -196,7 +196,7 @@ def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
         segments_BS=None if meta.segments_BS is None else part.take(meta.segments_BS),
         valid_BS=None if meta.valid_BS is None else part.take(meta.valid_BS),
         part=part,
-        whole_segments_BS=None if meta.segments_BS is None else part.sequences(meta.segments_BS),
+        whole_segments_BS=None if meta.segments_BS is None else part.take_sequences(meta.segments_BS),
     )
     return MicroBatch(
         tokens_BS=part.take(batch.tokens_BS),

@@ -7,8 +7,8 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any
 
-from megatron_moe.kernels.multiprocessors import ends_reservation
 from megatron_moe.kernels.ops import Kernels
+from megatron_moe.kernels.sm_carveout import ends_reservation
 from megatron_moe.kernels.update_ops import UpdateOps
 from megatron_moe.precision.linear_quantizer import Quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedTensor

@@ -28,5 +28,5 @@ class MLP(FeedForward):
         self.input_linears = (self.linear_fc1,)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., H]"""
+        """Applies fc1, activation and fc2 to x [..., H]; returns the same shape."""
         return self.linear_fc2.of_activation(self.linear_fc1(hidden), self.config.activation, self.linear_fc1)

@@ -23,7 +23,7 @@ from megatron_moe.memory.saved_tensors import DiscardScope, SavedTensorPolicy
 from megatron_moe.optim.param_layout import Direction
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.pytree import map_state
-from megatron_moe.pipeline.overlap import SlotName, Step, stream_of
+from megatron_moe.pipeline.overlap import NodeName, Step, stream_of
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 State = TypeVar("State")
@@ -105,8 +105,8 @@ class Node:
     """One step of a layer's computation in a node chain."""
 
     name: str
-    slot: SlotName | None
-    """Slot in which a schedule that interleaves two microbatches runs this node; None: the previous node's slot."""
+    kind: NodeName | None
+    """Kind of the node in a schedule that interleaves two microbatches; None if it runs with the previous node."""
     run: Callable[[Any, MicrobatchContext], Any]
     """`run(state, mb)` returns the next state. States are `LayerState`s, except at both ends of a pipeline stage."""
     parameters: tuple[nn.Parameter, ...] = ()
@@ -273,7 +273,7 @@ def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> N
 
 
 def norm_node(norm: nn.Module) -> Node:
-    """Node that applies a norm to `hidden_SBH`, in the slot of the node before it."""
+    """Node that applies a norm to `hidden_SBH`, of the kind of the node before it."""
 
     def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(hidden_SBH=norm(state.hidden_SBH))
@@ -287,7 +287,7 @@ class BoundNodes(NamedTuple):
     nodes: Sequence[Node]
     mb: MicrobatchContext
     layer: int | None = None
-    """Index of the layer that contains the nodes, counted within the model chunk (as `Slot.layer`)."""
+    """Index of the layer that contains the nodes, counted within the model chunk (as `OverlapNode.layer`)."""
 
 
 def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
@@ -300,7 +300,7 @@ def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
 def recompute_nodes(
     nodes: Sequence[Node],
     saved_tensors: SavedTensorPolicy,
-    slot: SlotName,
+    kind: NodeName,
     *,
     inputs: Sequence[str] = ("hidden_SBH",),
     output: str = "hidden_SBH",
@@ -321,9 +321,9 @@ def recompute_nodes(
 
     def acquiring(store: UnitStore | None) -> Node:
         inside = acquire_nodes(nodes, store)
-        return replace(recompute_nodes(inside, saved_tensors, slot, inputs=inputs, output=output), store=store)
+        return replace(recompute_nodes(inside, saved_tensors, kind, inputs=inputs, output=output), store=store)
 
-    return Node("recomputed", slot, run, _all_parameters(nodes), acquiring=acquiring)
+    return Node("recomputed", kind, run, _all_parameters(nodes), acquiring=acquiring)
 
 
 def capture_nodes(
@@ -357,7 +357,7 @@ def capture_nodes(
                 cast(tuple[Parameter, ...], parameters),
                 partial(_quantize_weights, quantized),
             )
-            captured = Node(module, group[0].slot, partial(_run_captured, part), parameters)
+            captured = Node(module, group[0].kind, partial(_run_captured, part), parameters)
             chain[span] = acquire_nodes([captured], store)
     return tuple(chain)
 
@@ -375,21 +375,21 @@ def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext
 
 def schedule_steps(chain: Iterable[BoundNodes], *, exchange_steps: bool = True) -> list[Step]:
     """Converts the chain to the steps of a schedule that interleaves two microbatches. Consecutive compute nodes of one
-    slot form one step. The start and the finish of a dispatch or combine are separate steps. Without `exchange_steps`,
+    kind form one step. The start and the finish of a dispatch or combine are separate steps. Without `exchange_steps`,
     the start is the end of the previous step, and the finish the beginning of the next one, which saves host time."""
     steps: list[Step] = []
     for nodes, mb, layer in chain:
-        groups: list[tuple[SlotName, list[Node]]] = []
+        groups: list[tuple[NodeName, list[Node]]] = []
         for node, following in itertools.zip_longest(nodes, nodes[1:]):
-            slot = node.slot
-            if slot is not None and stream_of(slot) == "communication" and not exchange_steps:
-                # only the last node of the exchange, the finish, has a following node in another slot
-                slot = None if following.slot == slot else following.slot
-            if slot is None or groups and groups[-1][0] == slot and stream_of(slot) == "compute":
+            kind = node.kind
+            if kind is not None and stream_of(kind) == "communication" and not exchange_steps:
+                # only the last node of the exchange, the finish, has a following node of another kind
+                kind = None if following.kind == kind else following.kind
+            if kind is None or groups and groups[-1][0] == kind and stream_of(kind) == "compute":
                 groups[-1][1].append(node)
             else:
-                groups.append((slot, [node]))
-        steps += [Step(slot, layer, partial(run_nodes, group, mb=mb)) for slot, group in groups]
+                groups.append((kind, [node]))
+        steps += [Step(kind, layer, partial(run_nodes, group, mb=mb)) for kind, group in groups]
     return steps
 
 

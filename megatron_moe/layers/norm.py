@@ -66,5 +66,5 @@ class UnitNorm(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width], computed in promote(fp32, dtype)."""
+        """Normalises x [..., width], computed in promote(fp32, dtype)."""
         return self.kernels.rms_norm(x, x.new_ones(x.shape[-1]), self.eps, False)

@@ -181,7 +181,7 @@ class _SelectionByRank(ExpertSelection):
             counts_E=torch.stack([each.counts_E for each in chosen]).sum(dim=0),
         )
 
-    def limit(self, routing: Routing) -> Routing:
+    def apply_capacity(self, routing: Routing) -> Routing:
         """See `ExpertSelection.limit`."""
         if self.capacity is None:
             return routing
@@ -190,7 +190,9 @@ class _SelectionByRank(ExpertSelection):
         for part in self._partition.parts:
             ids, probs = routing.ids_TK[part], routing.probs_TK[part]
             counts = self.kernels.count_tokens(ids, routing.num_experts)
-            limited = super().limit(replace(routing, ids_TK=ids, probs_TK=probs, counts_E=counts, chosen_TK=ids))
+            limited = super().apply_capacity(
+                replace(routing, ids_TK=ids, probs_TK=probs, counts_E=counts, chosen_TK=ids)
+            )
             assert limited.ids_TK is not None and limited.probs_TK is not None
             ids_TK[part] = limited.ids_TK
             probs_TK = probs_TK.index_copy(0, part, limited.probs_TK)

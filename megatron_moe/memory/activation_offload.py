@@ -213,7 +213,7 @@ class ActivationOffload:
                 keep_last=at in self._immediate,
             )
 
-    def open(self, module: str) -> OffloadGroup:
+    def begin_group(self, module: str) -> OffloadGroup:
         """Creates the group of one call of the module, in the current microbatch and chunk."""
         microbatch = self._current
         group = OffloadGroup(self, module, microbatch, len(microbatch.groups))

@@ -62,7 +62,8 @@ class DiscardedOutput:
         """Recomputed outputs, kept from the first to the last unpack so that they are computed once; otherwise None."""
 
     def guarded(self, guard: Callable[[], AbstractContextManager[object]]) -> "DiscardedOutput":
-        """Policy for the same outputs that recomputes them inside `guard()`. To be called before `pack`."""
+        """Copy of this policy that recomputes inside the context manager `guard()`, which provides the weights. Call it
+        before `pack`."""
         copy, make = object.__new__(DiscardedOutput), self._make
         copy.__dict__.update(self.__dict__)
 

@@ -98,7 +98,7 @@ class SavedTensorPolicy:
         """Scope in which to call `module`. If offload is enabled for it, its saved tensors can be moved to the host."""
         if self.offload is None or module not in self.offload.config.offload_modules or not torch.is_grad_enabled():
             return nullcontext()
-        return _Scope(self.pack, self._policies, self.offload.open(module))
+        return _Scope(self.pack, self._policies, self.offload.begin_group(module))
 
     def stash_rows(self, rows_RW: Tensor, valid: Tensor) -> Scope:
         """Scope in which to run the consumers of `rows_RW`. If the paged stash is enabled, only the first `valid` rows
@@ -135,7 +135,8 @@ class _Scope(AbstractContextManager[None]):
 
 
 class DiscardScope(nullcontext[None]):
-    """Scope of the consumers of discarded outputs. This class is the scope if nothing is discarded."""
+    """Context manager in which consumers of discarded outputs run; this base class does nothing, because nothing is
+    discarded."""
 
     def guarded(self, guard: Callable[[], Scope]) -> "DiscardScope":
         """Scope whose recomputation runs inside `guard()`, which provides the weights that it reads."""

@@ -15,7 +15,7 @@ from megatron_moe.memory_emulation.rank import EmulatedRun, emulate_rank
 from megatron_moe.memory_emulation.tracker import CATEGORIES, MemoryPeak
 from megatron_moe.parallel.grid import all_groups
 
-Facts = dict[str, Any]
+ReportValues = dict[str, Any]
 _LEAST_SHARE = 0.0005
 """A table row is omitted if all its values are below this fraction of the largest peak."""
 _POINTS = 1500
@@ -36,10 +36,10 @@ def emulate(plan: RunPlan) -> str:
     for rank in ranks:
         runs.append(emulate_rank(plan, rank, device))
         gc.collect()
-    facts = facts_of(plan, GPUS[config.gpu], runs, real=device.type == "cuda")
+    values = report_values(plan, GPUS[config.gpu], runs, real=device.type == "cuda")
     try:
         if config.emulate_json is not None:
-            config.emulate_json.write_text(json.dumps(facts, indent=2) + "\n")
+            config.emulate_json.write_text(json.dumps(values, indent=2) + "\n")
         if config.emulate_plot is not None:
             curves = {
                 f"rank {run.rank}, pipeline rank {run.pipeline_rank}": run.timeline.curves(_POINTS)[1] for run in runs
@@ -47,7 +47,7 @@ def emulate(plan: RunPlan) -> str:
             draw_memory(curves, config.emulate_plot)
     except OSError as error:
         raise EnvironmentProblem(f"the emulation's results could not be written: {error}") from error
-    return report(facts)
+    return report(values)
 
 
 def _device(plan: RunPlan) -> torch.device:
@@ -64,7 +64,7 @@ def _device(plan: RunPlan) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def facts_of(plan: RunPlan, gpu: GPU, runs: Sequence[EmulatedRun], *, real: bool) -> Facts:
+def report_values(plan: RunPlan, gpu: GPU, runs: Sequence[EmulatedRun], *, real: bool) -> ReportValues:
     """Contents of the JSON report, with sizes in bytes. `real`: whether the steps ran on a GPU, not on `meta`."""
     assert plan.emulation is not None
     return {
@@ -76,9 +76,9 @@ def facts_of(plan: RunPlan, gpu: GPU, runs: Sequence[EmulatedRun], *, real: bool
     }
 
 
-def _rank(run: EmulatedRun) -> Facts:
+def _rank(run: EmulatedRun) -> ReportValues:
     peak = run.timeline.peak()
-    facts: Facts = {
+    values: ReportValues = {
         "rank": run.rank,
         "pipeline_rank": run.pipeline_rank,
         "microbatches": run.num_microbatches,
@@ -88,9 +88,9 @@ def _rank(run: EmulatedRun) -> Facts:
         "by_module": {name: _modules(peak, name) for name in CATEGORIES if _modules(peak, name)},
     }
     if run.allocator_peak is not None:
-        facts["allocator_peak_bytes"] = run.allocator_peak
-        facts["requested_peak_bytes"] = run.requested_peak
-    return facts
+        values["allocator_peak_bytes"] = run.allocator_peak
+        values["requested_peak_bytes"] = run.requested_peak
+    return values
 
 
 def _modules(peak: MemoryPeak, category: str) -> dict[str, int]:
@@ -98,21 +98,23 @@ def _modules(peak: MemoryPeak, category: str) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda each: -each[1])) if set(found) != {"elsewhere"} else {}
 
 
-def report(facts: Facts) -> str:
+def report(values: ReportValues) -> str:
     """Formats the contents of the JSON report as a table for the terminal."""
-    return "\n".join([*_head(facts), *_table(facts["ranks"]), *_fit(facts)])
+    return "\n".join([*_head(values), *_table(values["ranks"]), *_fit(values)])
 
 
-def _head(facts: Facts) -> Iterator[str]:
-    device, world = facts["device"], facts["world_size"]
+def _head(values: ReportValues) -> Iterator[str]:
+    device, world = values["device"], values["world_size"]
     kind = device["kind"].upper()
     how = "a real step on this GPU without peers" if device["real"] else f"tensors without data, kernels of {kind}"
-    load = "even routing" if facts["imbalance"] == 1 else f"its experts get {facts['imbalance']:g} times an even share"
+    load = (
+        "even routing" if values["imbalance"] == 1 else f"its experts get {values['imbalance']:g} times an even share"
+    )
     yield f"Emulation of {world:,} rank{'s' * (world != 1)}: {how}; {load}"
-    yield f"  pipeline layout {facts['layout']}; peak of a step in GiB"
+    yield f"  pipeline layout {values['layout']}; peak of a step in GiB"
 
 
-def _table(ranks: Sequence[Facts]) -> Iterator[str]:
+def _table(ranks: Sequence[ReportValues]) -> Iterator[str]:
     unit = GIB if max(rank["peak_bytes"] for rank in ranks) >= GIB else 1 << 20
     if unit != GIB:
         yield "  (all figures in MiB)"
@@ -136,9 +138,9 @@ def _table(ranks: Sequence[Facts]) -> Iterator[str]:
         yield f"  {name:<{wide}}" + "".join(f"{size / unit:>10.2f}" for size in sizes)
 
 
-def _fit(facts: Facts) -> Iterator[str]:
-    most = max(rank.get("allocator_peak_bytes", rank["peak_bytes"]) for rank in facts["ranks"])
-    device = facts["device"]
+def _fit(values: ReportValues) -> Iterator[str]:
+    most = max(rank.get("allocator_peak_bytes", rank["peak_bytes"]) for rank in values["ranks"])
+    device = values["device"]
     spare, kind = (device["memory_bytes"] - most) / GIB, device["kind"].upper()
     if spare < 0:
         yield f"  does not fit: {-spare:.1f} GiB more than a {kind} has"

@@ -137,7 +137,7 @@ class Attention(SoftmaxAttention):
         self.sinks = new_sinks(config.num_heads, ctx) if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
-        """[S, B, H] -> [S, B, H]"""
+        """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""
         with self.saved_tensors.offload_scope("qkv_linear"):
             qkv_SBGC = self._own_groups(self.linear_qkv(hidden_SBH))
         gate_SBND = None

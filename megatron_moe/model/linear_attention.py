@@ -58,7 +58,7 @@ class LinearAttention(Mixer):
         return new_parameter(self._specs[name].shape, self._specs[name].meta, self.ctx)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
-        """[S, B, H] -> [S, B, H]"""
+        """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""
         mixed_SBC, gate_SBC, others = self.split_projection(self.in_proj(hidden_SBH))
         part = mb.tokens.part
         if part is not None and len(part.of_ranks) > 1:

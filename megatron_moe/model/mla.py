@@ -74,7 +74,7 @@ class MLA(SoftmaxAttention):
         self.sinks = new_sinks(heads, ctx) if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
-        """[S, B, H] -> [S, B, H]"""
+        """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""
         with self.saved_tensors.offload_scope("qkv_linear"):
             q, q_latent, kv_latent = self._down(hidden_SBH)
             latents, up = (q_latent, kv_latent), partial(self._up, mb)

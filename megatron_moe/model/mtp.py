@@ -65,7 +65,7 @@ class MTPLayer(nn.Module):
         )
 
     def forward(self, hidden_SBH: Tensor, embedded_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
-        """[S, B, H] -> [S, B, H]"""
+        """Applies the layer to the hidden states [S, B, H] of this rank; returns the same shape."""
         return run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb).hidden_SBH
 
     def _join(self, state: LayerState, mb: MicrobatchContext) -> LayerState:

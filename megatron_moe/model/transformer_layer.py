@@ -62,7 +62,7 @@ class TransformerLayer(nn.Module):
         return Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels, copy_format=fmt)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
-        """[S, B, H] -> [S, B, H]"""
+        """Applies the layer to the hidden states [S, B, H] of this rank; returns the same shape."""
         return run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), mb).hidden_SBH
 
     def _attention(self, state: LayerState, mb: MicrobatchContext) -> LayerState:

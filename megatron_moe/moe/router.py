@@ -89,7 +89,7 @@ class ExpertSelection:
             num_experts=config.num_experts, map_TE=map_TE, probs_TE=probs_TE, counts_E=counts_E, capacity=capacity
         )
 
-    def limit(self, routing: Routing) -> Routing:
+    def apply_capacity(self, routing: Routing) -> Routing:
         """Drops the choices that exceed the capacity of their expert; does nothing without a capacity limit."""
         config, ids_TK, probs_TK = self.capacity, routing.ids_TK, routing.probs_TK
         if config is None:
@@ -205,7 +205,7 @@ class Router(nn.Module):
             routing = Routing(
                 num_experts=num_experts, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, chosen_TK=ids_TK
             )
-            routing = self.selection.limit(routing)
+            routing = self.selection.apply_capacity(routing)
         if mb.metrics is not None and mb.metrics.trace_routing is not None and routing.chosen_TK is not None:
             mb.metrics.trace_routing(self.layer, routing.chosen_TK)
         if not recording:

@@ -139,7 +139,7 @@ class Optimizer:
         self._streams = make_streams(self.buffers.device, "optimizer")
         model.acquire_from(self.store)
 
-    def gather_in_forward(self, model: AcquiringModel) -> None:
+    def enable_overlapped_gather(self, model: AcquiringModel) -> None:
         """Enables overlapped gathers: `step` returns while weights are gathered, and nodes of `model` wait for them.
 
         Other code must call `finish_gather` before it reads weights.

@@ -70,7 +70,7 @@ class GradBucket:
             self.pending = start_all_reduce_(self.grads, self.group, mean=config.ddp_average_in_collective)
 
     def finish(self) -> None:
-        """Waits for the reduction."""
+        """Makes the current stream wait for the reduction, and calls `on_reduced`."""
         assert self.pending is not None, "the reduction of a bucket was not started"
         self.pending.wait()
         self._on_reduced()

@@ -117,7 +117,8 @@ class ParamPiece:
         return self.meta.tp_dim is not None and self.shards.size > 1
 
     def _split_sizes(self, rows: int) -> list[int]:
-        """Sizes of the parts of `rows` rows; they repeat if they add up to less."""
+        """Row counts of the concatenated matrices (`ParamMeta.splits`: q, k, v or gate, up) in `rows` rows of a shard.
+        If they sum to less than `rows`, the sequence repeats, once per query group."""
         splits = self.meta.splits if self.meta.tp_dim == 0 else ()
         total = sum(splits)
         if not total:

@@ -88,17 +88,17 @@ class UpdateOperands(NamedTuple):
         return self.state.pieces_of(self.start, self.start + len(self.grads))
 
     def grad(self, piece: ParamPiece) -> Tensor:
-        """Gradient of whole matrices, before clipping: [n, rows, columns] of this rank's shard."""
+        """Gradient of a piece before clipping, as this rank's TP shard of each of its n matrices: [n, rows,
+        columns]."""
         return piece.matrices(self.grads, self.start)
 
     def master(self, piece: ParamPiece) -> Tensor:
-        """Master weights of whole matrices in fp32 (fp64 in fp64 runs): [n, rows, columns] of this rank's shard."""
+        """Master weights of a piece in fp32 (fp64 in fp64 runs), in the shape of `grad`."""
         values = unpack(*self.stored_master(piece))
         return piece.matrices(values, piece.start)
 
     def values(self, kind: str, piece: ParamPiece) -> Tensor:
-        """Stored state of whole matrices: [n, rows, columns] of this rank's shard, or [n, *shape] if the declaration
-        has a `matrix_shape`."""
+        """Stored state of a piece in the shape of `grad`, or [n, *shape] if the declaration has a `matrix_shape`."""
         spec, start, first_matrix = self.state.matrix_states[kind, piece.name]
         data = self.stored.moments[kind].data
         if spec.matrix_shape is None:
@@ -108,7 +108,7 @@ class UpdateOperands(NamedTuple):
         return data[start : start + piece.num_matrices * prod(shape)].view(-1, *shape)
 
     def commit(self, scalars: "StepScalars", piece: ParamPiece, master: Tensor, **states: Tensor) -> None:
-        """Stores new master weights and state of whole matrices, in the shapes that `master` and `values` return.
+        """Stores new master weights and state of a piece, in the shapes that `master` and `values` return.
 
         Nothing changes if the step is rejected. Otherwise `StepScalars.nonfinite` is set if a value is not finite.
         """

@@ -70,9 +70,9 @@ class SequencePart:
 
     def take(self, x_BS: Tensor) -> Tensor:
         """Selects this rank's sequences and positions from a tensor of the whole microbatch."""
-        return take_positions(self.sequences(x_BS), self.chunks)
+        return take_positions(self.take_sequences(x_BS), self.chunks)
 
-    def sequences(self, x_BS: Tensor) -> Tensor:
+    def take_sequences(self, x_BS: Tensor) -> Tensor:
         """Selects the sequences of this rank's group, with all positions, from a tensor of the whole microbatch."""
         index, number = self.share
         return x_BS if number == 1 else x_BS.chunk(number)[index]

@@ -32,7 +32,7 @@ Allocate = Callable[[int], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelShape:
-    """Sizes of a channel; the same on all ranks."""
+    """Sizes, dtype and format of a channel, which are the same on all ranks."""
 
     num_ranks: int
     num_tokens: int
@@ -86,11 +86,11 @@ class PushChannel:
     Pinned if the channel is on a GPU."""
     timeout_s: float
     num_programs: int | None
-    """Thread blocks of a push; None: one per multiprocessor of the GPU."""
+    """Thread blocks of a push; None: one per SM of the GPU."""
 
     @property
     def received(self) -> Tensor | QuantizedTensor:
-        """[P * T, H]: this rank's slots."""
+        """Tokens or sums received from all ranks, [P * T, H]."""
         tokens_GH, fmt = self.tokens[self.rank].flatten(0, 1), self.shape.fmt
         if fmt is None:
             return tokens_GH
@@ -99,12 +99,12 @@ class PushChannel:
 
     @property
     def received_ids(self) -> Tensor:
-        """int32 [P * T, K]."""
+        """Expert ids received from all ranks, int32 [P * T, K]."""
         return self.ids[self.rank].flatten(0, 1)
 
     @property
     def received_values(self) -> Tensor:
-        """[P * T, K]."""
+        """Probabilities or their gradients received from all ranks, [P * T, K]."""
         return self.values[self.rank].flatten(0, 1)
 
 

@@ -39,7 +39,7 @@ class CudaStreams(Streams):
     """Streams of a GPU: the current stream as "compute", and one new stream per name in `names`."""
 
     def __init__(self, device: torch.device, names: tuple[str, ...], *, high_priority: bool = False) -> None:
-        """`high_priority`: thread blocks of the new streams start before waiting ones of other streams."""
+        """`high_priority`: gives the new streams high CUDA stream priority."""
         self._streams = {name: torch.cuda.Stream(device, priority=-1 if high_priority else 0) for name in names}
         self._streams["compute"] = torch.cuda.current_stream(device)
 

@@ -107,5 +107,5 @@ def remove_stale_files() -> None:
             if path.is_symlink() or path.stat().st_uid != os.getuid() or Path(f"/proc/{process}").exists():
                 continue
             with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # processes of other containers have other ids
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # /proc does not show other PID namespaces
                 path.unlink()

@@ -16,7 +16,7 @@ from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.parallel.p2p import Kind, Links
 from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair
-from megatron_moe.pipeline.overlap import Slot, Step
+from megatron_moe.pipeline.overlap import OverlapNode, Step
 from megatron_moe.pipeline.segment import SegmentedMicrobatch
 
 At = tuple[int, int]
@@ -31,8 +31,8 @@ class Stage(Protocol):
         the first stage. The last step returns the input of the next stage, or the scalar loss in the last stage."""
         ...
 
-    def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
-        """Slots of an overlapped pair in launch order. A slot is one node of the forward or the backward."""
+    def interleaved_nodes(self, forward_chunk: int, backward_chunk: int) -> Sequence[OverlapNode]:
+        """Nodes of the forward and the backward of an overlapped pair, in launch order."""
         ...
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
@@ -109,19 +109,19 @@ class _ScheduleRun:
                 self._stage.after_backward(*at)
 
     def run_pair(self, pair: OverlappedPair) -> None:
-        """Runs a forward and a backward interleaved slot by slot."""
+        """Runs a forward and a backward interleaved node by node."""
         self._free_sent()
         forward_at, backward_at = _at(pair.forward), _at(pair.backward)
-        slots = self._stage.slots(pair.forward.chunk, pair.backward.chunk)
+        nodes = self._stage.interleaved_nodes(pair.forward.chunk, pair.backward.chunk)
         forward, backward = self._begin_forward(forward_at), self._begin_backward(backward_at)
-        split = any(slot.direction == "weight" for slot in slots)
+        split = any(entry.direction == "weight" for entry in nodes)
         self._stage.defer_weight_gradients(split)
-        for slot in slots:
-            match slot.direction:
+        for entry in nodes:
+            match entry.direction:
                 case "forward":
-                    forward.forward(slot)
+                    forward.forward(entry)
                 case "backward":
-                    backward.backward(slot)
+                    backward.backward(entry)
                 case "weight":
                     self._stage.weight_gradients()
         self._end_forward(forward_at, forward)

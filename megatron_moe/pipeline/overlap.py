@@ -12,14 +12,14 @@ from typing import Any, Literal
 from megatron_moe.config.pipeline_layout import StageLayout
 
 Direction = Literal["forward", "backward", "weight"]
-SlotName = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]
+NodeName = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]
 """Kinds of nodes of a model chunk. "attention" includes the router. In dense layers "experts" is the MLP, and there is
 no "dispatch" or "combine". "post" is shared experts and residual addition, and the final norm in the last layer. "head"
 includes the loss. "chunk" is a whole chunk that is not divided into nodes."""
 Stream = Literal["compute", "communication"]
 
 
-def stream_of(node: SlotName) -> Stream:
+def stream_of(node: NodeName) -> Stream:
     """Stream on which a node runs: communication for dispatch and combine, compute for all others."""
     return "communication" if node in ("dispatch", "combine") else "compute"
 
@@ -28,7 +28,7 @@ def stream_of(node: SlotName) -> Stream:
 class Step:
     """One step of a microbatch's forward through a chunk. Dispatch and combine have two steps: start and finish."""
 
-    node: SlotName
+    node: NodeName
     layer: int | None
     """Index of the layer in the chunk, MTP layers last; None for nodes outside the layers."""
     run: Callable[[Any], Any]
@@ -40,12 +40,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Slot:
+class OverlapNode:
     """Entry of the launch order: forward, backward or weight gradients of a node. Weight gradients have their own entry
     only if the backward is split."""
 
     direction: Direction
-    node: SlotName
+    node: NodeName
     layer: int | None = None
     """Index of the layer in the chunk, MTP layers last; None for nodes outside the layers."""
 
@@ -54,7 +54,7 @@ class Slot:
         return f"{'W' if self.direction == 'weight' else self.direction[0].upper()}{at}.{self.node}"
 
 
-_PAIR_ORDER: tuple[tuple[Direction, SlotName], ...] = (
+_PAIR_ORDER: tuple[tuple[Direction, NodeName], ...] = (
     ("backward", "post"),
     ("backward", "combine"),
     ("forward", "attention"),
@@ -71,15 +71,15 @@ _PAIR_ORDER: tuple[tuple[Direction, SlotName], ...] = (
 """Launch order of the nodes of one forward layer and one backward layer: Megatron's order."""
 
 
-def pair_slots(
+def pair_nodes(
     forward: StageLayout | None,
     backward: StageLayout | None,
     *,
     split_backward: bool = False,
     early_dispatch: bool = False,
     early_attention_backward: bool = False,
-) -> tuple[Slot, ...]:
-    """Slots of an overlapped pair in launch order. If one chunk is None, returns the slots of the other chunk only.
+) -> tuple[OverlapNode, ...]:
+    """Nodes of an overlapped pair in launch order. If one chunk is None, returns the nodes of the other chunk only.
 
     The forward of the first layer is paired with the backward of the last, and so on; layers without partner follow.
     `early_dispatch` launches the forward's dispatch before the backward of the experts, for exchanges that neither
@@ -96,19 +96,19 @@ def pair_slots(
     if early_attention_backward:
         order.remove(("backward", "attention"))
         order.insert(order.index(("forward", "experts")), ("backward", "attention"))
-    slots: list[Slot] = []
+    nodes: list[OverlapNode] = []
     if forward and forward.embedding:
-        slots.append(Slot("forward", "embedding"))
+        nodes.append(OverlapNode("forward", "embedding"))
     if backward and backward.loss:
-        slots += [Slot("backward", "head"), Slot("weight", "head")]
+        nodes += [OverlapNode("backward", "head"), OverlapNode("weight", "head")]
     for ahead, behind in zip_longest(range(_num_layers(forward)), reversed(range(_num_layers(backward)))):
         layers = {"forward": ahead, "backward": behind, "weight": behind}
-        slots += [Slot(kind, node, layers[kind]) for kind, node in order if layers[kind] is not None]
+        nodes += [OverlapNode(kind, node, layers[kind]) for kind, node in order if layers[kind] is not None]
     if forward and forward.loss:
-        slots.append(Slot("forward", "head"))
+        nodes.append(OverlapNode("forward", "head"))
     if backward and backward.embedding:
-        slots.append(Slot("backward", "embedding"))
-    return tuple(slot for slot in slots if split_backward or slot.direction != "weight")
+        nodes.append(OverlapNode("backward", "embedding"))
+    return tuple(entry for entry in nodes if split_backward or entry.direction != "weight")
 
 
 def _num_layers(stage: StageLayout | None) -> int:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_moe.parallel.pytree import map_state
 from megatron_moe.parallel.streams import Event, Streams
-from megatron_moe.pipeline.overlap import Slot, Step
+from megatron_moe.pipeline.overlap import OverlapNode, Step
 
 
 class GradBoundary:
@@ -60,9 +60,9 @@ class SegmentedMicrobatch:
         self._num_forward = 0
         self._output: GradBoundary | None = None
 
-    def forward(self, slot: Slot | None = None) -> None:
-        """Runs the pending steps up to and including the first step of `slot`, or all of them if `slot` is None."""
-        end = len(self._steps) if slot is None else min(self._step_indices(slot), default=-1) + 1
+    def forward(self, entry: OverlapNode | None = None) -> None:
+        """Runs the pending steps up to and including the first step of `entry`, or all of them if `entry` is None."""
+        end = len(self._steps) if entry is None else min(self._step_indices(entry), default=-1) + 1
         while self._num_forward < end:
             self._forward(self._steps[self._num_forward])
             self._num_forward += 1
@@ -83,9 +83,9 @@ class SegmentedMicrobatch:
         if gradient is not None:
             self._output.add(gradient)
 
-    def backward(self, slot: Slot | None = None) -> None:
-        """Runs pending backwards in reverse step order, down to the last step of `slot`, or all if `slot` is None."""
-        start = 0 if slot is None else max(self._step_indices(slot), default=len(self._boundaries))
+    def backward(self, entry: OverlapNode | None = None) -> None:
+        """Runs pending backwards in reverse step order, down to the last step of `entry`, or all if `entry` is None."""
+        start = 0 if entry is None else max(self._step_indices(entry), default=len(self._boundaries))
         while len(self._boundaries) > start:
             self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
 
@@ -95,10 +95,10 @@ class SegmentedMicrobatch:
         assert gradient is not None, "the received tensor has no gradient"
         return gradient
 
-    def _step_indices(self, slot: Slot) -> list[int]:
-        """Indices of the steps of a slot's node: two if the node is an exchange, else one; none if the chunk lacks the
-        node."""
-        return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (slot.node, slot.layer)]
+    def _step_indices(self, entry: OverlapNode) -> list[int]:
+        """Indices of the steps of an entry's node: two if the node is an exchange, else one; none if the chunk lacks
+        the node."""
+        return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (entry.node, entry.layer)]
 
     def _forward(self, step: Step) -> None:
         streams = self._streams

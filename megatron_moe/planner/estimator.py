@@ -72,7 +72,7 @@ def known_error(precision: PrecisionConfig) -> float:
     return _LOW_PRECISION_ERROR if precision.low_precision else _ERROR
 
 
-def estimate_facts(plan: RunPlan, step: StepEstimate) -> dict[str, Any]:
+def estimate_values(plan: RunPlan, step: StepEstimate) -> dict[str, Any]:
     """Estimated step time and throughput, with the known error relative to the estimate."""
     tokens = plan.batch.global_batch_size * plan.data.seq_length
     return {

@@ -14,10 +14,10 @@ from megatron_moe.cost_model.shards import held_by_stage
 from megatron_moe.cost_model.step_time import MANY_GROUPS, StepTime, in_flight, stage_costs, step_time
 from megatron_moe.cost_model.traffic import Communication, Traffic
 from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
-from megatron_moe.planner.estimator import Estimator, StepEstimate, estimate_facts
+from megatron_moe.planner.estimator import Estimator, StepEstimate, estimate_values
 from megatron_moe.planner.memory_options import enabled_options
 
-Facts = dict[str, Any]
+ReportValues = dict[str, Any]
 RESERVE_GIB = 3.0
 """GPU memory that a plan must leave free for the CUDA context, NCCL, library workspaces and fragmentation."""
 _MAX_COMPUTATIONS = 50_000
@@ -39,10 +39,10 @@ def too_long_to_simulate(plan: RunPlan) -> str | None:
     )
 
 
-def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
+def report_values(plan: RunPlan, gpu: GPU) -> ReportValues:
     """Dry-run report of a plan. If layers are unsupported, it contains only the device, the ranks and the schedule."""
     placements = Placements(gpu).of_all(plan.parallel)
-    sizes: Facts = {
+    sizes: ReportValues = {
         "unknown_layers": list(plan.unknown_layers),
         "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
         "ranks": _ranks(plan, gpu, placements),
@@ -65,11 +65,11 @@ def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
         "schedule": sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
         "communication": [_traffic(each, gpu) for each in traffic.of_rank(heaviest(ranks).rank)],
         "experts": _experts(plan, traffic),
-        "time": _time(plan, time, gpu) | {"estimate": estimate_facts(plan, estimate)},
+        "time": _time(plan, time, gpu) | {"estimate": estimate_values(plan, estimate)},
     }
 
 
-def _model(plan: RunPlan) -> Facts:
+def _model(plan: RunPlan) -> ReportValues:
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
     layers = plan.model.layers
     return {
@@ -83,7 +83,7 @@ def _model(plan: RunPlan) -> Facts:
     }
 
 
-def _ranks(plan: RunPlan, gpu: GPU, placements: dict[str, Placement]) -> Facts:
+def _ranks(plan: RunPlan, gpu: GPU, placements: dict[str, Placement]) -> ReportValues:
     parallel = plan.parallel
     names = [name for name, _ in (*ATTENTION_GROUPS, *EXPERT_GROUPS)]
     return {
@@ -102,7 +102,7 @@ def _ranks(plan: RunPlan, gpu: GPU, placements: dict[str, Placement]) -> Facts:
     }
 
 
-def _stages(plan: RunPlan) -> Iterator[Facts]:
+def _stages(plan: RunPlan) -> Iterator[ReportValues]:
     costs = stage_costs(plan)
     for index, stage in enumerate(plan.layout.stages):
         rank, chunk = plan.layout.stage_map.rank_and_chunk(index)
@@ -117,7 +117,7 @@ def _stages(plan: RunPlan) -> Iterator[Facts]:
         }
 
 
-def _memory(ranks: Sequence[RankBytes], memory: RankMemory, plan: RunPlan, gpu: GPU) -> Facts:
+def _memory(ranks: Sequence[RankBytes], memory: RankMemory, plan: RunPlan, gpu: GPU) -> ReportValues:
     most = heaviest(ranks)
     spare = gpu.memory_gib - most.total / GIB
     return {
@@ -152,10 +152,10 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
     yield "pipeline buffers", rank.transfers
 
 
-def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[Facts]:
+def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[ReportValues]:
     """Yields the tensors saved for backward by each distinct layer for one microbatch."""
     for layer in dict.fromkeys(plan.model.layers):
-        sizes: Facts = {"layer": plan.model.layers.index(layer)}
+        sizes: ReportValues = {"layer": plan.model.layers.index(layer)}
         for each in memory.tensors(layer):
             yield sizes | {name: getattr(each, name) for name in ("module", "name", "shape", "bytes")}
 
@@ -167,7 +167,7 @@ def _switches(
     gpu: GPU,
     placements: dict[str, Placement],
     estimate: StepEstimate,
-) -> Iterator[Facts]:
+) -> Iterator[ReportValues]:
     """Yields the memory saving and the slowdown of each enabled memory option, estimated by disabling only this option.
     Options overlap, so their savings cannot be added: a module may be recomputed as part of a larger one."""
     for option in enabled_options(plan):
@@ -177,7 +177,7 @@ def _switches(
         yield {"flags": option.flags, "saves_gib": saves / GIB, "slower": slower}
 
 
-def _schedule(plan: RunPlan) -> Facts:
+def _schedule(plan: RunPlan) -> ReportValues:
     config = plan.schedule(plan.num_microbatches)
     return {
         "microbatches": config.num_microbatches,
@@ -189,7 +189,7 @@ def _schedule(plan: RunPlan) -> Facts:
     }
 
 
-def _traffic(traffic: Traffic, gpu: GPU) -> Facts:
+def _traffic(traffic: Traffic, gpu: GPU) -> ReportValues:
     return {
         "group": traffic.group,
         "what": traffic.what,
@@ -200,7 +200,7 @@ def _traffic(traffic: Traffic, gpu: GPU) -> Facts:
     }
 
 
-def _experts(plan: RunPlan, communication: Communication) -> Facts | None:
+def _experts(plan: RunPlan, communication: Communication) -> ReportValues | None:
     """Expert load and dispatch volume for one MoE layer and microbatch; None without MoE or expert parallelism."""
     if not plan.model.moe_configs or plan.parallel.ep == 1:
         return None
@@ -226,7 +226,7 @@ def _experts(plan: RunPlan, communication: Communication) -> Facts | None:
     }
 
 
-def _time(plan: RunPlan, time: StepTime, gpu: GPU) -> Facts:
+def _time(plan: RunPlan, time: StepTime, gpu: GPU) -> ReportValues:
     tokens = plan.batch.global_batch_size * plan.data.seq_length
     world = plan.parallel.world_size
     return {

@@ -62,7 +62,7 @@ class Quantizers(Protocol):
 
 
 class DelayedScaling:
-    """Scales of one linear layer for the recipe delayed: each is computed from the magnitudes of earlier steps.
+    """Scales of one linear layer for delayed scaling: each is computed from the magnitudes of earlier steps.
 
     There are three scales, of input, weight and output gradient, or three per expert of the model. All microbatches of
     a step use the same scales, so recomputed operands are equal. The magnitudes of a step, over all ranks of the
@@ -111,7 +111,7 @@ class LinearQuantizer:
     """Quantises the GEMM operands of one linear layer, or of one stack of expert layers, and caches its weight.
 
     The weight is quantised by the first forward of a step and reused by all later microbatches and by recompute, until
-    `invalidate_weight`. Its copies, the scales of the recipe delayed and the seed of stochastic rounding are at fixed
+    `invalidate_weight`. Its copies, the scales of delayed scaling and the seed of stochastic rounding are at fixed
     addresses, so that replayed CUDA graphs read current values.
     """
 
@@ -131,7 +131,7 @@ class LinearQuantizer:
             name: global name of the layer, which stochastic rounding uses as its key.
             save_input: saves the original input for backward, which quantises its columnwise copy again, because the
                 input is kept anyway. False: saves the columnwise copy.
-            delayed: scales of the recipe delayed; None for the other recipes.
+            delayed: scales of delayed scaling; None for the other recipes.
             device: device of the layer; None: the CPU.
             stores_weight: stores the weight's quantised bytes instead of its values, if its format allows it.
         """
@@ -170,7 +170,8 @@ class LinearQuantizer:
         if self._seed is not None:
             key = repr((self.name, step)).encode()
             self._seed.fill_(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
-        self.invalidate_weight()  # an evaluation may have made it, whose magnitudes the recipe delayed does not record
+        # the cached copy may be from an evaluation, which does not record amax for delayed scaling
+        self.invalidate_weight()
         if self.delayed is not None:
             self.delayed.amax.zero_()
 
@@ -187,7 +188,8 @@ class LinearQuantizer:
         offsets_e: Tensor | None = None,
         record: bool = True,
     ) -> QuantizedTensor:
-        """Quantises an input [R, I]; with `offsets_e`, rows sorted by expert. `record`: False in evaluation."""
+        """Quantises an input [R, I]; with `offsets_e`, rows sorted by expert. `record`: adds the largest
+        magnitude to the amax of delayed scaling; False in evaluation."""
         return self._kernels.quantize_rows(
             x,
             self._config.inputs,
@@ -278,7 +280,7 @@ class ModelQuantizers:
             layer.invalidate_weight()
 
     def end_step(self, apply_update: Tensor) -> None:
-        """Computes new scales for the recipe delayed. They do not change if `apply_update`, a bool scalar on the
+        """Computes new scales for delayed scaling. They do not change if `apply_update`, a bool scalar on the
         device, is False. Collective over the pipeline stage: 12 bytes per layer or expert."""
         delayed = [layer.delayed for layer in self.layers if layer.delayed is not None]
         if not delayed:

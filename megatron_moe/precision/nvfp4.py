@@ -72,8 +72,8 @@ def quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool) -> 
 
 
 def weight_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(fp32 factors by which elements are multiplied, E4M3 scales of the blocks, fp32 factor of each matrix [...]) of
-    weights whose blocks have the largest magnitudes `amax`, fp32 [..., blocks along O, blocks along I]."""
+    """Computes NVFP4's two-level scales from block magnitudes `amax`, fp32 [..., blocks along O, blocks along I].
+    Returns (fp32 multipliers of the elements, E4M3 block scales, fp32 scale per matrix [...])."""
     scale = _matrix_scale(amax.amax(dim=(-2, -1)))
     return *_block_scales(amax, scale[..., None, None]), 1 / scale
 
@@ -148,7 +148,7 @@ def _codes(x: Tensor, fmt: OperandFormat, seed: Tensor | None, scale: Tensor) ->
 
 
 def _block_scales(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(fp32 factors by which elements are multiplied, E4M3 scales) of blocks with the largest magnitudes `amax`."""
+    """Returns (fp32 multipliers of the elements, E4M3 scales) of blocks with the largest magnitudes `amax`."""
     per_code = scale * torch.full((), 1 / _LARGEST, device=amax.device)
     scales = (amax * per_code).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     return scales.float().mul_(scale.reciprocal()).reciprocal_().clamp_(max=torch.finfo(torch.float32).max), scales

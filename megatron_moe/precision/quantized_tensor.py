@@ -90,7 +90,7 @@ class QuantizedTensor:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Bytes, scales and factor of both copies; None for those that it lacks."""
+        """Data, scales and factor of the rowwise copy, then of the columnwise copy; None for a missing copy."""
         row = self.rowwise, self.rowwise_scales, self.rowwise_factor
         return *row, self.columnwise, self.columnwise_scales, self.columnwise_factor
 

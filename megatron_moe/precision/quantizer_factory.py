@@ -78,7 +78,7 @@ class LinearQuantizers(NamedTuple):
     """Index of the transformer layer to which the module belongs."""
 
     def within(self, name: str, layer: int | None = None) -> "LinearQuantizers":
-        """Source for the submodule `name`. `layer`: index of the transformer layer that it is; None: it is none."""
+        """Source for the submodule `name`. `layer`: index of the transformer layer if the submodule is one."""
         return self._replace(path=self._join(name), layer=self.layer if layer is None else layer)
 
     def new(

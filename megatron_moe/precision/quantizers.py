@@ -125,8 +125,8 @@ def quantize_copy(x: Tensor, fmt: OperandFormat) -> QuantizedCopy:
 
 
 def block_scales(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(fp32 factors by which elements are multiplied, scales to store) of FP8 blocks whose largest magnitudes are
-    `amax` (fp32). `dtype`: dtype of the tensor."""
+    """Returns (fp32 multipliers of the elements, scales to store) of FP8 blocks with the largest magnitudes `amax`
+    (fp32). `dtype`: dtype of the tensor."""
     if fmt.scale == "e8m0":
         exponents = _e8m0(amax, fmt.element)
         return decode_scales(254 - exponents), exponents

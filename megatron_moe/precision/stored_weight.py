@@ -22,7 +22,8 @@ from megatron_moe.precision.quantizers import DTYPES
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """Blocks of a weight [O, I], or of each matrix of a stack [e, O, I], that share a scale."""
+    """Grid of quantisation blocks of a weight [O, I], or of each matrix of a stack [e, O, I]. The elements of a block
+    share one scale."""
 
     block: tuple[int, int]
     """(rows, columns) of a block."""
@@ -89,7 +90,7 @@ class StoredWeight:
 
     @property
     def delayed_factors(self) -> Tensor:
-        """Factors of the matrices for the recipe delayed, flat, which earlier steps determine."""
+        """Factors of the matrices for delayed scaling, flat, which earlier steps determine."""
         assert self.scale is not None, f"the scales of {self.fmt} depend on the weight"
         return self.scale(self.amax).flatten()
 

@@ -26,7 +26,7 @@ _SET_BY_TORCHRUN = b"TORCHELASTIC_RUN_ID="
 """Environment variable that torchrun sets for its ranks, and that it does not have itself."""
 
 
-def identified(launch: ProcessInfo, parent: int | None) -> ProcessInfo:
+def with_launcher_identity(launch: ProcessInfo, parent: int | None) -> ProcessInfo:
     """Copy with `parent`, and with the identity of the torchrun process in `start_id` if it started all ranks, because
     its run id may be the same for every start. If `parent` is None, it is the present parent of this process."""
     parent = os.getppid() if parent is None else parent

@@ -66,7 +66,7 @@ PACKAGES: tuple[Package, ...] = (
     Package("zstandard", "zstandard", _TEXT, "text in .zst files"),
     _kernels("triton", "triton", "comes with torch for CUDA", "own GPU kernels"),
     _kernels("transformer-engine", "transformer_engine", _BUILD + '".[te]"', "kernels of Transformer Engine"),
-    _kernels("grouped-gemm", "grouped_gemm", _BUILD + '".[grouped-gemm]"', "expert matrix products"),
+    _kernels("grouped-gemm", "grouped_gemm", _BUILD + '".[grouped-gemm]"', "expert GEMMs"),
     _kernels("flash-attn-4", "flash_attn", 'pip install ".[flash-attn]"', "attention kernels"),
     _kernels(
         "deep-ep", "deep_ep", _FROM_SOURCE, "expert all-to-all between GPUs",

@@ -20,10 +20,11 @@ _WHAT = "forward, backward: one attention module; data: wait for a batch; step: 
 
 
 class Stragglers:
-    """Measures times on this rank and reports the times of all ranks. Construction and `report` are collective.
+    """Times attention, data loading and steps on this rank, and reports the times of all ranks. Construction and
+    `report` are collective.
 
     Args:
-        mixer: module whose forward and backward are timed; None: neither is.
+        mixer: module whose forward and backward are timed, if any.
         num_named: number of slowest ranks to name (`--straggler-minmax-count`).
         flops: FLOPs of one step on one rank.
     """

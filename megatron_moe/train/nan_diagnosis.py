@@ -156,7 +156,7 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
         findings=(*weights, *modules, *gradients),
         bad_samples=tuple(sample for index in sorted(bad_microbatches) for sample in report.samples[index]),
         rerun=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
-        rerun_values={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
+        rerun_values={"loss": repeated.loss.item(), "norm all": trainer.rerun_grad_norm(repeated).item()},
     )
 
 

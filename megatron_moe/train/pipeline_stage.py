@@ -16,7 +16,7 @@ from megatron_moe.parallel.p2p import connect
 from megatron_moe.parallel.streams import Streams, make_streams
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.executor import run_schedule
-from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
+from megatron_moe.pipeline.overlap import OverlapNode, Step, pair_nodes
 from megatron_moe.pipeline.schedule import build_schedule
 
 TakeLoss = Callable[[LossOutput, MicroBatch, int], Tensor]
@@ -103,9 +103,9 @@ class RankStage:
         batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
         return replace(batch, context=replace(batch.context, graph_instance=graph_instance))
 
-    def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
+    def interleaved_nodes(self, forward_chunk: int, backward_chunk: int) -> Sequence[OverlapNode]:
         chunks, config = self._pipeline.model.chunks, self._pipeline.config
-        return pair_slots(
+        return pair_nodes(
             chunks[forward_chunk],
             chunks[backward_chunk],
             split_backward=config.delay_wgrad_compute,

@@ -197,8 +197,8 @@ class Trainer:
         self.recent = deque((step for step in self.recent if step.iteration < iteration), maxlen=2)
         return steps
 
-    def norm_of(self, repeated: RepeatedStep) -> Tensor:
-        """Reduces the gradients of a repetition and returns their norm over all ranks."""
+    def rerun_grad_norm(self, repeated: RepeatedStep) -> Tensor:
+        """Reduces the gradients of a repeated step and returns their norm over all ranks."""
         self._finish_grads(repeated.num_tokens)
         return gradient_norms(self.buffers, self.context)["all"]
 
@@ -211,7 +211,7 @@ class Trainer:
         metrics, self.metrics = self.metrics, MetricAccumulator()
         kept = [(buffer, buffer.clone()) for router in self.routers for buffer in router.buffers()]
         repeated = self.repeat(batches, iteration)
-        norm = self.norm_of(repeated)
+        norm = self.rerun_grad_norm(repeated)
         for buffer, value in kept:
             buffer.copy_(value)
         self.metrics = metrics

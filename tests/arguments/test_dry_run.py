@@ -35,7 +35,7 @@ def answer_to(text: str, environ: dict[str, str] | None = None) -> str:
     return finished(text, environ).text
 
 
-def facts(text: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
+def values(text: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(answer_to(f"{text} --dry-run=json", environ))
     return found
 
@@ -61,7 +61,7 @@ def test_the_example_in_the_guide_is_current():
 
 
 def test_text_and_json_reports_agree():
-    assert answer_to(f"{DEEPSEEK} --dry-run") == report(facts(DEEPSEEK))
+    assert answer_to(f"{DEEPSEEK} --dry-run") == report(values(DEEPSEEK))
 
 
 def test_lines_fit_a_terminal():
@@ -69,21 +69,21 @@ def test_lines_fit_a_terminal():
 
 
 def test_time_and_cost_are_estimated_with_their_error():
-    time = facts(f"{DEEPSEEK} --tokens 15e12 --gpu-hour-price 2")["time"]
+    time = values(f"{DEEPSEEK} --tokens 15e12 --gpu-hour-price 2")["time"]
     estimate, run = time["estimate"], time["run"]
-    assert estimate["error"] == 0.3 and facts("--recipe q6")["time"]["estimate"]["error"] == 0.2
+    assert estimate["error"] == 0.3 and values("--recipe q6")["time"]["estimate"]["error"] == 0.2
     assert time["bound_ms"] < estimate["step_ms"] == pytest.approx(sum(estimate["parts_ms"].values()))
     assert run["iterations"] == -(-15e12 // time["tokens_per_step"])
     assert run["gpu_hours"] == pytest.approx(run["iterations"] * estimate["step_ms"] / 3.6e6 * 1024)
     assert (run["days"], run["cost"]) == pytest.approx((run["gpu_hours"] / 24 / 1024, 2 * run["gpu_hours"]))
-    assert facts(DEEPSEEK)["time"]["run"]["iterations"] == 50
+    assert values(DEEPSEEK)["time"]["run"]["iterations"] == 50
     text = answer_to(f"{DEEPSEEK} --tokens 15e12 --gpu-hour-price 2 --dry-run")
     assert "estimate ± 30%: " in text and f", cost {run['cost']:,.0f}" in text
 
 
 def test_what_does_not_fit_comes_with_ways_out(tmp_path, monkeypatch):
     line = f"{DEEPSEEK} --micro-batch-size 4"
-    memory = facts(line)["memory"]
+    memory = values(line)["memory"]
     assert len(memory["ways_out"]) == 3 and memory["enough_gpus"]["gpus"] == 2048
     assert all(way["total_gib"] < memory["device_gib"] - 3 for way in (*memory["ways_out"], memory["enough_gpus"]))
     text = answer_to(f"{line} --dry-run")
@@ -92,7 +92,7 @@ def test_what_does_not_fit_comes_with_ways_out(tmp_path, monkeypatch):
     assert memory["command"] in text and command[:2] == ["python", "tools/plan.py"]
     monkeypatch.chdir(tmp_path)
     assert plan.main(command[2:]) == ExitCode.OK
-    found = facts("--config plans/fit.yaml")
+    found = values("--config plans/fit.yaml")
     assert found["memory"]["fits"] and found["ranks"]["world_size"] == 1024
     assert found["memory"]["total_gib"] == pytest.approx(memory["ways_out"][0]["total_gib"])
 
@@ -102,10 +102,10 @@ def test_a_plan_that_no_option_makes_fit_says_so():
 
 
 def test_other_gpus_are_described_by_their_figures():
-    card = facts("--recipe q6 --gpu rtx5090")
+    card = values("--recipe q6 --gpu rtx5090")
     assert (card["device"]["memory_gib"], card["device"]["bf16_tflops"]) == (31.4, 209.5)
     figures = "--gpu-memory 100 --gpu-tflops 500 --gpu-bandwidth 2000 --link-bandwidth 100"
-    own, h200 = (facts(f"--recipe m27 {more} --gpu h200") for more in (figures, ""))
+    own, h200 = (values(f"--recipe m27 {more} --gpu h200") for more in (figures, ""))
     assert (own["device"]["memory_gib"], own["device"]["bf16_tflops"]) == (100, 500)
     assert own["time"]["compute_ms"] == pytest.approx(h200["time"]["compute_ms"] * 989 / 500)
     ours, theirs = (each["time"]["estimate"]["parts_ms"] for each in (own, h200))
@@ -122,12 +122,12 @@ def test_a_dry_run_is_fast_and_does_not_import_torch():
 
 
 def test_the_recipe_sets_the_machine_unless_the_command_line_does():
-    assert facts(DEEPSEEK)["ranks"]["world_size"] == 1024
-    changed = facts(f"{DEEPSEEK} --world-size 2048 --gpu gb200")
+    assert values(DEEPSEEK)["ranks"]["world_size"] == 1024
+    changed = values(f"{DEEPSEEK} --world-size 2048 --gpu gb200")
     assert (changed["ranks"]["world_size"], changed["device"]["kind"]) == (2048, "gb200")
     assert changed["ranks"]["ranks_per_nvlink_domain"] == 64
     launched = {"RANK": "0", "WORLD_SIZE": "512", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
-    assert facts(DEEPSEEK, launched)["ranks"]["world_size"] == 512
+    assert values(DEEPSEEK, launched)["ranks"]["world_size"] == 512
 
 
 def test_an_impossible_layout_is_rejected():
@@ -137,7 +137,7 @@ def test_an_impossible_layout_is_rejected():
 
 
 def test_another_transport_replaces_deepep_across_hosts_unless_it_is_required():
-    report, note = facts(DEEPSEEK), "--moe-flex-dispatcher-backend deepep: it serves the ranks of one host"
+    report, note = values(DEEPSEEK), "--moe-flex-dispatcher-backend deepep: it serves the ranks of one host"
     assert report["cannot_train_yet"] == [] and report["experts"]["transport"] == "hierarchical"
     assert any(line.startswith(note) for line in report["notes"])
     assert report["time"]["products_in"] == "fp8"
@@ -165,20 +165,20 @@ def test_only_with_check_packages_a_dry_run_depends_on_installed_packages(ready,
         "--wandb-project x --wandb-exp-name y"
     )
     required, checked = f"{line} --moe-flex-require-backend", f"{line} --check-packages"
-    absent = facts(line), facts(required)
+    absent = values(line), values(required)
     refused = finished_or_refused(f"{required} --check-packages")
-    report = facts(checked)
+    report = values(checked)
     assert report["experts"]["transport"] == ("symmetric" if ranks == 8 else "hierarchical")
     assert any("the module hybrid_ep_cpp is not installed, so" in note for note in report["notes"])
     (sentence,) = report["missing_inputs"]
     assert sentence.startswith("--wandb-project needs the package wandb, which is not installed")
     assert "hybrid_ep_cpp is not installed" in refused
     installed |= {"hybrid_ep_cpp", "wandb"}
-    present = facts(line), facts(required)
+    present = values(line), values(required)
     assert absent == present and all(report["would_start"] for report in present)
     assert present[0]["experts"]["transport"] == "hybridep"
     assert any("where the module hybrid_ep_cpp is not installed" in note for note in present[0]["notes"])
-    report = facts(f"{required} --check-packages")
+    report = values(f"{required} --check-packages")
     assert report["would_start"] and not any("hybrid_ep_cpp" in note for note in report["notes"])
 
 
@@ -200,10 +200,10 @@ def ready(tmp_path, monkeypatch) -> str:
 def test_exit_code_0_means_that_the_run_would_start(ready):
     report = finished(f"{ready} --dry-run")
     assert report.code == ExitCode.OK and "would not start" not in report.text
-    assert facts(ready)["would_start"] and facts("--recipe m27")["would_start"]
-    assert facts(DEEPSEEK)["would_start"] and finished(f"{DEEPSEEK} --dry-run").code == ExitCode.OK
+    assert values(ready)["would_start"] and values("--recipe m27")["would_start"]
+    assert values(DEEPSEEK)["would_start"] and finished(f"{DEEPSEEK} --dry-run").code == ExitCode.OK
     late = f"{ready} --decrease-batch-size-if-needed"
-    assert not facts(late)["would_start"] and finished(f"{late} --dry-run").code == ExitCode.NOT_READY
+    assert not values(late)["would_start"] and finished(f"{late} --dry-run").code == ExitCode.NOT_READY
     argv = [*shlex.split(ready), "--vocab-size", "1000", "--dry-run"]
     assert main([*argv, "--tokenizer-type", "NullTokenizer"], {}) == ExitCode.OK
     assert main([*argv, "--tokenizer-type", "NullTokenizer", "--split", "a"], {}) == ExitCode.NOT_READY
@@ -244,8 +244,8 @@ def test_missing_and_wrong_inputs_are_reported_before_the_estimates(ready, more,
         assert report.code == ExitCode.OK
         return
     assert report.code == ExitCode.NOT_READY
-    (found,) = facts(line)["missing_inputs"]
-    assert found.startswith(sentence) and facts(line)["cannot_train_yet"] == []
+    (found,) = values(line)["missing_inputs"]
+    assert found.startswith(sentence) and values(line)["cannot_train_yet"] == []
     lines = report.text.splitlines()
     assert lines[3] == "missing or wrong, so that the run would not start" and lines[4].startswith(f"  {sentence}")
 
@@ -258,7 +258,7 @@ def test_a_start_from_random_weights_is_noted(ready, more):
 
 def test_a_missing_tokenizer_is_reported_once(ready):
     line = f"{shlex.join(words(SMALL, '--tokenizer-model'))} --vocab-size 1000 --dry-run"
-    assert facts(line)["missing_inputs"] == ["SentencePieceTokenizer without a file; set --tokenizer-model"]
+    assert values(line)["missing_inputs"] == ["SentencePieceTokenizer without a file; set --tokenizer-model"]
 
 
 def test_missing_inputs_come_before_missing_features(ready):
@@ -284,7 +284,7 @@ def test_a_second_start_reads_no_load_folder(ready):
     ],
 )
 def test_unsupported_layers_have_no_estimates(line):
-    report, text = facts(line), answer_to(f"{line} --dry-run")
+    report, text = values(line), answer_to(f"{line} --dry-run")
     assert report["unknown_layers"] and not report["would_start"]
     assert not {"model", "stages", "memory", "communication", "experts", "time"} & report.keys()
     assert "cannot be built yet, so figures that depend on its layers are left out" in text.splitlines()[0]
@@ -293,7 +293,7 @@ def test_unsupported_layers_have_no_estimates(line):
 
 
 def test_flags_that_add_no_layer_keep_the_estimates(ready):
-    assert facts(f"{ready} --qk-clip --linear-conv-kernel-dim 8")["model"] == facts(ready)["model"]
+    assert values(f"{ready} --qk-clip --linear-conv-kernel-dim 8")["model"] == values(ready)["model"]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_any_batch_and_world_size_is_reported_or_rejected_within_two_seconds(lin
 def test_a_file_sets_the_machine_like_a_recipe(ready, more):
     Path("plan.yaml").write_text("about: {gpu: H200, gpus: 24}")
     line = f"--config plan.yaml {ready} --global-batch-size 96"
-    report = facts(f"{line} {more}")
+    report = values(f"{line} {more}")
     assert (report["ranks"]["world_size"], report["ranks"]["nodes"], report["device"]["kind"]) == (24, 3, "h200")
 
 
@@ -343,11 +343,11 @@ def test_the_last_file_sets_the_machine_and_flags_override_it(ready):
     Path("a.yaml").write_text("about: {gpu: h200, gpus: 24}")
     Path("b.yaml").write_text("about: {gpus: 16}")
     line = f"{ready} --global-batch-size 64"
-    report = facts(f"--config a.yaml b.yaml {line}")
+    report = values(f"--config a.yaml b.yaml {line}")
     assert (report["ranks"]["world_size"], report["device"]["kind"]) == (16, "h200")
-    report = facts(f"--config a.yaml b.yaml {line} --gpu gb200 --nodes 2")
+    report = values(f"--config a.yaml b.yaml {line} --gpu gb200 --nodes 2")
     assert (report["ranks"]["world_size"], report["ranks"]["ranks_per_node"]) == (8, 4)
-    report = facts(f"--config a.yaml {line} --gpus 8 --nodes 4 --tensor-model-parallel-size 2 --sequence-parallel")
+    report = values(f"--config a.yaml {line} --gpus 8 --nodes 4 --tensor-model-parallel-size 2 --sequence-parallel")
     assert report["ranks"]["groups"]["dp"]["where"] == "over 4 NVLink domains, 4 nodes"
 
 
@@ -375,17 +375,17 @@ def test_the_architecture_must_be_given():
 
 def test_recompute_offload_and_formats_change_the_bytes():
     line = "--recipe qwen3-30b-a3b-h100-32 --moe-token-dispatcher-type alltoall"
-    plain = facts(line)["memory"]
-    recomputed = facts(f"{line} --recompute-granularity selective --recompute-modules moe_act layernorm")["memory"]
-    offloaded = facts(f"{line} --fine-grained-activation-offloading --offload-modules expert_fc1")["memory"]
-    lean = facts(f"{line} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")["memory"]
+    plain = values(line)["memory"]
+    recomputed = values(f"{line} --recompute-granularity selective --recompute-modules moe_act layernorm")["memory"]
+    offloaded = values(f"{line} --fine-grained-activation-offloading --offload-modules expert_fc1")["memory"]
+    lean = values(f"{line} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")["memory"]
     assert recomputed["total_gib"] < plain["total_gib"]
     assert offloaded["host_gib"] > 1 and offloaded["total_gib"] < plain["total_gib"]
     assert lean["heaviest"]["gib"]["moments"] == plain["heaviest"]["gib"]["moments"] / 2
 
 
 def test_differences_from_the_recipe_are_listed():
-    report = facts(f"{DEEPSEEK} --micro-batch-size 2")["differences"]
+    report = values(f"{DEEPSEEK} --micro-batch-size 2")["differences"]
     assert report == ["--micro-batch-size 2 (command line); recipe: 1"]
 
 
@@ -446,10 +446,10 @@ def test_a_tokenizer_without_its_package_is_reported_with_check_packages(ready):
 
 
 def test_a_vocabulary_size_replaces_the_tokenizer():
-    whole = facts(" ".join(words(SMALL)))["model"]
+    whole = values(" ".join(words(SMALL)))["model"]
     for without in ("--tokenizer-type", "--tokenizer-type --tokenizer-model --data-path"):
         line = " ".join(words(SMALL, without=without))
-        assert facts(f"{line} --vocab-size {VOCAB_SIZE}")["model"] == whole
+        assert values(f"{line} --vocab-size {VOCAB_SIZE}")["model"] == whole
 
 
 @pytest.mark.parametrize("kind", ["", "--tokenizer-type NullTokenizer"])
@@ -465,7 +465,7 @@ def test_dry_run_report_matches_the_launched_plan():
     line = "--recipe m27"
     launched = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     plan = read_plan(line.split(), launched, vocab_size_of=vocab_size_of)
-    report = facts(line)
+    report = values(line)
     assert report["schedule"]["layout"] == str(plan.layout)
     assert report["ranks"]["world_size"] == plan.parallel.world_size
     assert report["schedule"]["global_batch_size"] == plan.batch.global_batch_size

@@ -39,9 +39,9 @@ class SoftMixtureConfig(FeedForwardConfig):
         return ("mlp",)
 
     def parameters(self, parallel):
-        facts = {"counted": "dense_mlp", "low": "mlp", "recomputed_by": ("mlp",)}
+        fields = {"counted": "dense_mlp", "low": "mlp", "recomputed_by": ("mlp",)}
         for name, (shape, options) in self.linears.items():
-            yield from linear_parameters(name, shape, parallel, **facts, **options)
+            yield from linear_parameters(name, shape, parallel, **fields, **options)
         meta = ParamMeta(role="gate", fan_in=self.hidden_size, partial_over_tp=parallel.sequence_parallel)
         yield ParamSpec(name="gate", shape=(self.num_mlps, self.hidden_size), meta=meta, counted="dense_mlp")
 

@@ -129,7 +129,7 @@ def hierarchical_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def flex_cases(num_ranks: int, ranks_per_host: int | None = None) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
-    """Every fold with the flex dispatcher; in turn, shared experts overlapped, multiprocessors reserved, and row bounds
+    """Every fold with the flex dispatcher; in turn, shared experts overlapped, SMs reserved, and row bounds
     that no rank exceeds."""
     found = []
     for place, each in enumerate(folds(num_ranks)):

@@ -183,7 +183,7 @@ def test_query_key_value_matches_fp64(
 
 
 def test_norms_and_heads_are_bitwise_reproducible() -> None:
-    """At sizes where every multiprocessor adds its own share of the weights' gradients."""
+    """At sizes where every SM adds its own share of the weights' gradients."""
     kernels, _ = bundles(BF16)
     x, qkv = draw(1024, 4, 2048).to(BF16).cuda(), draw(1024, 4, 4, 10 * 128, seed=1).to(BF16).cuda()
     cos, sin = (torch.rand(1024, 1, 128, device="cuda") for _ in range(2))

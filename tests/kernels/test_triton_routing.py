@@ -123,7 +123,7 @@ def test_every_program_takes_one_ticket_if_sums_are_requested(fields: dict[str, 
 
 def test_partial_sums_of_many_programs_are_added(monkeypatch: pytest.MonkeyPatch, forwards: Launches) -> None:
     monkeypatch.setattr(op, "FORWARD_TILE", 16)
-    monkeypatch.setattr(op, "num_multiprocessors", lambda device: 1000)
+    monkeypatch.setattr(op, "num_sms", lambda device: 1000)
     check(draw(20, 8), None, router(num_experts=8, topk=1), **ALL_SUMS)
     assert forwards.known[0][0][0] == 20
     shares, total = draw(300), torch.zeros((), dtype=torch.float64)

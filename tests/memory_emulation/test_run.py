@@ -1,4 +1,4 @@
-"""`--fake-init-process-group`: table, JSON facts, plot and rejected requests."""
+"""`--fake-init-process-group`: table, JSON values, plot and rejected requests."""
 
 import json
 from pathlib import Path
@@ -33,9 +33,9 @@ def test_table_facts_and_plot_of_one_rank_per_stage(tmp_path: Path, capsys: pyte
     assert "Emulation of 8 ranks: tensors without data, kernels of H200; even routing" in table
     assert row("rank of the world", table) == ["0", "4"]
     assert row("pipeline rank", table) == ["0", "1"]
-    facts = json.loads(figures.read_text())
-    assert [rank["rank"] for rank in facts["ranks"]] == [0, 4]
-    for rank in facts["ranks"]:
+    values = json.loads(figures.read_text())
+    assert [rank["rank"] for rank in values["ranks"]] == [0, 4]
+    for rank in values["ranks"]:
         assert sum(rank["categories"].values()) == rank["peak_bytes"]
         assert "allocator_peak_bytes" not in rank
     assert picture.read_bytes().startswith(b"\x89PNG")

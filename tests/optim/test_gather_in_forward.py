@@ -74,7 +74,7 @@ def make_optimizer(
     if in_forward:
         optimizer.step_in_forward(model)
     elif data_parallel.overlap_param_gather:
-        optimizer.gather_in_forward(model)
+        optimizer.enable_overlapped_gather(model)
     return model, optimizer
 
 

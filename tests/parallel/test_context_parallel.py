@@ -67,7 +67,7 @@ def test_groups_of_dynamic_context_parallelism_share_the_sequences() -> None:
     parts = split_positions("zigzag", 8, 2)
     taken = [SequencePart(parts, rank, group="cp_2", share=(group, 2)) for group in (0, 1) for rank in (0, 1)]
     assert taken[3].take(x_BS).tolist() == x_BS[2:, 2:6].tolist()
-    assert taken[0].sequences(x_BS).tolist() == x_BS[:2].tolist()
+    assert taken[0].take_sequences(x_BS).tolist() == x_BS[:2].tolist()
     assert torch.equal(torch.cat([part.take(x_BS).flatten() for part in taken]).sort().values, x_BS.flatten())
     assert taken[0].num_parts == 4
 

@@ -10,7 +10,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.p2p import Links, connect
 from megatron_moe.pipeline.actions import Action
 from megatron_moe.pipeline.executor import run_schedule
-from megatron_moe.pipeline.overlap import Slot, Step
+from megatron_moe.pipeline.overlap import OverlapNode, Step
 from megatron_moe.pipeline.schedule import build_schedule
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import EXACT
@@ -31,8 +31,8 @@ class Product:
     def steps(self, microbatch, chunk):
         return [Step("chunk", None, lambda received: self.forward(microbatch, chunk, received))]
 
-    def slots(self, forward_chunk, backward_chunk):
-        return [Slot("backward", "chunk"), Slot("forward", "chunk")]
+    def interleaved_nodes(self, forward_chunk, backward_chunk):
+        return [OverlapNode("backward", "chunk"), OverlapNode("forward", "chunk")]
 
     def forward(self, microbatch, chunk, received):
         self.events.append(f"F{microbatch}.{chunk}")

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_moe.config.pipeline_layout import StageLayout
-from megatron_moe.pipeline.overlap import Slot, pair_slots, stream_of
+from megatron_moe.pipeline.overlap import OverlapNode, pair_nodes, stream_of
 
 MIDDLE = StageLayout(layers=(4, 5))
 ORDER = {
@@ -12,13 +12,13 @@ ORDER = {
 }
 
 
-def own_order(slots: tuple[Slot, ...], direction: str, layer: int) -> list[str]:
-    return [slot.node for slot in slots if slot.direction == direction and slot.layer == layer]
+def own_order(nodes: tuple[OverlapNode, ...], direction: str, layer: int) -> list[str]:
+    return [entry.node for entry in nodes if entry.direction == direction and entry.layer == layer]
 
 
 def test_order_of_two_layers_is_megatrons():
     one = StageLayout(layers=(7,))
-    assert " ".join(map(str, pair_slots(one, one, split_backward=True))) == (
+    assert " ".join(map(str, pair_nodes(one, one, split_backward=True))) == (
         "B0.post B0.combine F0.attention B0.experts F0.dispatch W0.experts B0.dispatch F0.experts F0.combine "
         "B0.attention F0.post W0.attention"
     )
@@ -26,7 +26,7 @@ def test_order_of_two_layers_is_megatrons():
 
 def test_a_dispatch_that_does_not_block_the_host_is_launched_before_the_experts():
     one = StageLayout(layers=(7,))
-    assert " ".join(map(str, pair_slots(one, one, split_backward=True, early_dispatch=True))) == (
+    assert " ".join(map(str, pair_nodes(one, one, split_backward=True, early_dispatch=True))) == (
         "B0.post B0.combine F0.attention F0.dispatch B0.experts B0.dispatch W0.experts F0.experts F0.combine "
         "B0.attention F0.post W0.attention"
     )
@@ -34,8 +34,8 @@ def test_a_dispatch_that_does_not_block_the_host_is_launched_before_the_experts(
 
 def test_early_release_moves_the_backward_of_attention_before_the_experts():
     one = StageLayout(layers=(7,))
-    slots = pair_slots(one, one, early_attention_backward=True)
-    assert " ".join(map(str, slots)) == (
+    nodes = pair_nodes(one, one, early_attention_backward=True)
+    assert " ".join(map(str, nodes)) == (
         "B0.post B0.combine F0.attention B0.experts F0.dispatch B0.dispatch B0.attention F0.experts F0.combine F0.post"
     )
 
@@ -47,46 +47,48 @@ def test_early_release_moves_the_backward_of_attention_before_the_experts():
 def test_every_direction_keeps_its_own_order(ahead, behind, split, dispatch, early):
     forward = StageLayout(layers=tuple(range(ahead)), embedding=True)
     backward = StageLayout(layers=tuple(range(behind)), loss=True)
-    slots = pair_slots(forward, backward, split_backward=split, early_dispatch=dispatch, early_attention_backward=early)
-    assert len(slots) == len(set(slots))
+    nodes = pair_nodes(forward, backward, split_backward=split, early_dispatch=dispatch, early_attention_backward=early)
+    assert len(nodes) == len(set(nodes))
     for layer in range(ahead):
-        assert own_order(slots, "forward", layer) == ORDER["forward"]
+        assert own_order(nodes, "forward", layer) == ORDER["forward"]
     for layer in range(behind):
-        assert own_order(slots, "backward", layer) == ORDER["backward"]
-    layers = [slot.layer for slot in slots if slot.direction == "forward" and slot.layer is not None]
+        assert own_order(nodes, "backward", layer) == ORDER["backward"]
+    layers = [entry.layer for entry in nodes if entry.direction == "forward" and entry.layer is not None]
     assert layers == sorted(layers), "layers forward in order"
-    layers = [slot.layer for slot in slots if slot.direction == "backward" and slot.layer is not None]
+    layers = [entry.layer for entry in nodes if entry.direction == "backward" and entry.layer is not None]
     assert layers == sorted(layers, reverse=True), "layers backward in reverse"
 
 
 def test_weight_gradients_follow_the_input_gradients_of_their_node():
-    slots = pair_slots(MIDDLE, MIDDLE, split_backward=True)
+    nodes = pair_nodes(MIDDLE, MIDDLE, split_backward=True)
     for node in ("experts", "attention"):
         for layer in (0, 1):
-            assert slots.index(Slot("weight", node, layer)) > slots.index(Slot("backward", node, layer))
-    assert not any(slot.direction == "weight" for slot in pair_slots(MIDDLE, MIDDLE))
+            assert nodes.index(OverlapNode("weight", node, layer)) > nodes.index(OverlapNode("backward", node, layer))
+    assert not any(entry.direction == "weight" for entry in pair_nodes(MIDDLE, MIDDLE))
 
 
 def test_first_forward_layer_is_paired_with_the_last_backward_layer():
-    slots = pair_slots(MIDDLE, MIDDLE)
-    assert slots.index(Slot("backward", "post", 1)) < slots.index(Slot("forward", "attention", 0))
-    assert slots.index(Slot("forward", "post", 0)) < slots.index(Slot("backward", "post", 0))
+    nodes = pair_nodes(MIDDLE, MIDDLE)
+    assert nodes.index(OverlapNode("backward", "post", 1)) < nodes.index(OverlapNode("forward", "attention", 0))
+    assert nodes.index(OverlapNode("forward", "post", 0)) < nodes.index(OverlapNode("backward", "post", 0))
 
 
 def test_embedding_and_head_are_first_and_last():
     last, first = StageLayout(layers=(3,), num_mtp=1, loss=True), StageLayout(layers=(0,), embedding=True)
-    slots = pair_slots(first, last, split_backward=True)
-    assert [str(slot) for slot in slots[:3]] == ["F.embedding", "B.head", "W.head"]
-    slots = pair_slots(last, first)
-    assert [str(slot) for slot in slots[-2:]] == ["F.head", "B.embedding"]
-    assert [slot.layer for slot in slots if slot.direction == "forward"][-2] == 1, "multi-token prediction is a layer"
+    nodes = pair_nodes(first, last, split_backward=True)
+    assert [str(entry) for entry in nodes[:3]] == ["F.embedding", "B.head", "W.head"]
+    nodes = pair_nodes(last, first)
+    assert [str(entry) for entry in nodes[-2:]] == ["F.head", "B.embedding"]
+    assert [entry.layer for entry in nodes if entry.direction == "forward"][-2] == 1, (
+        "multi-token prediction is a layer"
+    )
 
 
 def test_single_direction_is_the_plain_chain():
-    assert " ".join(map(str, pair_slots(StageLayout(layers=(1,)), None))) == (
+    assert " ".join(map(str, pair_nodes(StageLayout(layers=(1,)), None))) == (
         "F0.attention F0.dispatch F0.experts F0.combine F0.post"
     )
-    assert " ".join(map(str, pair_slots(None, StageLayout(layers=(1,)), split_backward=True))) == (
+    assert " ".join(map(str, pair_nodes(None, StageLayout(layers=(1,)), split_backward=True))) == (
         "B0.post B0.combine B0.experts W0.experts B0.dispatch B0.attention W0.attention"
     )
 
@@ -94,8 +96,8 @@ def test_single_direction_is_the_plain_chain():
 @pytest.mark.parametrize("early", [False, True])
 def test_exchanges_are_followed_by_computation_of_the_other_direction(early):
     """Each exchange is followed by computation of the other direction within two slots."""
-    slots = pair_slots(MIDDLE, MIDDLE, split_backward=not early, early_dispatch=early)
-    for at, slot in enumerate(slots[:-1]):
-        if stream_of(slot.node) == "communication":
-            others = [s for s in slots[at + 1 : at + 3] if s.direction[0] != slot.direction[0]]
-            assert any(stream_of(other.node) == "compute" for other in others), str(slot)
+    nodes = pair_nodes(MIDDLE, MIDDLE, split_backward=not early, early_dispatch=early)
+    for at, entry in enumerate(nodes[:-1]):
+        if stream_of(entry.node) == "communication":
+            others = [s for s in nodes[at + 1 : at + 3] if s.direction[0] != entry.direction[0]]
+            assert any(stream_of(other.node) == "compute" for other in others), str(entry)

@@ -21,7 +21,7 @@ from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
 from megatron_moe.parallel.streams import Streams
-from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
+from megatron_moe.pipeline.overlap import OverlapNode, Step, pair_nodes
 from megatron_moe.pipeline.segment import CutTensor, SegmentedMicrobatch
 from tests.helpers import tiny
 from tests.helpers.ranks import on_processes
@@ -94,20 +94,20 @@ def test_only_saved_tensors_are_kept_and_each_backward_frees_those_of_its_step()
     gc.collect()
     assert [ref() is not None for ref in storages] == [True, False, False, True], "only what is saved stays"
     chain.begin_backward(torch.ones(3, dtype=torch.float64))
-    chain.backward(Slot("backward", "post", 0))
+    chain.backward(OverlapNode("backward", "post", 0))
     assert [ref() is not None for ref in storages] == [True, False, False, False]
-    chain.backward(Slot("backward", "attention", 0))
+    chain.backward(OverlapNode("backward", "attention", 0))
     assert not any(ref() is not None for ref in storages)
 
 
 def test_graph_is_not_cut_without_gradients():
     with torch.no_grad():
         chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
-        chain.forward(Slot("forward", "attention", 0))
+        chain.forward(OverlapNode("forward", "attention", 0))
         assert not isinstance(chain._state.first, CutTensor)
 
 
-@pytest.mark.parametrize("bad", [Slot("backward", "attention", 0), None])
+@pytest.mark.parametrize("bad", [OverlapNode("backward", "attention", 0), None])
 def test_backward_of_a_step_runs_once(bad):
     chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
     chain.forward()
@@ -179,12 +179,12 @@ def events_of_a_pair(context: ParallelContext) -> list[str]:
     events.clear()
     launch = AllToAll.launch
     try:
-        for slot in pair_slots(StageLayout(layers=(0,)), StageLayout(layers=(0,)), split_backward=True):
-            AllToAll.launch = listening(launch, f"{slot.direction[0].upper()} {slot.node}", events)
-            if slot.direction == "weight":
-                events.append(f"W {slot.node}")
+        for entry in pair_nodes(StageLayout(layers=(0,)), StageLayout(layers=(0,)), split_backward=True):
+            AllToAll.launch = listening(launch, f"{entry.direction[0].upper()} {entry.node}", events)
+            if entry.direction == "weight":
+                events.append(f"W {entry.node}")
             else:
-                (ahead.forward if slot.direction == "forward" else behind.backward)(slot)
+                (ahead.forward if entry.direction == "forward" else behind.backward)(entry)
     finally:
         AllToAll.launch = launch
     return events

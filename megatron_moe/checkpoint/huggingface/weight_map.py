@@ -171,7 +171,7 @@ def _layer_rules(model_type: str, layer: LayerConfig) -> dict[str, NameRule]:
 def _find_in_layer(
     name: str, by_layer: Sequence[Mapping[str, NameRule]], num_layers: int
 ) -> tuple[NameRule, int | None] | None:
-    """As `_find`, for the parameters of a transformer layer; those of MTP have the config of the last layer."""
+    """Finds the rule of a transformer layer's parameter; MTP layers have the config of the last layer."""
     for pattern, offset in ((_LAYER_NAME, 0), (_MTP_LAYER_NAME, num_layers)):
         match = pattern.fullmatch(name)
         if match:

@@ -95,7 +95,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[2]) if b.dim() == 3 else (len(offsets_e), a.shape[0], b.shape[1]))
 
 
-# cuDNN: sizes as measured on a GPU, see tests/memory_emulation/test_kernels.py
+# cuDNN: sizes of results and workspace as measured on a GPU, see tests/memory_emulation/test_kernels.py
 
 
 def _serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:

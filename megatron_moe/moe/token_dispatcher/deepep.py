@@ -97,7 +97,8 @@ class DeepEPTransport(TokenTransport):
         return tokens_TH, grad_TK.masked_fill(route.ids_TK < 0, 0)
 
     def _of_ranks(self, ids_TK: Tensor) -> Tensor:
-        """Choices [T, K * etp] as DeepEP numbers experts: rank of the group times local experts, plus local expert."""
+        """Converts expert ids [T, K] to DeepEP's numbering, group rank * local experts + local expert: [T, K * etp],
+        one id per rank that holds a part of the expert."""
         ranks_TKP = self._holders[ids_TK.clamp_min(0) // self._num_local]
         ids_TKP = ranks_TKP * self._num_local + (ids_TK % self._num_local)[..., None]
         return ids_TKP.masked_fill((ids_TK < 0)[..., None], -1).flatten(1)

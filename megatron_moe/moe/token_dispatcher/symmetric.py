@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import PushConfig
-from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
+from megatron_moe.kernels.sm_carveout import end_reservation, ignore_warnings, reserve_sms
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank, Routing
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantized
 from megatron_moe.parallel.grid import expert_grid
@@ -93,7 +93,7 @@ class SymmetricTransport(TokenTransport):
         channel, index, grad_GK = self._channel("sums", grad_probs is not None, rows_RH, route), route.index, grad_probs
         assert index is not None
         rows, is_summed = rows_RH, self._num_sms is not None
-        if is_summed:  # few multiprocessors, with others busy, would read the rows slowly
+        if is_summed:  # few SMs, with others busy, would read the rows slowly
             rows = self._kernels.unpermute(rows_RH, index, self._group.size * len(route.ids_TK))
 
         def push() -> None:
@@ -128,8 +128,8 @@ class SymmetricTransport(TokenTransport):
             push()
         self._num_in_flight += 1
         if self._num_sms is not None:
-            reserve_multiprocessors(self._num_sms, self._comm.ctx.device)
-            streams.wait(before)  # so that later work does not take the multiprocessors before the push starts
+            reserve_sms(self._num_sms, self._comm.ctx.device)
+            streams.wait(before)  # so that later work does not take the SMs before the push starts
         return _Push(channel, with_choices, keep)
 
     def _arrive(self, exchange: _Push) -> PushChannel:

@@ -28,7 +28,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     rows_by_slice,
     tiles_of,
 )
-from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
+from megatron_moe.kernels.backends.triton.launch import num_sms
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 CHUNK = gl.constexpr(64)
@@ -58,7 +58,7 @@ def multiply(rows: QuantizedTensor, weight: QuantizedCopy, offsets_e: Tensor) ->
     out = torch.empty(len(data), columns, device=data.device, dtype=torch.bfloat16)
     if out.numel() == 0 or depth == 0:
         return out.zero_()
-    _fp8_product[(num_multiprocessors(out.device),)](
+    _fp8_product[(num_sms(out.device),)](
         blocks_of(aligned(data, "rows"), [CHUNK.value, DEPTH.value]), scales.contiguous(),
         blocks_of(aligned(weight.data.flatten(0, 1), "weights"), [HALF.value, DEPTH.value]), weight.scales.contiguous(),
         rows_by_slice(aligned(out, "results"), [CHUNK.value, HALF.value]), offsets_e,

@@ -34,7 +34,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
 )
 from megatron_moe.kernels.backends.hopper.weight_grad import MOST_PARTS
 from megatron_moe.kernels.backends.triton import experts
-from megatron_moe.kernels.backends.triton.launch import free_multiprocessors
+from megatron_moe.kernels.backends.triton.launch import num_free_sms
 from megatron_moe.kernels.backends.triton.quantize import dequantize_columns
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
@@ -80,7 +80,7 @@ def _launch(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate
     num_experts, outputs, inputs = out.shape
     if out.numel() == 0:
         return
-    _fp8_expert_grads[(free_multiprocessors(out.device),)](
+    _fp8_expert_grads[(num_free_sms(out.device),)](
         *_described(parts[0]), *_described(parts[-1]), blocks_of(out, [1, CHUNK.value, INPUTS.value // 4]),
         num_experts, outputs, inputs, PARTS=len(parts), ADD=accumulate, STAGES=STAGES, num_warps=4,
     )  # fmt: skip

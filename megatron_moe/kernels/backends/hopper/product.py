@@ -19,7 +19,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     tiles_of,
     zeros,
 )
-from megatron_moe.kernels.backends.triton.launch import free_multiprocessors
+from megatron_moe.kernels.backends.triton.launch import num_free_sms
 
 ROWS_OF_HALF = gl.constexpr(64)
 """Rows of a tile per warpgroup. If an expert's last tile has no rows for the second warpgroup, that warpgroup skips its
@@ -49,7 +49,7 @@ def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, transposed: bo
     tile_columns, stages = (256, 3) if columns % 256 == 0 else (128, 5)
     matrices = weight.view(-1, weight.shape[2]) if weight.is_contiguous() else weight.flatten(0, 1)
     block = [tile_columns, DEPTH] if transposed else [DEPTH, tile_columns]
-    _grouped_product[(free_multiprocessors(rows.device),)](
+    _grouped_product[(num_free_sms(rows.device),)](
         blocks_of(rows, [ROWS_OF_HALF.value, DEPTH]), blocks_of(matrices, block),
         rows_by_slice(aligned(out, "results"), [ROWS_OF_HALF.value, tile_columns]), offsets_e,
         num_experts, depth, columns, TRANSPOSED=transposed, STAGES=stages, num_warps=4,

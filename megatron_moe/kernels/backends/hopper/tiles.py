@@ -1,6 +1,6 @@
 """Tile loads, barriers and MMA of the Hopper grouped GEMMs.
 
-Kernels are persistent: one program per multiprocessor processes many tiles. One warp loads the next tiles of both
+Kernels are persistent: one program per SM processes many tiles. One warp loads the next tiles of both
 operands with the tensor memory accelerator (TMA) as soon as a stage of shared memory is free. Two warpgroups compute
 half a tile each. Every stage has two barriers: `full` completes when both operands have arrived, `empty` when both
 warpgroups have read them. Loads for the next tile can therefore overlap with the last MMA and store of a tile.

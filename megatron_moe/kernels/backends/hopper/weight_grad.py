@@ -23,7 +23,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     rows_by_slice,
     zeros,
 )
-from megatron_moe.kernels.backends.triton.launch import free_multiprocessors
+from megatron_moe.kernels.backends.triton.launch import num_free_sms
 from megatron_moe.kernels.ops import GroupedPart
 
 ROWS = 32
@@ -56,7 +56,7 @@ def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None
         return grad, rows_by_slice(aligned(part.rows, "rows"), [ROWS, tile_inputs]), part.offsets_e
 
     assert out.is_contiguous() and aligned(out, "weight gradients") is out, f"{out.shape} {out.stride()}"
-    _expert_grads[(free_multiprocessors(out.device),)](
+    _expert_grads[(num_free_sms(out.device),)](
         *described(parts[0]), *described(parts[-1]), blocks_of(out, [1, half_outputs, tile_inputs // 4]),
         num_experts, outputs, inputs, PARTS=len(parts), ADD=accumulate, STAGES=STAGES, num_warps=4,
     )  # fmt: skip

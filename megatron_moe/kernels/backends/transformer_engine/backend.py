@@ -280,7 +280,8 @@ def _scale_rows(x_RF: Tensor, probs_R: Tensor) -> Tensor:
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
-    if labels_T.numel() == 0 or shard is not None:  # theirs needs the process group, which kernels do not see
+    # Transformer Engine's vocabulary-parallel loss needs the process group, which is not passed to ops
+    if labels_T.numel() == 0 or shard is not None:
         return reference.cross_entropy(logits_TV, labels_T, shard)
     loss_1T: Tensor = parallel_cross_entropy(logits_TV[None], labels_T[None])
     return loss_1T.view(-1)

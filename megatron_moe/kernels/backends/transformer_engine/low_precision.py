@@ -173,7 +173,7 @@ def _grouped_gemm(a: list[_Storage], b: list[_Storage], out: list[Tensor], layou
 
 
 def _length(block: tuple[int, int]) -> int:
-    """Multiple of the sizes of a product that the kernels support."""
+    """Number of which the kernels need the sizes of a GEMM to be multiples."""
     return 16 if block == WHOLE or block[1] == triton_quantize.BLOCK else 32
 
 

@@ -16,7 +16,7 @@ from megatron_moe.kernels.backends.triton.launch import (
     INTERPRETED,
     cdiv,
     dot,
-    num_multiprocessors,
+    num_sms,
     power_of_two,
     rows_of,
     weight_grad,
@@ -37,7 +37,7 @@ FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
 BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
 """Backward tile. A program keeps sums for all experts in registers. With more than 128 experts, torch is faster."""
 BACKWARD_PROGRAMS = 1
-"""Backward programs per multiprocessor; two do not fit."""
+"""Backward programs per SM; two do not fit."""
 PARTS = 3
 """Number of bf16 numbers into which an fp32 gradient is split: 3 x 8 bits represent the 24 bits of the mantissa."""
 _LEAST = 16
@@ -85,7 +85,7 @@ def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[T
     """Returns the gradients of the hidden states and of the weight, each rounded once. None: accumulated."""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
-    most_segments = BACKWARD_PROGRAMS * num_multiprocessors(hidden_TH.device) // cdiv(width, columns)
+    most_segments = BACKWARD_PROGRAMS * num_sms(hidden_TH.device) // cdiv(width, columns)
     segments = max(min(most_segments, cdiv(len(hidden_TH), BACKWARD.tokens)), 1)
     grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
     shares_PEH = torch.empty(segments, num_experts, width, device=hidden_TH.device, dtype=torch.float32)

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, weight_grad
+from megatron_moe.kernels.backends.triton.launch import cdiv, num_sms, power_of_two, weight_grad
 from megatron_moe.kernels.ops import QueryKeyTransform
 
 TILE = 2048
 """Maximum elements in a tile of queries or keys."""
 BACKWARD_PROGRAMS = 6
-"""Backward programs per multiprocessor."""
+"""Backward programs per SM."""
 
 
 def query_key_value(
@@ -70,7 +70,7 @@ class _QueryKeyValue(torch.autograd.Function):
         # each program writes partial weight gradients of its tokens; these are added in a fixed order
         sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
         tiles = cdiv(groups * heads_per_group, sizes["HEADS"]) + cdiv(groups, sizes["GROUPS"])
-        num_programs = min(length * batch, cdiv(BACKWARD_PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
+        num_programs = min(length * batch, cdiv(BACKWARD_PROGRAMS * num_sms(qkv_SBGC.device), tiles))
         partials_P2D = qkv_SBGC.new_empty(num_programs * tiles, 2, width, dtype=torch.float32)
         if qkv_SBGC.numel():
             _qkv_backward[(num_programs, tiles)](

@@ -1,4 +1,4 @@
-"""Helpers of the Triton kernels: multiprocessor counts, matrix views, matrix products, sums of partial results."""
+"""Helpers of the Triton kernels: SM counts, matrix views, matrix products, sums of partial results."""
 
 import torch
 import triton
@@ -6,24 +6,24 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.autograd import accumulate_grad
-from megatron_moe.kernels.multiprocessors import num_reserved
+from megatron_moe.kernels.sm_carveout import num_reserved_sms
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if Triton's interpreter runs the kernels on the CPU. Its bf16 matmul is wrong, so operands become fp32."""
-HOPPER_MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200; memory emulation (`kernels/fakes/`) assumes this number for `meta` tensors."""
+HOPPER_SMS = 132
+"""SMs of an H100 or H200; memory emulation (`kernels/fakes/`) assumes this number for `meta` tensors."""
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU; 4 on the CPU, where the interpreter runs programs sequentially."""
+def num_sms(device: torch.device) -> int:
+    """Number of SMs of a GPU; 4 on the CPU, where the interpreter runs programs sequentially."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return HOPPER_MULTIPROCESSORS if device.type == "meta" else 4
+    return HOPPER_SMS if device.type == "meta" else 4
 
 
-def free_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU that are not reserved for an exchange in progress."""
-    return num_multiprocessors(device) - num_reserved()
+def num_free_sms(device: torch.device) -> int:
+    """SMs of a GPU that are not reserved for an exchange in progress."""
+    return num_sms(device) - num_reserved_sms()
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two, rows_of, weight_grad
+from megatron_moe.kernels.backends.triton.launch import cdiv, num_sms, power_of_two, rows_of, weight_grad
 from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, quantize_rows, store_tile
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 TILE = 8192
 """Maximum elements of a tile."""
 BACKWARD_PROGRAMS = 2
-"""Backward programs per multiprocessor."""
+"""Backward programs per SM."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -142,7 +142,7 @@ def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tup
     """Returns (grid, tile sizes and launch options) of a norm's backward kernel. A program processes several tiles."""
     columns = power_of_two(width)
     rows = max(TILE // 2 // columns, 1)
-    num_programs = max(min(cdiv(num_rows, rows), BACKWARD_PROGRAMS * num_multiprocessors(device)), 1)
+    num_programs = max(min(cdiv(num_rows, rows), BACKWARD_PROGRAMS * num_sms(device)), 1)
     stages, warps = 3 if columns <= TILE // 2 else 1, 8 if columns <= TILE else 16
     return (num_programs,), {"ROWS": rows, "WIDTH": columns, "STAGES": stages, "num_warps": warps}
 

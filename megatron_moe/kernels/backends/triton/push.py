@@ -2,7 +2,7 @@
 
 A push is one kernel: it waits for the acknowledgements of the previous epoch, copies rows, and its last program sets
 the arrival flags, with release semantics at system scope. Waiting for peers is a kernel of one program, so that it
-takes no multiprocessors from other work.
+takes no SMs from other work.
 """
 
 import torch
@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, num_multiprocessors, power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, num_sms, power_of_two, rows_of
 from megatron_moe.kernels.ops import MatrixOperand, RowIndex
 from megatron_moe.kernels.reference import push as reference_push
 from megatron_moe.parallel.push_channel import FLAG_STRIDE, PushChannel
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 ROWS, ROWS_OF_FEW = 4, 16
-"""Rows that a program has in flight, on all multiprocessors and on a few. Two H200 exchange 8192 rows of 4 KB, 4 in
-flight, in 98 us on 132 multiprocessors and 120 us on 16, but in 240 us on 8, where the latency of loads decides."""
+"""Rows that a program has in flight, on all SMs and on a few. Two H200 exchange 8192 rows of 4 KB, 4 in
+flight, in 98 us on 132 SMs and 120 us on 16, but in 240 us on 8, where the latency of loads decides."""
 COLUMNS = 2048
 TOKENS = 64
 """Tokens of a program of `mark_ranks`."""
@@ -117,7 +117,7 @@ def acknowledge(channel: PushChannel) -> None:
 
 
 def _num_programs(channel: PushChannel) -> int:
-    return channel.num_programs or num_multiprocessors(channel.epoch.device)
+    return channel.num_programs or num_sms(channel.epoch.device)
 
 
 def _in_flight(channel: PushChannel) -> dict[str, int]:

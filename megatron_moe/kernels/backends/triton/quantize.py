@@ -35,7 +35,7 @@ _INF, _NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 
 E4M3 = OperandFormat(element="e4m3", block=(1, BLOCK), scale="power of 2")
 E4M3_WEIGHT = replace(E4M3, block=(BLOCK, BLOCK))
-"""Formats of the recipe blockwise for rows and weights."""
+"""Formats of the blockwise recipe for rows and weights."""
 
 
 def columnwise_copy(
@@ -136,7 +136,8 @@ def quantize_permuted(
     columnwise: bool = False,
     make_columns: MakeColumns = columnwise_copy,
 ) -> QuantizedTensor:
-    """See `Kernels.quantize_permuted`. Also gathers the gradients of an unpermute, whose backward is a permute."""
+    """See `Kernels.quantize_permuted`. Also used in the backward of unpermute, to permute
+    and quantise the output gradients in one kernel."""
     tokens_TH = rows_of(tokens_TH)
     num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
     row = empty_rows(num_rows, width, tokens_TH.device, fmt) if rowwise else None

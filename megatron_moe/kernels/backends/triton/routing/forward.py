@@ -13,7 +13,7 @@ Each processes several tiles of tokens of one set and computes:
 Every program increments an atomic counter (the ticket, stored after the counts), which shows whether it is the last. A
 barrier orders the stores of all threads of a program before its increment. The increment releases these stores at GPU
 scope and acquires the stores of earlier programs. The loads of partial sums follow the increment and bypass the L1
-cache (.cg), which is not coherent between multiprocessors. No program waits for another, so deadlocks are impossible.
+cache (.cg), which is not coherent between SMs. No program waits for another, so deadlocks are impossible.
 
 The columns of a tile are experts in the order of their ids, in groups (one group without group-limited routing). The
 group size and the number of groups are padded to powers of two.

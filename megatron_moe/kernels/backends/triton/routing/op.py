@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.backends.triton.launch import cdiv, num_multiprocessors, power_of_two
+from megatron_moe.kernels.backends.triton.launch import cdiv, num_sms, power_of_two
 from megatron_moe.kernels.backends.triton.routing.backward import route_backward
 from megatron_moe.kernels.backends.triton.routing.forward import route_forward
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
@@ -18,7 +18,7 @@ from megatron_moe.kernels.reference.routing import EPSILON
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 """Number of elements (tokens times columns) of an fp32 tile. An fp64 tile has half as many elements."""
 FORWARD_PROGRAMS = 4
-"""Forward programs per multiprocessor. Their number is small: the last program to finish adds all partial sums."""
+"""Forward programs per SM. Their number is small: the last program to finish adds all partial sums."""
 
 
 def route(
@@ -67,7 +67,7 @@ class _Route(torch.autograd.Function):
         columns = power_of_two(groups), power_of_two(num_experts // groups)
         wide = internal_dtype(logits_TE.dtype)
         tokens = _tokens(FORWARD_TILE, columns[0] * columns[1], wide)
-        most_programs = FORWARD_PROGRAMS * num_multiprocessors(device)
+        most_programs = FORWARD_PROGRAMS * num_sms(device)
         # every set of tokens gets the same number of programs
         programs = sets * max(min(cdiv(num_tokens // sets, tokens), most_programs // sets), 1)
         # counts per expert, plain top-k counts per set for balancing, and the counter of finished programs

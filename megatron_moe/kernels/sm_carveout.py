@@ -1,8 +1,9 @@
-"""Reservation of multiprocessors for an exchange in progress, which the next matrix product leaves free.
+"""SM carve-out: reserves SMs for a dispatch or combine in flight, so that the next GEMM leaves them free.
 
-Persistent kernels occupy every multiprocessor until they end. Thread blocks of an exchange would start after a product,
-or, if the exchange starts first, some thread blocks of the product would start after the exchange. An exchange takes
-about as long as one product, so the reservation ends with the next one. The number is torch's setting for cuBLASLt.
+Persistent kernels occupy every SM until they end. Thread blocks of an exchange would start after a GEMM, or, if the
+exchange starts first, some thread blocks of the GEMM would start after the exchange. An exchange takes about as long as
+one GEMM, so the reservation ends with the next one. The number of SMs is stored in torch's SM carve-out setting, which
+cuBLASLt obeys.
 """
 
 import warnings
@@ -13,25 +14,25 @@ from typing import Any
 import torch
 
 
-def reserve_multiprocessors(number: int, device: torch.device) -> None:
-    """Makes the next matrix product of a kernel set leave `number` multiprocessors free. No effect on the CPU."""
+def reserve_sms(number: int, device: torch.device) -> None:
+    """Makes the next GEMM of a kernel set leave `number` SMs free. No effect on the CPU."""
     if device.type == "cuda":
         _set(number)
 
 
 def end_reservation() -> None:
-    """Makes later matrix products use all multiprocessors."""
-    if num_reserved():
+    """Makes later GEMMs use all SMs."""
+    if num_reserved_sms():
         _set(None)
 
 
-def num_reserved() -> int:
-    """Number of multiprocessors that the next matrix product leaves free."""
+def num_reserved_sms() -> int:
+    """Number of SMs that the next GEMM leaves free."""
     return torch._C._get_sm_carveout_experimental() or 0
 
 
 def ends_reservation(product: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a matrix product, with which a reservation ends."""
+    """Wraps a GEMM so that the reservation ends after it."""
 
     @wraps(product)
     def call(*args: Any, **named: Any) -> Any:

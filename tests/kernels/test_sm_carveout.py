@@ -1,4 +1,4 @@
-"""Multiprocessors that the next matrix product leaves to an exchange."""
+"""SMs that the next matrix product leaves to an exchange."""
 
 import warnings
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_moe.kernels import multiprocessors
-from megatron_moe.kernels.backends.triton.launch import HOPPER_MULTIPROCESSORS, free_multiprocessors
+from megatron_moe.kernels import sm_carveout
+from megatron_moe.kernels.backends.triton.launch import HOPPER_SMS, num_free_sms
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
-from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.sm_carveout import end_reservation, ignore_warnings, reserve_sms
 
 GPU, META = torch.device("cuda"), torch.device("meta")
 
@@ -28,31 +28,31 @@ def test_a_reservation_ends_with_the_next_product(libraries: list[str]) -> None:
     seen: list[int] = []
 
     def linear_forward(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        seen.append(free_multiprocessors(META))
+        seen.append(num_free_sms(META))
         return x
 
     functions = {op: getattr(reference, op) for op in OPS} | {"linear_forward": linear_forward}
     kernels = KernelSet.of(functions, ())
-    reserve_multiprocessors(8, GPU)
-    assert multiprocessors.num_reserved() == 8
+    reserve_sms(8, GPU)
+    assert sm_carveout.num_reserved_sms() == 8
     x = torch.zeros(1, 1)
     kernels.linear_forward(x, x, None)
     kernels.linear_forward(x, x, None)
-    assert seen == [HOPPER_MULTIPROCESSORS - 8, HOPPER_MULTIPROCESSORS]
+    assert seen == [HOPPER_SMS - 8, HOPPER_SMS]
     assert libraries == ["cublaslt", "default"], "cuBLAS ignores the reservation"
 
 
 def test_a_reservation_ends_with_the_exchange(libraries: list[str]) -> None:
-    reserve_multiprocessors(8, GPU)
+    reserve_sms(8, GPU)
     end_reservation()
     end_reservation()
-    assert free_multiprocessors(META) == HOPPER_MULTIPROCESSORS
+    assert num_free_sms(META) == HOPPER_SMS
     assert libraries == ["cublaslt", "default"]
 
 
 def test_nothing_is_reserved_on_the_cpu(libraries: list[str]) -> None:
-    reserve_multiprocessors(8, torch.device("cpu"))
-    assert multiprocessors.num_reserved() == 0 and not libraries
+    reserve_sms(8, torch.device("cpu"))
+    assert sm_carveout.num_reserved_sms() == 0 and not libraries
 
 
 def test_warnings_of_the_experimental_settings_are_ignored() -> None:
