@@ -17,7 +17,7 @@ its local tokens; the loss is the sum over ranks.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,34 @@ class AttachLosses(torch.autograd.Function):
             return grads[0], None, None, *(scale * coeff for coeff in ctx.coeffs)
         weights = [ctx.scale * coeff for coeff in ctx.coeffs]
         return grads[0], None, None, *(torch.full((), w, dtype=ctx.dtype, device=grads[0].device) for w in weights)
+
+
+class WeightedScores(NamedTuple):
+    """Loss that is a weighted sum of scores, which have its only gradients: sum(scores_GE * weights_GE)."""
+
+    scores_GE: Tensor
+    weights_GE: Tensor
+    """[G, E] or [1, E]."""
+
+    def terms(self) -> Tensor:
+        """Summands of the loss, [G, E], without gradients."""
+        return self.scores_GE.detach() * self.weights_GE
+
+
+class AttachWeightedScores(torch.autograd.Function):
+    """`AttachLosses` for one `WeightedScores`, whose sum is not computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: Tensor, coeff: float, scale: Tensor | float, scores_GE: Tensor, weights_GE: Tensor
+    ) -> Tensor:
+        ctx.coeff, ctx.scale, ctx.weights_GE = coeff, scale, weights_GE.expand_as(scores_GE)
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scale = ctx.scale.to(ctx.weights_GE.dtype) if isinstance(ctx.scale, Tensor) else ctx.scale
+        return grads[0], None, None, ctx.weights_GE * (scale * ctx.coeff), None
 
 
 class BatchTokens:
@@ -79,13 +107,20 @@ class BalancingLosses:
     gradient. A loss that is not linear in the mean scores uses `fractions` and `mean_scores`."""
 
     def __init__(
-        self, sums: BalanceSums, topk: int, tokens: BatchTokens, batch_counts: Callable[[Tensor], Tensor]
+        self,
+        sums: BalanceSums,
+        topk: int,
+        tokens: BatchTokens,
+        batch_counts: Callable[[Tensor], Tensor],
+        *,
+        is_only: bool = False,
     ) -> None:
-        """`batch_counts`: adds this microbatch's choices [E] of all ranks and returns those of the global batch."""
+        """`batch_counts`: adds this microbatch's choices [E] of all ranks and returns those of the global batch.
+        `is_only`: True if one loss is computed, so that the counts in `sums` may be overwritten."""
         self._tokens = tokens
         self._topk = topk
         self._scores_GE, self._counts_GE = sums
-        self._batch_counts = batch_counts
+        self._batch_counts, self._is_only = batch_counts, is_only
         self._whole_counts_GE: Tensor | None = None
 
     def fractions(self, *, per_sequence: bool = False) -> Tensor:
@@ -110,43 +145,49 @@ class BalancingLosses:
             self._whole_counts_GE = self._counts_GE
             if self._tokens.group.size > 1:
                 # tp x cp: 8 * G * E bytes per layer and microbatch; no gradient flows through counts
-                self._whole_counts_GE = all_reduce_(self._counts_GE.clone(), self._tokens.group)
+                own_GE = self._counts_GE if self._is_only else self._counts_GE.clone()
+                self._whole_counts_GE = all_reduce_(own_GE, self._tokens.group)
         return self._whole_counts_GE
 
-    def over_microbatch(self) -> Tensor:
+    def over_microbatch(self) -> WeightedScores:
         """Loss of `aux_loss`: load fractions f and mean scores P are both computed over this microbatch."""
         counts_GE = self._whole_counts()
         return self._mean_loss(counts_GE if len(counts_GE) == 1 else counts_GE.sum(dim=0, keepdim=True), self._topk)
 
-    def over_sequences(self) -> Tensor:
+    def over_sequences(self) -> WeightedScores:
         """Loss of `seq_aux_loss`: mean of the losses of the individual sequences that have valid tokens."""
         return self._mean_loss(self._whole_counts(), self._topk)
 
-    def over_batch(self) -> Tensor:
+    def over_batch(self) -> WeightedScores:
         """Loss of `global_aux_loss`: mean scores P are of this microbatch; load fractions f of the batch so far."""
         return self._mean_loss(self._batch_counts(self._counts_GE.sum(dim=0))[None], None)
 
-    def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> Tensor:
+    def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> WeightedScores:
         """E * sum_e f_e P_e, averaged over the sets (the microbatch or its sequences) that have valid tokens.
 
         `counts_GE`: choices per set and expert, from which f is computed. `choices`: K if `counts_GE` counts only the
         choices of this microbatch; None if it includes other microbatches.
         """
         num_sets, num_experts = counts_GE.shape
-        counts_GE = counts_GE.to(self._scores_GE.dtype)
+        dtype = self._scores_GE.dtype
         if self._tokens.valid_T is None:
             # the host knows the number of tokens, so fewer small kernels are launched
             num_tokens = max(self._tokens.num_whole // num_sets, 1)
             scale = num_experts / (num_tokens * num_sets)
-            total = counts_GE.sum().clamp(min=1) if choices is None else num_tokens * choices
-            return (self._scores_GE * (counts_GE * (scale / total))).sum()
+            if choices is None:
+                counts_GE = counts_GE.to(dtype)
+                return WeightedScores(self._scores_GE, counts_GE * (scale / counts_GE.sum().clamp(min=1)))
+            if dtype is not torch.get_default_dtype():  # that of an integer tensor times a number
+                counts_GE = counts_GE.to(dtype)
+            return WeightedScores(self._scores_GE, counts_GE * (scale / (num_tokens * choices)))
+        counts_GE = counts_GE.to(dtype)
         num_tokens_G = self._tokens.per_sequence()
         if num_sets == 1:
             num_tokens_G = num_tokens_G.sum(dim=0, keepdim=True)
         share_GE = counts_GE / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
         num_held = (num_tokens_G > 0).sum().clamp(min=1)
         divisor_G = (num_tokens_G.clamp(min=1) * num_held).to(share_GE.dtype)
-        return (self._scores_GE * (share_GE * (num_experts / divisor_G)[:, None])).sum()
+        return WeightedScores(self._scores_GE, share_GE * (num_experts / divisor_G)[:, None])
 
 
 over_microbatch, over_sequences, over_batch = (

@@ -21,8 +21,8 @@ from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference.routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe import routing_methods
-from megatron_moe.moe.balancing import AttachLosses, BalancingLosses, BatchTokens
-from megatron_moe.moe.router_metrics import record_drops, record_load, record_tokens, token_metrics
+from megatron_moe.moe.balancing import AttachLosses, AttachWeightedScores, BalancingLosses, BatchTokens, WeightedScores
+from megatron_moe.moe.router_metrics import record_drops, record_load, record_loss, record_tokens, token_metrics
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.collectives import all_reduce_
@@ -286,33 +286,42 @@ class Router(nn.Module):
 
     def _losses(
         self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, mb: MicrobatchContext
-    ) -> list[tuple[Balancing, Tensor, float]]:
+    ) -> list[tuple[Balancing, Tensor | WeightedScores, float]]:
         """Returns (loss, its value, coefficient) of every enabled loss: the z loss and the balancing losses. `routed`:
         None for expert choice, which has no balancing losses."""
-        made: list[tuple[Balancing, Tensor, float]] = []
+        made: list[tuple[Balancing, Tensor | WeightedScores, float]] = []
         if self.config.z_loss_coeff:
             z_sum = None if routed is None else routed.z_sum
             z_sum = squared_logsumexp(logits_TE, tokens.valid_T) if z_sum is None else z_sum
             made.append((_Z_LOSS, z_sum / tokens.number(), self.config.z_loss_coeff))
         if routed is not None and routed.balance is not None:
-            load = BalancingLosses(routed.balance, self.config.topk, tokens, partial(self._batch_counts, mb))
+            batch_counts, is_only = partial(self._batch_counts, mb), len(self._balancing_losses) == 1
+            load = BalancingLosses(routed.balance, self.config.topk, tokens, batch_counts, is_only=is_only)
             made += [(loss, function(load), coeff) for loss, function, coeff in self._balancing_losses]
         return made
 
     def _attach_losses(
-        self, routing: Routing, made: list[tuple[Balancing, Tensor, float]], mb: MicrobatchContext
+        self, routing: Routing, made: list[tuple[Balancing, Tensor | WeightedScores, float]], mb: MicrobatchContext
     ) -> Routing:
         """Records the losses in `mb.metrics` (if set) and attaches their gradients to the probabilities."""
         if not made:
             return routing
-        entries, losses, coeffs = zip(*made, strict=True)
-        if mb.metrics is not None:
-            size = self.ctx.group("tp_cp").size
-            for entry, loss in zip(entries, losses, strict=True):
-                # scaled so that the mean over ranks is the sum of the partial losses
-                value = loss * size if size > 1 and entry.is_partial else loss
-                mb.metrics.record(entry.metric, value, layer=self.layer)
-        probs = AttachLosses.apply(routing.probs, coeffs, mb.aux_loss_scale, *losses)  # type: ignore[no-untyped-call]
+        # the mean over ranks of the recorded values is the sum of the partial losses
+        size, probs, scale = self.ctx.group("tp_cp").size, routing.probs, mb.aux_loss_scale
+        others: list[tuple[Tensor, float]] = []
+        for entry, loss, coeff in made:
+            factor = size if entry.is_partial else 1
+            if isinstance(loss, WeightedScores):
+                if mb.metrics is not None:
+                    record_loss(mb.metrics, entry.metric, self.layer, loss.terms(), factor)
+                probs = AttachWeightedScores.apply(probs, coeff, scale, *loss)  # type: ignore[no-untyped-call]
+                continue
+            if mb.metrics is not None:
+                mb.metrics.record(entry.metric, loss * factor if factor > 1 else loss, layer=self.layer)
+            others.append((loss, coeff))
+        if others:
+            losses, coeffs = zip(*others, strict=True)
+            probs = AttachLosses.apply(probs, coeffs, scale, *losses)  # type: ignore[no-untyped-call]
         return replace(routing, probs_TE=probs) if routing.probs_TK is None else replace(routing, probs_TK=probs)
 
     def _batch_counts(self, mb: MicrobatchContext, local_E: Tensor) -> Tensor:

@@ -36,6 +36,26 @@ def record_load(
     metrics.collect("moe/load", layer, counts_E, _Loads(group, options, dropless))
 
 
+def record_loss(metrics: MetricAccumulator, name: str, layer: int, terms_GE: Tensor, factor: int) -> None:
+    """Records `factor` times the sum of the terms of a loss in one microbatch as metric `name`."""
+    metrics.collect(f"terms of {name} {tuple(terms_GE.shape)}", layer, terms_GE, _Losses(name, factor))
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Callback of `MetricAccumulator.collect` that records a loss of many layers and microbatches at once."""
+
+    name: str
+    factor: int
+
+    def __call__(self, metrics: MetricAccumulator, numbers: dict[int, int], terms_nGE: Tensor) -> None:
+        losses_n, end = terms_nGE.double().sum(dim=(1, 2)) * self.factor, 0
+        for layer, number in numbers.items():
+            mine, end = slice(end, end + number), end + number
+            count = losses_n.new_full((), number)
+            metrics.record(self.name, losses_n[mine].sum(), layer=layer, count=count)
+
+
 def max_violation(shares_nE: Tensor) -> Tensor:
     return (shares_nE.amax(dim=1) * shares_nE.shape[1] - 1).clamp(min=0)
 

@@ -66,8 +66,9 @@ def test_router_matches_the_cpu_without_host_sync(fields, capacity, ours):
             EXACT.check(getattr(routing, name), getattr(expected, name), name)
     FP64_REF.check(gradient, expected_gradient, "input gradient")
     FP64_REF.check(router.weight.grad, expected_router.weight.grad, "gate gradient")
-    for key, entry in expected_metrics.entries.items():
-        FP64_REF.check(metrics.entries[key].value, entry.value, str(key))
+    entries = metrics.cut().entries
+    for key, entry in expected_metrics.cut().entries.items():
+        FP64_REF.check(entries[key].value, entry.value, str(key))
     for name, buffer in expected_router.named_buffers():
         FP64_REF.check(dict(router.named_buffers())[name], buffer, name)
 
