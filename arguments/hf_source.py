@@ -12,6 +12,7 @@ from arguments.errors import Problem
 from arguments.flags import Registry, normal
 from arguments.huggingface import TRAINING_FLAGS, described_with, published_flags
 from arguments.parser import Given, Settings
+from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model_differences import differences
 
 HUGGING_FACE = "hf:"
@@ -44,12 +45,13 @@ class HFSource:
     def contradictions(self, words: Sequence[Given], registry: Registry) -> list[Problem]:
         """Problems with flags of the command line that describe another model than the folder."""
         known = {normal(given.option): given for given in self.model}
+        ours = described_with(self.model, None, registry)
         found = []
         for given in words:
             entry = registry.find(given.option)
             if entry is None or entry[0].name in TRAINING_FLAGS or entry[0].group not in ("model", "attention", "moe"):
                 continue
-            ours, theirs = described_with(self.model, None, registry), described_with(self.model, given, registry)
+            theirs = described_with(self.model, given, registry)
             if ours is None or theirs is None or not differences(theirs, ours):
                 continue
             published = known.get(entry[0].option)
@@ -85,8 +87,21 @@ def source_of(folder: Path, registry: Registry) -> HFSource:
     return HFSource(folder, model, training, notes)
 
 
+def command_line_of(folder: Path, registry: Registry) -> list[str]:
+    """Command line of a run on random data with the model, tokenizer and defaults of a folder. Raises FlagErrors, and
+    CheckpointProblem for values that no flag can have."""
+    source = source_of(folder, registry)
+    words = ["--from-hf-config", str(folder), "--mock-data", "--train-iters", "1", "--tokenizer-type", "NullTokenizer"]
+    if not any(given.option == "--mtp-num-layers" for given in source.model):
+        words += ["--mtp-num-layers", "0"]
+    return words + [word for given in source.training for word in (given.option, *_words(given))]
+
+
 def _training(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     length = values.get("max_position_embeddings", _LONGEST)
+    if not isinstance(length, int):
+        what = f"max_position_embeddings is {length!r}, which is not an integer"
+        raise CheckpointProblem(f"{folder / 'config.json'}: {what}")
     flags: dict[str, tuple[str, ...]] = {
         "--seq-length": (str(min(length, _LONGEST)),),
         "--micro-batch-size": ("1",),

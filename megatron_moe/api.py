@@ -14,20 +14,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from arguments.flags import Registry
+from arguments.hf_source import command_line_of
+from arguments.huggingface import exported_config
 from arguments.read import fewest_ranks, read_plan
 from megatron_moe import build
 from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
-from megatron_moe.checkpoint.huggingface.folder import read_config
-from megatron_moe.checkpoint.huggingface.load import load_hf
-from megatron_moe.checkpoint.load import CheckpointSource, load
+from megatron_moe.checkpoint.huggingface.export import Export, write_folder, write_template
+from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
+from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
+from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, load
+from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
-from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
@@ -37,15 +43,12 @@ from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.routing_replay import given_routing, routed_layers
+from megatron_moe.train.checkpointing import model_tensors, saved_tensors
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 
 Text = str | Sequence[int] | Tensor
 """Text, or token ids [S]."""
-
-_UNUSED = "--mock-data --train-iters 1 --lr 1e-4 --micro-batch-size 1 --global-batch-size 1".split()
-"""Flags that a run needs and a loaded Hugging Face model does not have."""
-_DEFAULT_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,51 @@ class LanguageModel:
         """
         words = [*_words(flags), "--device", device]
         if (Path(folder) / "config.json").is_file():
-            loaded = cls(read_flags([*_hf_flags(Path(folder)), *words]), initial=False)
+            loaded = cls(read_flags([*command_line_of(Path(folder), Registry.declared()), *words]), initial=False)
             load_hf(Path(folder), loaded.model, loaded.plan.model)
             return loaded
         candidate = find_checkpoints(Path(folder))[0]
         loaded = cls(plan_of_checkpoint(candidate, words), initial=False)
         loaded.read_weights(candidate)
         return loaded
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes a checkpoint of the steps trained so far to a folder of checkpoints, or, for `hf:DIR`, a Hugging Face
+        folder that transformers loads. Returns its path.
+
+        A checkpoint has the optimizer's state once `train_step` was called; a run continues from it by `--load`, and
+        without that state by `--pretrained-checkpoint`. Raises EnvironmentProblem if the folder cannot be written, and
+        FlagErrors if no class of transformers computes the model.
+        """
+        if str(folder).startswith(HUGGING_FACE):
+            return self._export(Path(str(folder).removeprefix(HUGGING_FACE)))
+        tensors = saved_tensors(self.trainer, optimizer=True) if self.state.iteration else model_tensors(self.model)
+        train_state = self.state.to_json(build.build_train_state_config(self.plan))
+        saver = CheckpointSaver(Path(folder), self.context, stop_after=1)
+        try:
+            path = saver.save(self.state.iteration, tensors, train_state, texts={"run.yaml": self.plan.resolved_yaml})
+        finally:
+            saver.close()
+        assert path is not None, "stop_after=1: a failed save raises"
+        return path
+
+    def _export(self, folder: Path) -> Path:
+        if folder.exists():
+            raise EnvironmentProblem(f"{folder} exists; remove it or give another folder")
+        if self.state.iteration:
+            self.trainer.optimizer.finish_gather()
+        weights = weight_tensors(self.model)
+        config = exported_config(self.plan.model, self.plan.data.vocab_size, Registry.declared())
+        export = Export(weights, self.plan.model, config)
+
+        def read(mapping: WeightMapping) -> Tensor:
+            value = weights[mapping.name].detach()
+            return (value if mapping.expert is None else value[mapping.expert]).cpu()
+
+        with TemporaryDirectory() as template:
+            write_template(Path(template), config, self.plan.data.tokenizer)
+            write_folder(folder, export, export.stream(read), Path(template))
+        return folder
 
     def read_weights(self, candidate: Candidate) -> None:
         """Loads the weights of a checkpoint after verifying their checksums."""
@@ -238,15 +279,6 @@ def _on_one_rank(plan: RunPlan) -> RunPlan:
 
 def _words(flags: str | Sequence[str]) -> list[str]:
     return shlex.split(flags) if isinstance(flags, str) else [str(word) for word in flags]
-
-
-def _hf_flags(folder: Path) -> list[str]:
-    """Flags of a Hugging Face folder: its model, and its tokenizer if it has one."""
-    length = min(int(read_config(folder).get("max_position_embeddings", _DEFAULT_LENGTH)), _DEFAULT_LENGTH)
-    words = ["--from-hf-config", str(folder), *_UNUSED, "--seq-length", str(length)]
-    if (folder / "tokenizer.json").is_file():
-        return [*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
-    return [*words, "--tokenizer-type", "NullTokenizer"]
 
 
 def _positions(ids_BS: Tensor) -> TokenMeta:

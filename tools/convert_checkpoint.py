@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
-from arguments.huggingface import exported_config, published_flags
+from arguments.hf_source import command_line_of
+from arguments.huggingface import exported_config
 from arguments.read import read_plan
 from megatron_moe.api import plan_of_checkpoint
 from megatron_moe.build import build_train_state_config
@@ -31,7 +32,7 @@ from megatron_moe.checkpoint.directory import as_checkpoint, find_checkpoints
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, tokenizer_files, write_template
-from megatron_moe.checkpoint.huggingface.folder import CONFIG, has_mtp_layers, read_config, weights_dtype
+from megatron_moe.checkpoint.huggingface.folder import CONFIG, read_config, weights_dtype
 from megatron_moe.checkpoint.load import HUGGING_FACE
 from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode
 from megatron_moe.config.model_differences import differences
@@ -48,7 +49,6 @@ from tools.generate import load_model
 
 REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
-_MAX_SEQ_LENGTH = 4096
 _MAX_PARAMETERS_PER_BYTE = 16
 """Maximum ratio of model parameters to bytes of weight files. A larger ratio means wrong sizes in the flags."""
 _RELATIVE_TOLERANCE = 1e-4
@@ -101,21 +101,12 @@ def _from_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Out
 
 
 def _flags_of_folder(folder: Path) -> list[str]:
-    """Flags for the model of a Hugging Face folder, with placeholder values for required training flags."""
+    """Flags for the model of a Hugging Face folder, in the dtype of its weights."""
     config = read_config(folder)
-    length = config.get("max_position_embeddings", _MAX_SEQ_LENGTH)
-    if not isinstance(length, int):
-        raise CheckpointProblem(f"{folder / CONFIG}: max_position_embeddings is {length!r}, which is not an integer")
-    length = min(length, _MAX_SEQ_LENGTH)
-    published_flags(str(folder), Registry.declared())  # reports an unknown family before missing weights
-    flags = ["--from-hf-config", str(folder), "--seq-length", str(length), "--micro-batch-size", "1", "--mock-data"]
-    flags += ["--train-iters", "1", "--lr", "1e-5"]
-    flags += ["--bf16"] if weights_dtype(folder, config) == "BF16" else []
-    flags += [] if has_mtp_layers(folder, config) else ["--mtp-num-layers", "0"]
+    flags = command_line_of(folder, Registry.declared())
+    flags.append("--bf16" if weights_dtype(folder, config) == "BF16" else "--no-bf16")
     flags += ["--skip-train"] if config.get("num_experts_per_tok") == 1 else []  # its router may have no gradient
-    if (folder / "tokenizer.json").is_file():
-        return [*flags, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
-    return [*flags, "--tokenizer-type", "NullTokenizer"]
+    return flags
 
 
 def _to_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Outcome:

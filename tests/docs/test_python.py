@@ -8,10 +8,11 @@ import matplotlib
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megatron_moe.api import LanguageModel
 from megatron_moe.checkpoint.directory import find_checkpoints
-from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode
 from pretrain_moe import main
 from tests.checkpoint.hf_models import VOCAB, configs, hf_model, saved
 from tests.end_to_end.tiny_run import MODEL, TRAINING
@@ -68,6 +69,36 @@ def test_a_hugging_face_folder_gives_the_logits_of_transformers(tmp_path):
     with torch.no_grad():
         expected = oracle(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(model.logits(ids)[:, :VOCAB], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_saved_model_is_loaded_by_this_library_by_runs_and_by_transformers(tmp_path):
+    words = [*FLAGS, "--train-iters", "4"]
+    model = LanguageModel.build(words, device="cpu")
+    text = list(range(3, 20))
+    first = model.save(tmp_path / "first")
+    assert first.name == "iter_0000000"
+    for _ in range(2):
+        model.train_step([text] * model.plan.batch.micro_batch_size)
+    before = model.logits(text)
+    assert model.save(tmp_path / "ours").name == "iter_0000002"
+    EXACT.check(LanguageModel.load(tmp_path / "ours", device="cpu").logits(text), before, "checkpoint")
+    assert (LanguageModel.load(tmp_path / "first", device="cpu").logits(text) - before).abs().max() > 0
+    run = tmp_path / "run"
+    command = [*words, "--device", "cpu", "--load", str(tmp_path / "ours"), "--run-dir", str(run)]
+    assert main(command, {}) == ExitCode.OK
+    iterations = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert min(iterations) == 3 and max(iterations) == 4
+
+    oracle = saved(hf_model(configs()["olmoe"]), tmp_path / "hf")
+    ours = LanguageModel.load(oracle, "--seq-length 64", device="cpu")
+    ours.train_step([text])
+    assert ours.save(f"hf:{tmp_path}/back") == tmp_path / "back"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([text])).logits[0]
+    torch.testing.assert_close(ours.logits(text)[:, :VOCAB], expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(EnvironmentProblem, match="exists"):
+        ours.save(f"hf:{tmp_path}/back")
 
 
 def test_loads_count_the_choices_and_inputs_are_checked():

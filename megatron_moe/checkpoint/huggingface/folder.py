@@ -155,13 +155,6 @@ def weights_dtype(folder: Path, config: Mapping[str, Any]) -> str:
         return source.dtype(EMBEDDING)
 
 
-def has_mtp_layers(folder: Path, config: Mapping[str, Any]) -> bool:
-    """True if the folder has weights of MTP layers, whose layer numbers start at `num_hidden_layers`."""
-    with ExitStack() as stack:
-        prefix = f"model.layers.{config.get('num_hidden_layers')}."
-        return any(name.startswith(prefix) for name in HFFolder(folder, config, stack).names)
-
-
 def _weight_files(folder: Path) -> list[Path]:
     """Paths of the weight files listed in the index, or of the single file."""
     if (folder / INDEX).is_file():
