@@ -60,7 +60,7 @@ class StartFlags:
     gpu: GpuKind | None = new_flag(None)
     """GPU type of a dry run or an emulation. Not set: `gpu` of section `about` in the recipe or file, else h100."""
     gpu_memory: float | None = new_flag(None, least=0.1)
-    """Memory in GiB of the GPU of a dry run, instead of that of the `--gpu` type."""
+    """Memory in GiB of the GPU of a dry run or an emulation, instead of that of the `--gpu` type."""
     gpu_tflops: float | None = new_flag(None, least=0.1)
     """Peak dense bf16 TFLOP/s of the GPU of a dry run; rates of other formats change in proportion."""
     gpu_bandwidth: float | None = new_flag(None, least=1)

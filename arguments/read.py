@@ -327,7 +327,8 @@ def _plan(
     if generated:
         exported_config(plan.model, generated.vocab_size, parsed.settings.registry)
     replaced = _replaced_transport(plan, checks_packages=checks_packages)
-    heading = [*explain.derived(plan), *replaced, *digests(flags.import_)]
+    imported = (f"imported {name}: sha256 {digest}" for name, digest in digests(flags.import_).items())
+    heading = [*explain.derived(plan), *replaced, *imported]
     text = yaml_text(parsed.settings, parsed.environment, heading)
     notes = (*filter(None, [plan.warning]), *plan.notes, *replaced, *slow_sizes(flags, plan))
     return replace(plan, resolved_yaml=text, notes=notes)

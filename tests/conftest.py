@@ -22,7 +22,9 @@ if str(ROOT) not in sys.path:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-import arguments.flags  # noqa: E402, F401  registers all components of the product, which tests must not remove
+# register all components of the product, which tests must not remove
+import arguments.read  # noqa: E402, F401
+import megatron_moe.config.update_rules  # noqa: E402, F401
 from megatron_moe.config import registry  # noqa: E402
 from tests.helpers.sampling import SAMPLED, sample  # noqa: E402
 

@@ -46,7 +46,8 @@ def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunReques
     Raises FlagErrors."""
     fmt = start.setting("dry_run").value
     if fmt is None:
-        given = [name for name in _DRY_RUN_ONLY if start.setting(name).value is not None]
+        emulated = ("gpu_memory",) if start.setting("fake_process_group").value else ()
+        given = [name for name in _DRY_RUN_ONLY if start.setting(name).value is not None and name not in emulated]
         if given:
             raise FlagErrors.of(f"{start.registry.flags[given[0]].option} without --dry-run", "add --dry-run")
         return None

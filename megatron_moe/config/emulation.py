@@ -14,6 +14,8 @@ class EmulationConfig:
     """Number of tokens routed to the emulated rank's experts, as a multiple of the number at an even load."""
     gpu: str = "h100"
     """GPU model to emulate, a key of `cost_model.hardware.GPUS`."""
+    gpu_memory: float | None = None
+    """Memory of the GPU in GiB; None: that of the model."""
     emulate_json: Path | None = None
     """JSON output file of the results. None: not written."""
     emulate_plot: Path | None = None

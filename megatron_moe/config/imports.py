@@ -3,6 +3,7 @@
 import hashlib
 import sys
 import traceback
+from collections.abc import Iterable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -36,6 +37,6 @@ def import_file(name: str) -> None:
     IMPORTED.register(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def digests(names: tuple[str, ...]) -> list[str]:
-    """Lines for run.yaml with the first digits of the SHA-256 of imported files."""
-    return [f"imported {name}: sha256 {IMPORTED.get(str(Path(name).resolve()))[:16]}" for name in names]
+def digests(names: Iterable[str]) -> dict[str, str]:
+    """Imported file -> first digits of its SHA-256."""
+    return {name: IMPORTED.get(str(Path(name).resolve()))[:16] for name in names}

@@ -1,10 +1,12 @@
 """Run settings that are saved in a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.data import DataConfig
+from megatron_moe.config.imports import digests
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import recorded
 from megatron_moe.config.optimizer import OptimizerConfig
@@ -48,17 +50,24 @@ class TrainStateConfig:
 
 
 def training_settings(
-    optimizer: OptimizerConfig, batch: BatchConfig, loop: LoopConfig, data: DataConfig, precision: PrecisionConfig
+    optimizer: OptimizerConfig,
+    batch: BatchConfig,
+    loop: LoopConfig,
+    data: DataConfig,
+    precision: PrecisionConfig,
+    imports: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Settings that change the numbers of a step, as JSON values: one entry per flag, such as `--adam-beta1`, and the
-    number formats as "precision". New config fields are included, unless `_NOT_COMPARED` names them."""
+    """Settings that change the numbers of a step, as JSON values: one entry per flag, such as `--adam-beta1`, number
+    formats as "precision", and the names and contents of imported files. New config fields are included, unless
+    `_NOT_COMPARED` names them."""
     flags = {
         "--" + field.name.replace("_", "-"): recorded(getattr(config, field.name))
         for config in (data, loop, batch, optimizer)  # `seed` is that of `loop`; the data have their own
         for field in fields(config)
         if field.name not in _NOT_COMPARED
     }
-    return {**flags, "precision": _without_ignored(recorded(precision))}
+    files = [f"{Path(name).name}, sha256 {digest}" for name, digest in digests(imports).items()]
+    return {**flags, "precision": _without_ignored(recorded(precision)), "--import": files}
 
 
 def _without_ignored(value: Any) -> Any:

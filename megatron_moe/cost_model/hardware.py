@@ -149,8 +149,17 @@ VR200 NVL72 (preliminary). NVLink rates are half of the published bidirectional 
 (Blackwell) and 3600 GB/s (Rubin). `memory_gib` is the memory that drivers report; the published values, in the
 same order, are 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB. VR200 is assumed to report as much as GB300.
 
-RTX 3090 and A6000: white paper of GA102; RTX 4090: of the Ada architecture; RTX 5090: of RTX Blackwell; L40S: data
-sheet. Their products sum in fp32. They have 24, 48, 24, 32 and 48 GB, of which torch reports `memory_gib`. The GPUs
-of a host exchange over PCIe, which stands in `nvlink`; eight to a host and its network are assumptions."""
+Memory, bandwidth and rates of products that sum in fp32 (`flops.py`) of the cards for workstations, from NVIDIA:
+- RTX 3090, RTX A6000: NVIDIA Ampere GA102 GPU Architecture V2.1, appendices A and C,
+  https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf
+- RTX 4090: NVIDIA Ada GPU Architecture, appendix A,
+  https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+- RTX 5090: NVIDIA RTX Blackwell GPU Architecture, appendix A,
+  https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
+- L40S: data sheet, https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413
+They have 24, 48, 24, 32 and 48 GB, of which torch reports `memory_gib` in messages of users about lacking memory. Their
+documents state 16 lanes of PCIe 4 (RTX 5090: 5), 64 and 128 GB/s in both directions; `nvlink` is what GPUs of a host
+exchange over them, an estimate. Bridges, which join two RTX 3090 or RTX A6000 at 56 GB/s each way, are not counted.
+Eight cards to a host and their network are assumptions."""
 
 GPUS: Mapping[str, GPU] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})

@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ def emulate(plan: RunPlan) -> str:
     for rank in ranks:
         runs.append(emulate_rank(plan, rank, device))
         gc.collect()
-    values = report_values(plan, GPUS[config.gpu], runs, real=device.type == "cuda")
+    gpu = GPUS[config.gpu]
+    gpu = gpu if config.gpu_memory is None else replace(gpu, memory_gib=config.gpu_memory)
+    values = report_values(plan, gpu, runs, real=device.type == "cuda")
     try:
         if config.emulate_json is not None:
             config.emulate_json.write_text(json.dumps(values, indent=2) + "\n")

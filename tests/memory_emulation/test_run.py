@@ -41,6 +41,14 @@ def test_table_facts_and_plot_of_one_rank_per_stage(tmp_path: Path, capsys: pyte
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_memory_of_the_gpu_is_that_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for memory in (100, 50):
+        assert pretrain_moe.main([*RUN, "--gpu-memory", str(memory)], {}) == 0
+        assert f"{memory:.1f} GiB of a H100 are left" in capsys.readouterr().out
+    assert pretrain_moe.main([*RUN, "--gpu-tflops", "5"], {}) != 0
+    assert "--gpu-tflops without --dry-run" in capsys.readouterr().err
+
+
 def test_default_rank_is_that_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_moe.main(RUN, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}) == 0
     assert row("rank of the world", capsys.readouterr().out) == ["5"]

@@ -15,6 +15,7 @@ import pytest
 from megatron_moe.build import build_train_state_config
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.imports import import_file
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.precision import ModulePrecision, PrecisionConfig, StateName, low_precision_config
@@ -138,6 +139,20 @@ def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> No
         "differs from the checkpoint: --adam-beta2: 0.5, checkpoint 0.999",
         "differs from the checkpoint: --clip-grad: 2.0, checkpoint 0.5",
     ]
+
+
+def test_a_changed_imported_file_is_reported(trained: tuple[Path, Run], tmp_path: Path) -> None:
+    """By name and content: a copy in another folder is the same file."""
+    recorded = []
+    for folder, text in (("first", "VALUE = 1\n"), ("copy", "VALUE = 1\n"), ("changed", "VALUE = 2\n")):
+        path = tmp_path / folder / "mine.py"
+        path.parent.mkdir()
+        path.write_text(text)
+        import_file(str(path))
+        plan = replace(plan_of(load=trained[0]), imports=(str(path),))
+        recorded.append(build_train_state_config(plan).training["--import"])
+    assert recorded[0] == recorded[1] != recorded[2] and recorded[0][0].startswith("mine.py, sha256 ")
+    assert f"differs from the checkpoint: --import: {tuple(recorded[2])}, checkpoint ()" in start(plan).start_notes
 
 
 FP8 = low_precision_config("tensorwise")
