@@ -11,6 +11,7 @@ built. Tables are append-only and complete before the command line is parsed (do
 import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from megatron_moe.config.exit_codes import ExitCode, RunError
@@ -99,5 +100,11 @@ def resolve(target: Any) -> Any:
     """Object that a registered text "package.module:name" names; anything else is returned unchanged."""
     if not isinstance(target, str):
         return target
+    return _imported(target)
+
+
+@cache
+def _imported(target: str) -> Any:
+    # cached: activations and score functions are resolved in every layer's forward
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
