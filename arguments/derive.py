@@ -1,5 +1,6 @@
 """Derives values from flags by Megatron's rules, such as defaults that depend on other flags."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -173,8 +174,24 @@ def context_exchanges(num_layers: int, cp_comm_type: tuple[str, ...]) -> tuple[C
 
 def global_batch_size(flags: Flags, data_parallel_size: int) -> int:
     """Global batch size in sequences; defaults to one microbatch per data-parallel rank."""
+    if sizes := step_batch_sizes(flags):
+        return max(size for _, size in sizes)
     size = flags.global_batch_size
     return flags.micro_batch_size * data_parallel_size if size is None else size
+
+
+def step_batch_sizes(flags: Flags) -> tuple[tuple[int, int], ...]:
+    """(consumed samples, global batch size from there on) of `--step-batch-size-schedule`; empty if it is not set or
+    invalid, which a rule reports. Its thresholds are tokens, with the suffixes K, M, B and T for powers of 1000."""
+    found = []
+    for entry in (flags.step_batch_size_schedule or "").split():
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", entry.upper())
+        if match is None:
+            return ()
+        tokens = float(match[1]) * 1000 ** " KMBT".index(match[2] or " ")
+        found.append((int(tokens) // flags.seq_length, int(match[3])))
+    starts = [first for first, _ in found]
+    return tuple(found) if starts[:1] == [0] and starts == sorted(set(starts)) else ()
 
 
 def tokenizer_type(flags: Flags) -> str | None:

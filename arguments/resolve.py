@@ -136,7 +136,7 @@ def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
 
 def batch_config(flags: Flags, data_parallel_size: int) -> BatchConfig:
     size = derive.global_batch_size(flags, data_parallel_size=data_parallel_size)
-    return from_flags(BatchConfig, flags, global_batch_size=size)
+    return from_flags(BatchConfig, flags, global_batch_size=size, step_sizes=derive.step_batch_sizes(flags))
 
 
 def tokenizer_config(flags: Flags) -> TokenizerConfig:

@@ -119,6 +119,54 @@ def rampup_steps_are_whole(flags: RuleFlags) -> Violations:
         yield f"{sizes} are not multiples of {unit} = {_microbatch(flags)}", remedy
 
 
+def step_batch_sizes_are_whole(flags: RuleFlags) -> Violations:
+    """The sizes of --step-batch-size-schedule are whole numbers of microbatches per data-parallel rank."""
+    schedule = flags.step_batch_size_schedule
+    if schedule is None:
+        return
+    sizes = [size for _, size in derive.step_batch_sizes(flags)]
+    if not sizes:
+        yield (
+            f"--step-batch-size-schedule {schedule!r} is no list of TOKENS:SIZE with rising TOKENS from 0",
+            'write it like "0:768 250B:1536"',
+        )
+        return
+    unit = flags.micro_batch_size * flags.data_parallel_size
+    if wrong := [size for size in sizes if size % unit]:
+        yield f"batches of {wrong[0]} sequences are not multiples of {unit} = {_microbatch(flags)}", f"use {unit}, ..."
+    if flags.rampup_batch_size is not None:
+        yield "--step-batch-size-schedule and --rampup-batch-size both set the batch size", "keep one of them"
+    if flags.global_batch_size not in (None, max(sizes)):
+        yield (
+            f"--global-batch-size {flags.global_batch_size}, but the largest batch of --step-batch-size-schedule has "
+            f"{max(sizes)} sequences",
+            "leave --global-batch-size out",
+        )
+
+
+def evaluation_batches_are_whole(flags: RuleFlags) -> Violations:
+    """Evaluations use the buffers of training, and every rank runs the same number of microbatches."""
+    micro = flags.eval_micro_batch_size or flags.micro_batch_size
+    if micro > flags.micro_batch_size:
+        yield (
+            f"--eval-micro-batch-size {micro} exceeds --micro-batch-size {flags.micro_batch_size}, which sizes buffers",
+            f"use {flags.micro_batch_size} or less",
+        )
+    if micro != flags.micro_batch_size and flags.cuda_graph_impl != "none":
+        yield (
+            f"--eval-micro-batch-size {micro} with CUDA graphs of {counted(flags.micro_batch_size, 'sequence')}",
+            "leave out --eval-micro-batch-size",
+        )
+    full = derive.global_batch_size(flags, flags.data_parallel_size)
+    size, unit = flags.eval_global_batch_size or full, micro * flags.data_parallel_size
+    if size % unit and (flags.eval_global_batch_size or flags.eval_micro_batch_size):
+        yield (
+            f"an evaluation batch of {size} is not a multiple of {unit} = {micro} x "
+            f"{counted(flags.data_parallel_size, 'data-parallel rank')}",
+            f"--eval-global-batch-size {max(unit, round(size / unit) * unit)}",
+        )
+
+
 def train_length_given_once(flags: RuleFlags) -> Violations:
     """The length of a run is given either in iterations or in samples."""
     if flags.train_iters is None and flags.train_samples is None:
@@ -130,6 +178,8 @@ def train_length_given_once(flags: RuleFlags) -> Violations:
 def train_samples_fill_one_batch(flags: RuleFlags) -> Violations:
     """A run needs enough samples for at least one global batch."""
     first = flags.rampup_batch_size[0] if flags.rampup_batch_size else flags.global_batch_size
+    if sizes := derive.step_batch_sizes(flags):
+        first = sizes[0][1]
     if flags.train_samples is not None and first is not None and flags.train_samples < first:
         yield (
             f"--train-samples {flags.train_samples} does not fill one batch of {first}",

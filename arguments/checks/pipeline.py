@@ -52,10 +52,12 @@ def microbatches_fill_stages(flags: RuleFlags) -> Violations:
     start, increment, _ = flags.rampup_batch_size or (last, 1, 0)
     unit = flags.micro_batch_size * flags.data_parallel_size
     growing = range(start, last, max(increment, 1))
-    if any(size % unit for size in (*growing[:2], last)):
-        return  # checked by global_batch_is_whole_microbatches and rampup_steps_are_whole
+    steps = {size for _, size in derive.step_batch_sizes(flags)}
+    if any(size % unit for size in (*growing[:2], *steps, last)):
+        return  # checked by global_batch_is_whole_microbatches, rampup_steps_are_whole and step_batch_sizes_are_whole
     group = flags.microbatch_group_size_per_virtual_pipeline_stage or flags.pipeline_model_parallel_size
-    for size in (*growing[: group if flags.virtual_stages > 1 else 1], last):  # later sizes repeat the remainders
+    few = growing[: group if flags.virtual_stages > 1 else 1]  # later sizes repeat the remainders
+    for size in dict.fromkeys((*few, *sorted(steps), last)):
         config = ScheduleConfig(
             num_microbatches=size // unit,
             pp=flags.pipeline_model_parallel_size,

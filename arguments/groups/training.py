@@ -15,8 +15,9 @@ class TrainingFlags:
     """Number of sequences per step over all ranks. Not set: one microbatch per data-parallel rank."""
     rampup_batch_size: tuple[int, int, int] | None = flag(None, least=1)
     """START INCREMENT SAMPLES: ramp up the global batch size from START in steps of INCREMENT over SAMPLES samples."""
-    step_batch_size_schedule: str | None = unsupported(None, "use --rampup-batch-size")
-    """Global batch size as a step function of the number of consumed samples."""
+    step_batch_size_schedule: str | None = flag(None)
+    """Global batch size as a step function of the consumed tokens: `"0:768 250B:1536"` trains with 768 sequences up to
+    250 billion tokens. The last steps may have any size; `--global-batch-size` is the largest."""
     decrease_batch_size_if_needed: bool = unsupported(False, "choose a divisible batch size")
     """Round the global batch size down to a multiple of microbatch size x data-parallel size."""
     train_iters: int | None = flag(None, least=1, essential=True)
@@ -27,6 +28,10 @@ class TrainingFlags:
     """Iterations between evaluations. Not set: no evaluation during training."""
     eval_iters: int | None = differs(None, "in Megatron-LM the default is 100, also on mock data", least=0)
     """Number of global batches per evaluation. Not set: 100, but on mock data not more than the training iterations."""
+    eval_global_batch_size: int | None = flag(None, least=1)
+    """Number of sequences per batch of an evaluation over all ranks. Not set: `--global-batch-size`."""
+    eval_micro_batch_size: int | None = flag(None, least=1)
+    """Number of sequences per microbatch of an evaluation, at most `--micro-batch-size`. Not set: the same."""
     skip_train: bool = flag(False)
     """Evaluate without training."""
     exit_interval: int | None = flag(None, least=1)

@@ -1,6 +1,7 @@
 """Batch sizes, training length, and intervals of evaluation, exit and garbage collection."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 
@@ -15,9 +16,26 @@ class BatchConfig:
     """Sequences per step over all ranks, after the ramp-up."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """Initial global batch size, increment, and ramp-up length in samples (`--rampup-batch-size`); None: no ramp-up."""
+    step_sizes: tuple[tuple[int, int], ...] = ()
+    """(number of consumed samples, global batch size from there on), ascending from 0 (`--step-batch-size-schedule`).
+    `global_batch_size` is the largest of the sizes. Empty: the size does not change in steps."""
+    eval_micro_batch_size: int | None = None
+    """Sequences per microbatch and rank in evaluations; None: as in training."""
+    eval_global_batch_size: int | None = None
+    """Sequences per batch of an evaluation over all ranks; None: `global_batch_size`."""
+
+    @property
+    def evaluation(self) -> "BatchConfig":
+        """Sizes in evaluations."""
+        return BatchConfig(
+            micro_batch_size=self.eval_micro_batch_size or self.micro_batch_size,
+            global_batch_size=self.eval_global_batch_size or self.global_batch_size,
+        )
 
     def size_at(self, consumed_samples: int) -> int:
         """Global batch size of the step after `consumed_samples` samples. It is ramped up at equal intervals."""
+        if self.step_sizes:
+            return next(size for first, size in reversed(self.step_sizes) if first <= consumed_samples)
         if self.rampup_batch_size is None:
             return self.global_batch_size
         start, increment, over = self.rampup_batch_size
@@ -28,6 +46,14 @@ class BatchConfig:
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
         """Number of complete steps from sample `consumed` to sample `samples`. Batch sizes follow the ramp-up."""
+        if self.step_sizes:
+            steps = 0
+            for (first, size), (end, _) in pairwise((*self.step_sizes, (samples, 0))):
+                if consumed < first:  # the samples end before
+                    break
+                within = max(0, min(ceil((end - consumed) / size), (samples - consumed) // size))
+                steps, consumed = steps + within, consumed + within * size
+            return steps
         steps, ramp_samples = 0, self.rampup_batch_size[2] if self.rampup_batch_size else -1
         while consumed <= ramp_samples and consumed + self.size_at(consumed) <= samples:
             equal = self._steps_of_equal_size(consumed, min(ramp_samples, samples))
@@ -41,6 +67,8 @@ class BatchConfig:
         Even in a resumed run, Megatron-LM counts from sample 0 with the current batch sizes. If the run ends within
         the ramp-up, Megatron-LM adds batches until more than `samples` samples are consumed.
         """
+        if self.step_sizes:
+            return self.steps_for(samples)
         steps = consumed = 0
         while self.rampup_batch_size is not None and consumed <= min(self.rampup_batch_size[2], samples):
             consumed += self.size_at(consumed)

@@ -161,7 +161,7 @@ def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
     `eval_iters` global batches every `eval_interval` iterations and at the end. Test: `eval_iters` global batches."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
     train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_batch_size
-    one_evaluation = loop.eval_iters * batch.global_batch_size
+    one_evaluation = loop.eval_iters * batch.evaluation.global_batch_size
     return SplitSizes(train=0 if loop.skip_train else train, valid=evaluations * one_evaluation, test=one_evaluation)
 
 

@@ -229,16 +229,14 @@ class EvalLoader(_MicrobatchLoader):
     ) -> None:
         super().__init__(samples, masks, context)
         self.full = eval_iters is None
-        self.eval_iters = len(samples) // batch.global_batch_size if eval_iters is None else eval_iters
+        sizes = batch.evaluation
+        self.eval_iters = len(samples) // sizes.global_batch_size if eval_iters is None else eval_iters
         if self.full and not self.eval_iters:
             raise DataProblem(
                 f"--full-validation: the validation set has {len(samples):,} samples, less than one global batch of "
-                f"{batch.global_batch_size}; add data or use a smaller --global-batch-size"
+                f"{sizes.global_batch_size}; add data or use a smaller --eval-global-batch-size"
             )
-        self._schedule = BatchSchedule(
-            BatchConfig(micro_batch_size=batch.micro_batch_size, global_batch_size=batch.global_batch_size),
-            context.group("dp").size,
-        )
+        self._schedule = BatchSchedule(sizes, context.group("dp").size)
 
     def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
         """Yields this rank's microbatches of evaluation number `evaluation`, counted from 0."""

@@ -93,9 +93,8 @@ class Evaluation:
 
     def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], **fields: str) -> float:
         """Reports and returns the mean loss on one data set. `fields`: other fields of `ValidationReport`."""
-        num_microbatches = self.batch.global_batch_size // (
-            self.batch.micro_batch_size * self.pipeline.context.group("dp").size
-        )
+        sizes, num_replicas = self.batch.evaluation, self.pipeline.context.group("dp").size
+        num_microbatches = sizes.global_batch_size // (sizes.micro_batch_size * num_replicas)
         loss = evaluate(self.pipeline, batches, num_microbatches)
         report = ValidationReport(
             iteration=state.iteration, consumed_samples=state.consumed_samples, loss=loss, **fields

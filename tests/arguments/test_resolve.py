@@ -329,30 +329,6 @@ def test_default_batch_is_one_microbatch_per_rank():
     assert plan_of(without="--global-batch-size", environ=environ).batch.global_batch_size == 8
 
 
-def steps_one_by_one(batch: BatchConfig, samples: int) -> int:
-    consumed = steps = 0
-    while consumed + batch.size_at(consumed) <= samples:
-        consumed += batch.size_at(consumed)
-        steps += 1
-    return steps
-
-
-@pytest.mark.parametrize("rampup", [(1, 1, 0), (1, 1, 7), (3, 2, 59), (5, 1, 60), (7, 3, 500), (2, 5, 211), (17, 3, 9)])
-def test_steps_of_a_growing_batch_are_counted_as_they_are_trained(rampup):
-    batch = BatchConfig(micro_batch_size=1, global_batch_size=17, rampup_batch_size=rampup)
-    for samples in range(400):
-        assert batch.steps_for(samples) == steps_one_by_one(batch, samples), samples
-
-
-def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
-    batch = BatchConfig(micro_batch_size=4, global_batch_size=16, rampup_batch_size=(4, 4, 60))
-    assert [batch.size_at(consumed) for consumed in (0, 16, 20, 40, 60, 61)] == [4, 4, 8, 12, 16, 16]
-    steps = steps_one_by_one(batch, 1000)
-    plan = plan_of("--train-samples 1000 --rampup-batch-size 4 4 60", ITERS)
-    assert plan.batch == batch
-    assert plan.loop.train_iters == steps
-
-
 def test_a_growing_batch_is_combined_with_a_number_of_iterations():
     """The learning-rate schedule counts full batches, as in Megatron."""
     plan = plan_of("--rampup-batch-size 4 4 60")

@@ -103,3 +103,20 @@ def test_evaluations_read_consecutive_data_across_restarts():
     assert data.read == [0, 1, 2, 3]
     Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, None, Mock()).final(TrainState(iteration=6))
     assert data.read[4:] == [2], "an evaluation without training repeats that of the run"
+
+
+def test_evaluations_have_their_own_batches() -> None:
+    """The same samples in smaller microbatches give the same loss; a larger batch takes more samples."""
+    base = tiny.plan()
+    model = build_model(base, CONTEXT, KERNELS)
+    losses = []
+    for changes in ({}, {"eval_micro_batch_size": 1}, {"eval_global_batch_size": 12, "eval_micro_batch_size": 2}):
+        plan = replace(base, batch=replace(base.batch, **changes), loop=replace(base.loop, eval_iters=1))
+        loader = next(iter(build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT)).values()))
+        batches = list(loader.batches())
+        sizes = plan.batch.evaluation
+        assert len(batches) * sizes.micro_batch_size == sizes.global_batch_size
+        assert all(batch.labels_BS.shape[0] == sizes.micro_batch_size for batch in batches)
+        losses.append(evaluate(Pipeline(plan.pipeline, plan.layout, CONTEXT, model), batches, len(batches)))
+    FP64_REF.check(losses[1], losses[0], "loss of smaller microbatches")
+    assert abs(losses[2] - losses[0]) > 1e-9
