@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from arguments.hybrid_pattern import pattern_flags
 from arguments.values import BadValue, is_off, parse
 
 Words = tuple[str, ...]
+_RATIOS = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
+_LAYERS = "--num-layers with --mixer and --feed-forward and flags of pipeline stages and multi-token prediction"
 _NUM_SMS = ("--moe-deepep-num-sms", "--moe-hybridep-num-sms")
 ValueOf = Callable[[str], Any]
 """Function that takes the name of a current flag and returns its value, as set by the flags parsed so far."""
@@ -15,11 +18,12 @@ ValueOf = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Translated:
-    """Current flags that replace a deprecated one."""
+    """Current flags that replace a deprecated one, or a short form."""
 
     flags: tuple[tuple[str, Words], ...]
     """(option, values) of each replacement; empty if the deprecated flag requests the default."""
     note: str
+    """Verb phrase with the old flag as its subject; empty for a current name, which is no reason for a note."""
     extends: bool = False
     """True if the new values include the values that the flag already has; giving the flag twice is then no error."""
 
@@ -68,10 +72,32 @@ def _no_weight_decay_cond_type(words: Sequence[str], _: ValueOf) -> Translated:
     return Translated((("--apply-wd-to-qk-layernorm", ()),), "is now written --apply-wd-to-qk-layernorm")
 
 
-def depends_on_other_flags(option: str, words: Sequence[str]) -> bool:
-    """Whether a deprecated flag must be translated after all other flags, because it uses or changes them."""
+def _hybrid_layer_pattern(words: Sequence[str], _: ValueOf) -> Translated:
+    """Translates `--hybrid-layer-pattern`. Raises BadValue if it is no pattern."""
+    return Translated(pattern_flags(words), "")
+
+
+def _hybrid_override_pattern(words: Sequence[str], _: ValueOf) -> Translated:
+    """Translates the old name of `--hybrid-layer-pattern`. Raises BadValue if it is no pattern."""
+    return Translated(pattern_flags(words), "is now called --hybrid-layer-pattern")
+
+
+def _hybrid_ratio(words: Sequence[str], value_of: ValueOf) -> Translated:
+    """Drops a ratio of attention or MLP layers, which the layer pattern implies. Raises BadValue without a pattern."""
+    if parse(float, words) and "mamba" not in value_of("mixer"):
+        raise BadValue("needs a --hybrid-layer-pattern, which says which layers these are")
+    return Translated((), "has no effect beside --hybrid-layer-pattern")
+
+
+def depends_on_other_flags(option: str, words: Sequence[str]) -> int:
+    """Order in which deprecated flags are translated: those above 0 after all other flags, because they use or change
+    them."""
+    if option in _RATIOS:
+        return 2
     if option == "--cuda-graph-scope":
         return "full_iteration" in words
+    if option in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        return 1
     return option in ("--moe-layer-recompute", "--error-injection-rate", "--moe-enable-deepep", *_NUM_SMS)
 
 
@@ -185,6 +211,9 @@ _TRANSLATED: Mapping[str, tuple[Callable[[Sequence[str], ValueOf], Translated], 
             "--inject nan-once@0:RATE or nan-loss@0:RATE, depending on --error-injection-type",
         ),
         "--cuda-graph-scope": (_cuda_graph_scope, "--cuda-graph-modules or --cuda-graph-impl full_iteration"),
+        "--hybrid-layer-pattern": (_hybrid_layer_pattern, _LAYERS),
+        "--hybrid-override-pattern": (_hybrid_override_pattern, _LAYERS),
+        **dict.fromkeys(_RATIOS, (_hybrid_ratio, "no flag: the layer pattern implies it")),
         "--no-weight-decay-cond-type": (_no_weight_decay_cond_type, "--apply-wd-to-qk-layernorm"),
     }
 )

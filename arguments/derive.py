@@ -40,19 +40,35 @@ def head_dim(flags: Flags) -> int:
     return flags.hidden_size // flags.num_attention_heads if flags.kv_channels is None else flags.kv_channels
 
 
+def mamba_heads(flags: Flags) -> int:
+    """Number of heads of Mamba; defaults to 2 * hidden size / head dimension."""
+    return flags.mamba_num_heads or 2 * flags.hidden_size // flags.mamba_head_dim
+
+
 def capacity_factor(flags: Flags) -> float | None:
     """Expert capacity divided by an even share of the tokens; None if unlimited (flag not set or negative)."""
     factor = flags.moe_expert_capacity_factor
     return None if factor is None or factor < 0 else factor
 
 
-def moe_layers(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> tuple[bool, ...]:
-    """For each layer, whether it has experts. An integer n selects every n-th layer, starting with the first."""
+def moe_layers(
+    num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern, feed_forward: tuple[str, ...] = ("auto",)
+) -> tuple[bool, ...]:
+    """For each layer, whether it has experts. An integer n selects every n-th layer, starting with the first; a
+    feed-forward module other than auto overrides this."""
     if not num_experts:
         return (False,) * num_layers
     if isinstance(moe_layer_freq, int):
-        return tuple(layer % moe_layer_freq == 0 for layer in range(num_layers))
-    return tuple(entry == 1 for entry in moe_layer_freq)
+        selected = tuple(layer % moe_layer_freq == 0 for layer in range(num_layers))
+    else:
+        selected = tuple(entry == 1 for entry in moe_layer_freq)
+    names = repeated(feed_forward, num_layers)
+    return tuple(on if name == "auto" else name == "moe" for on, name in zip(selected, names, strict=True))
+
+
+def repeated(names: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+    """Name of every layer's mixer or feed-forward module; the names repeat over the layers."""
+    return tuple(names[layer % len(names)] for layer in range(num_layers))
 
 
 def expert_tensor_parallel_size(flags: Flags) -> int:

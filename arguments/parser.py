@@ -178,9 +178,14 @@ def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) 
         return []
     if translated is None:
         return [given]
-    settings.notes.append(f"{given.option} ({given.origin}): {translated.note}")
-    state = "extends" if translated.extends else given.state
-    return [replace(given, option=option, words=words, state=state) for option, words in translated.flags]
+    if translated.note:
+        settings.notes.append(f"{given.option} ({given.origin}): {translated.note}")
+
+    def replacement(option: str, words: tuple[str, ...]) -> Given:
+        own = given.state if words == given.words else "words"  # changed words are separate values
+        return replace(given, option=option, words=words, state="extends" if translated.extends else own)
+
+    return [replacement(*each) for each in translated.flags]
 
 
 def _recognised(option: str, given: Given, settings: Settings) -> bool:

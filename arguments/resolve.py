@@ -358,16 +358,16 @@ def _graphs(flags: Flags, model: ModelConfig, launch: ProcessInfo) -> CudaGraphC
             return CudaGraphConfig(cuda_graph_warmup_steps=warmup)
         case "full_iteration":
             return CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=warmup)
-    # checks/cuda_graphs.py rejects mamba
-    modules: Any = flags.cuda_graph_modules or _all_graph_modules(flags, model, launch)
+    modules: tuple[GraphModule, ...] = flags.cuda_graph_modules or _all_graph_modules(flags, model, launch)
     return CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=warmup)
 
 
 def _all_graph_modules(flags: Flags, model: ModelConfig, launch: ProcessInfo) -> tuple[GraphModule, ...]:
     """Default of --cuda-graph-modules: all modules of this model that can be captured."""
-    modules: list[GraphModule] = ["attn"]
-    if not all(layer.is_moe for layer in model.layers):
-        modules.append("mlp")
+    mixers = {layer.mixer.node for layer in model.layers if layer.mixer.present}
+    dense = (layer.feed_forward.present and not layer.is_moe for layer in model.layers)
+    present: dict[GraphModule, bool] = {"attn": "attention" in mixers, "mamba": "mamba" in mixers, "mlp": any(dense)}
+    modules = [name for name, found in present.items() if found]
     if any(layer.is_moe for layer in model.layers):
         modules.append("moe" if derive.experts_are_captured(flags, launch.local_world_size) else "moe_router")
     return tuple(modules)

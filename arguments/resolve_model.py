@@ -8,9 +8,10 @@ from typing import Any
 from arguments import derive
 from arguments.flags import Flags, from_flags
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, RopeConfig, yarn_mscale
-from megatron_moe.config.component import FeedForwardConfig, MixerConfig
+from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
 from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
@@ -29,6 +30,8 @@ from megatron_moe.config.transport import HybridEPConfig, PushConfig
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Original context length in tokens of Llama 3's RoPE scaling. Megatron has no flag for it."""
+_MAMBA_CONV_WIDTH = 4
+"""Tokens that the convolution of Mamba-2 sees. Megatron has no flag for it."""
 _LOSS_CHUNK = 1024
 """Number of tokens per GEMM of the fused output layer and loss; enough to occupy a GPU."""
 
@@ -36,11 +39,13 @@ _LOSS_CHUNK = 1024
 def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
     """Builds the model config; `vocab_size` is the vocabulary size before padding."""
     fuses_output_layer = flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear"
+    layers = layer_configs(flags)
+    num_branches = sum(len(layer.sublayers) for layer in layers)
     return from_flags(
         ModelConfig,
         flags,
         vocab_size=derive.padded_vocab_size(flags, vocab_size),
-        layers=layer_configs(flags),
+        layers=layers,
         norm=_norm(flags),
         position_embedding="rope" if flags.position_embedding_type == "yarn" else flags.position_embedding_type,
         max_positions=flags.max_position_embeddings,
@@ -50,7 +55,7 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
         mtp=_mtp(flags),
         init=InitConfig(
             std=flags.init_method_std,
-            output_std=flags.init_method_std / math.sqrt(2 * flags.num_layers),
+            output_std=flags.init_method_std / math.sqrt(num_branches),
             embedding_std=flags.embedding_init_method_std,
             method="xavier_uniform" if flags.init_method_xavier_uniform else flags.init_method,
         ),
@@ -60,22 +65,23 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
 def layer_configs(flags: Flags) -> tuple[LayerConfig, ...]:
     """Builds the config of every transformer layer."""
     mixers, feed_forwards = _selected(MIXERS, flags.mixer, flags), _selected(FEED_FORWARDS, flags.feed_forward, flags)
-    return tuple(
-        LayerConfig(
-            mixer=mixer,
-            feed_forward=feed_forward,
-            norm=_norm(flags),
-            hidden_dropout=flags.hidden_dropout,
-            residual_from_norm=flags.apply_residual_connection_post_layernorm,
-        )
-        for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
+    return tuple(_layer(flags, *modules) for modules in zip(mixers, feed_forwards, strict=True))
+
+
+def _layer(flags: Flags, mixer: MixerConfig, feed_forward: FeedForwardConfig) -> LayerConfig:
+    return LayerConfig(
+        mixer=mixer,
+        feed_forward=feed_forward,
+        norm=_norm(flags),
+        hidden_dropout=flags.hidden_dropout,
+        residual_from_norm=flags.apply_residual_connection_post_layernorm,
     )
 
 
 def _selected(registry: ComponentRegistry[Any], names: tuple[str, ...], flags: Flags) -> list[Any]:
     """Config of every layer's module: `names` repeat over the layers, and each entry has a config for every layer."""
-    columns = [registry.get(name)(flags) for name in names]
-    return [columns[layer % len(columns)][layer] for layer in range(flags.num_layers)]
+    columns = {name: registry.get(name)(flags) for name in names}
+    return [columns[name][layer] for layer, name in enumerate(derive.repeated(names, flags.num_layers))]
 
 
 def _norm(flags: Flags) -> NormConfig:
@@ -85,7 +91,11 @@ def _norm(flags: Flags) -> NormConfig:
 def _mtp(flags: Flags) -> MTPConfig | None:
     if not flags.mtp_num_layers:
         return None
+    names = (flags.mtp_mixer, flags.mixer), (flags.mtp_feed_forward, flags.feed_forward)
+    last = (each or derive.repeated(others, flags.num_layers)[-1] for each, others in names)
+    own = [registry.get(name)(flags)[-1] for registry, name in zip((MIXERS, FEED_FORWARDS), last, strict=True)]
     return MTPConfig(
+        layer=_layer(flags, *own) if flags.mtp_mixer or flags.mtp_feed_forward else None,
         num_layers=flags.mtp_num_layers,
         loss_scaling_factor=flags.mtp_loss_scaling_factor,
         repeated_layer=flags.mtp_use_repeated_layer,
@@ -109,6 +119,19 @@ def _delta_net(flags: Flags) -> tuple[GatedDeltaNetConfig, ...]:
         key_head_dim=flags.linear_key_head_dim,
         value_head_dim=flags.linear_value_head_dim,
         conv_width=flags.linear_conv_kernel_dim,
+        norm=NormConfig(kind="RMSNorm", eps=flags.norm_epsilon),
+    )
+    return (config,) * flags.num_layers
+
+
+def _mamba(flags: Flags) -> tuple[MambaConfig, ...]:
+    config = MambaConfig(
+        hidden_size=flags.hidden_size,
+        num_key_heads=flags.mamba_num_groups,
+        num_value_heads=derive.mamba_heads(flags),
+        key_head_dim=flags.mamba_state_dim,
+        value_head_dim=flags.mamba_head_dim,
+        conv_width=_MAMBA_CONV_WIDTH,
         norm=NormConfig(kind="RMSNorm", eps=flags.norm_epsilon),
     )
     return (config,) * flags.num_layers
@@ -337,6 +360,9 @@ MIXERS.register("auto", _mixers)
 MIXERS.register("attention", _attention)
 MIXERS.register("mla", _mla)
 MIXERS.register("gated_delta_net", _delta_net)
+MIXERS.register("mamba", _mamba)
+MIXERS.register("none", lambda flags: (NoMixer(hidden_size=flags.hidden_size),) * flags.num_layers)
 FEED_FORWARDS.register("auto", _feed_forwards)
 FEED_FORWARDS.register("mlp", lambda flags: (_dense(flags),) * flags.num_layers)
+FEED_FORWARDS.register("none", lambda flags: (NoFeedForward(),) * flags.num_layers)
 FEED_FORWARDS.register("moe", lambda flags: (moe_config(flags),) * flags.num_layers)

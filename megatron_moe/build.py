@@ -138,9 +138,7 @@ def build_train_state_config(plan: RunPlan) -> TrainStateConfig:
         loop=plan.loop,
         seq_length=plan.data.seq_length,
         data_seed=plan.data.seed,
-        training=training_settings(
-            plan.optimizer, plan.batch, plan.loop, plan.data, plan.precision, plan.imports
-        ),
+        training=training_settings(plan.optimizer, plan.batch, plan.loop, plan.data, plan.precision, plan.imports),
         run_yaml=plan.resolved_yaml,
     )
 

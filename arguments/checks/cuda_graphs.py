@@ -40,11 +40,11 @@ def captured_modules_exist(flags: RuleFlags) -> Violations:
     """Captured modules must exist in at least one layer."""
     if flags.cuda_graph_impl == "none":
         return
-    if "mamba" in flags.cuda_graph_modules:
-        yield "--cuda-graph-modules mamba has nothing to capture: Mamba layers are not available", "leave out mamba"
+    if "mamba" in flags.cuda_graph_modules and "mamba" not in flags.mixer:
+        yield "--cuda-graph-modules mamba has nothing to capture: no layer is a Mamba layer", "leave out mamba"
     if not isinstance(flags.moe_layer_freq, int) and len(flags.moe_layer_freq) != flags.num_layers:
         return
-    moe = derive.moe_layers(flags.num_layers, flags.num_experts, flags.moe_layer_freq)
+    moe = derive.moe_layers(flags.num_layers, flags.num_experts, flags.moe_layer_freq, flags.feed_forward)
     if "mlp" in flags.cuda_graph_modules and all(moe):
         yield "--cuda-graph-modules mlp has nothing to capture: every layer has experts", "leave out mlp"
     moe_modules = [name for name in flags.cuda_graph_modules if name.startswith("moe")]

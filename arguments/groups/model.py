@@ -10,7 +10,6 @@ from megatron_moe.config.registry import ACTIVATIONS, FEED_FORWARDS, MIXERS
 
 _GATED = "applies to all gated MLPs, dense ones included"
 
-_hybrid = partial(unsupported, note="only attention layers are implemented")
 _hyper_connections = partial(unsupported, note="only one residual stream is implemented")
 
 
@@ -24,10 +23,12 @@ class ModelFlags:
 
     mixer: tuple[Annotated[str, MIXERS], ...] = new_flag(("auto",))
     """Mixers of the layers; several names repeat over the layers in this order. auto: attention, or multi-latent
-    attention with `--multi-latent-attention`. Imported files may add mixers (see `--import`)."""
+    attention with `--multi-latent-attention`; none: layers without a mixer. Imported files may add mixers (see
+    `--import`)."""
     feed_forward: tuple[Annotated[str, FEED_FORWARDS], ...] = new_flag(("auto",))
     """Feed-forward modules of the layers; several names repeat over the layers in this order. auto: MLP, or experts as
-    `--num-experts` and `--moe-layer-freq` say. Imported files may add modules (see `--import`)."""
+    `--num-experts` and `--moe-layer-freq` say; none: layers without a feed-forward module. Imported files may add
+    modules (see `--import`)."""
 
     num_layers: int = flag(REQUIRED, least=1, below=100_000, essential=True)
     """Number of transformer layers, without multi-token prediction layers."""
@@ -116,7 +117,7 @@ class ModelFlags:
 
     init_method_std: float = flag(0.02, least=0)
     """Standard deviation of initial weights. For the output projections of attention and MLPs it is divided by sqrt(2 x
-    layers)."""
+    layers), or by sqrt(layers) if layers have one module each."""
     embedding_init_method_std: float | None = flag(None, least=0)
     """Standard deviation of initial embedding weights. Setting it also excludes the embedding from weight decay."""
     init_method: Literal["normal", "unit_gain"] = new_flag("normal")
@@ -128,6 +129,10 @@ class ModelFlags:
 
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
     """Number of multi-token prediction layers, each of which predicts one token further ahead."""
+    mtp_mixer: Annotated[str, MIXERS] | None = new_flag(None)
+    """Mixer of the multi-token prediction layers. Not set: that of the last layer."""
+    mtp_feed_forward: Annotated[str, FEED_FORWARDS] | None = new_flag(None)
+    """Feed-forward module of the multi-token prediction layers. Not set: that of the last layer."""
     mtp_loss_scaling_factor: float = flag(0.1, least=0)
     """Weight of the multi-token prediction loss in the total loss. The losses of the prediction layers are averaged."""
     mtp_use_repeated_layer: bool = flag(False)
@@ -137,26 +142,26 @@ class ModelFlags:
     calculate_per_token_loss: bool = flag(False)
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""
 
-    hybrid_layer_pattern: str | None = _hybrid(None, names=("--hybrid-override-pattern",))
-    """Layer types, one letter per layer, such as Mamba, attention or MLP."""
-    is_hybrid_model: bool = _hybrid(False)
-    """Build a model of attention and Mamba layers."""
     enable_hyper_connections: bool = _hyper_connections(False, names=("--enable-mhc-connections",))
     """Use several residual streams with learned connections (hyper-connections)."""
-    spec: tuple[str, ...] | None = refused(None, "layers are selected by flags, not by import paths")
+    spec: tuple[str, ...] | None = refused(
+        None,
+        "layers are selected by flags, not by import paths",
+        works=(
+            ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+            ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack"),
+            ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+        ),
+    )
     """Import path of a Python object that specifies the layers."""
-    hybrid_attention_ratio: float = _hybrid(0.0)
-    """Fraction of layers that are attention layers."""
-    hybrid_mlp_ratio: float = _hybrid(0.0)
-    """Fraction of layers that are MLP layers."""
-    mamba_state_dim: int = _hybrid(128)
+    mamba_state_dim: int = flag(128, least=1)
     """State dimension of Mamba layers."""
-    mamba_head_dim: int = _hybrid(64)
+    mamba_head_dim: int = flag(64, least=1)
     """Head dimension of Mamba layers."""
-    mamba_num_groups: int = _hybrid(8)
-    """Number of groups of Mamba layers."""
-    mamba_num_heads: int | None = _hybrid(None)
-    """Number of heads of Mamba layers."""
+    mamba_num_groups: int = flag(8, least=1)
+    """Number of groups of Mamba layers, each of which shares B and C among its heads."""
+    mamba_num_heads: int | None = flag(None, least=1)
+    """Number of heads of Mamba layers. Not set: 2 x hidden size / `--mamba-head-dim`."""
     num_residual_streams: int = _hyper_connections(4, names=("--mhc-num-residual-streams",))
     """Number of residual streams of hyper-connections."""
     mhc_sinkhorn_iterations: int = _hyper_connections(20)

@@ -18,6 +18,11 @@ from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.parallel.grid import FoldError
 
 ITERATIONS = 5
+_LINEAR = (
+    ("mamba_num_groups", "mamba_num_heads", "mamba_state_dim", "mamba_head_dim"),
+    ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+)
+"""Flags with the numbers and the dims of key and value heads of Mamba and of linear attention."""
 _HIDDEN, _DENSE, _EXPERT, _HEAD, _LATENT, _VOCABULARY = 64, 128, 64, 16, 32, 512
 _MAX_TOPK, _NUM_EXPERTS, _MAX_GROUPS = 4, 8, 4
 _SEQUENCE, _WINDOW = 64, 16
@@ -117,6 +122,7 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
         raise FlagErrors.of(str(error), "fix fewer sizes, or use another number of ranks") from None
     _reduce_layers(draft, sizes)
     _reduce_heads(draft, sizes)
+    _reduce_linear_heads(draft, sizes)
     _reduce_widths(draft, sizes)
     if draft.value("num_experts"):
         _reduce_experts(draft, sizes)
@@ -213,6 +219,7 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
 def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
     """Returns flag name -> tuple with one entry per layer, for the flags whose value can differ between layers."""
     moe = derive.moe_layers(num_layers, draft.value("num_experts"), draft.value("moe_layer_freq"))
+    mixers, feed_forwards = (derive.repeated(draft.value(name), num_layers) for name in ("mixer", "feed_forward"))
     windowed = derive.windowed_layers(num_layers, draft.value("window_size"), draft.value("window_attn_skip_freq"))
     rotated = derive.rotated_layers(num_layers, draft.value("no_rope_freq"))
     return {
@@ -220,13 +227,15 @@ def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
         "window_attn_skip_freq": tuple(map(int, windowed)),
         "no_rope_freq": tuple(int(not rope) for rope in rotated),
         "cp_comm_type": derive.context_exchanges(num_layers, draft.value("cp_comm_type")),
+        "mixer": mixers,
+        "feed_forward": feed_forwards,
     }
 
 
 def _put_pattern(draft: Draft, name: str, entries: tuple[Any, ...]) -> None:
     """Sets a flag to the per-layer list `entries`, unless its value is an interval that yields the same list."""
     old = draft.value(name)
-    if old is None or (name == "cp_comm_type" and len(old) == 1):
+    if old is None or (name in ("cp_comm_type", "mixer", "feed_forward") and len(old) == 1):
         return
     if isinstance(old, int) and (name != "no_rope_freq" or len(entries) % old == 0):
         if _patterns(draft, len(entries))[name] == entries:
@@ -263,6 +272,24 @@ def _reduce_heads(draft: Draft, sizes: Sizes) -> None:
     if grouped:
         ranks_per_group = gcd(max(tp // groups, 1), sizes.tp)
         draft.put("num_query_groups", sizes.tp * per_rank // ranks_per_group, "fewer heads")
+
+
+def _reduce_linear_heads(draft: Draft, sizes: Sizes) -> None:
+    """Reduces head dims and numbers of heads of Mamba and of linear attention. Each rank has one or two groups of key
+    heads, each with one or two value heads."""
+    full = draft.value("tensor_model_parallel_size") * draft.value("context_parallel_size")
+    linear = draft.value("linear_attention_freq") is not None or "gated_delta_net" in draft.value("mixer")
+    num_heads = derive.mamba_heads(draft.settings.flags), draft.value("linear_num_value_heads")
+    for used, num_values, (keys, values, *dims) in zip(
+        ("mamba" in draft.value("mixer"), linear), num_heads, _LINEAR, strict=True
+    ):
+        if used:
+            per_rank, shared = min(draft.value(keys) // full, 2), min(num_values // draft.value(keys), 2)
+            number = sizes.tp * sizes.cp * max(per_rank, 1)
+            draft.put(keys, number, "fewer heads")
+            draft.put(values, number * shared, "fewer heads")
+            for dim in dims:
+                draft.lower(dim, _HEAD, "narrower")
 
 
 def _reduce_widths(draft: Draft, sizes: Sizes) -> None:

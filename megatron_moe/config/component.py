@@ -87,6 +87,8 @@ class Component:
 
     module: ClassVar[str]
     """Class of the module: "package.file:Class", imported when the model is built."""
+    present: ClassVar[bool] = True
+    """False for `NoMixer` and `NoFeedForward`, which have no module, norm and residual branch."""
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Path of a submodule -> `SavedActivation.module` of what it allocates; empty path: the module itself."""
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
@@ -145,6 +147,8 @@ class MixerConfig(Component):
     hidden_size: int
 
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({"": "attention"})
+    node: ClassVar[str] = "attention"
+    """Name of the node that runs the mixer, which selects the value of `--cuda-graph-modules` that captures it."""
 
     @property
     def hides_context_exchange(self) -> bool:
@@ -192,6 +196,33 @@ def indivisible(option: str, num_ranks: int, size: int, noun: str) -> str | None
     if size % num_ranks == 0:
         return None
     return f"{num_ranks} ranks ({option}) do not divide {counted(size, noun)}; divisors: {divisors(size)}"
+
+
+class _Absent(Component):
+    """Facts of a module that does not exist."""
+
+    present: ClassVar[bool] = False
+
+    def parameters(self, parallel: ParallelConfig) -> Iterable[ParamSpec]:
+        return ()
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterable[SavedActivation]:
+        return ()
+
+    def backward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoMixer(_Absent, MixerConfig):
+    """Mixer of a layer that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoFeedForward(_Absent, FeedForwardConfig):
+    """Feed-forward module of a layer that has none."""
 
 
 def linear_metas(

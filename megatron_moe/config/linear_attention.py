@@ -21,11 +21,13 @@ class LinearAttentionConfig(MixerConfig):
     """Mixer with linear attention. Its heads are sharded over tensor- and context-parallel ranks."""
 
     num_key_heads: int
-    """Number of heads of q and k."""
+    """Number of heads of q and k (`--linear-num-key-heads`, `--mamba-num-groups`)."""
     num_value_heads: int
     """Number of heads of v, each with its own state [key_head_dim, value_head_dim]; a multiple of `num_key_heads`."""
     key_head_dim: int
+    """Width of a head of q and k (`--linear-key-head-dim`, `--mamba-state-dim`)."""
     value_head_dim: int
+    """Width of a head of v (`--linear-value-head-dim`, `--mamba-head-dim`)."""
     conv_width: int
     """Tokens that the short convolution sees (`--linear-conv-kernel-dim`)."""
     norm: NormConfig

@@ -1,7 +1,8 @@
 """Mamba-2: a state space model as linear attention with a decay (Nemotron-3)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from megatron_moe.config.component import NameRule, ParamSpec
@@ -10,6 +11,10 @@ from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
 
+_NAMES = (
+    *("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"),
+)
+"""Parameters."""
 _TRANSFORMS = "megatron_moe.checkpoint.huggingface.linear_attention"
 
 
@@ -21,7 +26,14 @@ class MambaConfig(LinearAttentionConfig):
     """
 
     module: ClassVar[str] = "megatron_moe.model.mamba:Mamba"
+    node: ClassVar[str] = "mamba"
     mixed_rows: ClassVar[bool] = True
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            "input_layernorm.weight": ("norm.weight", "mixer.in_proj.layer_norm_weight"),
+            **{f"self_attention.{name}": (f"mixer.{name}",) for name in _NAMES},
+        }
+    )
 
     @property
     def mixed_sections(self) -> tuple[int, ...]:
@@ -52,7 +64,5 @@ class MambaConfig(LinearAttentionConfig):
         yield saved_tensor("attention", "x times time step", "U N V", heads * self.value_head_dim, sizes.activation)
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
-        yield NameRule("conv1d.weight", ("mixer.conv1d.weight",), f"{_TRANSFORMS}:FILTERS")
-        names = ("in_proj.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight")
-        for name in names:
-            yield NameRule(name, (f"mixer.{name}",))
+        for name in _NAMES:
+            yield NameRule(name, (f"mixer.{name}",), f"{_TRANSFORMS}:FILTERS" if name == "conv1d.weight" else "copy")

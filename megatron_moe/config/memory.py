@@ -62,7 +62,7 @@ class MemoryConfig:
     The operands of these microbatches are kept until then. Values above 1 change the rounding."""
 
 
-GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]
+GraphModule = Literal["attn", "mamba", "mlp", "moe", "moe_router", "moe_preprocess"]
 
 
 @dataclass(frozen=True, kw_only=True)

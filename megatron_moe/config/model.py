@@ -2,18 +2,31 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_moe.config.attention import NormConfig
-from megatron_moe.config.component import FeedForwardConfig, MixerConfig, ParamSpec, linear_parameters
+from megatron_moe.config.component import Component, FeedForwardConfig, MixerConfig, ParamSpec, linear_parameters
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
 
 
+class Sublayer(NamedTuple):
+    """Residual branch of a layer."""
+
+    name: str
+    """Name of the module in the layer."""
+    norm: str
+    """Name of the norm before the module."""
+    component: Component
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Pre-norm transformer layer: a mixer and a feed-forward module, each with a norm and a residual connection."""
+    """Pre-norm transformer layer: a mixer and a feed-forward module, each with a norm and a residual connection.
+
+    Either may be absent (`NoMixer`, `NoFeedForward`), with its norm and its residual connection.
+    """
 
     mixer: MixerConfig
     feed_forward: FeedForwardConfig
@@ -36,12 +49,20 @@ class LayerConfig:
     def is_moe(self) -> bool:
         return self.moe is not None
 
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        """Residual branches in order: the mixer and the feed-forward module, unless absent."""
+        both = (
+            Sublayer("self_attention", "input_layernorm", self.mixer),
+            Sublayer("mlp", "pre_mlp_layernorm", self.feed_forward),
+        )
+        return tuple(each for each in both if each.component.present)
+
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Parameters by their name in the layer."""
-        yield from self.norm.parameters("input_layernorm", self.hidden_size, parallel)
-        yield from _within("self_attention", self.mixer.parameters(parallel))
-        yield from self.norm.parameters("pre_mlp_layernorm", self.hidden_size, parallel)
-        yield from _within("mlp", self.feed_forward.parameters(parallel))
+        for name, norm, component in self.sublayers:
+            yield from self.norm.parameters(norm, self.hidden_size, parallel)
+            yield from _within(name, component.parameters(parallel))
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         """See `Component.layout_problem`."""
@@ -63,6 +84,8 @@ class MTPConfig:
     """All prediction depths share the weights of one layer (`--mtp-use-repeated-layer`)."""
     detach_heads: bool = False
     """The MTP loss trains the MTP layers only, not the decoder, embedding and head (`--mtp-detach-heads`)."""
+    layer: LayerConfig | None = None
+    """Transformer layer of a prediction depth; None: equal to the last decoder layer."""
 
     @property
     def num_distinct_layers(self) -> int:
@@ -77,7 +100,8 @@ class InitConfig:
     std: float = 0.02
     """Standard deviation of matrices that read the residual stream (`--init-method-std`)."""
     output_std: float = 0.02
-    """Standard deviation of matrices that write to the residual stream. Megatron uses std / sqrt(2 * num_layers)."""
+    """Standard deviation of matrices that write to the residual stream. Megatron uses std / sqrt(number of residual
+    branches), of which a layer with attention and MLP has two."""
     embedding_std: float | None = None
     """Standard deviation of the embedding (`--embedding-init-method-std`). None: equal to `std`."""
     method: Literal["normal", "unit_gain", "xavier_uniform"] = "normal"
@@ -115,6 +139,11 @@ class ModelConfig:
         return self.mtp.num_layers if self.mtp else 0
 
     @property
+    def mtp_layer(self) -> LayerConfig:
+        """Transformer layer of a depth of multi-token prediction."""
+        return self.mtp.layer if self.mtp is not None and self.mtp.layer is not None else self.layers[-1]
+
+    @property
     def moe_configs(self) -> tuple[MoEConfig, ...]:
         """Config of each MoE layer, in the order of the layers."""
         return tuple(layer.moe for layer in self.layers if layer.moe is not None)
@@ -122,8 +151,7 @@ class ModelConfig:
     @property
     def megatron_names(self) -> dict[str, tuple[str, ...]]:
         """Parameter name within a layer -> alternative names in Megatron checkpoints."""
-        layers = dict.fromkeys(self.layers)
-        components = (each for layer in layers for each in (layer.mixer, layer.feed_forward))
+        components = (each.component for layer in dict.fromkeys(self.layers) for each in layer.sublayers)
         return {name: names for component in components for name, names in component.megatron_names.items()}
 
     def embedding_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
@@ -160,13 +188,13 @@ class ModelConfig:
         return self.norm.parameters("final_layernorm", self.hidden_size, parallel)
 
     def mtp_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
-        """Parameters of one MTP layer: three norms, a projection [H, 2H] and a copy of the last layer."""
+        """Parameters of one MTP layer: three norms, a projection [H, 2H] and a transformer layer."""
         hidden = self.hidden_size
         for name in ("enorm", "hnorm", "final_layernorm"):
             yield from self.norm.parameters(name, hidden, parallel)
         shape = (hidden, 2 * hidden)
         yield from linear_parameters("eh_proj", shape, parallel, counted="attention", low="mtp", tp_dim=0)
-        yield from _within("transformer_layer", self.layers[-1].parameters(parallel))
+        yield from _within("transformer_layer", self.mtp_layer.parameters(parallel))
 
 
 def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) -> ModelConfig:
@@ -175,4 +203,5 @@ def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) 
     def changed(layer: LayerConfig) -> LayerConfig:
         return layer if layer.moe is None else replace(layer, feed_forward=change(layer.moe))
 
-    return replace(config, layers=tuple(map(changed, config.layers)))
+    mtp = config.mtp and replace(config.mtp, layer=config.mtp.layer and changed(config.mtp.layer))
+    return replace(config, layers=tuple(map(changed, config.layers)), mtp=mtp)

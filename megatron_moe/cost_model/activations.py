@@ -6,12 +6,19 @@ this file adds what belongs to the layer, the pipeline stage and the model. V is
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import MappingProxyType
 
 from megatron_moe.config.costs import INDEX, WHOLE_LAYER, ActivationSizes, SavedActivation, num_bytes, saved_tensor
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.run import RunPlan
+
+_NORMS = MappingProxyType(
+    {"self_attention": ("input_norm", "attn_norm", {"offloaded_by": "qkv_linear"}), "mlp": ("mlp_norm", "mlp_norm", {})}
+)
+"""Module of a layer -> (label of its norm, value of `--offload-modules` for the norm's input, fields of
+`SavedActivation` for its output)."""
 
 
 def activation_sizes(plan: RunPlan, imbalance: float = 1.0) -> ActivationSizes:
@@ -29,17 +36,18 @@ def activation_sizes(plan: RunPlan, imbalance: float = 1.0) -> ActivationSizes:
 
 
 def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> list[SavedActivation]:
-    """Tensors that one layer saves for backward."""
-    mixer, feed_forward, hidden, norm = layer.mixer, layer.feed_forward, layer.hidden_size, layer.norm
-    marks = {"recomputed_by": ("layernorm",), "offloaded_by": "qkv_linear", **mixer.input_marks(parallel)}
-    saved = [*norm.saved_tensors("input_norm", hidden, sizes, input_by="attn_norm", **marks)]
-    saved += mixer.saved_tensors(parallel, sizes)
-    marks = {"recomputed_by": ("layernorm",), **feed_forward.input_marks(parallel)}
-    saved += norm.saved_tensors("mlp_norm", hidden, sizes, input_by="mlp_norm", **marks)
-    saved += feed_forward.saved_tensors(parallel, sizes)
+    """Tensors that one layer saves for backward, first its input."""
+    saved: list[SavedActivation] = []
+    for name, _, component in layer.sublayers:
+        norm, input_by, options = _NORMS[name]
+        marks = {"recomputed_by": ("layernorm",), **options, **component.input_marks(parallel)}
+        saved += layer.norm.saved_tensors(norm, layer.hidden_size, sizes, input_by=input_by, **marks)
+        saved += component.saved_tensors(parallel, sizes)
     if layer.hidden_dropout:
-        count = sizes.residual * hidden
-        saved += [saved_tensor(name, "dropout mask", "T H", count, sizes.activation) for name in ("attention", "mlp")]
+        count = sizes.residual * layer.hidden_size
+        for name, _, _ in layer.sublayers:
+            module = {"self_attention": "attention"}.get(name, name)
+            saved.append(saved_tensor(module, "dropout mask", "T H", count, sizes.activation))
     return saved
 
 
@@ -68,7 +76,7 @@ def head_tensors(model: ModelConfig, parallel: ParallelConfig, sizes: Activation
 
 def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Cos and sin tables that a stage saves: one pair per distinct RoPE config of its layers."""
-    layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * bool(stage.num_mtp)
+    layers = [model.layers[index] for index in stage.layers] + [model.mtp_layer] * bool(stage.num_mtp)
     for rope in dict.fromkeys(rope for layer in layers for rope in layer.mixer.rotary_tables):
         yield saved_tensor("positions", "cos and sin", "2 U D", 2 * sizes.inner * rope.dim, sizes.internal)
 
@@ -87,8 +95,9 @@ def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSi
     yield saved_tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)
     low = "" if parallel.sequence_parallel else "mtp"
     yield saved_tensor("mtp", "joined", "T 2H", 2 * tokens * hidden, sizes.activation, {"low": low})
-    for each in layer_tensors(model.layers[-1], parallel, sizes):
-        is_input = (each.module, each.name) == ("input_norm", "input")
-        recomputed = each.recomputed_by if is_input else (*each.recomputed_by, WHOLE_LAYER)
+    own_input, *others = layer_tensors(model.mtp_layer, parallel, sizes)
+    yield replace(own_input, module="mtp")
+    for each in others:
+        recomputed = (*each.recomputed_by, WHOLE_LAYER)
         yield replace(each, module="mtp", recomputed_by=recomputed)
     yield from model.norm.saved_tensors("mtp", hidden, sizes)

@@ -39,7 +39,7 @@ def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
     """FLOPs of one MTP depth for one sequence: a decoder layer, the projection [H, 2H] and, as in Megatron, 3 norms."""
     hidden = model.hidden_size
     own = seq_length * (2 * hidden * hidden + 3 * hidden) * TRAINING_FLOPS
-    return own + count_layer_flops(model.layers[-1], seq_length).total
+    return own + count_layer_flops(model.mtp_layer, seq_length).total
 
 
 def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:

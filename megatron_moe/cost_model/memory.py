@@ -257,7 +257,7 @@ class RankMemory:
         """Layers of each model chunk of a pipeline rank, in order; MTP layers are last in their chunk."""
         model = self.plan.model
         return [
-            [*(model.layers[index] for index in stage.layers), *[model.layers[-1]] * stage.num_mtp]
+            [*(model.layers[index] for index in stage.layers), *[model.mtp_layer] * stage.num_mtp]
             for stage in self.plan.layout.chunks(rank)
         ]
 
@@ -280,7 +280,7 @@ class RankMemory:
             if _recomputes_whole(recompute, place):
                 # only layer inputs are saved: of every layer, or of the first layer of each recomputed group
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
-                tensors = [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
+                tensors = tensors[:1] if first else []
             if not is_low(self.plan, layer):
                 tensors = [replace(each, low="", is_activation_input=False) for each in tensors]
             saved += tensors
@@ -334,7 +334,8 @@ class RankMemory:
         """Bytes per microbatch that a stage keeps after backward for delayed expert weight gradients."""
         layers = self.plan.model.layers
         own = sum(self._late(layers[index], low=is_low(self.plan, index)) for index in stage.layers)
-        return own + stage.num_mtp * self._late(layers[-1], low=self.plan.precision.low_precision is not None)
+        mtp = self._late(self.plan.model.mtp_layer, low=self.plan.precision.low_precision is not None)
+        return own + stage.num_mtp * mtp
 
     def _late(self, layer: LayerConfig, *, low: bool) -> float:
         """Bytes per microbatch that an MoE layer keeps after backward. `low`: whether its GEMMs use FP8 or FP4."""

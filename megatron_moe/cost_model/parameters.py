@@ -62,5 +62,5 @@ def count_expert_elements(model: ModelConfig) -> int:
     """Number of parameters of all routed experts, including those in layers of multi-token prediction."""
     layers = list(model.layers)
     if model.mtp is not None:
-        layers += [model.layers[-1]] * model.mtp.num_distinct_layers
+        layers += [model.mtp_layer] * model.mtp.num_distinct_layers
     return sum(count(layer.parameters(UNSHARDED)).experts * times for layer, times in Counter(layers).items())

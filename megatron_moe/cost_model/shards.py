@@ -177,7 +177,7 @@ def layer_recipes(plan: RunPlan, rank: int) -> list[tuple[LayerConfig, LowPrecis
     config, layers, stages = plan.precision.low_precision, plan.model.layers, plan.layout.chunks(rank)
     indices = (index for stage in stages for index in stage.layers)
     own = [(layers[index], config if is_low(plan, index) else None) for index in indices]
-    return own + [(layers[-1], config)] * sum(stage.num_mtp for stage in stages)
+    return own + [(plan.model.mtp_layer, config)] * sum(stage.num_mtp for stage in stages)
 
 
 def low_by_rank(plan: RunPlan, rank: int) -> HeldElements:

@@ -32,6 +32,7 @@ _NO_SCOPE = DiscardScope()
 CAPTURED_NODES = MappingProxyType(
     {
         "attn": ("attention", "attention"),
+        "mamba": ("mamba", "mamba"),
         "mlp": ("mlp", "residual"),
         "moe_router": ("router", "router"),
         "moe_preprocess": ("dispatch_start", "dispatch_finish"),

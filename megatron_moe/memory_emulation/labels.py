@@ -40,7 +40,7 @@ def _label(path: str, model: ModelConfig) -> str:
         return ""
     layer = model.layers[int(words[2])]
     labels = dict(_IN_LAYER)
-    for name, component in (("self_attention", layer.mixer), ("mlp", layer.feed_forward)):
+    for name, _, component in layer.sublayers:
         labels |= {f"{name}.{part}".rstrip("."): label for part, label in component.memory_labels.items()}
     return labels.get(".".join(words[3:]), "")
 

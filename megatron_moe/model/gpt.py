@@ -16,7 +16,7 @@ from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.pipeline_layout import StageLayout, even_layout
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.layers.components import FeedForward, Mixer
+from megatron_moe.layers.components import Mixer
 from megatron_moe.layers.node_chain import (
     BoundNodes,
     LayerState,
@@ -78,8 +78,8 @@ class Decoder(nn.Module):
 
     @property
     def first_mixer(self) -> Mixer | None:
-        """Mixer of the first layer on this rank; None if it has no layers."""
-        return next((layer.self_attention for layer in self.by_index.values()), None)
+        """First mixer on this rank; None if its layers have none."""
+        return next(filter(None, (layer.self_attention for layer in self.by_index.values())), None)
 
     def chain(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
         """Nodes of one chunk's layers and, in the last stage, of the final norm. `by_node`: True returns every node
@@ -152,7 +152,7 @@ class GPT(nn.Module):
         of_head = quantizers.new("head", "output_layer")
         self.output_layer = Head(config, ctx, kernels, of_head) if has_loss else None
         mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
-        self.rotations = Rotations(mixers + ([config.layers[-1].mixer] if has_mtp else []), ctx)
+        self.rotations = Rotations(mixers + ([config.mtp_layer.mixer] if has_mtp else []), ctx)
         self._store: UnitStore | None = None
         self._count_uses()
 
@@ -200,12 +200,13 @@ class GPT(nn.Module):
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
         """Draws the random logits of routers with a forced load and adds them to the microbatch, because CUDA graphs
         cannot draw random numbers in a replay."""
-        sites: list[tuple[int, FeedForward, MicrobatchContext]]
         sites = [(i, layer.mlp, batch.context) for i, layer in self.decoder.by_index.items()]
         if self.mtp is not None:
             sites += self.mtp.feed_forwards(batch.context)
         num_tokens = batch.tokens_BS.numel() // sequence_part(self.ctx)[1]
-        found = ((index, module.draw_logits(num_tokens, dtype, mb)) for index, module, mb in sites)
+        found = (
+            (index, module.draw_logits(num_tokens, dtype, mb)) for index, module, mb in sites if module is not None
+        )
         drawn = {index: logits_TE for index, logits_TE in found if logits_TE is not None}
         return replace(batch, context=replace(batch.context, forced_logits=drawn)) if drawn else batch
 

@@ -44,7 +44,7 @@ from megatron_moe.parallel.tensor_parallel import columns_to_residual
 
 
 class MTPLayer(nn.Module):
-    """One depth of multi-token prediction. Its transformer layer has the config of the model's last layer."""
+    """One depth of multi-token prediction. Its transformer layer has the config `ModelConfig.mtp_layer`."""
 
     def __init__(self, config: ModelConfig, depth: int, resources: ModelResources) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class MTPLayer(nn.Module):
         quantizer = resources.quantizers.new("mtp", f"mtp.layers.{depth}.eh_proj")
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0, quantizer=quantizer)
         layer, site = len(config.layers) + depth, f"mtp.layers.{depth}.transformer_layer"
-        self.transformer_layer = TransformerLayer(config.layers[-1], layer, site, resources)
+        self.transformer_layer = TransformerLayer(config.mtp_layer, layer, site, resources)
         self.final_layernorm = Norm(config.norm, hidden, ctx, kernels)
         self.nodes = (
             Node("join", "attention", self._join, parameters_of(self.enorm, self.hnorm, self.eh_proj)),
@@ -119,7 +119,7 @@ class MTP(nn.Module):
             nodes = self.by_index[index].nodes if by_node else [self._layer_nodes[index]]
             yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
 
-    def feed_forwards(self, mb: MicrobatchContext) -> list[tuple[int, FeedForward, MicrobatchContext]]:
+    def feed_forwards(self, mb: MicrobatchContext) -> list[tuple[int, FeedForward | None, MicrobatchContext]]:
         """(layer index, counted over depths; feed-forward module; context) of every depth."""
         modules = [self.by_index[number % self.num_layers] for number in range(self.config.num_layers)]
         return [

@@ -76,7 +76,7 @@ def _model(plan: RunPlan) -> ReportValues:
         "parameters": total.total,
         "active_parameters": active.total,
         "parameters_without_mtp": total.without_mtp.total,
-        "dense_layers": sum(not layer.is_moe for layer in layers),
+        "dense_layers": sum(layer.feed_forward.present and not layer.is_moe for layer in layers),
         "moe_layers": sum(layer.is_moe for layer in layers),
         "mtp_layers": plan.model.num_mtp,
         "by_kind": {kind: count for kind, count in asdict(total).items() if count},

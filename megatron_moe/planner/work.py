@@ -135,7 +135,7 @@ class LayerWork:
         for (layer, early), count in Counter(places).items():
             work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, early))) * count
         if stage.num_mtp:
-            layer = model.layers[-1]
+            layer = model.mtp_layer
             projection = 6 * 2 * model.hidden_size**2 * self.plan.data.seq_length * self._share / self.rates.dense
             one = self.of_layer(layer) + Work(recompute=self.recompute(layer, True), dense=projection)
             work += one * model.num_mtp

@@ -86,7 +86,7 @@ def _moe_layers(model: GPT) -> Iterator[tuple[str, MoEConfig]]:
         moe = config.layers[layer].moe
         if moe is not None:
             yield f"decoder.layers.{layer}.mlp.", moe
-    last = config.layers[-1].moe
+    last = config.mtp_layer.moe
     if model.mtp is not None and last is not None:
         for depth in range(model.mtp.num_layers):
             yield f"mtp.layers.{depth}.transformer_layer.mlp.", last

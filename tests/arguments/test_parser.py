@@ -128,6 +128,7 @@ def test_blanks_and_dashes_in_values_are_kept():
         ("cuda_graph_modules", "--cuda-graph-scope full_iteration --cuda-graph-impl local", ()),
         ("moe_expert_capacity_factor", "--moe-token-capacity-factor 1.0", 1.0),
         ("micro_batch_size", "--batch-size 2", 2),
+        ("mixer", "--hybrid-override-pattern M*", ("mamba", "auto")),
         ("qk_head_dim", "--qk-nope-head-dim 96", 96),
     ],
 )

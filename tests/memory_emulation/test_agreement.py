@@ -41,7 +41,7 @@ WITHIN = 0.03
 """Relative tolerance."""
 SMALL = ("quickstart", "q6", "m8", "ds4", "olmoe-1b-7b-h100-8")
 STATE = ("weights", "gradients", "master weights", "moments")
-FEATURES = frozenset({"deepseek-v4-flash-gb200-128", "deepseek-v4-pro-gb300-256", "nemotron-3-nano-30b-a3b-h100-16"})
+FEATURES = frozenset({"deepseek-v4-flash-gb200-128", "deepseek-v4-pro-gb300-256"})
 """Recipes whose layers are not available."""
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 
 from megatron_moe.config.attention import SoftmaxMixerConfig
+from megatron_moe.config.component import NoFeedForward, NoMixer
 from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConfig
@@ -163,7 +164,8 @@ def pipeline_of(cell: Cell) -> PipelineConfig:
 
 
 def model_of(cell: Cell) -> ModelConfig:
-    """One dense layer and three MoE layers, or only dense ones; one layer per stage where there are more stages."""
+    """One dense layer and three MoE layers, or only dense ones, or layers with a single module each: two mixers, an MLP
+    and experts. One layer per stage where there are more stages."""
     softmax: SoftmaxMixerConfig = tiny.attention(num_query_groups=_groups(cell))
     if cell["attention"] == "mla":
         softmax = tiny_models.mla_config(num_heads=4)
@@ -174,15 +176,22 @@ def model_of(cell: Cell) -> ModelConfig:
     mixers = (tiny_models.LINEAR_ATTENTION.get(cell["attention"], softmax), softmax)
     dense = tiny_models.mlp_config(ffn_hidden_size=48)
     num_layers = max(NUM_LAYERS, int(cell["pp"]) * int(cell["vpp"]))
-    kinds = [dense] + [moe_of(cell) if cell["layers"] == "moe" else dense] * (num_layers - 1)
+    sparse = dense if cell["layers"] == "dense" else moe_of(cell)
+    if cell["layers"] == "single":
+        no_mixer, none = NoMixer(hidden_size=tiny.HIDDEN), NoFeedForward()
+        modules = [(mixers[0], none), (no_mixer, dense), (mixers[1], none), (no_mixer, sparse)]
+    else:
+        modules = [(mixers[0], dense), *[(mixers[(layer + 1) % 2], sparse) for layer in range(3)]]
+    kinds = [
+        LayerConfig(mixer=mixer, feed_forward=feed_forward, norm=tiny.NORM, hidden_dropout=dropout)
+        for mixer, feed_forward in (*modules, *modules[-2:] * num_layers)
+    ]
+    depth = replace(kinds[3], mixer=softmax) if cell["layers"] == "single" else None
     return tiny.model(
-        layers=tuple(
-            LayerConfig(mixer=mixers[layer % 2], feed_forward=kind, norm=tiny.NORM, hidden_dropout=dropout)
-            for layer, kind in enumerate(kinds)
-        ),
+        layers=tuple(kinds[:num_layers]),
         embedding_dropout=dropout,
         tied_embeddings=cell["head"] == "tied",
-        mtp=MTPConfig(num_layers=1, loss_scaling_factor=0.3) if cell["mtp"] == "on" else None,
+        mtp=MTPConfig(num_layers=1, loss_scaling_factor=0.3, layer=depth) if cell["mtp"] == "on" else None,
         max_positions=SEQ,
     )
 

@@ -38,7 +38,7 @@ DIMENSIONS = MappingProxyType(
         "shared": ("off", "on", "overlap"),
         "experts": ("grouped", "sequential"),
         "latent": ("off", "on"),
-        "layers": ("moe", "dense"),
+        "layers": ("moe", "dense", "single"),
         "attention": ("gqa", "mla", "delta", "mamba"),
         "groups": ("whole", "shared"),
         "sinks": ("off", "on"),
@@ -112,7 +112,7 @@ EXPERT_DIMENSIONS = ("ep", "etp", "dispatcher", "balance", "capacity", "shared",
 
 
 def _only_in_moe(name: str, cell: Cell) -> bool:
-    return cell["layers"] == "moe" or cell[name] == DIMENSIONS[name][0]
+    return cell["layers"] != "dense" or cell[name] == DIMENSIONS[name][0]
 
 
 Rule = tuple[tuple[str, ...], Callable[[Cell], bool]]
@@ -168,7 +168,7 @@ RULES: tuple[Rule, ...] = (
     (("cp", "dropout"), lambda c: c["dropout"] == "off" or c["cp"] == "1"),
     # overlapped layers run node by node, so whole layers cannot be recomputed
     (("overlap", "recompute"), lambda c: c["overlap"] != "experts" or c["recompute"] not in ("full", "moe")),
-    (("layers", "recompute"), lambda c: c["recompute"] != "moe" or c["layers"] == "moe"),
+    (("layers", "recompute"), lambda c: c["recompute"] != "moe" or c["layers"] != "dense"),
     # a dense model has no expert dimensions
     *((("layers", name), partial(_only_in_moe, name)) for name in EXPERT_DIMENSIONS),
 )

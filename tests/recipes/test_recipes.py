@@ -23,12 +23,19 @@ REGISTRY = Registry.declared()
 TABLE = {row.name: row for row in rows(REGISTRY)}
 ZOO = {str(row): row for row in zoo_rows()}
 OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
+HYBRIDS = {
+    "Nemotron-3-Nano-30B-A3B": ("31.58", "3.58"),
+    "Nemotron-3-Super-120B-A12B": ("120.67", "12.77"),
+    "Qwen3-Next-80B-A3B": ("79.67", "3.87"),
+}
+"""Models with several kinds of mixers -> published billions of parameters without multi-token prediction, and of
+parameters that process a token."""
 WITHOUT_A_ROW = {
-    "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", "Nemotron-3-Nano-30B-A3B", "Qwen3-Next-80B-A3B", "Quickstart",
+    "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", *HYBRIDS, "Quickstart",
     "DeepSeek-V3, 4 layers of 8 experts", "Moonlight-16B-A3B, 8 layers", "Qwen3-30B-A3B, 6 layers",
     "Qwen3-30B-A3B, 24 layers", "Mixtral-8x22B, 2 layers",
 }  # fmt: skip
-"""Models with unsupported mixers, and truncated models."""
+"""Models with other layers than the rows of the table, and truncated models."""
 
 
 def launched(num_ranks: int, ranks_per_host: int) -> dict[str, str]:
@@ -77,6 +84,13 @@ def test_a_recipe_equals_the_published_model(row: Row):
     active = count_parameters(row.plan.model, active=True).without_mtp.total
     expected = published.cells["computed-total-B"], published.cells["computed-active-B"]
     assert (f"{total / 1e9:.2f}", f"{active / 1e9:.2f}") == expected
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE.values() if row.about.model in HYBRIDS], ids=lambda row: row.name)
+def test_a_hybrid_has_the_published_number_of_parameters(row: Row):
+    total = count_parameters(row.plan.model).without_mtp.total
+    active = count_parameters(row.plan.model, active=True).without_mtp.total
+    assert (f"{total / 1e9:.2f}", f"{active / 1e9:.2f}") == HYBRIDS[row.about.model]
 
 
 def test_every_model_is_in_the_table_or_a_known_exception():

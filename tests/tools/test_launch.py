@@ -107,11 +107,11 @@ def test_invalid_layout_is_rejected_before_anything_is_written(here, capsys, mod
 
 
 def test_unavailable_features_are_listed_in_a_dry_run_and_rejected_otherwise(here, capsys):
-    flags = ["--recipe", "nemotron-3-nano-30b-a3b-h100-16"]
+    flags = ["--recipe", "deepseek-v4-flash-gb200-128"]
     script = printed(capsys, "--dry-run", *flags, code=ExitCode.NOT_READY)
     reasons = [line for line in script.splitlines() if line.startswith("# Cannot start yet: ")]
-    assert any("--is-hybrid-model is not available yet" in line for line in reasons)
-    assert script.index(reasons[0]) < script.index("flags=(") and "#SBATCH --nodes=2\n" in script
+    assert any("--enable-hyper-connections is not available yet" in line for line in reasons)
+    assert script.index(reasons[0]) < script.index("flags=(") and "#SBATCH --nodes=32\n" in script
     for more in ([], ["--submit"]):
         assert main([*more, *flags]) == ExitCode.CONFIG
         assert "is not available yet" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def map_names(
     `published` is the config of the Hugging Face folder, whose vocabulary is not padded.
     """
     num_layers = len(published.layers)
-    by_layer = [_layer_rules(model_type, layer) for layer in model.layers]
+    by_layer = [_layer_rules(model_type, layer) for layer in (*model.layers, model.mtp_layer)]
     tables = ((_MTP_NAME, _by_name(_MTP), num_layers), (_MODEL_NAME, _by_name(_MODEL_RULES), 0))
     mappings: list[WeightMapping] = []
     unknown: list[str] = []
@@ -163,7 +163,7 @@ def _find(
 def _layer_rules(model_type: str, layer: LayerConfig) -> dict[str, NameRule]:
     """Rules of a layer's parameters, by their name in the layer."""
     rules = {rule.name: rule for rule in _NORMS}
-    for prefix, component in (("self_attention", layer.mixer), ("mlp", layer.feed_forward)):
+    for prefix, _, component in layer.sublayers:
         rules |= {f"{prefix}.{rule.name}": rule for rule in component.name_rules(model_type)}
     return rules
 
@@ -171,7 +171,7 @@ def _layer_rules(model_type: str, layer: LayerConfig) -> dict[str, NameRule]:
 def _find_in_layer(
     name: str, by_layer: Sequence[Mapping[str, NameRule]], num_layers: int
 ) -> tuple[NameRule, int | None] | None:
-    """Finds the rule of a transformer layer's parameter; MTP layers have the config of the last layer."""
+    """Finds the rule of a transformer layer's parameter; MTP layers have the last rules."""
     for pattern, offset in ((_LAYER_NAME, 0), (_MTP_LAYER_NAME, num_layers)):
         match = pattern.fullmatch(name)
         if match:
