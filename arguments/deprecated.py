@@ -187,7 +187,6 @@ _FOREIGN: Mapping[str, str] = MappingProxyType(
         "--checkpoint-activations": "use --recompute-granularity full",
         "--decoder-num-layers": "there is no separate decoder; use --num-layers",
         "--decoder-seq-length": "there is no separate decoder; use --seq-length",
-        "--loss-scale": "it applies to fp16; use --bf16",
         "--extra-vocab-size": "use --padded-vocab-size",
         "--max-padding-length": "use --seq-length",
         "--patch-tokenizer-type": "use --tokenizer-type HuggingFaceTokenizer",

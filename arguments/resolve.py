@@ -23,7 +23,14 @@ from megatron_moe.config.memory import (
     RecomputeConfig,
 )
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.optimizer import LRConfig, MuonConfig, OptimizerConfig, OptimizerOffloadConfig, QKClipConfig
+from megatron_moe.config.optimizer import (
+    LossScaleConfig,
+    LRConfig,
+    MuonConfig,
+    OptimizerConfig,
+    OptimizerOffloadConfig,
+    QKClipConfig,
+)
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout
@@ -152,7 +159,7 @@ def tokenizer_config(flags: Flags) -> TokenizerConfig:
 
 def _precision(flags: Flags) -> PrecisionConfig:
     low_params = flags.fp8_param_gather or flags.fp4_param_gather
-    params, grads = ("bf16" if flags.bf16 else "fp32"), "fp32"
+    params, grads = ("bf16" if flags.bf16 else "fp16" if flags.fp16 else "fp32"), "fp32"
     if flags.grad_reduce_in_bf16 or flags.main_grads_dtype == "bf16":
         grads = "bf16"
     # a 16-bit remainder extends bf16 parameters to fp32 and exists for no other format
@@ -240,7 +247,9 @@ def _optimizer(flags: Flags) -> OptimizerConfig:
         chunk_bytes = flags.optimizer_state_offload_chunk_size_mb << 20
         state = OptimizerOffloadConfig(fraction=flags.optimizer_state_offload_fraction, chunk_bytes=chunk_bytes)
     qk_clip = from_flags(QKClipConfig, flags) if flags.qk_clip else None
-    return from_flags(OptimizerConfig, flags, offload=state, muon=from_flags(MuonConfig, flags), qk_clip=qk_clip)
+    scaling = from_flags(LossScaleConfig, flags) if flags.fp16 else None
+    muon = from_flags(MuonConfig, flags)
+    return from_flags(OptimizerConfig, flags, offload=state, muon=muon, qk_clip=qk_clip, loss_scaling=scaling)
 
 
 def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:
@@ -334,9 +343,15 @@ def _watchdog_timeouts(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float
 
 def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
     signals = (flags.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if flags.exit_signal_handler else ()
+    on_nonfinite, most_skipped = flags.on_nonfinite, flags.max_skipped_iterations
+    if flags.fp16 and flags.loss_scale is None:  # overflows are a part of the search for the scale
+        on_nonfinite = "skip"
+        most_skipped += from_flags(LossScaleConfig, flags).most_overflows
     return from_flags(
         ResilienceConfig,
         flags,
+        on_nonfinite=on_nonfinite,
+        max_skipped_iterations=most_skipped,
         exit_signals=tuple(dict.fromkeys(signals)),
         watchdog=_watchdog_timeouts(flags, loop),
         faults=tuple(map(parse_fault, flags.inject)),

@@ -27,6 +27,27 @@ def fp8_recipe_is_for_fp8(flags: RuleFlags) -> Violations:
         yield f"--fp8-recipe {flags.fp8_recipe}", f"use --fp4-format e2m1 --fp4-recipe {flags.fp8_recipe}"
 
 
+def loss_scaling_needs_the_nan_check(flags: RuleFlags) -> Violations:
+    """Overflows of scaled gradients reject the update, and the scale changes outside of captured steps."""
+    if not flags.fp16:
+        return
+    if not flags.check_for_nan_in_loss_and_grad:
+        yield (
+            "--fp16 without the NaN check, which finds the overflows of scaled gradients",
+            "leave out --no-check-for-nan-in-loss-and-grad",
+        )
+    if flags.cuda_graph_impl == "full_iteration":
+        yield (
+            "--fp16 with --cuda-graph-impl full_iteration: the loss scale is no input of a captured step",
+            "use --bf16",
+        )
+    if flags.min_loss_scale > flags.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {flags.min_loss_scale:g} exceeds --initial-loss-scale {flags.initial_loss_scale:g}",
+            "lower --min-loss-scale",
+        )
+
+
 def low_precision_needs_bf16(flags: RuleFlags) -> Violations:
     """FP8 and FP4 tensor cores read operands quantised from bf16 and return bf16. The emulation has no such limit."""
     if _low_precision(flags) and not flags.bf16 and not flags.emulate_low_precision:

@@ -18,8 +18,19 @@ class PrecisionFlags:
     """Parameters and activations in bf16, master weights and gradients in fp32. Default: everything in fp32."""
     fp64: bool = new_flag(False)
     """Parameters, activations, gradients and optimizer state in fp64, to compare results without rounding effects."""
-    fp16: bool = refused(False, "loss scaling is not implemented; use --bf16")
-    """Parameters and activations in fp16."""
+    fp16: bool = flag(False)
+    """Parameters and activations in fp16, master weights and gradients in fp32, with a scaled loss. On GPUs the
+    products of routed experts run on plain torch, which waits for the device: `--bf16` is faster."""
+    loss_scale: float | None = flag(None, least=1)
+    """fp16: constant loss scale. Not set: the scale is halved after overflows and doubled after steps without any."""
+    initial_loss_scale: float = flag(2.0**32, least=1)
+    """fp16: loss scale of the first step."""
+    min_loss_scale: float = flag(1.0, least=1)
+    """fp16: smallest loss scale."""
+    loss_scale_window: float = flag(1000.0, least=1)
+    """fp16: number of steps without overflow after which the loss scale is doubled."""
+    hysteresis: int = flag(2, least=1)
+    """fp16: number of overflows after which the loss scale is halved."""
     deterministic_mode: bool = flag(False)
     """Make runs of the same command bitwise reproducible."""
     accumulate_allreduce_grads_in_fp32: bool = differs(

@@ -1,6 +1,7 @@
 """Optimizer and learning-rate schedule."""
 
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import Literal
 
 
@@ -60,6 +61,25 @@ class QKClipConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Loss scaling of fp16 runs; see `optim/loss_scale.py`."""
+
+    loss_scale: float | None = None
+    """Constant scale; None: the scale follows the overflows of gradients."""
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: float = 1000.0
+    """Number of steps without overflow after which the scale is doubled."""
+    hysteresis: int = 2
+    """Number of overflows after which the scale is halved."""
+
+    @property
+    def most_overflows(self) -> int:
+        """Number of overflows in a row that bring the scale to its minimum."""
+        return self.hysteresis + ceil(log2(max(self.initial_loss_scale / self.min_loss_scale, 1.0)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Update rule and its hyperparameters. AdamW (arXiv 1711.05101) has decoupled weight decay."""
 
@@ -80,6 +100,8 @@ class OptimizerConfig:
     decoupled_min_lr: float | None = None
     muon: MuonConfig = MuonConfig()
     qk_clip: QKClipConfig | None = None
+    loss_scaling: LossScaleConfig | None = None
+    """None: the loss is not scaled."""
     offload: OptimizerOffloadConfig = OptimizerOffloadConfig()
     overlap_optimizer_step: bool = False
     """Updates weights bucket by bucket, overlapped with the next forward (`--overlap-optimizer-step`)."""

@@ -23,7 +23,8 @@ class StepResult:
     """L2 norms of the gradient before clipping, by parameter group; "all" is the global norm."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Values that only some runs measure: "num_zeros" (number of gradient elements equal to 0) and "params_norm" (both
-    only when the log needs them), and "overflow" (expert rows beyond their bound, relative to it)."""
+    only when the log needs them), "overflow" (expert rows beyond their bound, relative to it), and "loss_scale" (fp16).
+    """
     apply_update: bool
     """True if the update was applied."""
     state_is_finite: bool
@@ -154,7 +155,7 @@ def megatron_line(report: StepReport, config: LoggingConfig) -> str:
     # Megatron omits negative averages and NaN; NaN is shown here.
     parts += [f" {name}: {value:.6E}" for name, value in losses.items() if not value < 0.0]
     parts += [f" {name}: {value:.2f}" for name, value in recorded.items() if name not in losses]
-    parts.append(" loss scale: 1.0")
+    parts.append(f" loss scale: {last.extra.get('loss_scale', 1.0):.1f}")
     parts.append(f" grad norm: {last.norms['all']:.3f}")
     if "num_zeros" in last.extra:
         parts.append(f" num zeros: {last.extra['num_zeros']:.0f}")

@@ -27,7 +27,7 @@ def step_tags(report: StepReport) -> dict[str, float]:
         "learning-rate": last.learning_rate,
         "batch-size": last.num_samples,
         "lm loss": report.loss,
-        "loss-scale": 1.0,
+        "loss-scale": last.extra.get("loss_scale", 1.0),
         "world-size": report.world_size,
         "grad-norm": last.norms["all"],
         **{f"grad-norm {part}": norm for part, norm in last.norms.items() if part != "all"},

@@ -387,6 +387,8 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard
     tensors = model_tensors(trainer.model)
     if optimizer:
         tensors[tensor_key("optimizer", "step_count")] = TensorShard.whole(trainer.optimizer.step_count)
+        if trainer.loss_scaler is not None:
+            tensors[tensor_key("optimizer", "loss_scale")] = TensorShard.whole(trainer.loss_scaler.state)
         for state in trainer.optimizer.named_state():
             key = tensor_key(state.kind, state.name)
             part = TensorShard.part(state.global_shape, state.boxes, state.dim, state.data, state.start)

@@ -27,6 +27,7 @@ from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
 from megatron_moe.optim.clip_grads import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
+from megatron_moe.optim.loss_scale import LossScaler
 from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.rng import Key, RNGKey
@@ -111,6 +112,9 @@ class Trainer:
         self.metrics = metrics
         self.timers = timers or Timers(0, self.context.device)
         self.kernels = buffers.kernels
+        scaling = optimizer.config.loss_scaling
+        self.loss_scaler = None if scaling is None else LossScaler(scaling, self.context.device)
+        """Scale of the loss of fp16 runs; None: the loss is not scaled."""
         self._logits = LogitClip(
             self.model, self.context, optimizer.config.qk_clip, log=logging.log_max_attention_logit
         )
@@ -200,7 +204,8 @@ class Trainer:
     def rerun_grad_norm(self, repeated: RepeatedStep) -> Tensor:
         """Reduces the gradients of a repeated step and returns their norm over all ranks."""
         self._finish_grads(repeated.num_tokens)
-        return gradient_norms(self.buffers, self.context)["all"]
+        norm = gradient_norms(self.buffers, self.context)["all"]
+        return norm if self.loss_scaler is None else norm / self.loss_scaler.scale
 
     def _finish_grads(self, num_tokens: Tensor) -> None:
         finish_grads(self.buffers, self.context, token_count=num_tokens if self.loop.calculate_per_token_loss else None)
@@ -270,7 +275,8 @@ class Trainer:
             totals.add_(torch.stack([loss_sum, num_tokens]))
             if losses is not None:
                 losses[index] = loss_sum
-            return scalar if per_token else scalar / len(prepared)
+            scalar = scalar if per_token else scalar / len(prepared)
+            return scalar if self.loss_scaler is None else scalar * self.loss_scaler.scale
 
         self.pipeline.run(prepared, take_loss, gradients=self.buffers, streams=streams)
         return totals
@@ -283,6 +289,11 @@ class Trainer:
         extra: dict[str, Tensor] = {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         state_is_finite = norms.pop("nonfinite") == 0
+        scale: Tensor | float = 1.0
+        if self.loss_scaler is not None:
+            scale = extra["loss_scale"] = self.loss_scaler.scale.clone()
+            self.loss_scaler.update(~torch.isfinite(norms["all"]))
+            norms = {part: norm / scale for part, norm in norms.items()}
         if self.logging.log_num_zeros_in_grad:
             extra["num_zeros"] = count_zeros(self.buffers)
         overflow = None if self.model.expert_comm is None else self.model.expert_comm.largest_overflow()
@@ -295,7 +306,7 @@ class Trainer:
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
             weight_decay=self.schedule.weight_decay(samples),
-            grad_scale=clip_coefficient(norms["all"], self.optimizer.config.clip_grad),
+            grad_scale=clip_coefficient(norms["all"], self.optimizer.config.clip_grad) / scale,
             apply_update=apply_update,
             row_factors=self._logits.end_step(apply_update, self.metrics),
         )
@@ -359,6 +370,8 @@ class Trainer:
             aux_loss_scale: Tensor | float = cp.size / len(batches)
             if self.loop.calculate_per_token_loss:
                 aux_loss_scale = num_routed(batch.whole or batch)
+            if self.loss_scaler is not None:
+                aux_loss_scale = aux_loss_scale * self.loss_scaler.scale
             number, replay = index * group.size + group.rank, self.routing_replay
             mb = replace(
                 batch.context,

@@ -1,0 +1,41 @@
+"""Loss scaling for fp16, whose smallest numbers are too large for small gradients (Micikevicius et al., arXiv
+1710.03740). The loss is multiplied by a scale, and gradients, norm and clip factor are divided by it again.
+
+The scale is constant, or it follows the overflows of gradients as in Megatron-LM: a step with a non-finite gradient is
+skipped; after `hysteresis` of them the scale is halved, by every further one too; after `loss_scale_window` steps in a
+row without one it is doubled. State and rules stay on the device.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.optimizer import LossScaleConfig
+
+
+class LossScaler:
+    """Scale of the loss, with its state on the device."""
+
+    def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
+        self._config = config
+        first = config.initial_loss_scale if config.loss_scale is None else config.loss_scale
+        self.state = torch.tensor([first, 0.0, float(config.hysteresis)], dtype=torch.float32, device=device)
+        """Scale, number of steps in a row without overflow, and number of overflows left before the scale shrinks."""
+
+    @property
+    def scale(self) -> Tensor:
+        """fp32 scalar on the device: a view, which `update` changes."""
+        return self.state[0]
+
+    @torch.no_grad()
+    def update(self, overflow: Tensor) -> None:
+        """Ends a step. `overflow`: bool scalar on the device, True if a gradient is not finite."""
+        config = self._config
+        if config.loss_scale is not None:
+            return
+        scale, usual, left = self.state.unbind()
+        left, usual = left - overflow.float(), torch.where(overflow, 0.0, usual + 1)
+        grows = usual >= config.loss_scale_window
+        smaller = (scale / 2).clamp(min=config.min_loss_scale)
+        moved = torch.where(grows, scale * 2, torch.where(overflow & (left <= 0), smaller, scale))
+        left = torch.where(grows, float(config.hysteresis), left)
+        self.state.copy_(torch.stack([moved, torch.where(grows, 0.0, usual), left]))
