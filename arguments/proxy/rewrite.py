@@ -178,7 +178,7 @@ def _replace_hardware(draft: Draft) -> None:
     if draft.value("moe_token_dispatcher_type") == "flex":
         draft.put("moe_token_dispatcher_type", "alltoall", "the libraries of flex need GPUs")
     if draft.value("fp16"):
-        draft.put("fp16", False, "needs loss scaling")
+        draft.put("fp16", False, "a short run finds no loss scale")
         draft.put("bf16", True, "replaces fp16")
     if draft.value("fp8_format") or draft.value("fp4_format"):
         draft.put("emulate_low_precision", True, "the same numbers on any device")
