@@ -3,7 +3,7 @@ PYTHON ?= python
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test nightly soak gpu1 gpu2 gpu4 goldens format clean
+.PHONY: help install check test nightly recipes soak gpu1 gpu2 gpu4 goldens format clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9 ]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -21,6 +21,9 @@ test:  ## run the CI suite
 
 nightly:  ## run the CI suite, the slow tests and the mutants; tables go to benchmarks/
 	$(PYTHON) -m tests.nightly
+
+recipes:  ## dry runs of all recipes and published layouts, proxies on two ranks; the table goes to benchmarks/
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.recipes
 
 soak:  ## 20 minutes of random faults; must end bitwise equal to an undisturbed run
 	OMP_NUM_THREADS=1 $(PYTHON) -m tests.soak --store
