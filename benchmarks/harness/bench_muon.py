@@ -49,7 +49,7 @@ def train(options: argparse.Namespace) -> list[str]:
     """Trains all models with all variants at the same time. Returns the ends of the outputs of failed runs."""
     running, failures = [], []
     with tempfile.TemporaryDirectory() as saves:
-        for model in MODELS:
+        for model in options.models:
             for variant in VARIANTS:
                 run = run_folder(options.runs, model, variant)
                 run.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def loss_report(curves: Sequence[Curve], options: argparse.Namespace, picture: s
         "| model | optimizer, learning rate | iterations | loss | AdamW's last loss at iteration |",
         "|---|---|---|---|---|",
     ]
-    for model in MODELS:
+    for model in options.models:
         own = [curve for curve in curves if curve.model == model]
         goal = min((_last(curve) for curve in own if curve.variant.name.startswith("AdamW")), default=0.0)
         for curve in own:
@@ -139,6 +139,7 @@ def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("what", choices=["loss", "products"])
     parser.add_argument("--iterations", type=positive, default=500)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME")
     parser.add_argument("--runs", type=Path, default=Path("runs/bench_muon"), help="where the run folders go")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     stem, failures = f"{date.today()}-{machine.lower()}-muon-{options.what}", []
     if options.what == "loss":
         failures = train(options)
-        pairs = ((model, variant) for model in MODELS for variant in VARIANTS)
+        pairs = ((model, variant) for model in options.models for variant in VARIANTS)
         found = (read_curve(*pair, run_folder(options.runs, *pair), options.iterations) for pair in pairs)
         curves = [curve for curve in found if curve is not None]
         draw(curves, options.output_dir / f"{stem}.png")

@@ -274,7 +274,7 @@ CASES = (
             title=f"M8, 1 million tokens a step, {title}",
             flags=f"--recipe m8 {BEST} --global-batch-size 256 {flags}",
             warmup=1,
-            steps=3,
+            steps=2,
             step_seconds=14.0,
         )
         for suffix, title, flags in (("", "AdamW", ""), ("-muon", "Muon", MUON))

@@ -172,3 +172,28 @@ def test_blocks_and_sinks_run_without_host_sync() -> None:
     everything()
     with no_host_sync():
         everything()
+
+
+@WIDTHS
+@pytest.mark.parametrize("window", [None, (100, 0)])
+def test_largest_logits_match_fp64_and_small_ones_are_skipped(
+    width: int, value_width: int, window: tuple[int, int] | None
+) -> None:
+    seq, config = 700, CoreAttentionConfig(softmax_scale=width**-0.5, window=window)
+    _, q, k, v = tensors(seq, width, value_width)
+    span = PositionSpan(chunks=(range(seq),))
+    block = AttentionBlock(q, k, v, config, span, span)
+    maxima = torch.full((8,), -torch.inf, device="cuda")
+    _, lse_SBN = triton_kernels.attention_block(block)
+    with no_host_sync():
+        triton_kernels.max_logits_(block, lse_SBN, maxima, -torch.inf)
+    wide = AttentionBlock(q.double(), k.double(), v.double(), config, span, span)
+    expected = torch.full((8,), -torch.inf, device="cuda", dtype=torch.float64)
+    reference.max_logits_(wide, lse_SBN, expected, -torch.inf)
+    torch.testing.assert_close(maxima.double(), expected, rtol=1e-5, atol=1e-5)
+    above = maxima.clone().fill_(-torch.inf)
+    least = float(expected.max()) - 1e-3
+    triton_kernels.max_logits_(block, lse_SBN, above, least)
+    assert above.max() == maxima.max()
+    triton_kernels.max_logits_(block, lse_SBN, above.fill_(-torch.inf), float(lse_SBN.max()) + 1)
+    assert (above == -torch.inf).all()

@@ -41,7 +41,15 @@ def start(flags: list[str]) -> TimedRun:
     "routing",
     ["--moe-router-force-load-balancing", "--no-moe-router-force-load-balancing", "--moe-router-force-skew=3"],
 )
-@pytest.mark.parametrize("update", [(), ("--overlap-optimizer-step",)], ids=["", "updates in the forward"])
+@pytest.mark.parametrize(
+    "update",
+    [
+        (),
+        ("--overlap-optimizer-step",),
+        ("--overlap-optimizer-step", "--optimizer", "muon", "--log-max-attention-logit"),
+    ],
+    ids=["", "updates in the forward", "muon and largest logits"],
+)
 def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tuple[str, ...]) -> None:
     run = start([*flags, routing, *update])
     timers = run.trainer.timers = Timers(2, run.trainer.context.device)
