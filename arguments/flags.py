@@ -154,8 +154,8 @@ def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
 def _flag_parameters(
     function: Callable[..., Any], registered: tuple[str, ...]
 ) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-    """(name, conversion of the flag's value) for each parameter of `function` with the name of a flag. `registered`:
-    names of the groups that imported files have registered."""
+    """Returns (name, conversion of the flag's value) for each parameter of `function` with the name of a flag.
+    `registered`: names of the groups that imported files have registered."""
     names = _PRODUCT_FLAGS.union(entry.name for group in registered for entry in fields(FLAGS.get(group)))
     return tuple(
         (name, _path if parameter.annotation == Path | None else _unchanged)

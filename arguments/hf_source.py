@@ -45,14 +45,14 @@ class HFSource:
     def contradictions(self, words: Sequence[Given], registry: Registry) -> list[Problem]:
         """Problems with flags of the command line that describe another model than the folder."""
         known = {normal(given.option): given for given in self.model}
-        ours = described_with(self.model, None, registry)
+        unchanged = described_with(self.model, None, registry)
         found = []
         for given in words:
             entry = registry.find(given.option)
             if entry is None or entry[0].name in TRAINING_FLAGS or entry[0].group not in ("model", "attention", "moe"):
                 continue
-            theirs = described_with(self.model, given, registry)
-            if ours is None or theirs is None or not differences(theirs, ours):
+            changed = described_with(self.model, given, registry)
+            if unchanged is None or changed is None or not differences(changed, unchanged):
                 continue
             published = known.get(entry[0].option)
             value = entry[0].text(entry[0].default) if published is None else " ".join(_words(published))

@@ -287,9 +287,9 @@ def compared_with(folder: str, settings: Settings) -> str:
     """
     path = _config_path(folder)
     published = _published(path)
-    ours = _model_of(settings, published.vocab_size)
-    lines = differences(ours, published)
-    rows = _differing_flags(settings.registry, ours, published)
+    own = _model_of(settings, published.vocab_size)
+    lines = differences(own, published)
+    rows = _differing_flags(settings.registry, own, published)
     if not lines:
         training = _training_options(settings.registry)
         others = _table([row for row in rows if row[0] in training])
@@ -332,14 +332,14 @@ def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
     return model_config(flags, flags.vocab_size or vocab_size)
 
 
-def _differing_flags(registry: Registry, ours: ModelConfig, published: ModelConfig) -> list[tuple[str, str, str]]:
-    ours_by_name, published_by_name = model_flags(ours), model_flags(published)
+def _differing_flags(registry: Registry, own: ModelConfig, published: ModelConfig) -> list[tuple[str, str, str]]:
+    own_by_name, published_by_name = model_flags(own), model_flags(published)
     rows = []
-    for name in {**published_by_name, **ours_by_name}:
+    for name in {**published_by_name, **own_by_name}:
         flag = registry.flags[name]
-        run, theirs = (flag.text(side.get(name, flag.default)) for side in (ours_by_name, published_by_name))
-        if run != theirs:
-            rows.append((flag.option, run, theirs))
+        run, published_value = (flag.text(side.get(name, flag.default)) for side in (own_by_name, published_by_name))
+        if run != published_value:
+            rows.append((flag.option, run, published_value))
     return rows
 
 

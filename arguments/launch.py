@@ -168,14 +168,14 @@ def _openmpi(environ: Mapping[str, str]) -> ProcessInfo:
 
 
 def _agree(launch: ProcessInfo, slurm: ProcessInfo) -> None:
-    for variable, ours, theirs, name in (
+    for variable, value, other_value, name in (
         ("RANK", launch.rank, slurm.rank, "SLURM_PROCID"),
         ("WORLD_SIZE", launch.world_size, slurm.world_size, "SLURM_NTASKS"),
         ("LOCAL_RANK", launch.local_rank, slurm.local_rank, "SLURM_LOCALID"),
     ):
-        if ours != theirs:
+        if value != other_value:
             raise FlagErrors.of(
-                f"two launchers contradict each other: {variable}={ours}, but {name}={theirs}",
+                f"two launchers contradict each other: {variable}={value}, but {name}={other_value}",
                 f"unset {variable}, or start torchrun instead of setting its variables",
             )
 

@@ -25,7 +25,7 @@ class About:
     gpu: str = ""
     """GPU type, a value of `--gpu`; empty: any."""
     gpus: int | None = None
-    """Number of ranks of the published run; None: not stated."""
+    """Number of ranks of the published run; None if it is not stated."""
     source: str = ""
     """Publisher of the recipe; empty: this project."""
     published: str = ""
@@ -50,7 +50,8 @@ def recipe_folders() -> tuple[Path, ...]:
 
 
 def recipe_files() -> list[tuple[str, Path]]:
-    """(name, path) of all recipes and parts. Names are relative paths without suffix: `parts/models/mixtral-8x7b`."""
+    """Returns (name, path) of all recipes and parts. Names are relative paths without suffix:
+    `parts/models/mixtral-8x7b`."""
     found: dict[str, Path] = {}
     for folder in recipe_folders():
         for path in sorted(folder.rglob("*.yaml")):

@@ -15,7 +15,7 @@ class RunLength:
     """Flags that set the length and the price of a planned run."""
 
     tokens: float | None = None
-    """`--tokens`; None: the iterations of the plan."""
+    """`--tokens`; None means the iterations of the plan."""
     price: float | None = None
     """`--gpu-hour-price`, in any currency."""
 

@@ -43,7 +43,7 @@ class Job:
     slurm: tuple[tuple[str, str | None], ...] = ()
     """sbatch options as (option, value), which override the defaults. The value None removes a default option."""
     container: str | None = None
-    """Container image, started with SLURM's pyxis plugin; None: no container."""
+    """Container image, started with SLURM's pyxis plugin; None means no container."""
     mounts: tuple[str, ...] = ()
     """HOST:CONTAINER mounts in addition to `root`, `folder` and `run_dir`, which are always mounted."""
     setup: str = ""

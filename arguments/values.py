@@ -62,7 +62,7 @@ def cut(text: str) -> list[str]:
 
 
 def within(value: object, least: float | None, below: float | None) -> None:
-    """Raises `BadValue` unless `value`, or each number of a tuple, is >= `least` and < `below`. None: no bound."""
+    """Raises `BadValue` unless `value`, or each number of a tuple, is >= `least` and < `below`. None means no bound."""
     for number in value if isinstance(value, tuple) else (value,):
         if least is not None and number < least:
             raise BadValue(f"is less than {least:g}")

@@ -243,8 +243,8 @@ class LanguageModel:
         ids_BSLK = torch.stack(
             [torch.stack([routing.layers[layer].ids_TK[:length] for layer in layers], dim=1) for routing in routings]
         )
-        mine = routed_layers(self.model, len(self.plan.model.layers))
-        return given_routing(ids_BSLK, layers, tokens, self.context, mine=mine)
+        own_layers = routed_layers(self.model, len(self.plan.model.layers))
+        return given_routing(ids_BSLK, layers, tokens, self.context, own_layers=own_layers)
 
 
 def read_flags(flags: str | Sequence[str]) -> RunPlan:

@@ -178,8 +178,8 @@ def build_model(
     stand_in_transport: StandInTransport | None = None,
 ) -> GPT:
     """Builds this rank's part of the model and initialises its weights unless `initial` is False. The initial weights
-    do not depend on the parallel layout. `host_copies` transfers offloaded activations; None: the device's default.
-    `stand_in_transport`: see `new_expert_comm`."""
+    do not depend on the parallel layout. `host_copies` transfers offloaded activations; None means the device's
+    default. `stand_in_transport`: see `new_expert_comm`."""
     saved_tensors = _saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
     with build_memory_guard(plan, context)():
         model = GPT(

@@ -60,7 +60,7 @@ def requested_cluster(
     options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str], *, default: int | None = 1
 ) -> Cluster:
     """Cluster that the tool's options request. Missing sizes are taken from the recipe or config file in `flags`.
-    `default`: number of ranks if no size is found; None: one full node. Raises FlagErrors if sizes conflict."""
+    `default`: number of ranks if no size is found; None means one full node. Raises FlagErrors if sizes conflict."""
     start = start_settings(flags, Registry.declared())
     kind = getattr(options, "gpu", None) or start.setting("gpu").value
     sizes = {"gpus": options.gpus, "nodes": options.nodes, "gpus_per_node": options.gpus_per_node}

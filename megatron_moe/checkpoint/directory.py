@@ -146,9 +146,9 @@ class Retention:
     """Retention policy, applied after a save: keeps every checkpoint that at least one field selects."""
 
     keep_last: int | None = None
-    """Number of newest checkpoints to keep. None: all checkpoints are kept."""
+    """Number of newest checkpoints to keep. None means that all checkpoints are kept."""
     interval: int | None = None
-    """Selects the checkpoints whose iteration is a multiple of `interval`. None: selects no checkpoints."""
+    """Selects the checkpoints whose iteration is a multiple of `interval`. If None, selects no checkpoints."""
     keep_best: bool = False
     """Keeps the checkpoint with the lowest validation loss in train_state.json; on a tie, keeps the newest one."""
 

@@ -376,7 +376,7 @@ def _state_of_other_rules(missing: Iterable[str], unknown: Iterable[str], saved:
 
 
 def _other_keys(wanted: Mapping[str, Any], known: Set[bytes], saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(Keys that only this rank has, keys that only the checkpoint has)."""
+    """Returns (keys that only this rank has, keys that only the checkpoint has)."""
     missing = [key for key in wanted if key not in saved]
     return missing, [key for key in saved if key not in wanted and digest(key) not in known]
 

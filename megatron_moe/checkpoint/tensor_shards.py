@@ -266,7 +266,8 @@ class CheckpointReader:
     """Reads and verifies byte ranges of one checkpoint folder. Raises CorruptCheckpoint if verification fails.
 
     Args:
-        manifest: manifest of the folder. None: the constructor reads the manifest and may also raise NewerFormat.
+        manifest: manifest of the folder. None means that the constructor reads the manifest and may also raise
+        NewerFormat.
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
@@ -299,7 +300,7 @@ class CheckpointReader:
 
         Args:
             out: contiguous tensor of the piece's shape and dtype; its contents are undefined if the piece is corrupt.
-                None: returns a tensor in the reader's scratch memory, which the next call overwrites.
+                If None, returns a tensor in the reader's scratch memory, which the next call overwrites.
         """
         entry = self.manifest.tensors[key]
         num_bytes = entry.num_bytes(piece)

@@ -92,7 +92,7 @@ class RopeConfig:
     truncate: bool = True
     """yarn only: rounds the bounds of the interpolated range to integers (`--yarn-correction-range-round-to-int`)."""
     concentration: float | None = None
-    """yarn only: factor on cos and sin (GPT-OSS: 0.1 ln(scaling_factor) + 1). None: the factor is
+    """yarn only: factor on cos and sin (GPT-OSS: 0.1 ln(scaling_factor) + 1). None means that the factor is
     yarn_mscale(scaling_factor, mscale) / yarn_mscale(scaling_factor, mscale_all_dim)."""
 
 
@@ -116,7 +116,7 @@ class CoreAttentionConfig:
     causal: bool = True
     window: tuple[int, int] | None = None
     """Sliding window (left, right): maximum number of visible keys before and after the query's position; -1: no limit.
-    (127, 0) is a causal window of 128 tokens. None: no window."""
+    (127, 0) is a causal window of 128 tokens. None means no window."""
     sinks: bool = False
     """Adds one learned logit per head to the softmax denominator (`--softmax-type learnable`)."""
     off_by_one: bool = False
@@ -317,7 +317,7 @@ class AttentionConfig(SoftmaxMixerConfig):
     num_query_groups: int
     head_dim: int
     rope: RopeConfig | None
-    """Rotary embedding of q and k. None: no rotation (learned absolute positions or no position embedding)."""
+    """Rotary embedding of q and k. None means no rotation (learned absolute positions or no position embedding)."""
     qk_norm: Literal["none", "per_head", "full", "l2"] = "none"
     """Norm of q and k. per_head: over each head (Qwen3); full: over all heads jointly (OLMoE, MiniMax); l2: over each
     head, without a weight (Llama 4)."""

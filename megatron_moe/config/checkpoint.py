@@ -20,7 +20,7 @@ class CheckpointConfig:
     """Locations, contents and retention of checkpoints."""
 
     save: Path | None = None
-    """Directory in which the run saves its checkpoints. None: no checkpoints are saved."""
+    """Directory in which the run saves its checkpoints. None means that no checkpoints are saved."""
     save_interval: int | None = None
     """Number of iterations between saves."""
     load: str | None = None
@@ -28,7 +28,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = None
     """Checkpoint from which only weights are loaded, if `load` holds no checkpoint (`--pretrained-checkpoint`)."""
     ckpt_step: int | None = None
-    """Iteration of the checkpoint to load. None: the newest checkpoint that passes verification."""
+    """Iteration of the checkpoint to load. None means the newest checkpoint that passes verification."""
     finetune: bool = False
     """Loads only the weights of `load`, without optimizer and training state, and starts at iteration 0."""
     skip_train: bool = False
@@ -57,7 +57,7 @@ class CheckpointConfig:
     moe_upcycling_granularity: int = 1
     """FFN hidden size of the dense checkpoint divided by that of an expert (`--moe-upcycling-granularity`)."""
     save_hf_interval: int | None = None
-    """Number of iterations between exports of the model as a Hugging Face folder. None: no exports."""
+    """Number of iterations between exports of the model as a Hugging Face folder. None means no exports."""
     save_hf_config: Path | None = None
     """Folder whose config.json and tokenizer files are copied into each Hugging Face export. None: `hf_description`."""
     hf_description: HFDescription | None = None

@@ -115,8 +115,8 @@ class SavedActivation:
     is_activation_input: bool = False
     """Whether `LowPrecisionConfig.activation_inputs` applies to the tensor."""
     fused_bytes: int | None = None
-    """Bytes if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None: as without
-    fusion."""
+    """Bytes if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None if they are as
+    without fusion."""
     recomputed_by: tuple[str, ...] = ()
     """Values of `--recompute-modules` that free this tensor after forward, and possibly `WHOLE_LAYER`."""
     offloaded_by: str = ""

@@ -30,7 +30,7 @@ class TokenizerConfig:
     merge_file: Path | None = None
     """GPT2BPETokenizer only: BPE merges file."""
     null_tokenizer_eod_id: int | None = None
-    """NullTokenizer only: id of the end-of-document token. None: the last id of the vocabulary."""
+    """NullTokenizer only: id of the end-of-document token. None means the last id of the vocabulary."""
     null_tokenizer_pad_id: int = -1
     """NullTokenizer only: id of the padding token. -1: no padding token."""
     vocab_size: int | None = None

@@ -17,9 +17,9 @@ class EmulationConfig:
     gpu_memory: float | None = None
     """Memory of the GPU in GiB; None: that of the model."""
     emulate_json: Path | None = None
-    """JSON output file of the results. None: not written."""
+    """JSON output file of the results. None if it is not written."""
     emulate_plot: Path | None = None
-    """PNG output file with a plot of memory over time. None: not written."""
+    """PNG output file with a plot of memory over time. None if it is not written."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ class LoggingConfig:
     """Contents, intervals and destinations of logs."""
 
     run_dir: Path | None = None
-    """Directory for log, metrics, status and plots of the run. None: these files are not written."""
+    """Directory for log, metrics, status and plots of the run. None if these files are not written."""
     log_interval: int = 100
     log_style: Literal["megatron", "short"] = "megatron"
     progress_bar: bool = True
@@ -26,7 +26,7 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = False
     log_memory_to_tensorboard: bool = False
     log_memory_interval: int | None = None
-    """Number of iterations between log lines with memory use. None: logs memory use once, after the first report."""
+    """Number of iterations between log lines with memory use. If None, logs memory use once, after the first report."""
     log_device_memory_used: bool = False
     """Also logs the device memory used by all processes (`--log-device-memory-used`)."""
     log_timers_to_tensorboard: bool = False
@@ -38,9 +38,9 @@ class LoggingConfig:
     straggler_minmax_count: int = 1
     """Number of slowest ranks that each straggler report lists (`--straggler-minmax-count`)."""
     moe_routing_trace_path: Path | None = None
-    """Folder for the expert choices of every router call. None: they are not written."""
+    """Folder for the expert choices of every router call. None if they are not written."""
     moe_routing_trace_max_training_iters: int | None = None
-    """Number of iterations after which tracing ends. None: all iterations are traced."""
+    """Number of iterations after which tracing ends. None means that all iterations are traced."""
     log_progress: bool = False
     """Appends a line to progress.txt in the checkpoint directory at each start of the run and each checkpoint."""
     timing_log_level: Literal[0, 1, 2] = 0
@@ -71,4 +71,4 @@ class ProfileConfig:
     """Adds NVTX ranges around the forwards of attention, MLP, router, experts, ... (`--nvtx-ranges`)."""
     memory_snapshot: str | None = None
     """File name for the history of memory allocations (`--memory-snapshot-path`). Each rank writes a file and appends
-    its rank to the name. None: the history is not recorded."""
+    its rank to the name. None if the history is not recorded."""

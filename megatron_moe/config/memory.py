@@ -34,7 +34,7 @@ class ActivationOffloadConfig:
     """Per microbatch, pipeline rank r keeps r times this number of bytes on the device instead of offloading them
     (`--delta-offload-bytes-across-pp-ranks`)."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """Maximum number of concurrent copies to the host per module name. None: unlimited."""
+    """Maximum number of concurrent copies to the host per module name. None means no limit."""
     optimizer_fraction: float = 0.0
     """Fraction of the master weights and optimizer moments that is in host memory during forward and backward."""
 
@@ -56,7 +56,8 @@ class MemoryConfig:
     recompute: RecomputeConfig = RecomputeConfig()
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
     paged_stash: PagedStashConfig | None = None
-    """Paged stash of expert activations. None: whole buffers are saved for backward, including unused rows."""
+    """Paged stash of expert activations. None means that whole buffers are saved for backward, including unused
+    rows."""
     moe_expert_wgrad_interval: int = 1
     """Number of microbatches whose expert weight gradients are computed in one GEMM (`--moe-expert-wgrad-interval`).
     The operands of these microbatches are kept until then. Values above 1 change the rounding."""

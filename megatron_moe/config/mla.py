@@ -18,7 +18,7 @@ class MLAConfig(SoftmaxMixerConfig):
     """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
 
     q_lora_rank: int | None
-    """Width of the compressed q. None: q is projected from the hidden state without compression."""
+    """Width of the compressed q. None means that q is projected from the hidden state without compression."""
     kv_lora_rank: int
     """Width of the joint compression of k and v."""
     qk_head_dim: int

@@ -20,7 +20,7 @@ class ActivationConfig:
     gated: bool = False
     clamp: float | None = None
     """Limit c (`--activation-func-clamp-value`): the gate projection is clamped to (-inf, c] and the up projection to
-    [-c, c]; None: no clamping."""
+    [-c, c]; None means no clamping."""
     linear_offset: float = 0.0
     """Offset that is added to the up projection (`--glu-linear-offset`). GPT-OSS uses 1."""
     options: Options = ()
@@ -50,7 +50,7 @@ class MLPConfig(FeedForwardConfig):
         return ("mlp",)
 
     def matrices(self) -> tuple[tuple[str, tuple[int, int], dict[str, Any]], ...]:
-        """(name, shape (outputs, inputs), options of `linear_metas`) of the two matrices."""
+        """Returns (name, shape (outputs, inputs), options of `linear_metas`) of the two matrices."""
         hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size, self.activation.fan
         return (
             ("linear_fc1", (fan * ffn, hidden), {"tp_dim": 0, "splits": (ffn,) * fan}),

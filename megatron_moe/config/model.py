@@ -103,7 +103,7 @@ class InitConfig:
     """Standard deviation of matrices that write to the residual stream. Megatron uses std / sqrt(number of residual
     branches), of which a layer with attention and MLP has two."""
     embedding_std: float | None = None
-    """Standard deviation of the embedding (`--embedding-init-method-std`). None: equal to `std`."""
+    """Standard deviation of the embedding (`--embedding-init-method-std`). None means the value of `std`."""
     method: Literal["normal", "unit_gain", "xavier_uniform"] = "normal"
     """- "normal": normal distribution with `std`, `output_std` and `embedding_std`.
     - "xavier_uniform": uniform in +-sqrt(6 / (fan_in + fan_out)); the embedding uses `embedding_std` if that is set.
@@ -127,7 +127,7 @@ class ModelConfig:
     head_bias: bool = False
     loss_chunk: int | None = None
     """Number of tokens per chunk of the fused linear cross-entropy, which recomputes the logits of each chunk in
-    backward. None: the logits of the whole microbatch are computed at once and saved."""
+    backward. None means that the logits of the whole microbatch are computed at once and saved."""
     embedding_dropout: float = 0.0
     """Dropout probability of the embedding output (`--hidden-dropout`)."""
     mtp: MTPConfig | None = None

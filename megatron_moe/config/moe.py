@@ -45,7 +45,7 @@ class RouterConfig:
     pre_softmax: bool = False
     """Applies the softmax to all logits before the top-k, instead of to the selected logits after it."""
     num_groups: int | None = None
-    """Number of expert groups in group-limited routing (arXiv 2412.19437 section 2.1.2); None: no group limit."""
+    """Number of expert groups in group-limited routing (arXiv 2412.19437 section 2.1.2); None means no group limit."""
     group_topk: int | None = None
     """Number of groups from which a token may select experts."""
     scaling_factor: float | None = None
@@ -61,7 +61,7 @@ class RouterConfig:
     z_loss_coeff: float | None = None
     input_jitter_eps: float | None = None
     dtype: Literal["fp32", "fp64"] | None = None
-    """Number format of the router's linear layer (`--moe-router-dtype`); None: the format of the activations."""
+    """Number format of the router's linear layer (`--moe-router-dtype`); None means the format of the activations."""
     force_balancing: bool = False
     """Replaces the logits by random ones, to benchmark even load (`--moe-router-force-load-balancing`)."""
     force_biased: float | None = None
@@ -207,17 +207,18 @@ class MoEConfig(FeedForwardConfig):
     router: RouterConfig
     experts: ExpertsConfig
     capacity: CapacityConfig | None = None
-    """Limit on tokens per expert; None: no token is dropped."""
+    """Limit on tokens per expert; None means that no token is dropped."""
     shared: SharedExpertsConfig | None = None
     latent_size: int | None = None
-    """Width to which hidden states are projected for the routed experts (`--moe-latent-size`); None: no projection."""
+    """Width to which hidden states are projected for the routed experts (`--moe-latent-size`); None means no
+    projection."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
     transport_backend: str = "auto"
     """Requested transport (`--moe-flex-dispatcher-backend`, or `--moe-alltoall-backend` for "alltoall")."""
     expert_rank_capacity_factor: float | None = None
     """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
-    (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
+    (`--moe-expert-rank-capacity-factor`); None means a bound that no routing exceeds."""
     push: PushConfig = PushConfig()
     hybridep: HybridEPConfig = HybridEPConfig()
     fp8_dispatch: bool = False
@@ -266,8 +267,8 @@ class MoEConfig(FeedForwardConfig):
     def exchange_formats(
         self, low_precision: LowPrecisionConfig | None
     ) -> tuple[OperandFormat | None, OperandFormat | None]:
-        """FP8 formats in which the flex dispatcher sends tokens and gradients of a layer with this recipe; None: in the
-        format of the activations."""
+        """FP8 formats in which the flex dispatcher sends tokens and gradients of a layer with this recipe; None means
+        the format of the activations."""
         if low_precision is None or low_precision.fused_block is None:
             return None, None
         tokens, grads = low_precision.inputs, low_precision.grads

@@ -41,19 +41,21 @@ class ParallelConfig:
     virtual_stages: int = 1
     """Virtual pipeline stages (model chunks) per pipeline rank."""
     embedding_ranks: tuple[int, ...] | None = None
-    """Pipeline ranks that hold a copy of the word embedding, in stage order; None: the first and the last rank."""
+    """Pipeline ranks that hold a copy of the word embedding, in stage order; None means the first and the last rank."""
     cp_split: Literal["zigzag", "contiguous"] = "zigzag"
     """Assignment of sequence positions to context-parallel ranks (`parallel/context_parallel.py`)."""
     cp_sub_axes: tuple[int, int] | None = None
     """Hierarchical context parallelism: (ranks per all-to-all group, ranks per p2p group). Their product is cp. Ranks
     of an all-to-all group are adjacent (`--hierarchical-context-parallel-sizes`)."""
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank.
-    A microbatch is split over as many ranks as its longest document needs. None: it is split over all cp ranks."""
+    """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank. A
+    microbatch is split over as many ranks as its longest document needs. None means that it is split over all cp
+    ranks."""
     order: str = "tp-cp-ep-dp-pp"
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
     ranks_per_host: int | None = None
-    """Number of ranks per host, which are filled in ascending order of ranks; None: all ranks share one host."""
+    """Number of ranks per host, which are filled in ascending order of ranks; None means that all ranks share one
+    host."""
     shares_memory: bool = False
     """GPUs of one host may exchange the tokens of experts through each other's memory."""
     missing_libraries: tuple[str, ...] = ()

@@ -25,9 +25,9 @@ class ParamMeta:
     fan_in: int = 1
     """Number of inputs per output element, for unit-gain initialisation."""
     num_experts: int | None = None
-    """Global number of experts, which are stacked in dim 0; None: no expert dim."""
+    """Global number of experts, which are stacked in dim 0; None means no expert dim."""
     tp_dim: int | None = None
-    """Dim that is sharded over tensor-parallel ranks, counted without the expert dim; None: replicated."""
+    """Dim that is sharded over tensor-parallel ranks, counted without the expert dim; None if it is replicated."""
     splits: tuple[int, ...] = ()
     """Global sizes of matrices that are concatenated along `tp_dim`. If they add up to the size of `tp_dim`, each
     matrix is sharded separately (gate and up). If they add up to less, this sequence of matrices repeats along `tp_dim`
@@ -57,7 +57,7 @@ Part = tuple[int, int]
 
 
 def sharded_dim(meta: ParamMeta) -> int | None:
-    """Dim that is sharded over tensor-parallel ranks, counted with the expert dim; None: replicated."""
+    """Dim that is sharded over tensor-parallel ranks, counted with the expert dim; None if it is replicated."""
     return None if meta.tp_dim is None else meta.tp_dim + (meta.num_experts is not None)
 
 
@@ -89,7 +89,7 @@ def local_shape(boxes: tuple[ParamBox, ...], meta: ParamMeta) -> tuple[int, ...]
 
 
 def _cuts(width: int, splits: tuple[int, ...], tp: Part) -> list[tuple[int, int]]:
-    """(start, length) of each range of the sharded dim that a rank has. `width`: global size of the dim."""
+    """Returns (start, length) of each range of the sharded dim that a rank has. `width`: global size of the dim."""
     if not splits or sum(splits) < width:
         repeated = sum(splits) or 1
         assert width % repeated == 0, f"{splits} does not repeat within {width}"
@@ -102,7 +102,8 @@ def _cuts(width: int, splits: tuple[int, ...], tp: Part) -> list[tuple[int, int]
 
 
 def _share(number: int, part: Part, what: str) -> tuple[int, int]:
-    """(start, count) of a rank's part of `number` items, which are divided equally. `what`: the items, for errors."""
+    """Returns (start, count) of a rank's part of `number` items, which are divided equally. `what`: the items, for
+    errors."""
     index, num_parts = part
     assert number % num_parts == 0, f"{number} {what} do not divide among {num_parts} ranks"
     return index * (number // num_parts), number // num_parts

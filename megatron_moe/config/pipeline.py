@@ -36,9 +36,10 @@ class PipelineConfig:
     """Placement of layers on pipeline stages, and the schedule."""
 
     layout: PipelineLayout | None = None
-    """Layers of every pipeline stage; None: the same number of layers on every stage."""
+    """Layers of every pipeline stage; None means the same number of layers on every stage."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """Number of microbatches that a rank runs on one virtual stage before it switches to another stage; None: pp."""
+    """Number of microbatches that a rank runs on one virtual stage before it switches to another stage; None means
+    pp."""
     overlap: bool = False
     """Interleaves the forward of one microbatch with the backward of another to hide expert communication
     (`--overlap-moe-expert-parallel-comm`)."""

@@ -26,7 +26,7 @@ class StageMap:
         return chunk * self.pp + rank
 
     def rank_and_chunk(self, stage: int) -> tuple[int, int]:
-        """(rank, chunk) of a stage."""
+        """Returns (rank, chunk) of a stage."""
         return stage % self.pp, stage // self.pp
 
 

@@ -145,7 +145,7 @@ class ModulePrecision:
     pattern: str
     """Pattern of module names with `*`, `?` and `[]`, such as `*.mlp.experts.linear_fc1`."""
     config: LowPrecisionConfig | None
-    """Recipe of the modules; None: their GEMMs use the format of the parameters."""
+    """Recipe of the modules; None means that their GEMMs use the format of the parameters."""
     in_low_precision: bool = True
     """Whether `config` applies to modules that would use the recipe of the run."""
     in_params_dtype: bool = False
@@ -205,11 +205,11 @@ class QuantizationRecipe:
     row_alignment: int = 16
     """Multiple to which `--moe-router-padding-for-quantization` pads the rows of an expert."""
     least_capability: tuple[int, int] | None = None
-    """Least CUDA compute capability of GPUs with tensor cores for the recipe; None: it is always emulated."""
+    """Least CUDA compute capability of GPUs with tensor cores for the recipe; None means that it is always emulated."""
     has_history: bool = False
     """Whether scales are computed from the magnitudes of earlier steps, instead of from the tensor."""
     exchange_dtype: str | None = None
-    """Value of `--moe-dispatch-fwd-dtype` for which tokens are sent in the format of inputs; None: they cannot be."""
+    """Value of `--moe-dispatch-fwd-dtype` for which tokens are sent in the format of inputs; None if they cannot be."""
 
 
 def _block_formats(*, hybrid: bool, blocks: int = 128, power_of_2: bool = True) -> OperandFormats:

@@ -17,7 +17,7 @@ class ResilienceConfig:
     watchdog: tuple[tuple[str, float], ...] = ()
     """(phase, timeout in seconds). Phases: start, step, evaluation, save, exit. A phase not listed has no timeout."""
     check_weight_hash_across_dp_replicas_interval: int | None = None
-    """Iterations between checks that all data-parallel replicas have equal weights; None: never
+    """Iterations between checks that all data-parallel replicas have equal weights; None means never
     (`--check-weight-hash-across-dp-replicas-interval`)."""
     max_skipped_iterations: int = 3
     """Number of consecutive skipped steps after which the run ends (`--max-skipped-iterations`)."""
@@ -26,7 +26,7 @@ class ResilienceConfig:
     check_for_large_grads: bool = False
     """Enables detection of gradient norm spikes (`--check-for-large-grads`)."""
     distributed_timeout_seconds_after_init: float | None = None
-    """Timeout of collectives after the first step, in seconds; None: the initial timeout stays in effect
+    """Timeout of collectives after the first step, in seconds; None means that the initial timeout stays in effect
     (`--distributed-timeout-seconds-after-init`)."""
     on_spike: Literal["report", "skip", "stop"] = "report"
     """Reaction to a loss or gradient spike; "skip" and "stop" discard the update, "stop" also ends the run."""

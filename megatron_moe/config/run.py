@@ -28,7 +28,8 @@ class KernelConfig:
     kernel_per_op: tuple[tuple[str, str], ...] = ()
     """Pairs (op, backend) that override `kernel_backend` (`--kernel-per-op`)."""
     kernel_cache_dir: Path | None = None
-    """Directory in which every node has a folder of compiled kernels; None: a folder in the user's cache directory."""
+    """Directory in which every node has a folder of compiled kernels; None means a folder in the user's cache
+    directory."""
     compile_first: bool = False
     """Compiles all kernels before the first step (GPU only)."""
 
@@ -66,7 +67,7 @@ class RunPlan:
     notes: tuple[str, ...] = ()
     """Notes for the user about flags without effect, aliases and duplicates, one line each."""
     emulation: EmulationConfig | None = None
-    """Options of a memory emulation, which runs instead of training; None: the run trains."""
+    """Options of a memory emulation, which runs instead of training; None if the run trains."""
     missing_inputs: tuple[str, ...] = ()
     """Inputs that are missing or invalid, so that the run cannot start; filled in dry runs only."""
     blockers: tuple[str, ...] = ()

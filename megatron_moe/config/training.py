@@ -15,14 +15,14 @@ class BatchConfig:
     global_batch_size: int
     """Sequences per step over all ranks, after the ramp-up."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """Initial global batch size, increment, and ramp-up length in samples (`--rampup-batch-size`); None: no ramp-up."""
+    """Initial global batch size, increment, and ramp-up length in samples (`--rampup-batch-size`); None means no ramp-up."""
     step_sizes: tuple[tuple[int, int], ...] = ()
     """(number of consumed samples, global batch size from there on), ascending from 0 (`--step-batch-size-schedule`).
     `global_batch_size` is the largest of the sizes. Empty: the size does not change in steps."""
     eval_micro_batch_size: int | None = None
-    """Sequences per microbatch and rank in evaluations; None: as in training."""
+    """Sequences per microbatch and rank in evaluations; None means as in training."""
     eval_global_batch_size: int | None = None
-    """Sequences per batch of an evaluation over all ranks; None: `global_batch_size`."""
+    """Sequences per batch of an evaluation over all ranks; None means `global_batch_size`."""
 
     @property
     def evaluation(self) -> "BatchConfig":

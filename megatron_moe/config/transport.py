@@ -38,7 +38,8 @@ class ExpertTransport:
 
     name: str
     dispatcher: Any = _MODULES + "flex:FlexDispatcher"
-    """Class of its token dispatcher (`Dispatcher`), or the text "package.module:class"; None: it is not implemented."""
+    """Class of its token dispatcher (`Dispatcher`), or the text "package.module:class"; None if it is not
+    implemented."""
     transport: Any = None
     """Class of the `Transport` that the flex dispatcher uses, or its text; None for other dispatchers."""
     options: Callable[[Any], Any] = _no_options
@@ -71,13 +72,13 @@ class PushConfig:
     """Options of symmetric memory and of DeepEP."""
 
     num_sms: int | None = None
-    """SMs of an exchange (`--moe-flex-dispatcher-num-sms`); None: all, or the default of DeepEP."""
+    """SMs of an exchange (`--moe-flex-dispatcher-num-sms`); None means all, or the default of DeepEP."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridEPConfig:
     """Options of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`): the branch of DeepEP that has
-    `deep_ep.HybridEPBuffer`. None: the library's default."""
+    `deep_ep.HybridEPBuffer`. None means the library's default."""
 
     num_sms: int | None = None
     """SMs of a dispatch or combine (`--moe-flex-dispatcher-num-sms`)."""
@@ -231,9 +232,11 @@ def choose_transport(
         if shares_memory:
             return TransportChoice(SYMMETRIC, f"{exchange} symmetric memory; --moe-alltoall-backend nccl selects NCCL")
         return TransportChoice(NCCL)
-    ours, through = (per_host, _ONCE_PER_HOST) if spans_hosts else (TransportChoice(SYMMETRIC), "use symmetric memory")
+    replacement, through = (
+        (per_host, _ONCE_PER_HOST) if spans_hosts else (TransportChoice(SYMMETRIC), "use symmetric memory")
+    )
     if backend in ("auto", SYMMETRIC.name):
-        return ours
+        return replacement
     requested: ExpertTransport = TRANSPORTS.get(backend)
     if requested.dispatcher is None:
         reason = "there is no backend for this library"
@@ -246,7 +249,7 @@ def choose_transport(
     else:
         return TransportChoice(requested)
     note = f"--moe-flex-dispatcher-backend {backend}: {reason}, so {ranks} {through} instead"
-    return TransportChoice(ours.transport, note, replaces_request=True)
+    return TransportChoice(replacement.transport, note, replaces_request=True)
 
 
 def if_not_installed(choice: TransportChoice, *, spans_hosts: bool) -> str | None:

@@ -33,7 +33,7 @@ class StateSpec(NamedTuple):
     """True if the formats fp16 and fp8 store the square root of the values."""
     matrix_shape: Callable[[int, int], tuple[int, ...]] | None = None
     """Shape of the state of one matrix with the given rows and columns, before tensor parallelism; ranks that share a
-    matrix have equal copies. None: the state has one value per element of the parameter."""
+    matrix have equal copies. None means that the state has one value per element of the parameter."""
 
     def num_bytes(self, precision: PrecisionConfig) -> int:
         """Bytes per value."""

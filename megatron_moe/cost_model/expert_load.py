@@ -126,7 +126,7 @@ def token_copies(
     *,
     rank: int | None = None,
 ) -> TokenCopies:
-    """Copies of a token between the hosts of the etp x ep group of `rank`; None: of the group with most hosts."""
+    """Copies of a token between the hosts of the etp x ep group of `rank`; None selects the group with most hosts."""
     choice, num_hosts = LoadChoice.of(router), _num_hosts(parallel, rank)
     ranks_per_host = parallel.ep * parallel.etp // num_hosts
     if ranks_per_host % parallel.etp:  # parts of an expert are on different hosts

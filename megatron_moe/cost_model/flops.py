@@ -59,7 +59,8 @@ def product_flops(parameters: Iterable[ParamSpec], per_element: int) -> FlopCoun
 
 @dataclass(frozen=True)
 class _Device:
-    """Peak dense TFLOP/s of devices whose name contains `name`; None: format not supported or rate not published."""
+    """Peak dense TFLOP/s of devices whose name contains `name`; None if the format is not supported or the rate not
+    published."""
 
     name: str
     fp64: float | None

@@ -33,12 +33,12 @@ class GPU:
     """Bandwidth to GPUs of the same NVLink domain, in bytes per second."""
     network: float
     """Bandwidth to GPUs outside the NVLink domain, in bytes per second."""
-    per_node: int
-    """Number of GPUs per host."""
-    nvlink_domain: int
-    """Number of GPUs per NVLink domain, which is a host or a rack."""
     capability: tuple[int, int]
     """CUDA compute capability."""
+    per_node: int = 8
+    """Number of GPUs per host."""
+    nvlink_domain: int = 8
+    """Number of GPUs per NVLink domain, which is a host or a rack."""
     host_link: float = 55e9
     """Bandwidth to host memory, in bytes per second; the default is that of PCIe 5 x16."""
     fp8_speedup: float = 2.0
@@ -58,7 +58,7 @@ class GPU:
         return peak
 
     def rate(self, dtype: FloatName) -> tuple[float, FloatName]:
-        """(peak dense FLOP/s, `dtype`), or (bf16 rate, "bf16") if no rate is known for `dtype`."""
+        """Returns (peak dense FLOP/s, `dtype`), or (bf16 rate, "bf16") if no rate is known for `dtype`."""
         peak = peak_flops(self.name, dtype)
         return (self.bf16, "bf16") if peak is None else (peak * self.bf16 / self._of_data_sheet, dtype)
 
@@ -88,29 +88,17 @@ _GRACE = 225e9
 
 _KINDS = (
     GPU(
-        "a100", "A100", memory_gib=79.1, hbm=2.039e12, nvlink=_LINK_3, network=_PORT_200, per_node=8, nvlink_domain=8,
-        capability=(8, 0), host_link=_PCIE_4, fp8_speedup=1.0,
+        "a100", "A100", memory_gib=79.1, hbm=2.039e12, nvlink=_LINK_3, network=_PORT_200, capability=(8, 0),
+        host_link=_PCIE_4, fp8_speedup=1.0,
     ),
-    GPU(
-        "h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8,
-        capability=(9, 0),
-    ),
-    GPU(
-        "h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_LINK_4, network=_PORT_400, per_node=8, nvlink_domain=8,
-        capability=(9, 0),
-    ),
+    GPU("h100", "H100", memory_gib=79.2, hbm=3.35e12, nvlink=_LINK_4, network=_PORT_400, capability=(9, 0)),
+    GPU("h200", "H200", memory_gib=139.8, hbm=4.8e12, nvlink=_LINK_4, network=_PORT_400, capability=(9, 0)),
     GPU(
         "gh200", "GH200", memory_gib=94.9, hbm=4.0e12, nvlink=_LINK_4, network=_PORT_200, per_node=4, nvlink_domain=4,
         capability=(9, 0), host_link=450e9,
     ),
-    GPU(
-        "b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=8, nvlink_domain=8,
-        capability=(10, 0),
-    ),
-    GPU(
-        "b300", "B300", memory_gib=268.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, per_node=8, nvlink_domain=8,
-        capability=(10, 3),
-    ),
+    GPU("b200", "B200", memory_gib=178.4, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, capability=(10, 0)),
+    GPU("b300", "B300", memory_gib=268.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_800, capability=(10, 3)),
     GPU(
         "gb200", "GB200", memory_gib=184.0, hbm=8e12, nvlink=_LINK_5, network=_PORT_400, per_node=4, nvlink_domain=72,
         capability=(10, 0), host_link=_GRACE,
@@ -124,24 +112,24 @@ _KINDS = (
         capability=(10, 7), host_link=450e9, fp8_speedup=17.5 / 4,
     ),
     GPU(
-        "rtx3090", "RTX 3090", memory_gib=23.7, hbm=0.936e12, nvlink=_PCIE_4, network=_ETHERNET, per_node=8,
-        nvlink_domain=8, capability=(8, 6), host_link=_PCIE_4, fp8_speedup=1.0,
+        "rtx3090", "RTX 3090", memory_gib=23.7, hbm=0.936e12, nvlink=_PCIE_4, network=_ETHERNET, capability=(8, 6),
+        host_link=_PCIE_4, fp8_speedup=1.0,
     ),
     GPU(
-        "rtx4090", "RTX 4090", memory_gib=23.6, hbm=1.008e12, nvlink=_PCIE_4, network=_ETHERNET, per_node=8,
-        nvlink_domain=8, capability=(8, 9), host_link=_PCIE_4,
+        "rtx4090", "RTX 4090", memory_gib=23.6, hbm=1.008e12, nvlink=_PCIE_4, network=_ETHERNET, capability=(8, 9),
+        host_link=_PCIE_4,
     ),
     GPU(
-        "rtx5090", "RTX 5090", memory_gib=31.4, hbm=1.792e12, nvlink=_PCIE_5, network=_ETHERNET, per_node=8,
-        nvlink_domain=8, capability=(12, 0), host_link=_PCIE_5,
+        "rtx5090", "RTX 5090", memory_gib=31.4, hbm=1.792e12, nvlink=_PCIE_5, network=_ETHERNET, capability=(12, 0),
+        host_link=_PCIE_5,
     ),
     GPU(
-        "a6000", "RTX A6000", memory_gib=47.5, hbm=0.768e12, nvlink=_PCIE_4, network=_ETHERNET, per_node=8,
-        nvlink_domain=8, capability=(8, 6), host_link=_PCIE_4, fp8_speedup=1.0,
+        "a6000", "RTX A6000", memory_gib=47.5, hbm=0.768e12, nvlink=_PCIE_4, network=_ETHERNET, capability=(8, 6),
+        host_link=_PCIE_4, fp8_speedup=1.0,
     ),
     GPU(
-        "l40s", "L40S", memory_gib=44.4, hbm=0.864e12, nvlink=_PCIE_4, network=_ETHERNET, per_node=8,
-        nvlink_domain=8, capability=(8, 9), host_link=_PCIE_4,
+        "l40s", "L40S", memory_gib=44.4, hbm=0.864e12, nvlink=_PCIE_4, network=_ETHERNET, capability=(8, 9),
+        host_link=_PCIE_4,
     ),
 )  # fmt: skip
 """Rates from NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, nodes of four GH200, and GB200, GB300 and

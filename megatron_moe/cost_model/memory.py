@@ -110,7 +110,7 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements, rules: Rul
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
     GEMMs, for which the weights include their quantised copies.
 
-    `rules`: share that the rank updates; None: an equal share, of a rule that updates all parameters elementwise.
+    `rules`: share that the rank updates; None means an equal share, of a rule that updates all parameters elementwise.
 
     Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
     """

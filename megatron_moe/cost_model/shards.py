@@ -147,7 +147,8 @@ def _sum(one: RuleState, other: RuleState) -> RuleState:
 
 
 def matrix_of(spec: ParamSpec) -> tuple[int, int]:
-    """(rows, columns) of a matrix of a parameter, before tensor parallelism; a vector is a matrix of one row."""
+    """Returns (rows, columns) of a matrix of a parameter, before tensor parallelism; a vector is a matrix of one
+    row."""
     rows, columns = (1, *(spec.shape if spec.meta.num_experts is None else spec.shape[1:]))[-2:]
     return rows, columns
 

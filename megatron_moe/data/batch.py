@@ -26,9 +26,10 @@ class TokenMeta:
     positions_BS: Tensor
     """int64 position of every token in its document if `reset_position_ids` is set, otherwise in its sequence."""
     segments_BS: Tensor | None = None
-    """Document index of every token, int64. Attention is limited to tokens with equal indices. None: no limit."""
+    """Document index of every token, int64. Attention is limited to tokens with equal indices. None means no limit."""
     valid_BS: Tensor | None = None
-    """False for padding tokens, which routers and balancing losses ignore; bool. None: all tokens are valid."""
+    """False for padding tokens, which routers and balancing losses ignore; bool. None means that all tokens are
+    valid."""
     part: SequencePart | None = None
     """Part of the microbatch that this context-parallel rank processes. None if the microbatch is not split."""
     whole_segments_BS: Tensor | None = None
@@ -36,7 +37,7 @@ class TokenMeta:
     cu_seqlens: Tensor | None = None
     """Start of every document and end of the last, int32 [documents + 1], if documents are packed into one sequence."""
     max_seqlen: int | None = None
-    """Number of tokens of the longest document. None: attention is not limited to documents."""
+    """Number of tokens of the longest document. None means that attention is not limited to documents."""
 
     def take(self, x_BS: Tensor) -> Tensor:
         """Selects this context-parallel rank's part of `x_BS`, a tensor of the whole microbatch."""
@@ -59,7 +60,7 @@ class GivenRouting:
     ids: Mapping[int, Tensor]
     """Index of a decoder layer -> int64 expert ids [T, K]; -1: no expert."""
     given_T: Tensor | None = None
-    """False for tokens whose experts the routers select; bool. None: the experts of all tokens are given."""
+    """False for tokens whose experts the routers select; bool. None means that the experts of all tokens are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +85,11 @@ class MicrobatchContext:
     """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
     `--moe-router-force-biased`. If None, each router that needs random logits draws them itself in its forward."""
     given_routing: GivenRouting | None = None
-    """Experts that the decoder's routers use instead of selecting. None: they select."""
+    """Experts that the decoder's routers use instead of selecting. None means that they select."""
     timers: Timers | None = None
-    """Timers of the nodes of layers (`--timing-log-level 2`); None: nodes are not timed."""
+    """Timers of the nodes of layers (`--timing-log-level 2`); None if nodes are not timed."""
     graph_instance: GraphRunner | None = None
-    """CUDA graphs that this microbatch replays. None: eager execution."""
+    """CUDA graphs that this microbatch replays. None means eager execution."""
 
     def key(self, *site: int | str) -> Key | None:
         """Random key for the call site identified by `site`; None in evaluation."""

@@ -288,7 +288,7 @@ class _Builder:
 
     def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int | None) -> Samples | None:
         """Samples of one split; None if the split is not needed or has no documents. For training, a split
-        without documents raises `DataProblem`. `size`: minimum number of samples; None: one pass over the data."""
+        without documents raises `DataProblem`. `size`: minimum number of samples; None means one pass over the data."""
         if blend is None or share is None or size == 0:
             if split == "train" and size:
                 raise DataProblem("the train split is empty: give --train-data-path, or --split a first number above 0")

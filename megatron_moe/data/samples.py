@@ -46,7 +46,8 @@ class SampleRequest:
     split: str
     seq_length: int
     num_samples: int | None
-    """Minimum number of samples. If one epoch has fewer, documents are repeated in further epochs. None: one epoch."""
+    """Minimum number of samples. If one epoch has fewer, documents are repeated in further epochs. None means one
+    epoch."""
     seed: int
     drop_last_partial: bool = True
     """Drops the tokens after the last full sample; otherwise they form a padded sample."""

@@ -22,9 +22,9 @@ class MaskBlock:
     rows: slice
     keys: slice
     left: int | None = None
-    """Query row i sees no key before key i - left; None: no limit on the left. `left` may be negative."""
+    """Query row i sees no key before key i - left; None means no limit on the left. `left` may be negative."""
     right: int | None = None
-    """Query row i sees no key after key i + right; None: no limit on the right. `right` may be negative."""
+    """Query row i sees no key after key i + right; None means no limit on the right. `right` may be negative."""
 
     @property
     def sees_all(self) -> bool:
@@ -61,7 +61,7 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tupl
 
 
 def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
-    """Number of positions that a query sees to its left and to its right; None: unlimited."""
+    """Number of positions that a query sees to its left and to its right; None means no limit."""
     left, right = (None if side < 0 else side for side in config.window or (-1, -1))
     return left, 0 if config.causal else right
 

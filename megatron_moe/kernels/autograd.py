@@ -34,7 +34,7 @@ class ExpertRows(NamedTuple):
     probs_R: Tensor | None
     """Factor of each row."""
     sums: RowIndex | None
-    """If set, the rows of each token are summed (`Kernels.unpermute`); None: rows are returned."""
+    """If set, the rows of each token are summed (`Kernels.unpermute`); None means that rows are returned."""
     num_tokens: int
 
 
@@ -460,7 +460,8 @@ def _grouped_product(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumu
 
 
 def _operand_of_grads(kernels: Kernels, grad: Tensor, index: RowIndex, fmt: OperandFormat | None) -> MatrixOperand:
-    """Operand of a grouped weight gradient from output gradients of tokens. `fmt`: format; None: not quantised."""
+    """Operand of a grouped weight gradient from output gradients of tokens. `fmt`: format; None if it is not
+    quantised."""
     if fmt is None:
         return kernels.permute(grad, index)
     return kernels.quantize_permuted(grad, index, fmt, rowwise=False, columnwise=True)

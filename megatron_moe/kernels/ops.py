@@ -61,7 +61,8 @@ class PositionSpan:
     chunks: tuple[range, ...]
     """Ranges of consecutive sequence positions, in the order of the rows."""
     segments_BS: Tensor | None = None
-    """Document id of each row, int64; attention does not cross documents. None: all rows belong to one document."""
+    """Document id of each row, int64; attention does not cross documents. None means that all rows belong to one
+    document."""
 
     def positions(self, device: torch.device) -> Tensor:
         """Sequence position of every row, int64."""
@@ -93,9 +94,9 @@ class AttentionInputs(NamedTuple):
     sinks_N: Tensor | None = None
     """Learned attention sinks: one additional softmax logit per head."""
     segments_BS: Tensor | None = None
-    """Document id of each position, int64; attention does not cross documents. None: one document per sequence."""
+    """Document id of each position, int64; attention does not cross documents. None means one document per sequence."""
     dropout_key: DropoutKey | None = None
-    """Key of the random numbers of the dropout mask; None: no dropout."""
+    """Key of the random numbers of the dropout mask; None means no dropout."""
     head_part: Part = (0, 1)
     """(index, count) of this rank's shard of the heads; the dropout mask is sliced from the mask of all heads."""
 
@@ -379,12 +380,12 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     ) -> Tensor:
         """Causal linear attention with one decay per value head -> [S, B, M, E] in the dtype of v.
 
-        A head has a state [D, E], 0 before each document. For every token, the state is multiplied by exp(log_decay),
-        k v^T is added to it, and the output is scale q^T state (state-space duality, arXiv 2405.21060). With `beta`,
-        the token adds beta k (v - state^T k)^T instead (gated delta rule, arXiv 2412.06464). M is a multiple of N:
-        consecutive M / N value heads share a head of q and k. `segments_BS`: ids of the documents, ascending; None: one
-        document per row. `eps`: each row x of q and k is first divided by sqrt(sum x^2 + eps); None: rows are not
-        normalised. States and decays have the internal dtype."""
+        A head has a state [D, E], 0 before each document. For every token, the state is multiplied by exp(log_decay), k
+        v^T is added to it, and the output is scale q^T state (state-space duality, arXiv 2405.21060). With `beta`, the
+        token adds beta k (v - state^T k)^T instead (gated delta rule, arXiv 2412.06464). M is a multiple of N:
+        consecutive M / N value heads share a head of q and k. `segments_BS`: ids of the documents, ascending; None
+        means one document per row. `eps`: each row x of q and k is first divided by sqrt(sum x^2 + eps); None means
+        that rows are not normalised. States and decays have the internal dtype."""
         ...
 
     def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:

@@ -57,7 +57,7 @@ class FeedForward(nn.Module):
         return self.nodes or (Node("mlp", "experts", self._run, parameters_of(self)),)
 
     def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
-        """Random logits that replace those of a router (`--moe-router-force-load-balancing`); None: no logits."""
+        """Random logits that replace those of a router (`--moe-router-force-load-balancing`); None means no logits."""
         return None
 
     def _run(self, state: LayerState, mb: MicrobatchContext) -> LayerState:

@@ -55,7 +55,7 @@ class LayerState:
     discard: DiscardScope = _NO_SCOPE
     """Scope for operations that read `normed_SBH`: they do not save it if layernorm outputs are recomputed."""
     given_ids_TK: Tensor | None = None
-    """Expert ids to use instead of selecting; None: the router selects experts."""
+    """Expert ids to use instead of selecting; None means that the router selects experts."""
     routing: Any = None
     """`Routing` of the tokens."""
     tokens_SBH: Tensor = _UNSET
@@ -116,7 +116,7 @@ class Node:
     """Store from which `run_nodes` acquires `units` before it calls `run`; None if parameters are always available."""
     units: tuple[str, ...] = ()
     acquiring: Callable[[UnitStore | None], "Node"] | None = None
-    """Returns this node, changed so that the nodes inside it acquire their units; None: there are none inside it."""
+    """Returns this node, changed so that the nodes inside it acquire their units; None if there are none inside it."""
 
 
 def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:

@@ -24,7 +24,7 @@ class Norm(nn.Module):
         copy_format: OperandFormat | None = None,
     ) -> None:
         """`over_heads`: True if the input is q or k of this rank's heads, False for the residual stream or a latent.
-        `copy_format`: FP8 format in which the linear layers that read the result quantise it; None: they do not, or
+        `copy_format`: FP8 format in which the linear layers that read the result quantise it; None if they do not, or
         they need more than a rowwise copy. The kernel of RMSNorm, if there is one, then writes this copy too."""
         super().__init__()
         self.config = config

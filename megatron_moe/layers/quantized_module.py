@@ -12,7 +12,7 @@ class QuantizedModule(nn.Module):
     weight: Parameter | None
     """None: the caller of `forward` passes the weight."""
     quantizer: LinearQuantizer | None
-    """FP8 or FP4 operands of the GEMMs; None: they use the dtype of the weight."""
+    """FP8 or FP4 operands of the GEMMs; None means that they use the dtype of the weight."""
 
     def _set_weight(self, weight: Parameter | None, quantizer: LinearQuantizer | None) -> None:
         """Sets the weight and its quantizer, whose state becomes buffers of the module. Called by the constructor."""

@@ -75,14 +75,14 @@ class RankProcesses:
         self._pipes: list[Connection] = []
         for rank in range(plan.parallel.world_size):
             launch = replace(plan.process, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
-            ours, theirs = host.Pipe(duplex=False)
+            receiver, sender = host.Pipe(duplex=False)
             # pickled here, because a rank imports the files that define the plan's components before it unpickles them
-            arguments = (theirs, plan.imports, pickle.dumps(replace(plan, process=launch)), num_steps, fault_seed)
+            arguments = (sender, plan.imports, pickle.dumps(replace(plan, process=launch)), num_steps, fault_seed)
             process = host.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
-            theirs.close()
+            sender.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(receiver)
 
     def records(self, timeout: float) -> list[RankRecord]:
         """Returns the records in rank order. Raises RankFailure if a rank ends early, or after `timeout` seconds."""

@@ -73,7 +73,7 @@ class MetricAccumulator:
     entries: dict[Key, _MetricEntry] = field(default_factory=dict)
     _pending: dict[str, _PendingRows] = field(default_factory=dict)
     trace_routing: Callable[[int, Tensor], None] | None = None
-    """Function (layer, expert ids [T, K]) that traces one call of the layer's router. None: routing is not traced."""
+    """Function (layer, expert ids [T, K]) that traces one call of the layer's router. None if routing is not traced."""
 
     def record(
         self,

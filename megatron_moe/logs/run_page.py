@@ -71,7 +71,8 @@ class RunRecords:
         return cls(name, read_metrics(folder / "metrics.jsonl"), found)
 
     def points(self, key: str, factor: float = 1.0) -> Points:
-        """(iteration, value) of every iteration with a finite value of the key: the last one, if there are several."""
+        """Returns (iteration, value) of every iteration with a finite value of the key: the last one, if there are
+        several."""
         pairs = {record["iteration"]: record[key] for record in self.records if key in record}
         return [(x, y * factor) for x, y in pairs.items() if isinstance(y, int | float) and math.isfinite(y)]
 

@@ -246,7 +246,8 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed_iteration: int) -> None:
         self._directory = directory
         self._purge_step: int | None = resumed_iteration + 1
-        """Iteration from which on TensorBoard hides the points of earlier processes. None: no points are hidden."""
+        """Iteration from which on TensorBoard hides the points of earlier processes. None means that no points are
+        hidden."""
         self._writer: Any = None
 
     def log(self, entry: LogEntry) -> None:

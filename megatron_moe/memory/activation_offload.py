@@ -160,7 +160,7 @@ class MicrobatchOffloads:
     )
     """Tensors by (storage identifier, dtype). The StorageWeakRef keeps the identifier from being used again."""
     selected: frozenset[int] | None = None
-    """Indices of the groups to offload. None: all groups are offloaded."""
+    """Indices of the groups to offload. None means that all groups are offloaded."""
 
     def reload_before(self, index: int) -> bool:
         """Starts to reload the last offloaded group with an index below `index`. Returns False if there is none."""

@@ -57,7 +57,7 @@ class EmulatedRun:
 def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbatches: int | None = None) -> EmulatedRun:
     """Emulates global rank `rank` of the plan on `device`: runs a warm-up step, then a step whose memory is returned.
 
-    `num_microbatches`: number of microbatches in that step; None: a number that suffices to reach the memory peak.
+    `num_microbatches`: number of microbatches in that step; None means a number that suffices to reach the memory peak.
     """
     emulation = plan.emulation
     assert emulation is not None, "the plan has no emulation"
@@ -77,7 +77,8 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
 def take_steps(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
 ) -> EmulatedRun:
-    """Runs a warm-up step and returns the memory of a second step. `load`: assumed expert load; None: real routing."""
+    """Runs a warm-up step and returns the memory of a second step. `load`: assumed expert load; None means real
+    routing."""
     on_gpu = context.device.type == "cuda"
     tracker = Tracker(device_type=context.device.type)
     with tracker:

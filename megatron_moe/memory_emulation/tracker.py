@@ -132,7 +132,7 @@ class Timeline:
 class Tracker(TorchDispatchMode):
     """Dispatch mode that records allocation and release of the storages of all tensors that operations read or return.
 
-    `device_type`: device type of the tracked storages; None: all device types.
+    `device_type`: device type of the tracked storages; None means all device types.
     """
 
     def __init__(self, *, device_type: str | None = None) -> None:

@@ -57,7 +57,7 @@ class SoftmaxAttention(Mixer):
 
     sinks: Parameter | None
     max_logits: Tensor | None
-    """Largest logit of each local head since the last reset, in the internal dtype; None: not computed."""
+    """Largest logit of each local head since the last reset, in the internal dtype; None if they are not computed."""
 
     def __init__(self, config: SoftmaxMixerConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(site, resources)

@@ -81,7 +81,7 @@ def core_attention(
     maxima: LogitMaxima | None = None,
 ) -> Tensor:
     """Attention output [S, B, N, E] of this rank's N heads in G query groups. `site`: module path, for dropout keys.
-    `maxima`: largest logits to raise; None: they are not computed."""
+    `maxima`: largest logits to raise; None if they are not computed."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
     part = mb.tokens.part
     is_split = part is not None and len(part.of_ranks) > 1

@@ -117,7 +117,7 @@ class GPT(nn.Module):
 
     Args:
         chunks: pipeline stages of this rank; empty: one stage with the whole model.
-        saved_tensors: saved-tensor policies; None: no recompute or offload.
+        saved_tensors: saved-tensor policies; None means no recompute or offload.
         expert_comm: see `ModelResources`.
         quantizers: source of the quantizers of the linear layers.
     """

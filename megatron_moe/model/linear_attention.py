@@ -85,7 +85,7 @@ class LinearAttention(Mixer):
         self, mixed_SBC: Tensor, others: Sequence[Tensor], segments_BS: Tensor | None, group: ProcessGroup | None
     ) -> Tensor:
         """Output [S, B, M, V] of convolution and linear attention on whole sequences. `group`: ranks that share the
-        local heads equally; None: this rank has all of them."""
+        local heads equally; None means that this rank has all of them."""
         raise NotImplementedError
 
     def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class MTP(nn.Module):
             yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
 
     def feed_forwards(self, mb: MicrobatchContext) -> list[tuple[int, FeedForward | None, MicrobatchContext]]:
-        """(layer index, counted over depths; feed-forward module; context) of every depth."""
+        """Returns (layer index, counted over depths; feed-forward module; context) of every depth."""
         modules = [self.by_index[number % self.num_layers] for number in range(self.config.num_layers)]
         return [
             (self._first + number, module.transformer_layer.mlp, self._depth_context(mb, None, number))

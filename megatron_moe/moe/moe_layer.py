@@ -186,7 +186,7 @@ def new_expert_comm(
 
     Args:
         overlaps_microbatches: see `ExpertComm`.
-        stand_in: returns a transport that replaces the chosen one if the other ranks do not exist; None: they do.
+        stand_in: returns a transport that replaces the chosen one if the other ranks do not exist; None if they exist.
 
     Raises EnvironmentProblem if the transport cannot serve the ranks.
     """

@@ -84,11 +84,11 @@ class _Loads:
         values = {name: function(shares_nE) for name, function in _functions_of("loads", self.options)}
         end = 0
         for layer, number in numbers.items():
-            mine, end = slice(end, end + number), end + number
+            own_rows, end = slice(end, end + number), end + number
             count = loads_nE.new_full((), number)
             for name, value_n in values.items():
-                metrics.record(name, value_n[mine].sum(), layer=layer, count=count)
-            tokens_E = counts_nE[mine].sum(dim=0)
+                metrics.record(name, value_n[own_rows].sum(), layer=layer, count=count)
+            tokens_E = counts_nE[own_rows].sum(dim=0)
             metrics.record("moe/tokens_per_expert", tokens_E, layer=layer, reduction="sum")
             if self.dropless:
                 record_drops(metrics, layer, tokens_E.new_zeros(()), tokens_E.sum())

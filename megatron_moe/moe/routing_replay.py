@@ -89,7 +89,7 @@ def given_routing(
     tokens: TokenMeta,
     context: ParallelContext,
     *,
-    mine: Sequence[int],
+    own_layers: Sequence[int],
     given_BS: Tensor | None = None,
 ) -> GivenRouting:
     """Choices of this rank's tokens and layers, for `MicrobatchContext.given_routing`.
@@ -100,7 +100,7 @@ def given_routing(
         layers: global index of each of the L layers; more than those of this rank are allowed.
         tokens: positions of this rank's part of the microbatch.
         mine: layers of this rank (`routed_layers`).
-        given_BS: bool; False for positions whose experts are selected as usual. None: all are given.
+        given_BS: bool; False for positions whose experts are selected as usual. None means that all are given.
 
     Raises ValueError for a wrong number of layers, sequences or positions, or if a layer of this rank is missing.
     """
@@ -108,7 +108,7 @@ def given_routing(
     wanted = _whole_shape(tokens, context)
     if num_layers != len(layers):
         raise ValueError(f"expert choices of {num_layers} layers for {len(layers)} layers {list(layers)}")
-    if missing := sorted(set(mine) - set(layers)):
+    if missing := sorted(set(own_layers) - set(layers)):
         raise ValueError(f"no expert choices for layers {missing} of this rank; given: layers {list(layers)}")
     if num_sequences != wanted[0] or wanted[1] - num_positions not in (0, 1):
         found = f"{num_sequences} sequences of {num_positions} positions"
@@ -118,12 +118,12 @@ def given_routing(
         given_BS = native_BS if given_BS is None else native_BS & nn.functional.pad(given_BS[:, :num_positions], (0, 1))
         ids_BSLK = nn.functional.pad(ids_BSLK, (0, 0, 0, 0, 0, 1))
     place = {layer: index for index, layer in enumerate(layers)}
-    ids = {layer: _by_token(ids_BSLK[:, :, place[layer]], tokens, context).long() for layer in mine}
+    ids = {layer: _by_token(ids_BSLK[:, :, place[layer]], tokens, context).long() for layer in own_layers}
     return GivenRouting(ids=ids, given_T=None if given_BS is None else _by_token(given_BS, tokens, context))
 
 
 def _whole_shape(tokens: TokenMeta, context: ParallelContext) -> tuple[int, int]:
-    """(sequences, positions) of the whole microbatch."""
+    """Returns (sequences, positions) of the whole microbatch."""
     batch_size, num_positions = tokens.positions_BS.shape
     if tokens.part is None:
         return batch_size, num_positions

@@ -64,14 +64,14 @@ class RoutingTrace:
         Args:
             num_layers: decoder layers of the model; routers of later layers belong to multi-token prediction.
             mtp_calls: calls of a multi-token prediction router per microbatch.
-            last_iteration: last iteration to trace; None: all are traced.
+            last_iteration: last iteration to trace; None means that all are traced.
         """
         self.path = folder / _FILE.format(context.rank)
         self._context, self._num_layers, self._mtp_calls = context, num_layers, mtp_calls
         self._last_iteration = last_iteration
         self._copies = make_host_copies(context.device)
         self._current: list[tuple[int, Tensor]] | None = None
-        """(layer, int16 choices) of the calls of the step in progress; None: it is not traced."""
+        """(layer, int16 choices) of the calls of the step in progress; None if it is not traced."""
         self._steps: dict[int, _TracedStep] = {}
         self._cells = _cells(num_experts)
         self._is_cut = False
@@ -187,7 +187,7 @@ def _open_regular(path: Path, flags: int) -> BinaryIO:
 
 
 def _trace_files(folder: Path) -> list[tuple[int, Path]]:
-    """(rank, file) of the traces in a folder, by rank."""
+    """Returns (rank, file) of the traces in a folder, by rank."""
     pattern = re.compile(re.escape(_FILE).replace(r"\{\}", r"(\d{1,9})"))
     found = [(pattern.fullmatch(path.name), path) for path in folder.glob(_FILE.format("*"))]
     return sorted((int(match[1]), path) for match, path in found if match)
@@ -339,7 +339,8 @@ def _read(folder: Path, train_iters: int) -> dict[_RouterCall, dict[int, _Record
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """(fields without top_indices, position and end of top_indices in the file) of every line. Raises DataProblem."""
+    """Yields (fields without top_indices, position and end of top_indices in the file) of every line. Raises
+    DataProblem."""
     position, number = 0, 0
     try:
         with _open_regular(path, os.O_RDONLY) as lines:

@@ -46,7 +46,7 @@ class StateRange:
     in another format. Values written to `data` take effect when `weights_from_masters` is called."""
 
     matrix_shape: tuple[int, ...] | None = None
-    """Shape of the state of each matrix; None: the state has the shape of the parameter."""
+    """Shape of the state of each matrix; None means that the state has the shape of the parameter."""
 
     @property
     def whole(self) -> Tensor:
@@ -329,9 +329,9 @@ def check_coverage(buffers: GradBuffers) -> None:
     Raises:
         RunError: the ranks own more or fewer elements of a parameter than it has.
     """
-    mine = {slot.name: prod(slot.parameter.global_shape) for slot in buffers.slots}
+    own_sizes = {slot.name: prod(slot.parameter.global_shape) for slot in buffers.slots}
     # pp: names and sizes of all parameters of a stage
-    stages = gather_objects(mine, buffers.context.group("pp"))
+    stages = gather_objects(own_sizes, buffers.context.group("pp"))
     sizes = {name: size for stage in stages for name, size in sorted(stage.items())}
     index = {name: number for number, name in enumerate(sizes)}
     owned = [0] * len(sizes)

@@ -31,7 +31,7 @@ class GradBucket:
             grads: gradients of the bucket, flat.
             num_per_microbatch: number of gradients that a microbatch adds.
             fill_gaps: one function per parameter, which zeroes the parameter's gradient if the step has added none.
-            sizes: numbers of elements that each rank of the group owns; None: all own equally many.
+            sizes: numbers of elements that each rank of the group owns; None means that all own equally many.
             on_reduced: called by `finish`.
         """
         self.grads = grads

@@ -20,7 +20,7 @@ class LRSchedule:
 
     config: LRConfig
     decoupled: tuple[float, float] | None = None
-    """(largest, smallest) learning rate of embedding and head (`--decoupled-lr`); None: the values in `config`."""
+    """(largest, smallest) learning rate of embedding and head (`--decoupled-lr`); None means the values in `config`."""
 
     @classmethod
     def of(cls, config: LRConfig, optimizer: OptimizerConfig) -> "LRSchedule":
@@ -70,15 +70,15 @@ class LRSchedule:
         differences = {name: (own[name], saved[name]) for name in own if name in saved and own[name] != saved[name]}
         if not differences:
             return self, []
-        pairs = [f"{name} {ours} (checkpoint: {theirs})" for name, (ours, theirs) in differences.items()]
+        pairs = [f"{name} {own} (checkpoint: {stored})" for name, (own, stored) in differences.items()]
         if self.config.override_opt_param_scheduler:
             return self, [f"learning rate schedule: {pair}, the command line wins" for pair in pairs]
         if self.config.use_checkpoint_opt_param_scheduler:
             return self._with(saved), [f"learning rate schedule: {pair}, the checkpoint wins" for pair in pairs]
         now, then = batch_sizes
         if then and all(
-            name in _LENGTHS and ours is not None and theirs is not None and math.isclose(ours * then, theirs * now)
-            for name, (ours, theirs) in differences.items()
+            name in _LENGTHS and own is not None and stored is not None and math.isclose(own * then, stored * now)
+            for name, (own, stored) in differences.items()
         ):
             remedy = "--override-opt_param-scheduler selects the command line's value"
             why = f"the same iterations with another --global-batch-size; the checkpoint wins ({remedy})"

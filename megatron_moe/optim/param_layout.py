@@ -243,8 +243,9 @@ def place_parameters(
 
 
 def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
-    """(buffer, bucket) indices in the order in which a backward pass completes the buckets. Buckets are sorted by
-    the registration index of their first registered parameter, descending. All ranks of a reduction use this order."""
+    """Returns (buffer, bucket) indices in the order in which a backward pass completes the buckets. Buckets are sorted
+    by the registration index of their first registered parameter, descending. All ranks of a reduction use this
+    order."""
     first: dict[tuple[int, int], int] = {}
     for index, buffer in enumerate(layout.buffers):
         for param in buffer.params:
@@ -254,7 +255,7 @@ def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
 
 
 def forward_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
-    """(buffer, bucket) indices in the order in which a forward pass reads the buckets."""
+    """Returns (buffer, bucket) indices in the order in which a forward pass reads the buckets."""
     return reduction_order(layout)[::-1]
 
 

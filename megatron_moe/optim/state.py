@@ -46,7 +46,7 @@ class StoredState(NamedTuple):
     """Master weights and moments of consecutive elements."""
 
     master: PackedState | None
-    """Master weights; None: the parameters themselves are the master weights."""
+    """Master weights; None means that the parameters themselves are the master weights."""
     moments: Mapping[str, PackedState]
     """State of the update rule by name, in the order in which it declares them."""
 
@@ -338,8 +338,8 @@ class OptimizerState:
     def masters(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields the master weights in pieces: (index of the first element in this state, values).
 
-        A piece has at most `size` elements; None: as many as need no large temporary tensor. Values are fp32 (fp64 in
-        fp64 runs) and on the device; the current stream waits for copies from host memory. Not for remainders.
+        A piece has at most `size` elements; None means as many as need no large temporary tensor. Values are fp32 (fp64
+        in fp64 runs) and on the device; the current stream waits for copies from host memory. Not for remainders.
         """
         master = self.kept.master
         assert master is not None, "the parameters are the master weights"

@@ -70,5 +70,5 @@ def _properties(run_yaml: str) -> dict[str, str]:
 
 def _differences(first: dict[str, str], other: dict[str, str], rank: int) -> list[str]:
     pairs = {name: (first.get(name, "not given"), other.get(name, "not given")) for name in first | other}
-    differing = sorted(name for name, (ours, theirs) in pairs.items() if ours != theirs)
+    differing = sorted(name for name, (own, other) in pairs.items() if own != other)
     return [f"{name}: {pairs[name][0]} on rank 0, {pairs[name][1]} on rank {rank}" for name in differing]

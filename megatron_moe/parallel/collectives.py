@@ -54,7 +54,8 @@ class PendingCollective:
 
 
 Sizes = Sequence[int] | None
-"""Number of elements in the shard of each rank of a group, in rank order; None: all shards have equal size."""
+"""Number of elements in the shard of each rank of a group, in rank order; None means that all shards have equal
+size."""
 
 
 def shard_of(flat: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
@@ -119,9 +120,9 @@ def _start_fp32_reduce_scatter_(
     shard: Tensor, flat: Tensor, group: ProcessGroup, sizes: Sizes, *, mean: bool
 ) -> PendingCollective:
     received = flat.new_empty(group.size * len(shard))
-    mine = None if sizes is None else [len(shard)] * group.size
-    theirs = None if sizes is None else list(sizes)
-    work = dist.all_to_all_single(received, flat, mine, theirs, group=group.handle, async_op=True)
+    send_sizes = None if sizes is None else [len(shard)] * group.size
+    receive_sizes = None if sizes is None else list(sizes)
+    work = dist.all_to_all_single(received, flat, send_sizes, receive_sizes, group=group.handle, async_op=True)
 
     def reduce() -> None:
         rows = received.view(group.size, -1)

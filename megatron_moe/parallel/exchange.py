@@ -48,7 +48,7 @@ class Exchange(Protocol):
 class AllToAll:
     """All-to-all: this rank sends `send[j]` rows to rank j and receives `receive[j]` rows from rank j, in rank order.
 
-    `send` and `receive` None: rows are divided equally among the ranks.
+    Without `send` and `receive`, rows are divided equally among the ranks.
     """
 
     group: ProcessGroup
@@ -70,7 +70,8 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """All-gather of rows, in rank order. `sizes`: number of rows of each rank; None: equal on all ranks."""
+    """All-gather of rows, in rank order. `sizes`: number of rows of each rank; None means that it is equal on all
+    ranks."""
 
     group: ProcessGroup
     sizes: Sizes | None = None
@@ -94,7 +95,8 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Reduce-scatter (sum) of rows. `sizes`: number of rows that each rank receives; None: equal on all ranks."""
+    """Reduce-scatter (sum) of rows. `sizes`: number of rows that each rank receives; None means that it is equal on all
+    ranks."""
 
     group: ProcessGroup
     sizes: Sizes | None = None
@@ -244,7 +246,8 @@ def run(collective: Exchange, rows: Tensor) -> Tensor:
 
 
 def _longest(sizes: Sizes | None, share: int) -> tuple[int, bool]:
-    """(rows of the longest part, whether all parts have equal length). `share`: rows per part if `sizes` is None."""
+    """Returns (rows of the longest part, whether all parts have equal length). `share`: rows per part if `sizes` is
+    None."""
     if sizes is None:
         return share, True
     return max(sizes), min(sizes) == max(sizes)

@@ -86,7 +86,7 @@ class PushChannel:
     Pinned if the channel is on a GPU."""
     timeout_s: float
     num_programs: int | None
-    """Thread blocks of a push; None: one per SM of the GPU."""
+    """Thread blocks of a push; None means one per SM of the GPU."""
 
     @property
     def received(self) -> Tensor | QuantizedTensor:

@@ -80,7 +80,8 @@ def columns_to_residual(columns_SBH: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def sequence_part(ctx: ParallelContext) -> Part:
-    """(index of this rank's shard, number of shards) of the residual stream along S: (0, 1) if it is replicated."""
+    """Returns (index of this rank's shard, number of shards) of the residual stream along S: (0, 1) if it is
+    replicated."""
     tp = ctx.group("tp")
     return (tp.rank, tp.size) if ctx.config.sequence_parallel else (0, 1)
 

@@ -68,7 +68,7 @@ def num_warmup(config: ScheduleConfig, rank: int) -> int:
 
 
 def chunk_order(config: ScheduleConfig) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of a rank's forwards in order: chunk by chunk for each group of microbatches.
+    """Returns (microbatch, chunk) of a rank's forwards in order: chunk by chunk for each group of microbatches.
 
     The backwards have this order with reversed chunk indices.
     """
@@ -167,7 +167,8 @@ def _units(entry: Entry) -> int:
 
 
 def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tuple[int, Entry]]]:
-    """(start time, entry) of all entries, per rank. An entry starts when its rank is idle and its inputs exist."""
+    """Returns (start time, entry) of all entries, per rank. An entry starts when its rank is idle and its inputs
+    exist."""
     finished: dict[Task, int] = {}
     started: list[list[tuple[int, Entry]]] = [[] for _ in ranks]
     free, moved = [0] * len(ranks), True

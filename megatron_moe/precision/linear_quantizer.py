@@ -37,8 +37,8 @@ class Quantizers(Protocol):
 
         With `offsets_e` (end of each expert's rows), the rows of each expert are quantised separately; rows from
         `offsets_e[-1]` on may have any content and do not affect other rows. `scale`: given scale, by which elements
-        are multiplied, of a format with one scale per tensor, fp32 [] or [e]; None: computed from the tensor. `seed`:
-        seed of stochastic rounding, int64 [] on the device; required by formats that use it."""
+        are multiplied, of a format with one scale per tensor, fp32 [] or [e]; None if it is computed from the tensor.
+        `seed`: seed of stochastic rounding, int64 [] on the device; required by formats that use it."""
         ...
 
     def quantize_weight(
@@ -52,7 +52,7 @@ class Quantizers(Protocol):
     ) -> QuantizedTensor:
         """Quantises a weight [O, I], or a stack of weights [e, O, I]. The rowwise copy is always made. `scale`: as in
         `quantize_rows`, fp32 [] or [e]. `out`: result for an equal shape and format, which is overwritten and returned;
-        None: allocates the result."""
+        If None, allocates the result."""
         ...
 
     def transpose_weight(self, data: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class LinearQuantizer:
             save_input: saves the original input for backward, which quantises its columnwise copy again, because the
                 input is kept anyway. False: saves the columnwise copy.
             delayed: scales of delayed scaling; None for the other recipes.
-            device: device of the layer; None: the CPU.
+            device: device of the layer; None means the CPU.
             stores_weight: stores the weight's quantised bytes instead of its values, if its format allows it.
         """
         self.name = name
@@ -159,7 +159,7 @@ class LinearQuantizer:
         return {"fp8_scales": self.delayed.scales, "fp8_amax_history": self.delayed.history}
 
     def new_storage(self, weight: Tensor) -> StoredWeight | None:
-        """Quantised storage of the weight, which an optimizer then fills; None: the weight is stored in its dtype."""
+        """Quantised storage of the weight, which an optimizer then fills; None if the weight is stored in its dtype."""
         if not self._stores_weight or not self._config.weights.is_stored(weight.shape[-1]):
             return None
         scale = None if self.delayed is None else self.weight_scale

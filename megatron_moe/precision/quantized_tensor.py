@@ -82,10 +82,10 @@ class QuantizedTensor:
 
     def copy_(self, other: "QuantizedTensor") -> "QuantizedTensor":
         """Overwrites all tensors with those of `other`, which has the same copies and shapes; returns itself."""
-        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
-            assert (mine is None) == (theirs is None), "the tensors have different copies"
-            if mine is not None and theirs is not None:
-                mine.copy_(theirs)
+        for own, source in zip(self.tensors, other.tensors, strict=True):
+            assert (own is None) == (source is None), "the tensors have different copies"
+            if own is not None and source is not None:
+                own.copy_(source)
         return self
 
     @property

@@ -90,7 +90,7 @@ class LinearQuantizers(NamedTuple):
         common_input: bool = False,
         experts: tuple[int, int] | None = None,
     ) -> LinearQuantizer | None:
-        """Quantizer of the linear layer `name` of this module; None: its GEMMs use the dtype of the parameters.
+        """Quantizer of the linear layer `name` of this module; None if its GEMMs use the dtype of the parameters.
 
         Args:
             saves_input: the layer's input is saved for backward in any case, recomputed, or stored in pages, so that

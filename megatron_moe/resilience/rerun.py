@@ -77,7 +77,8 @@ def compare_rerun(
     Args:
         first, rerun: values of the step and of its rerun, reduced over all ranks, by name.
         ranks: losses of every rank in the step and in its rerun.
-        earlier: name -> `repr` of the value in a previous start that failed at this iteration; None: no such start.
+        earlier: name -> `repr` of the value in a previous start that failed at this iteration; None means no such
+        start.
     """
     suspects = [each for each in ranks if not same(each.first, each.rerun)]
     if suspects or any(not same(first[name], rerun[name]) for name in rerun):

@@ -45,7 +45,7 @@ class ProgressLog:
     """Appends one line per start and per checkpoint to progress.txt (`--log-progress`); write errors are ignored.
 
     Args:
-        folder: checkpoint folder, in which progress.txt is written; None: nothing is written.
+        folder: checkpoint folder, in which progress.txt is written; None if nothing is written.
         environ: environment variables, of which SLURM_JOB_ID is logged.
     """
 
@@ -97,7 +97,8 @@ class Checkpointing:
     log_progress: InitVar[bool] = False
     """True if `--log-progress` is given."""
     launcher: str | None = None
-    """Launcher name, for a warning if saves take longer than the launcher waits after a signal; None: no warning."""
+    """Launcher name, for a warning if saves take longer than the launcher waits after a signal; None means no
+    warning."""
 
     def __post_init__(self, log_progress: bool) -> None:
         context = self._context = self.trainer.context
@@ -316,11 +317,11 @@ class Checkpointing:
     def _report_length(self, state: TrainState) -> None:
         """Reports the last iteration if Megatron-LM would end at another one (possible only with --train-samples)."""
         samples, last = self.run.loop.train_samples, state.last_iteration(self.run)
-        theirs = last if samples is None else self.run.batch.megatron_steps_for(samples)
-        if theirs != last:
+        megatron_last = last if samples is None else self.run.batch.megatron_steps_for(samples)
+        if megatron_last != last:
             self.reporter.note(
                 f"the run ends at iteration {last}, with the last full batch of {samples} samples; Megatron-LM would "
-                f"end at iteration {theirs}, because it uses only the current batch sizes"
+                f"end at iteration {megatron_last}, because it uses only the current batch sizes"
             )
 
     def _data_differences(self, saved: dict, loader: TrainLoader) -> Iterator[str]:

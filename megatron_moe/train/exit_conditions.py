@@ -30,8 +30,8 @@ class ExitConditions:
 
         Args:
             iteration: iteration at which this process begins training; training ends after `last_iteration`.
-            begun: time at which the process started; None: now. As in Megatron, `--exit-duration-in-mins` counts from
-                this time, so that it includes model construction and loading.
+            begun: time at which the process started; None means now. As in Megatron, `--exit-duration-in-mins` counts
+                from this time, so that it includes model construction and loading.
             clock: monotonic clock, seconds.
         """
         self.reason = "training is disabled (--skip-train)"

@@ -80,7 +80,7 @@ def _empty_mlp(moe: MoEConfig, granularity: int, dtype: torch.dtype) -> dict[str
 
 
 def _moe_layers(model: GPT) -> Iterator[tuple[str, MoEConfig]]:
-    """(name prefix, config) of every MoE layer on this rank, MTP layers included."""
+    """Yields (name prefix, config) of every MoE layer on this rank, MTP layers included."""
     config = model.config
     for layer in sorted(index for chunk in model.chunks for index in chunk.layers):
         moe = config.layers[layer].moe

@@ -22,7 +22,7 @@ class LogitClip:
     """Reduces the largest logits of all softmax attention of a pipeline rank once per step.
 
     Args:
-        config: None: weights are not rescaled.
+        config: None if weights are not rescaled.
         log: whether to record the metric `max_attention_logit`.
     """
 

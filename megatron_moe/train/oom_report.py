@@ -62,8 +62,8 @@ def report_out_of_memory(
     """Context manager that converts out-of-memory errors of device and host into MemoryProblem with a report.
 
     Args:
-        run_dir: run folder; the report is also written to its crash/. None: the report is only in the exception.
-        advice: returns lines about expected memory and remedies, given the name of the GPU ("" on a CPU).
+        run_dir: run folder; the report is also written to its crash/. None means that the report is only in the
+        exception. advice: returns lines about expected memory and remedies, given the name of the GPU ("" on a CPU).
         iteration: current iteration; 0 before the first one.
     """
     try:

@@ -42,7 +42,7 @@ class Pipeline:
             priority = context.config.high_priority_a2a_comm_stream
             self._streams = make_streams(context.device, "communication", high_priority=priority)
         self.graph_instances: GraphInstancePool | None = None
-        """Pool of CUDA graph instances for the microbatches in flight; None: eager execution."""
+        """Pool of CUDA graph instances for the microbatches in flight; None means eager execution."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
 
     def run(
@@ -55,8 +55,8 @@ class Pipeline:
     ) -> None:
         """Runs the forward of all microbatches, and the backward if `gradients` is given.
 
-        All ranks of a pipeline pass the same microbatches. `streams`: compute and communication streams; None: those
-        that the pipeline created.
+        All ranks of a pipeline pass the same microbatches. `streams`: compute and communication streams; None means
+        those that the pipeline created.
         """
         config = self.config.schedule(self.layout, len(batches), forward_only=gradients is None)
         if config not in self._entries:
@@ -145,7 +145,8 @@ class RankStage:
 
 
 def _computations(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, int]]]:
-    """("forward" or "backward", (microbatch, chunk)) of every computation, in order; weight gradients are left out."""
+    """Returns ("forward" or "backward", (microbatch, chunk)) of every computation, in order; weight gradients are left
+    out."""
     kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
     actions = (action for entry in entries for action in parts(entry) if action.peer is None)
     return [(kinds[each.kind], (each.microbatch, each.chunk)) for each in actions if each.kind in kinds]

@@ -176,7 +176,8 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def config_differences(saved: Mapping[str, Any], config: TrainStateConfig) -> tuple[list[str], list[str]]:
-    """(model differences, training differences) between a checkpoint and this run, one line per differing value.
+    """Returns (model differences, training differences) between a checkpoint and this run, one line per differing
+    value.
 
     `saved`: content of train_state.json. Values that it lacks, as in older checkpoints, are not compared.
     """

@@ -95,7 +95,7 @@ class Trainer:
         Args:
             timers: None disables timing.
             memory_guard: takes the iteration; returns a context manager that reports out-of-memory errors.
-            low_precision: state of FP8 or FP4 GEMMs; None: the run has none.
+            low_precision: state of FP8 or FP4 GEMMs; None if the run has none.
         """
         self.loop = loop
         self.resilience = resilience
@@ -132,9 +132,11 @@ class Trainer:
         self.full_iteration: FullIterationGraph | None = None
         """CUDA graph of forward and backward of a whole step; None if steps are not captured as a whole."""
         self.routing_trace: RoutingTrace | None = None
-        """Writer of expert choices (`--moe-routing-trace-path`), set by `trace_routing`; None: they are not written."""
+        """Writer of expert choices (`--moe-routing-trace-path`), set by `trace_routing`; None if they are not
+        written."""
         self.routing_replay: RoutingReplay | None = None
-        """Expert choices that replace those of the routers (`--moe-routing-replay-path`); None: the routers select."""
+        """Expert choices that replace those of the routers (`--moe-routing-replay-path`); None means that the routers
+        select."""
         self._may_continue = torch.ones((), device=self.context.device, dtype=torch.bool)
         """Device bool: False once a step has failed a check that ends the run. No update is applied afterwards."""
 

@@ -23,7 +23,7 @@ def cache_folder(given: Path | None) -> Path:
     Raises EnvironmentProblem if the folder cannot be created, or if another user owns it or could write to it.
 
     Args:
-        given: folder of `--kernel-cache-dir`, with one subfolder per node; None: in the user's cache folder.
+        given: folder of `--kernel-cache-dir`, with one subfolder per node; None means the user's cache folder.
     """
     if _VARIABLE not in os.environ:
         os.environ[_VARIABLE] = str((given or _of_user()) / socket.gethostname())

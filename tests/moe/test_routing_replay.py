@@ -57,7 +57,7 @@ def record(plan, context, run_plan=None, masked=False):
                 ids_BSLK, tokens = choices(batch, num_layers, config.num_experts, config.topk), batch.context.tokens
                 given_BS = torch.arange(ids_BSLK.shape[1]).expand(ids_BSLK.shape[:2]) % 3 > 0 if masked else None
                 given = given_routing(
-                    ids_BSLK, range(num_layers), tokens, trainer.context, mine=layers, given_BS=given_BS
+                    ids_BSLK, range(num_layers), tokens, trainer.context, own_layers=layers, given_BS=given_BS
                 )
                 batches[index] = replace(batch, context=replace(batch.context, given_routing=given))
 
@@ -113,7 +113,7 @@ def recorded(plan, context):
 
     first = forward(None)
     other = torch.where(first < 0, first, (first + 1) % plan.model.layers[-1].feed_forward.router.num_experts)
-    given = given_routing(other, layers, batch.context.tokens, context, mine=layers)
+    given = given_routing(other, layers, batch.context.tokens, context, own_layers=layers)
     return first, forward(given), other
 
 
@@ -134,7 +134,7 @@ def test_a_rollout_without_its_last_token_leaves_that_token_to_the_router():
     native = router(hidden, mb).chosen_TK.view(length, batch_size, -1)
     ids_BSLK = ((native + 1) % router.config.num_experts).transpose(0, 1)[:, : length - 1, None]
     layers = [router.layer]
-    given = given_routing(ids_BSLK, layers, mb.tokens, context, mine=layers)
+    given = given_routing(ids_BSLK, layers, mb.tokens, context, own_layers=layers)
     found = router(hidden, replace(mb, given_routing=given)).chosen_TK.view(length, batch_size, -1)
     EXACT.check(found[:-1], ids_BSLK[:, :, 0].transpose(0, 1), "given tokens")
     EXACT.check(found[-1], native[-1], "the token without a row")
@@ -165,7 +165,7 @@ def test_probabilities_follow_the_current_scores():
 def test_choices_of_another_size_are_rejected(shape, layers, mine, message):
     tokens = make_mb(make_hidden()).tokens
     with pytest.raises(ValueError, match=message):
-        given_routing(torch.zeros(shape, dtype=torch.int16), layers, tokens, ParallelContext.single(), mine=mine)
+        given_routing(torch.zeros(shape, dtype=torch.int16), layers, tokens, ParallelContext.single(), own_layers=mine)
 
 
 def test_a_layer_that_recorded_nothing_is_named():
@@ -194,7 +194,7 @@ def test_graphs_take_the_choices_of_every_step(whole):
                 ids_BSLK = (
                     choices(batch, len(layers), router.num_experts, router.topk) + iteration
                 ) % router.num_experts
-                given = given_routing(ids_BSLK, layers, batch.context.tokens, trainer.context, mine=layers)
+                given = given_routing(ids_BSLK, layers, batch.context.tokens, trainer.context, own_layers=layers)
                 found.append(replace(batch, context=replace(batch.context, given_routing=given)))
             return found
 

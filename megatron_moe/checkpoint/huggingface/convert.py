@@ -211,7 +211,7 @@ def _check_ignored(folder: Path, source: HFFolder, ignored: list[str]) -> None:
 def _stored_weights(
     checkpoint: Path, manifest: Manifest, model: nn.Module, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Meta tensors of the weights by name. `dtype`: dtype of all parameters; None: their dtypes in the checkpoint.
+    """Meta tensors of the weights by name. `dtype`: dtype of all parameters; None means their dtypes in the checkpoint.
 
     Raises CheckpointProblem if the checkpoint's weights do not match the model.
     """

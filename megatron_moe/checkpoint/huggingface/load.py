@@ -33,7 +33,7 @@ def load_hf(folder: Path, model: nn.Module, config: ModelConfig, stages: Process
     """Fills this rank's shard of every parameter and expert bias of `model`, which `config` describes.
 
     Args:
-        stages: pipeline group whose ranks together hold all layers; None: this rank holds all layers.
+        stages: pipeline group whose ranks together hold all layers; None means that this rank holds all layers.
     Returns:
         Notes for the log: differences between `config` and the folder's config.json, and unused tensors.
     Raises:

@@ -39,7 +39,7 @@ class ShardedTensor:
     stacked: bool = False
     """True for expert weights: the tensor is the stack of all experts along dim 0."""
     dim: int | None = None
-    """Dim along which tensor parallelism shards the tensor, or each expert's tensor; None: replicated."""
+    """Dim along which tensor parallelism shards the tensor, or each expert's tensor; None if it is replicated."""
     num_chunks: int = 1
     """Number of parts that are sharded separately along `dim`: 2 for fused gate and up, else 1."""
 

@@ -144,7 +144,7 @@ def dequantize_rows(rows: QuantizedTensor) -> Tensor:
 
 
 def _rows_of(part: WeightPart) -> tuple[int, int]:
-    """(First row of a part, row after the last one), over all matrices of a stack."""
+    """Returns (first row of a part, row after the last one), over all matrices of a stack."""
     inputs = part.shape[-1]
     return part.start // inputs, -(-(part.start + len(part.values)) // inputs)
 

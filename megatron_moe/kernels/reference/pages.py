@@ -13,9 +13,9 @@ def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
     taken, given = pages.ends.unbind()
     wanted = (valid.long() + size - 1) // size
     fits = wanted <= given - taken
-    places = torch.arange(number, device=rows_RW.device)
-    free = pages.free_P[(taken + places) % pages.num]
-    table = torch.where(places < wanted, torch.where(fits, free, NO_ROOM), NONE).to(torch.int32)
+    positions = torch.arange(number, device=rows_RW.device)
+    free = pages.free_P[(taken + positions) % pages.num]
+    table = torch.where(positions < wanted, torch.where(fits, free, NO_ROOM), NONE).to(torch.int32)
     padded_RW = F.pad(rows_RW, (0, 0, 0, number * size - len(rows_RW)))
     pages.data_PLW.index_copy_(0, _somewhere(table, pages), padded_RW.view(number, size, rows_RW.shape[1]))
     pages.ends[0] += torch.where(fits, wanted, 0)
@@ -32,10 +32,10 @@ def unpack_rows(table: Tensor, num_rows: int, pages: Pages) -> Tensor:
 
 def free_pages(table: Tensor, pages: Pages) -> None:
     """See `Kernels.free_pages`."""
-    held = table >= 0
-    places = (pages.ends[1] + torch.arange(len(table), device=table.device)) % pages.num
-    pages.free_P.index_copy_(0, torch.where(held, places, pages.num), table)
-    pages.ends[1] += held.sum()
+    mask = table >= 0
+    positions = (pages.ends[1] + torch.arange(len(table), device=table.device)) % pages.num
+    pages.free_P.index_copy_(0, torch.where(mask, positions, pages.num), table)
+    pages.ends[1] += mask.sum()
 
 
 def _somewhere(table: Tensor, pages: Pages) -> Tensor:

@@ -177,7 +177,7 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int
     local_TK = ids_TK.long() - first
     experts = torch.where((local_TK < 0) | (local_TK >= num_experts), num_experts, local_TK).flatten()
     rows = most_rows(experts.shape[0], num_experts, align)
-    index, row = place(experts, num_experts, ids_TK.shape[1], rows, capacity, align)
+    index, row = assign_rows(experts, num_experts, ids_TK.shape[1], rows, capacity, align)
     return replace(index, rows_TK=row.view_as(ids_TK))
 
 
@@ -185,10 +185,10 @@ def sort_rows_dense(map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex
     num_experts = map_TE.shape[1]
     ids_E = torch.arange(num_experts, device=map_TE.device)
     experts = torch.where(map_TE, ids_E, num_experts).flatten()
-    return place(experts, num_experts, num_experts, rows, capacity)[0]
+    return assign_rows(experts, num_experts, num_experts, rows, capacity)[0]
 
 
-def place(
+def assign_rows(
     experts: Tensor, num_experts: int, per_token: int, rows: int, capacity: int | None, align: int = 1
 ) -> tuple[RowIndex, Tensor]:
     """Assigns rows to choices. `experts` [choices] contains each choice's expert, or `num_experts` if the choice is

@@ -84,8 +84,8 @@ class AllGatherDispatcher(Dispatcher[CombineHandle]):
         capacity = None if routing.capacity is None else routing.capacity * self.group.size
         local = Routing(num_experts=self.num_local, counts_E=routing.counts_E, capacity=capacity)
         if routing.map_TE is not None:
-            mine = slice(self.first, self.first + self.num_local)
-            return replace(local, map_TE=choices[:, mine], probs_TE=probs[:, mine])
+            own_experts = slice(self.first, self.first + self.num_local)
+            return replace(local, map_TE=choices[:, own_experts], probs_TE=probs[:, own_experts])
         ids_TK = choices - self.first
         elsewhere = (ids_TK < 0) | (ids_TK >= self.num_local)
         return replace(local, ids_TK=ids_TK.masked_fill(elsewhere, -1), probs_TK=probs)

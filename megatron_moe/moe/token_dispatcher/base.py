@@ -40,7 +40,7 @@ class Routing:
     counts_E: Tensor
     """int64 number of this rank's tokens per expert after drops, on the device."""
     capacity: int | None = None
-    """Rows per expert after padding (expert choice, `--moe-pad-expert-input-to-capacity`); None: no padding."""
+    """Rows per expert after padding (expert choice, `--moe-pad-expert-input-to-capacity`); None means no padding."""
     chosen_TK: Tensor | None = None
     """int64 expert ids before capacity drops, for replaying this routing."""
 
@@ -60,9 +60,10 @@ class RowFormats(NamedTuple):
     """fc1 gathers its rows from the tokens (`DispatchedTokens.index`), quantised once per token; False: the dispatcher
     delivers rows."""
     tokens: OperandFormat | None = None
-    """FP8 format in which tokens are sent, that of the inputs of fc1; None: the dtype of the activations."""
+    """FP8 format in which tokens are sent, that of the inputs of fc1; None means the dtype of the activations."""
     grads: OperandFormat | None = None
-    """FP8 format in which the gradient of combine is sent, that of the output gradients of fc2; None: that dtype."""
+    """FP8 format in which the gradient of combine is sent, that of the output gradients of fc2; None means the dtype of
+    these gradients."""
 
 
 PLAIN_ROWS = RowFormats()
@@ -155,7 +156,7 @@ class ExpertComm:
     transport: Any
     """`Transport` object of the flex dispatcher; None for other dispatchers."""
     weight_grads: WeightGradQueue | None = None
-    """Queue of delayed weight gradients that run while gradients are exchanged; None: they are not delayed."""
+    """Queue of delayed weight gradients that run while gradients are exchanged; None if they are not delayed."""
     note: str | None = None
     """Log line about the transport, if it is not the one that a flag names."""
 
@@ -180,7 +181,7 @@ class ExpertComm:
                 any routing fits.
             row_alignment: multiple to which the rows of an expert are padded.
             overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
-            options: options of the transport (`ExpertTransport.options`); None: its defaults.
+            options: options of the transport (`ExpertTransport.options`); None means its defaults.
         """
         self.ctx, self.kernels, self.kind, self.num_experts = ctx, kernels, kind, num_experts
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
@@ -225,7 +226,7 @@ class ExpertComm:
             self.weight_grads.run()
 
     def peer_problem(self) -> OtherRankProblem | None:
-        """Error about a rank whose tokens did not arrive in time; None: all arrived so far. Does not synchronise with
+        """Error about a rank whose tokens did not arrive in time; None if all arrived so far. Does not synchronise with
         the device."""
         late = None if self.transport is None else self.transport.late_rank()
         if late is None:

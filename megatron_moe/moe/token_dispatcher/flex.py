@@ -55,7 +55,7 @@ class ExchangeRoute:
 
     @classmethod
     def of(cls, routing: Routing, state: Any, ids_TK: Tensor | None = None) -> "ExchangeRoute":
-        """Route of a routing before its tokens are sent. `ids_TK`: its ids; None: those of `routing`."""
+        """Route of a routing before its tokens are sent. `ids_TK`: its ids; None means those of `routing`."""
         ids_TK = routing.ids_TK if ids_TK is None else ids_TK
         assert ids_TK is not None, "a dense routing needs another dispatcher"
         return cls(ids_TK, routing.capacity, routing.probs.dtype, state)
@@ -66,7 +66,7 @@ class ReceivedRows(NamedTuple):
 
     rows_RH: Tensor
     probs: Tensor | None
-    """Probabilities of the received choices [G, K], or of the rows [R] if the route has no index; None: the exchange
+    """Probabilities of the received choices [G, K], or of the rows [R] if the route has no index; None if the exchange
     was one of gradients."""
     quantized: QuantizedTensor | None = None
     """Rowwise copy of the rows, if tokens were sent in FP8."""
@@ -87,8 +87,8 @@ class Transport(ABC):
     def start_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Work:
-        """Starts to send tokens to the ranks of their experts, with ids and probabilities; None: gradients of combine,
-        which go the same way. `fmt`: FP8 format in which tokens are sent; None: their dtype."""
+        """Starts to send tokens to the ranks of their experts, with ids and probabilities; None for gradients of
+        combine, which go the same way. `fmt`: FP8 format in which tokens are sent; None means their dtype."""
 
     @abstractmethod
     def finish_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
@@ -102,11 +102,11 @@ class Transport(ABC):
 
     @abstractmethod
     def finish_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
-        """(sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
+        """Returns (sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
 
     def late_rank(self) -> LateRank | None:
-        """Rank that did not send within the timeout; None: all did so far, or it is not known. Does not synchronise
-        with the device."""
+        """Rank that did not send within the timeout; None if all did so far, or if it is not known. Does not
+        synchronise with the device."""
         return None
 
 
@@ -119,7 +119,7 @@ class ReceivedTokens(NamedTuple):
     """Expert ids, int64 or int32; experts of other ranks are ignored. None in exchanges of gradients."""
     probs_GK: Tensor | None
     num_rows: int | None = None
-    """Number of rows of this rank's experts; None: the host does not know it."""
+    """Number of rows of this rank's experts; None if the host does not know it."""
     first_expert: int = 0
     """Id in `ids_GK` of this rank's first expert."""
 

@@ -82,11 +82,11 @@ def _quantize_blocks(
     # offsets in a tile fit into 32 bits, which saves instructions: they, not the memory, limit this kernel
     rows, columns = gl.arange(0, LENGTH, gl.SliceLayout(1, ROW)), gl.arange(0, LENGTH, gl.SliceLayout(0, ROW))
     inside = (columns < left)[None, :]
-    held = (rows < count)[:, None] & inside
+    mask = (rows < count)[:, None] & inside
     tile = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [LENGTH, LENGTH], TILE)
     if token_ptr is None:
         source = x_ptr + first * stride + first_column + (rows[:, None] * stride + columns[None, :])
-        async_copy.async_copy_global_to_shared(tile, source, mask=held)
+        async_copy.async_copy_global_to_shared(tile, source, mask=mask)
     else:
         tokens = gl.load(token_ptr + first + rows, mask=rows < count, other=-1)
         source = x_ptr + first_column + (tokens.to(gl.int64)[:, None] * stride + columns[None, :])
@@ -97,19 +97,19 @@ def _quantize_blocks(
     if ROWWISE:
         x = tile.load(ROW).to(gl.float32)
         scale, inverse = _scales_of(_amax_bits(x, 1), LARGEST, BOUND, POWER_OF_TWO)
-        place = out_ptr + first * width + first_column + (rows[:, None] * width + columns[None, :])
-        gl.store(place, (x * scale[:, None]).to(element), mask=held)
-        place = scales_ptr + gl.program_id(2).to(gl.int64) * gl.num_programs(0) * num_rows
-        place += gl.program_id(0).to(gl.int64) * num_rows + first
-        gl.store(place + rows, inverse, mask=(rows < count) & (left > 0))
+        pointers = out_ptr + first * width + first_column + (rows[:, None] * width + columns[None, :])
+        gl.store(pointers, (x * scale[:, None]).to(element), mask=mask)
+        pointers = scales_ptr + gl.program_id(2).to(gl.int64) * gl.num_programs(0) * num_rows
+        pointers += gl.program_id(0).to(gl.int64) * num_rows + first
+        gl.store(pointers + rows, inverse, mask=(rows < count) & (left > 0))
     x = tile.load(COLUMN).to(gl.float32)
     scale, inverse = _scales_of(_amax_bits(x, 0), LARGEST, BOUND, POWER_OF_TWO)
     rows, columns = gl.arange(0, LENGTH, gl.SliceLayout(1, COLUMN)), gl.arange(0, LENGTH, gl.SliceLayout(0, COLUMN))
-    held = (columns < left) & (count > 0)
-    place = across_ptr + first_column.to(gl.int64) * across_stride + block * LENGTH
-    place += columns[None, :] * across_stride + rows[:, None]
-    gl.store(place, (x * scale[None, :]).to(element), mask=held[None, :])
-    gl.store(across_scales_ptr + block * width + first_column + columns, inverse, mask=held)
+    mask = (columns < left) & (count > 0)
+    pointers = across_ptr + first_column.to(gl.int64) * across_stride + block * LENGTH
+    pointers += columns[None, :] * across_stride + rows[:, None]
+    gl.store(pointers, (x * scale[None, :]).to(element), mask=mask[None, :])
+    gl.store(across_scales_ptr + block * width + first_column + columns, inverse, mask=mask)
 
 
 @gluon.jit

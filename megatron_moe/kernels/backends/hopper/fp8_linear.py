@@ -1,7 +1,8 @@
 """GEMMs of dense layers with block-scaled FP8 operands.
 
 cuBLAS computes them through torch (1261 TFLOP/s on an H200, the grouped kernel for one group 1104) where its layout of
-scales, padded to multiples of four, equals ours; the grouped kernels compute other sizes, E5M2 and weight gradients.
+scales, padded to multiples of four, equals that of this project; the grouped kernels compute other sizes, E5M2 and
+weight gradients.
 """
 
 import torch

@@ -24,8 +24,8 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     first_tile,
     in_slice,
     new_barriers,
-    place_of,
     rows_by_slice,
+    tile_origin,
     tiles_of,
 )
 from megatron_moe.kernels.backends.triton.launch import num_sms
@@ -102,7 +102,7 @@ def _load_tiles(rows, weight, stages, shape):
         first = before
         before += num_tiles
         for number in range(first_tile(first), before, gl.num_programs(0)):
-            row, column = place_of(number - first, start, num_down, columns, 2 * HALF)
+            row, column = tile_origin(number - first, start, num_down, columns, 2 * HALF)
             lower = end - row > CHUNK
             right = columns - column > HALF
             for k in range(0, depth, DEPTH):
@@ -111,10 +111,10 @@ def _load_tiles(rows, weight, stages, shape):
                 bar = full.index(stage)
                 _expect(bar, rows.block_type.nbytes, weight.block_type.nbytes, lower, right)
                 tma.async_copy_global_to_shared(rows, [row, k], bar, rows_stages.index(2 * stage))
-                place = expert * columns + column
-                tma.async_copy_global_to_shared(weight, [place, k], bar, weight_stages.index(2 * stage))
+                offsets = expert * columns + column
+                tma.async_copy_global_to_shared(weight, [offsets, k], bar, weight_stages.index(2 * stage))
                 below, after = rows_stages.index(2 * stage + 1), weight_stages.index(2 * stage + 1)
-                tma.async_copy_global_to_shared(weight, [place + HALF, k], bar, after, pred=right)
+                tma.async_copy_global_to_shared(weight, [offsets + HALF, k], bar, after, pred=right)
                 tma.async_copy_global_to_shared(rows, [row + CHUNK, k], bar, below, pred=lower)
                 step += 1
 
@@ -143,17 +143,17 @@ def _sum_tiles(NUMBER: gl.constexpr, out, results, stages, scales, shape):
         first = before
         before += num_tiles
         for number in range(first_tile(first), before, gl.num_programs(0)):
-            row, column = place_of(number - first, start, num_down, columns, 2 * HALF)
+            row, column = tile_origin(number - first, start, num_down, columns, 2 * HALF)
             column += NUMBER * HALF
             if column < columns:
                 block = expert * gl.cdiv(columns, HALF) + column // HALF
-                places = (row_scales_ptr + row, num_rows - row, num_rows, weight_scales_ptr + block * num_deep)
+                positions = (row_scales_ptr + row, num_rows - row, num_rows, weight_scales_ptr + block * num_deep)
                 if end - row > CHUNK:
-                    sums = _sum_chunks(NUMBER, 2, places, num_deep, step, rows_stages, weight_stages, full, empty)
+                    sums = _sum_chunks(NUMBER, 2, positions, num_deep, step, rows_stages, weight_stages, full, empty)
                     _store(out, results.index(2 * NUMBER), sums[0], row, end, column)
                     _store(out, results.index(2 * NUMBER + 1), sums[1], row + CHUNK, end, column)
                 else:
-                    sums = _sum_chunks(NUMBER, 1, places, num_deep, step, rows_stages, weight_stages, full, empty)
+                    sums = _sum_chunks(NUMBER, 1, positions, num_deep, step, rows_stages, weight_stages, full, empty)
                     _store(out, results.index(2 * NUMBER), sums[0], row, end, column)
                 step += num_deep
             else:
@@ -165,16 +165,16 @@ def _sum_tiles(NUMBER: gl.constexpr, out, results, stages, scales, shape):
 
 
 @gluon.jit
-def _row_scales(places, k, chunk, num_deep, LAYOUT: gl.constexpr):
+def _row_scales(positions, k, chunk, num_deep, LAYOUT: gl.constexpr):
     """Scales of a chunk's rows for block k of the reduction dimension; 0 beyond the last block and the last row."""
-    scales_ptr, num_rows_left, stride, _ = places
+    scales_ptr, num_rows_left, stride, _ = positions
     row = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     return gl.load(scales_ptr + k * stride + row, mask=(row < num_rows_left) & (k < num_deep), other=0.0)
 
 
 @gluon.jit
 def _sum_chunks(
-    NUMBER: gl.constexpr, CHUNKS: gl.constexpr, places, num_deep, step, rows_stages, weight_stages, full, empty
+    NUMBER: gl.constexpr, CHUNKS: gl.constexpr, positions, num_deep, step, rows_stages, weight_stages, full, empty
 ):
     """Sums of one or two chunks of a tile, each fp32 [CHUNK, HALF]."""
     STAGES: gl.constexpr = full.shape[0]
@@ -183,30 +183,30 @@ def _sum_chunks(
     lower = gl.zeros((CHUNK, HALF), dtype=gl.float32, layout=LAYOUT)
     partial = gl.zeros((CHUNK, HALF), dtype=gl.float32, layout=LAYOUT)
     # scales are loaded one block ahead, each as soon as the previous one was used
-    scale = gl.load(places[3])
-    upper_scales = _row_scales(places, 0, 0, num_deep, LAYOUT)
+    scale = gl.load(positions[3])
+    upper_scales = _row_scales(positions, 0, 0, num_deep, LAYOUT)
     if CHUNKS == 2:
-        lower_scales = _row_scales(places, 0, 1, num_deep, LAYOUT)
+        lower_scales = _row_scales(positions, 0, 1, num_deep, LAYOUT)
     for k in range(num_deep):
         stage = step % STAGES
         weight = weight_stages.index(2 * stage + NUMBER).permute((1, 0))
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         partial = warpgroup_mma(rows_stages.index(2 * stage), weight, partial, use_acc=False, is_async=True)
         factors = upper_scales * scale
-        upper_scales = _row_scales(places, k + 1, 0, num_deep, LAYOUT)
+        upper_scales = _row_scales(positions, k + 1, 0, num_deep, LAYOUT)
         partial = warpgroup_mma_wait(0, deps=(partial,))
         if CHUNKS == 2:
             upper += partial * factors[:, None]
             upper = warpgroup_mma_wait(0, deps=(upper,))
             partial = warpgroup_mma(rows_stages.index(2 * stage + 1), weight, partial, use_acc=False, is_async=True)
             factors = lower_scales * scale
-            lower_scales = _row_scales(places, k + 1, 1, num_deep, LAYOUT)
-            scale = gl.load(places[3] + k + 1, mask=k + 1 < num_deep, other=0.0)
+            lower_scales = _row_scales(positions, k + 1, 1, num_deep, LAYOUT)
+            scale = gl.load(positions[3] + k + 1, mask=k + 1 < num_deep, other=0.0)
             partial = warpgroup_mma_wait(0, deps=(partial,))
             mbarrier.arrive(empty.index(stage), count=1)
             lower += partial * factors[:, None]
         else:
-            scale = gl.load(places[3] + k + 1, mask=k + 1 < num_deep, other=0.0)
+            scale = gl.load(positions[3] + k + 1, mask=k + 1 < num_deep, other=0.0)
             mbarrier.arrive(empty.index(stage), count=1)
             upper += partial * factors[:, None]
         step += 1

@@ -30,7 +30,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     first_tile,
     halves,
     new_barriers,
-    place_of,
+    tile_origin,
 )
 from megatron_moe.kernels.backends.hopper.weight_grad import MOST_PARTS
 from megatron_moe.kernels.backends.triton import experts
@@ -59,11 +59,11 @@ def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], o
         experts.grouped_weight_grad([_dequantized(part) for part in parts], out, accumulate)
         return
     assert out.is_contiguous() and aligned(out, "weight gradients") is out, f"{out.shape} {out.stride()}"
-    held = [part for part in parts if _columnwise(part.rows)[0].numel()]
-    if not held and not accumulate:
+    mask = [part for part in parts if _columnwise(part.rows)[0].numel()]
+    if not mask and not accumulate:
         out.zero_()
-    for start in range(0, len(held), MOST_PARTS):
-        _launch(held[start : start + MOST_PARTS], out, accumulate or start > 0)
+    for start in range(0, len(mask), MOST_PARTS):
+        _launch(mask[start : start + MOST_PARTS], out, accumulate or start > 0)
 
 
 def _dequantized(part: GroupedPart[MatrixOperand]) -> GroupedPart[Tensor]:
@@ -149,10 +149,10 @@ def _num_tiles(shape):
 
 
 @gluon.jit
-def _place(tile, shape):
+def _offsets(tile, shape):
     """Returns (first output channel, first input channel) of an expert's tile."""
     _, outputs, inputs = shape
-    output, input = place_of(tile, 0, gl.cdiv(outputs, OUTPUTS), inputs, INPUTS)
+    output, input = tile_origin(tile, 0, gl.cdiv(outputs, OUTPUTS), inputs, INPUTS)
     return output * (OUTPUTS // ROWS_OF_TILE), input
 
 
@@ -179,7 +179,7 @@ def _load_tiles(loads, offsets, stages, shape, PARTS: gl.constexpr):
         before1 += num_blocks[1]
         start = expert * num_tiles
         for number in range(first_tile(start), start + num_tiles, gl.num_programs(0)):
-            output, input = _place(number - start, shape)
+            output, input = _offsets(number - start, shape)
             for part in gl.static_range(PARTS):
                 grad, grad_scales, rows, rows_scales = loads[part]
                 for number_of_block in range(num_blocks[part]):
@@ -192,8 +192,8 @@ def _load_tiles(loads, offsets, stages, shape, PARTS: gl.constexpr):
                     row = block * ROWS
                     tma.async_copy_global_to_shared(rows, [input, row], bar, rows_stages.index(stage))
                     for chunk in gl.static_range(CHUNKS):
-                        place = [output + chunk * CHUNK, row]
-                        tma.async_copy_global_to_shared(grad, place, bar, grad_stages.index(CHUNKS * stage + chunk))
+                        origin = [output + chunk * CHUNK, row]
+                        tma.async_copy_global_to_shared(grad, origin, bar, grad_stages.index(CHUNKS * stage + chunk))
                     tma.async_copy_global_to_shared(grad_scales, [block, output], bar, grad_scales_stages.index(stage))
                     tma.async_copy_global_to_shared(rows_scales, [block, input], bar, rows_scales_stages.index(stage))
                     step += 1
@@ -213,7 +213,7 @@ def _sum_tiles(NUMBER: gl.constexpr, out, results, offsets, stages, shape, PARTS
             end += num_blocks[1]
         start = expert * num_tiles
         for number in range(first_tile(start), start + num_tiles, gl.num_programs(0)):
-            output, input = _place(number - start, shape)
+            output, input = _offsets(number - start, shape)
             output += NUMBER * 2 * CHUNK
             upper = gl.zeros((CHUNK, INPUTS), dtype=gl.float32, layout=LAYOUT)
             lower = gl.zeros((CHUNK, INPUTS), dtype=gl.float32, layout=LAYOUT)
@@ -257,8 +257,8 @@ def _store(NUMBER: gl.constexpr, out, results, sums, expert, output, input, ADD:
         tma.store_wait(3)  # until an earlier store has read this buffer
         result.reshape((CHUNK, QUARTER)).store(quarters[quarter])
         fence_async_shared()
-        place = [expert, output, input + quarter * QUARTER]
+        origin = [expert, output, input + quarter * QUARTER]
         if ADD:
-            add_block(out, place, result)
+            add_block(out, origin, result)
         else:
-            tma.async_copy_shared_to_global(out, place, result)
+            tma.async_copy_shared_to_global(out, origin, result)

@@ -14,8 +14,8 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     first_tile,
     in_slice,
     new_barriers,
-    place_of,
     rows_by_slice,
+    tile_origin,
     tiles_of,
     zeros,
 )
@@ -93,7 +93,7 @@ def _load_tiles(rows, weight, stages, shape, TRANSPOSED: gl.constexpr):
         # count tiles over all experts: Triton 3.6 drops a loop-carried sum that is used only as a loop bound
         before += num_tiles
         for number in range(first_tile(first), before, gl.num_programs(0)):
-            row, column = place_of(number - first, start, num_down, columns, TILE_COLUMNS)
+            row, column = tile_origin(number - first, start, num_down, columns, TILE_COLUMNS)
             both = end - row > ROWS_OF_HALF
             for k in range(0, depth, STEP):
                 stage = step % STAGES
@@ -106,10 +106,10 @@ def _load_tiles(rows, weight, stages, shape, TRANSPOSED: gl.constexpr):
                 lower = row + ROWS_OF_HALF
                 tma.async_copy_global_to_shared(rows, [lower, k], bar, rows_stages.index(2 * stage + 1), pred=both)
                 if TRANSPOSED:
-                    place = [expert * columns + column, k]
+                    origin = [expert * columns + column, k]
                 else:
-                    place = [expert * depth + k, column]
-                tma.async_copy_global_to_shared(weight, place, bar, weight_stages.index(stage))
+                    origin = [expert * depth + k, column]
+                tma.async_copy_global_to_shared(weight, origin, bar, weight_stages.index(stage))
                 step += 1
 
 
@@ -128,7 +128,7 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.c
         first = before
         before += num_tiles
         for number in range(first_tile(first), before, gl.num_programs(0)):
-            row, column = place_of(number - first, start, num_down, columns, TILE_COLUMNS)
+            row, column = tile_origin(number - first, start, num_down, columns, TILE_COLUMNS)
             row += HALF * ROWS_OF_HALF
             if row < end:
                 total = zeros(ROWS_OF_HALF, TILE_COLUMNS)

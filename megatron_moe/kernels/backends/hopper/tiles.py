@@ -23,7 +23,7 @@ _ALIGNMENT = 16
 ROWS_OF_TILE = gl.constexpr(128)
 """Rows of a tile of a grouped GEMM's result."""
 _BAND = gl.constexpr(16)
-"""Row tiles of a band; see `place_of`."""
+"""Row tiles of a band; see `tile_origin`."""
 _FAR = gl.constexpr(1 << 30)
 """Number that exceeds the number of rows of any tensor; see `rows_by_slice`."""
 
@@ -71,12 +71,12 @@ def _layout(tensor: Tensor, block: list[int]) -> gl.NVMMASharedLayout:
 
 
 @builtin
-def add_block(descriptor, place, source, _semantic=None):
+def add_block(descriptor, origin, source, _semantic=None):
     """Adds a block of shared memory to global memory asynchronously (TMA reduce, performed in the L2 cache). Uses
     Gluon's IR builder, because Gluon has no function for this operation."""
-    place = _semantic._convert_to_ir_values(place, require_i64=False)
+    origin = _semantic._convert_to_ir_values(origin, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, place, source.handle)
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, origin, source.handle)
 
 
 @gluon.jit
@@ -108,7 +108,7 @@ def first_tile(before):
 
 
 @gluon.jit
-def place_of(tile, start, num_down, columns, TILE_COLUMNS: gl.constexpr):
+def tile_origin(tile, start, num_down, columns, TILE_COLUMNS: gl.constexpr):
     """Returns (first row, first column) of an expert's tile number `tile`. Tiles are numbered down the columns of bands
     of rows, so that concurrent programs read few different rows and weights (from the L2 cache)."""
     per_band = _BAND * gl.cdiv(columns, TILE_COLUMNS)

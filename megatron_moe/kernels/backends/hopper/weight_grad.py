@@ -35,11 +35,11 @@ MOST_PARTS = 2
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """See `Kernels.grouped_weight_grad`; `out` is fp32."""
-    held = [part for part in parts if len(part.rows)]
-    if not held and not accumulate:
+    mask = [part for part in parts if len(part.rows)]
+    if not mask and not accumulate:
         out.zero_()
-    for start in range(0, len(held), MOST_PARTS):
-        _launch(held[start : start + MOST_PARTS], out, accumulate or start > 0)
+    for start in range(0, len(mask), MOST_PARTS):
+        _launch(mask[start : start + MOST_PARTS], out, accumulate or start > 0)
 
 
 def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -95,7 +95,7 @@ class _Tiles:
         return self.num_experts * gl.cdiv(self.outputs, 2 * self.HALF) * gl.cdiv(self.inputs, self.INPUTS)
 
     @gluon.jit
-    def place(self, number):
+    def origin(self, number):
         """Returns (expert, first output channel, first input channel) of tile `number`."""
         num_down = gl.cdiv(self.outputs, 2 * self.HALF)
         per_expert = num_down * gl.cdiv(self.inputs, self.INPUTS)
@@ -131,7 +131,7 @@ def _expert_grads(
 def _load_tiles(grads, rows, offsets, tiles, PARTS: gl.constexpr):
     step = 0
     for number in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
-        expert, output, input = tiles.place(number)
+        expert, output, input = tiles.origin(number)
         for part in gl.static_range(PARTS):
             start, end = extent(offsets[part], expert)
             for row in range(start, end, tiles.STEP):
@@ -140,8 +140,8 @@ def _load_tiles(grads, rows, offsets, tiles, PARTS: gl.constexpr):
                 bar = tiles.full.index(stage)
                 mbarrier.expect(bar, 2 * grads[part].block_type.nbytes + rows[part].block_type.nbytes)
                 for half in gl.static_range(2):
-                    place = in_slice(row, end, output + half * tiles.HALF)
-                    tma.async_copy_global_to_shared(grads[part], place, bar, tiles.grads.index(2 * stage + half))
+                    origin = in_slice(row, end, output + half * tiles.HALF)
+                    tma.async_copy_global_to_shared(grads[part], origin, bar, tiles.grads.index(2 * stage + half))
                 tma.async_copy_global_to_shared(rows[part], in_slice(row, end, input), bar, tiles.rows.index(stage))
                 step += 1
 
@@ -162,7 +162,7 @@ def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, tiles, PARTS: g
     QUARTER: gl.constexpr = tiles.INPUTS // 4
     step = 0
     for number in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
-        expert, output, input = tiles.place(number)
+        expert, output, input = tiles.origin(number)
         output += HALF_NUMBER * HALF
         total = zeros(HALF, tiles.INPUTS)
         num_steps = _num_steps(offsets, expert, STEP, PARTS)
@@ -180,9 +180,9 @@ def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, tiles, PARTS: g
             tma.store_wait(1)  # until an earlier store has read this buffer
             result.reshape((HALF, QUARTER)).store(quarters[quarter])
             fence_async_shared()
-            place = [expert, output, input + quarter * QUARTER]
+            origin = [expert, output, input + quarter * QUARTER]
             if ADD:
-                add_block(out, place, result)
+                add_block(out, origin, result)
             else:
-                tma.async_copy_shared_to_global(out, place, result)
+                tma.async_copy_shared_to_global(out, origin, result)
     tma.store_wait(0)

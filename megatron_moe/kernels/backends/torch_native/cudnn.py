@@ -140,7 +140,7 @@ def attention_with_sinks(
     config: CoreAttentionConfig,
     deltas: Deltas = row_sums,
 ) -> Tensor:
-    """Causal or full attention with sinks over a whole sequence. `sinks_N` None: all sink logits are 0."""
+    """Causal or full attention with sinks over a whole sequence. Without `sinks_N`, all sink logits are 0."""
     if sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
     out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)  # type: ignore[no-untyped-call]

@@ -142,17 +142,17 @@ def _grouped_product(
     held = [expert for expert, copy in enumerate(copies) if len(copy.data)]
     if not held:
         return out
-    places = [out[end - len(copies[expert].data) : end] for expert, end in enumerate(ends) if expert in held]
+    outs = [out[end - len(copies[expert].data) : end] for expert, end in enumerate(ends) if expert in held]
     padded = [_padded_rows(copies[expert], rows.block) for expert in held]
     products = [
-        place if len(place) == len(copy.data) else place.new_empty(len(copy.data), width)
-        for place, copy in zip(places, padded, strict=True)
+        out_rows if len(out_rows) == len(copy.data) else out_rows.new_empty(len(copy.data), width)
+        for out_rows, copy in zip(outs, padded, strict=True)
     ]
     operands = [_storage(copy, rows, columnwise=False) for copy in padded]
     _grouped_gemm([matrices[expert] for expert in held], operands, products, layout, accumulate=False)
-    for place, product in zip(places, products, strict=True):
-        if place is not product:
-            place.copy_(product[: len(place)])
+    for out_rows, product in zip(outs, products, strict=True):
+        if out_rows is not product:
+            out_rows.copy_(product[: len(out_rows)])
     return out
 
 
@@ -338,7 +338,7 @@ def _stack_bytes(parts: list[Tensor]) -> Tensor:
     return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
-# scales: ours [blocks of a row, rows], or [blocks of rows, blocks of a row]
+# scales of this project: [blocks of a row, rows], or [blocks of rows, blocks of a row]
 
 
 def _cut(scales: Tensor, block: tuple[int, int], num_rows: int, width: int) -> Tensor:

@@ -224,14 +224,14 @@ def _activation_forward(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    held = inside
+    mask = inside
     if WEIGHTED:  # rows of probability 0 are padding and are not read
         probs = tl.load(probs_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
-        held = inside & (probs != 0.0)[:, None]
-    place = x_ptr + rows[:, None] * x_stride + columns[None, :]
-    x = tl.load(place, mask=held, other=0.0).to(tl.float32)
+        mask = inside & (probs != 0.0)[:, None]
+    pointers = x_ptr + rows[:, None] * x_stride + columns[None, :]
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        up = tl.load(place + width, mask=held, other=0.0).to(tl.float32)
+        up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
         if CLAMPED:
             x = tl.minimum(x, clamp)
             up = tl.minimum(tl.maximum(up, -clamp), clamp)
@@ -270,26 +270,26 @@ def _store_grad(
 @triton.jit
 def _load_probs(probs_ptr, rows, end, WEIGHTED: tl.constexpr):
     """Returns the probabilities [ROWS], and a mask of the rows to read, without padding rows (probability 0)."""
-    held = rows < end
+    mask = rows < end
     probs = tl.full(rows.shape, 1.0, tl.float32)
     if WEIGHTED:
-        probs = tl.load(probs_ptr + rows, mask=held, other=0.0).to(tl.float32)
-        held = held & (probs != 0.0)
-    return probs, held
+        probs = tl.load(probs_ptr + rows, mask=mask, other=0.0).to(tl.float32)
+        mask = mask & (probs != 0.0)
+    return probs, mask
 
 
 @triton.jit
 def _gradients(
-    grad_ptr, x_ptr, probs, rows, columns, held, width, grad_stride, x_stride, offset, clamp,
+    grad_ptr, x_ptr, probs, rows, columns, mask, width, grad_stride, x_stride, offset, clamp,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Returns tiles of (gradient of the gate, or of x if not gated; gradient of the other half; result; gradient times
     result without probabilities, whose sum over columns is the gradient of a probability)."""
-    grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
-    place = x_ptr + rows[:, None] * x_stride + columns[None, :]
-    x = tl.load(place, mask=held, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    pointers = x_ptr + rows[:, None] * x_stride + columns[None, :]
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        up = tl.load(place + width, mask=held, other=0.0).to(tl.float32)
+        up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
         gate = x
         linear = up + offset
         if CLAMPED:

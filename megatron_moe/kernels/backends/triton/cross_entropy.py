@@ -85,8 +85,8 @@ def _cross_entropy_forward(
     peak = -3.4028234663852886e38
     total = 0.0
     for start in range(0, vocab, TILE):
-        held = start + columns < vocab
-        logits = tl.load(row_ptr + start + columns, mask=held, other=float("-inf")).to(tl.float32)
+        mask = start + columns < vocab
+        logits = tl.load(row_ptr + start + columns, mask=mask, other=float("-inf")).to(tl.float32)
         new_peak = tl.maximum(peak, tl.max(logits, axis=0))
         total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(logits - new_peak), axis=0)
         peak = new_peak
@@ -127,10 +127,10 @@ def _cross_entropy_backward(logits_ptr, labels_ptr, normalizer_ptr, grad_loss_pt
     """Replaces a tile of logits by its gradient."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    held = columns < vocab
+    mask = columns < vocab
     tile_ptr = logits_ptr + token * vocab + columns
-    logits = tl.load(tile_ptr, mask=held, other=float("-inf")).to(tl.float32)
+    logits = tl.load(tile_ptr, mask=mask, other=float("-inf")).to(tl.float32)
     probs = tl.exp(logits - tl.load(normalizer_ptr + token))
     probs -= tl.where(columns == tl.load(labels_ptr + token) - first, 1.0, 0.0)
     grad = probs * tl.load(grad_loss_ptr + token).to(tl.float32)
-    tl.store(tile_ptr, grad.to(logits_ptr.dtype.element_ty), mask=held)
+    tl.store(tile_ptr, grad.to(logits_ptr.dtype.element_ty), mask=mask)

@@ -45,28 +45,28 @@ def _sum_segments(
     """Adds to `out` the gradient sum of each id with all tokens in this program's segment of sorted tokens. Partial
     sums of other ids go to `parts` [segments, 2, width]: index 0 if the id started in an earlier segment, else 1."""
     first = tl.program_id(0) * ROWS
-    places = first + tl.arange(0, ROWS)
-    inside = places < num_tokens
+    positions = first + tl.arange(0, ROWS)
+    inside = positions < num_tokens
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    held = columns < width
-    ids = tl.load(ids_ptr + places, mask=inside, other=-1)
-    tokens = tl.load(order_ptr + places, mask=inside, other=0)
+    mask = columns < width
+    ids = tl.load(ids_ptr + positions, mask=inside, other=-1)
+    tokens = tl.load(order_ptr + positions, mask=inside, other=0)
     grad_ptrs = grad_ptr + tokens[:, None] * stride + columns[None, :]
-    grads = tl.load(grad_ptrs, mask=inside[:, None] & held[None, :], other=0.0)
+    grads = tl.load(grad_ptrs, mask=inside[:, None] & mask[None, :], other=0.0)
     # sum the rows of equal ids by a matrix multiplication with 0 and 1 on tensor cores, exact in every format
     same = ids[:, None] == ids[None, :]
     if WIDEN:
         grads = grads.to(tl.float32)
     totals = tl.dot(same.to(grads.dtype), grads, input_precision="ieee")
-    ends = tl.load(ids_ptr + places + 1, mask=places + 1 < num_tokens, other=-1) != ids
+    ends = tl.load(ids_ptr + positions + 1, mask=positions + 1 < num_tokens, other=-1) != ids
     from_before = (tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == ids) & inside
-    last = inside & (ends | (places == first + ROWS - 1))
-    whole = (last & ends & ~from_before)[:, None] & held[None, :]
-    place = out_ptr + ids.to(tl.int64)[:, None] * width + columns[None, :]
-    sums = tl.load(place, mask=whole, other=0.0).to(tl.float32) + totals
-    tl.store(place, sums.to(out_ptr.dtype.element_ty), mask=whole)
+    last = inside & (ends | (positions == first + ROWS - 1))
+    whole = (last & ends & ~from_before)[:, None] & mask[None, :]
+    pointers = out_ptr + ids.to(tl.int64)[:, None] * width + columns[None, :]
+    sums = tl.load(pointers, mask=whole, other=0.0).to(tl.float32) + totals
+    tl.store(pointers, sums.to(out_ptr.dtype.element_ty), mask=whole)
     part = 2 * tl.program_id(0).to(tl.int64) + tl.where(from_before, 0, 1)
-    waits = (last & (from_before | ~ends))[:, None] & held[None, :]
+    waits = (last & (from_before | ~ends))[:, None] & mask[None, :]
     tl.store(parts_ptr + part[:, None] * width + columns[None, :], totals, mask=waits)
 
 
@@ -77,22 +77,22 @@ def _join_segments(
     """Adds the partial sums of each id that spans several segments to `out`, in the program of its first segment."""
     segment = tl.program_id(0).to(tl.int64)
     first, behind = segment * ROWS, (segment + 1) * ROWS
-    mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)
-    goes_on = tl.load(ids_ptr + behind, mask=behind < num_tokens, other=-2) == mine
-    from_before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-2) == mine
+    last_id = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)
+    goes_on = tl.load(ids_ptr + behind, mask=behind < num_tokens, other=-2) == last_id
+    from_before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-2) == last_id
     if goes_on and not from_before:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        held = columns < width
-        total = tl.load(parts_ptr + (2 * segment + 1) * width + columns, mask=held, other=0.0)
+        mask = columns < width
+        total = tl.load(parts_ptr + (2 * segment + 1) * width + columns, mask=mask, other=0.0)
         others = segment + 1 + tl.arange(0, 16)
         more = True
         while more:
             begins = others * ROWS
-            same = tl.load(ids_ptr + begins, mask=begins < num_tokens, other=-2) == mine
+            same = tl.load(ids_ptr + begins, mask=begins < num_tokens, other=-2) == last_id
             parts = parts_ptr + (2 * others[:, None]) * width + columns[None, :]
-            total += tl.sum(tl.load(parts, mask=same[:, None] & held[None, :], other=0.0), axis=0)
+            total += tl.sum(tl.load(parts, mask=same[:, None] & mask[None, :], other=0.0), axis=0)
             others += 16
             more = tl.sum(same.to(tl.int32), axis=0) == 16
-        place = out_ptr + mine.to(tl.int64) * width + columns
-        total += tl.load(place, mask=held, other=0.0).to(tl.float32)
-        tl.store(place, total.to(out_ptr.dtype.element_ty), mask=held)
+        pointers = out_ptr + last_id.to(tl.int64) * width + columns
+        total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=mask)

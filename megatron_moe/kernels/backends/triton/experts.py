@@ -78,9 +78,9 @@ def _add_part(
         grad_ptrs += TILE_R * grad_stride
         rows_ptrs += TILE_R * rows_stride
     # the expert's last tile also covers rows of the next expert, which are masked
-    held = (r + num_whole * TILE_R < end)[:, None]
-    grad = tl.load(grad_ptrs, mask=held & (o < outputs)[None, :], other=0.0)
-    rows = tl.load(rows_ptrs, mask=held & (i < inputs)[None, :], other=0.0)
+    mask = (r + num_whole * TILE_R < end)[:, None]
+    grad = tl.load(grad_ptrs, mask=mask & (o < outputs)[None, :], other=0.0)
+    rows = tl.load(rows_ptrs, mask=mask & (i < inputs)[None, :], other=0.0)
     return _add_rows(total, grad, rows, WIDEN)
 
 
@@ -95,10 +95,10 @@ def _expert_grad(
     tile = tl.program_id(0) % (num_o * num_i)
     o = (tile % num_o) * TILE_O + tl.arange(0, TILE_O)
     i = (tile // num_o) * TILE_I + tl.arange(0, TILE_I)
-    place = out_ptr + expert * outputs * inputs + o[:, None].to(tl.int64) * inputs + i[None, :]
+    pointers = out_ptr + expert * outputs * inputs + o[:, None].to(tl.int64) * inputs + i[None, :]
     inside = (o < outputs)[:, None] & (i < inputs)[None, :]
     if ACCUMULATE:
-        total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     else:
         total = tl.zeros((TILE_O, TILE_I), dtype=tl.float32)
     for part in tl.static_range(PARTS):
@@ -106,4 +106,4 @@ def _expert_grad(
             total, grad_ptrs[part], rows_ptrs[part], offsets_ptrs[part], grad_strides[part], rows_strides[part],
             expert, o, i, outputs, inputs, WIDEN, WHOLE, TILE_R,
         )  # fmt: skip
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -46,8 +46,8 @@ _LEAST = 16
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
     """See `Kernels.gate_product`. Requires bf16 inputs, fp32 logits and at most 128 experts; otherwise uses torch."""
-    ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
-    if not ours or len(weight_EH) > BACKWARD.experts:
+    is_fused = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
+    if not is_fused or len(weight_EH) > BACKWARD.experts:
         return torch_native.gate_product(hidden_TH, weight_EH, dtype)
     logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
@@ -82,7 +82,8 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
 
 
 def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of the hidden states and of the weight, each rounded once. None: accumulated."""
+    """Returns the gradients of the hidden states and of the weight, each rounded once. None for a gradient that was
+    accumulated."""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
     most_segments = BACKWARD_PROGRAMS * num_sms(hidden_TH.device) // cdiv(width, columns)
@@ -119,12 +120,12 @@ def _gate_forward(
         if not WHOLE:
             held_hidden &= (here < width)[None, :]
             held_weight &= (here < width)[:, None]
-        place = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + here[None, :]
-        hidden = tl.load(place, mask=held_hidden, other=0.0)
+        pointers = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + here[None, :]
+        hidden = tl.load(pointers, mask=held_hidden, other=0.0)
         weight = tl.load(weight_ptr + experts[None, :] * weight_stride + here[:, None], mask=held_weight, other=0.0)
         logits = dot(hidden, weight, logits, WIDEN)
-    place = logits_ptr + first * num_experts + tokens[:, None] * num_experts + experts[None, :]
-    tl.store(place, logits, mask=held_tokens & held_experts)
+    pointers = logits_ptr + first * num_experts + tokens[:, None] * num_experts + experts[None, :]
+    tl.store(pointers, logits, mask=held_tokens & held_experts)
 
 
 @triton.jit
@@ -139,26 +140,26 @@ def _gate_backward(
     tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held_columns = columns < width
-    held = (experts < num_experts)[:, None] & held_columns[None, :]
+    mask = (experts < num_experts)[:, None] & held_columns[None, :]
     weight_ptr += experts[:, None] * weight_stride + columns[None, :]
-    weight = tl.trans(tl.load(weight_ptr, mask=held, other=0.0))
+    weight = tl.trans(tl.load(weight_ptr, mask=mask, other=0.0))
     share = tl.zeros((COLUMNS, EXPERTS), dtype=tl.float32)
     # software pipelining: loads of the next tokens overlap with this tile
     for tile in tl.range(tl.program_id(1), tl.cdiv(num_tokens, TOKENS), tl.num_programs(1), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * TOKENS
         held_tokens = (tokens < num_tokens - first)[:, None]
         held_hidden = held_tokens & held_columns[None, :]
-        place = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + columns[None, :]
-        hidden = tl.trans(tl.load(place, mask=held_hidden, other=0.0))
-        place = grad_ptr + first * grad_stride + tokens[:, None] * grad_stride + experts[None, :]
-        rest = tl.load(place, mask=held_tokens & (experts < num_experts)[None, :], other=0.0)
+        pointers = hidden_ptr + first * hidden_stride + tokens[:, None] * hidden_stride + columns[None, :]
+        hidden = tl.trans(tl.load(pointers, mask=held_hidden, other=0.0))
+        pointers = grad_ptr + first * grad_stride + tokens[:, None] * grad_stride + experts[None, :]
+        rest = tl.load(pointers, mask=held_tokens & (experts < num_experts)[None, :], other=0.0)
         grad_hidden = tl.zeros((COLUMNS, TOKENS), dtype=tl.float32)
         for _ in tl.static_range(PARTS):
             part = rest.to(tl.bfloat16)
             rest -= part.to(tl.float32)
             grad_hidden = dot(weight, tl.trans(part), grad_hidden, WIDEN)
             share = dot(hidden, part, share, WIDEN)
-        place = grad_hidden_ptr + first * width + tokens[:, None] * width + columns[None, :]
-        tl.store(place, tl.trans(grad_hidden.to(tl.bfloat16)), mask=held_hidden)
+        pointers = grad_hidden_ptr + first * width + tokens[:, None] * width + columns[None, :]
+        tl.store(pointers, tl.trans(grad_hidden.to(tl.bfloat16)), mask=held_hidden)
     shares_ptr += tl.program_id(1).to(tl.int64) * num_experts * width
-    tl.store(shares_ptr + experts[:, None] * width + columns[None, :], tl.trans(share), mask=held)
+    tl.store(shares_ptr + experts[:, None] * width + columns[None, :], tl.trans(share), mask=mask)

@@ -123,5 +123,5 @@ def _gated_norm_backward(
             grad_y *= silu
         tl.store(grad_x_ptr + out, grad_y.to(grad_x_ptr.dtype.element_ty), mask=mask)
         tl.store(grad_gate_ptr + out, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
-    place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * width
-    tl.store(shares_ptr + place + columns, total, mask=columns < width)
+    offsets = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * width
+    tl.store(shares_ptr + offsets + columns, total, mask=columns < width)

@@ -120,10 +120,10 @@ def _position(token, batch):
 
 
 @triton.jit
-def _angles(cos_ptr, sin_ptr, place, mask, PAIRS: tl.constexpr):
-    place += tl.arange(0, PAIRS)
-    cos = tl.load(cos_ptr + place, mask=mask, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + place, mask=mask, other=0.0).to(tl.float32)[None, :]
+def _angles(cos_ptr, sin_ptr, offsets, mask, PAIRS: tl.constexpr):
+    offsets += tl.arange(0, PAIRS)
+    cos = tl.load(cos_ptr + offsets, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + offsets, mask=mask, other=0.0).to(tl.float32)[None, :]
     return cos, sin
 
 
@@ -171,9 +171,9 @@ def _qkv_forward(
     from_ptr = qkv_ptr + token * num_groups * group_width
     for start in range(0, num_heads, HEADS):
         heads = (start + tl.arange(0, HEADS))[:, None]
-        place = heads // heads_per_group * group_width + heads % heads_per_group * width
+        offsets = heads // heads_per_group * group_width + heads % heads_per_group * width
         _norm_rope(
-            from_ptr + place, q_ptr + (token * num_heads + heads) * width, q_weight_ptr, heads < num_heads, cos, sin,
+            from_ptr + offsets, q_ptr + (token * num_heads + heads) * width, q_weight_ptr, heads < num_heads, cos, sin,
             width, rotary_dim, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
         )  # fmt: skip
     for start in range(0, num_groups, GROUPS):
@@ -233,25 +233,25 @@ def _norm_rope_backward(
 
 @triton.jit
 def _store_partials(
-    place, partial1, partial2, partial3, width, rotary_dim,
+    offsets, partial1, partial2, partial3, width, rotary_dim,
     INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     first, second, paired = _pairs_of(rotary_dim, PAIRS, INTERLEAVED)
     rest = rotary_dim + tl.arange(0, REST)
-    tl.store(place + first, tl.sum(partial1, axis=0), mask=paired)
-    tl.store(place + second, tl.sum(partial2, axis=0), mask=paired)
-    tl.store(place + rest, tl.sum(partial3, axis=0), mask=rest < width)
+    tl.store(offsets + first, tl.sum(partial1, axis=0), mask=paired)
+    tl.store(offsets + second, tl.sum(partial2, axis=0), mask=paired)
+    tl.store(offsets + rest, tl.sum(partial3, axis=0), mask=rest < width)
 
 
 @triton.jit
 def _norm_rope_tile_backward(
-    grad_ptr, g_s, g_b, value_ptr, v_s, v_b, valid, place, weight_ptr, partials_ptr, zeros_ptr,
+    grad_ptr, g_s, g_b, value_ptr, v_s, v_b, valid, offsets, weight_ptr, partials_ptr, zeros_ptr,
     qkv_ptr, cos_ptr, sin_ptr, to_ptr, num_tokens, batch, row_width, width, rotary_dim, eps, angle_s, angle_b,
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Backward of one tile of heads for a part of the tokens. `place` [HEADS, 1]: offset of each head in a token's row
-    of qkv. `grad_ptr` [HEADS, 1]: output gradients. OF_KEYS: also copies the gradients of the values."""
+    """Backward of one tile of heads for a part of the tokens. `offsets` [HEADS, 1]: offset of each head in a token's
+    row of qkv. `grad_ptr` [HEADS, 1]: output gradients. OF_KEYS: also copies the gradients of the values."""
     paired, dims = tl.arange(0, PAIRS) < rotary_dim // 2, tl.arange(0, WIDTH)
     value_mask = valid & (dims < width)[None, :]
     # partial weight gradients are summed over heads once at the end, because a sum over a tile needs barriers
@@ -260,7 +260,7 @@ def _norm_rope_tile_backward(
     for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         s, b = _position(number, batch)
         cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
-        inside = tl.cast(number, tl.int64) * row_width + place
+        inside = tl.cast(number, tl.int64) * row_width + offsets
         if OF_KEYS:  # load before any store, so that no load waits for a store
             values = tl.load(value_ptr + s * v_s + b * v_b + dims[None, :], mask=value_mask)
         partial1, partial2, partial3 = _norm_rope_backward(

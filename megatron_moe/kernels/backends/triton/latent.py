@@ -67,11 +67,11 @@ def _join_keys(
     from_ptr = kv_ptr + (token * num_heads + heads[:, None]) * width
     to_ptr = key_ptr + (token * num_heads + heads[:, None]) * (key_width + rotary_dim)
     there, shares = (heads < num_heads)[:, None], (common < rotary_dim)[None, :]
-    held = there & (own < key_width)[None, :]
+    mask = there & (own < key_width)[None, :]
     # all loads precede all stores, because a load after a store would wait for that store
-    keys = tl.load(from_ptr + own[None, :], mask=held)
+    keys = tl.load(from_ptr + own[None, :], mask=mask)
     shared = tl.load(shared_ptr + token * rotary_dim + common[None, :], mask=shares)
-    tl.store(to_ptr + own[None, :], keys, mask=held)
+    tl.store(to_ptr + own[None, :], keys, mask=mask)
     tl.store(to_ptr + key_width + common[None, :], tl.broadcast_to(shared, (HEADS, ROTARY)), mask=there & shares)
 
 
@@ -100,5 +100,5 @@ def _part_keys(
         tl.store(to_ptr + own[None, :], grad_key, mask=of_key)
         tl.store(to_ptr + key_width + value[None, :], grad_value, mask=of_value)
         shared += tl.sum(grad_shared.to(tl.float32), axis=0)
-    place = grad_shared_ptr + token * rotary_dim + common
-    tl.store(place, shared.to(grad_shared_ptr.dtype.element_ty), mask=common < rotary_dim)
+    pointers = grad_shared_ptr + token * rotary_dim + common
+    tl.store(pointers, shared.to(grad_shared_ptr.dtype.element_ty), mask=common < rotary_dim)

@@ -85,8 +85,8 @@ def _sum_shares(
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, num, ROWS):
         rows = start + tl.arange(0, ROWS)
-        held = (rows < num)[:, None] & (columns < width)[None, :]
-        total += tl.load(shares_ptr + rows[:, None] * stride + columns[None, :], mask=held, other=0.0)
+        mask = (rows < num)[:, None] & (columns < width)[None, :]
+        total += tl.load(shares_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
     out = tl.sum(total, axis=0).to(like_ptr.dtype.element_ty)
     if ADD:
         before = tl.load(out_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)

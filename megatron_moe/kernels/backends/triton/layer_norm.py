@@ -60,8 +60,8 @@ def _layer_norm_forward(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     held_rows, held_columns = rows < num_rows, columns < width
-    held = held_rows[:, None] & held_columns[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+    mask = held_rows[:, None] & held_columns[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=held_columns, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=held_columns, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
@@ -71,7 +71,7 @@ def _layer_norm_forward(
     centred = tl.where(held_columns[None, :], x - mean[:, None], 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / width + eps)
     out = centred * scale[:, None] * weight[None, :] + bias[None, :]
-    tl.store(out_ptr + rows[:, None] * width + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(moments_ptr + rows, mean, mask=held_rows)
     tl.store(moments_ptr + num_rows + rows, scale, mask=held_rows)
 
@@ -92,9 +92,9 @@ def _layer_norm_backward(
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         held_rows = rows < num_rows
-        held = held_rows[:, None] & held_columns[None, :]
-        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+        mask = held_rows[:, None] & held_columns[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(moments_ptr + rows, mask=held_rows, other=0.0)
         scale = tl.load(moments_ptr + num_rows + rows, mask=held_rows, other=0.0)
         # `normed` is not zero in padding columns, but their gradient is
@@ -105,8 +105,8 @@ def _layer_norm_backward(
         along = tl.sum(weighted * normed, axis=1) / width
         level = tl.sum(weighted, axis=1) / width
         grad_x = (weighted - level[:, None] - normed * along[:, None]) * scale[:, None]
-        place = grad_x_ptr + rows[:, None] * width + columns[None, :]
-        tl.store(place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=held)
-    place = shares_ptr + tl.program_id(0) * 2 * width + columns
-    tl.store(place, tl.sum(weight_share, axis=0), mask=held_columns)
-    tl.store(place + width, tl.sum(bias_share, axis=0), mask=held_columns)
+        pointers = grad_x_ptr + rows[:, None] * width + columns[None, :]
+        tl.store(pointers, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    pointers = shares_ptr + tl.program_id(0) * 2 * width + columns
+    tl.store(pointers, tl.sum(weight_share, axis=0), mask=held_columns)
+    tl.store(pointers + width, tl.sum(bias_share, axis=0), mask=held_columns)

@@ -82,15 +82,15 @@ def _momentum(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     each = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = each < num
-    grad = tl.load(grad_ptr + each, mask=held, other=0.0).to(tl.float32) * tl.load(scale_ptr).to(tl.float32)
-    momentum = tl.load(momentum_ptr + each, mask=held, other=0.0).to(tl.float32)
+    mask = each < num
+    grad = tl.load(grad_ptr + each, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr).to(tl.float32)
+    momentum = tl.load(momentum_ptr + each, mask=mask, other=0.0).to(tl.float32)
     momentum = grad + beta * (momentum - grad)
     update = grad + beta * (momentum - grad) if NESTEROV else momentum
-    tl.store(update_ptr + each, update.to(update_ptr.dtype.element_ty), mask=held)
+    tl.store(update_ptr + each, update.to(update_ptr.dtype.element_ty), mask=mask)
     if tl.load(proceed_ptr) != 0:
-        tl.store(momentum_ptr + each, momentum.to(momentum_ptr.dtype.element_ty), mask=held)
-        largest = tl.max(tl.where(held, size_bits(momentum, momentum_ptr, PLAIN), 0))
+        tl.store(momentum_ptr + each, momentum.to(momentum_ptr.dtype.element_ty), mask=mask)
+        largest = tl.max(tl.where(mask, size_bits(momentum, momentum_ptr, PLAIN), 0))
         tl.store(nonfinite_ptr, 1, mask=largest >= 0x7F800000)
 
 
@@ -101,29 +101,29 @@ def _descend(
 ):  # fmt: skip
     if tl.load(proceed_ptr) != 0:
         each = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        held = each < num
-        stored = tl.load(master_ptr + each, mask=held, other=0)
+        mask = each < num
+        stored = tl.load(master_ptr + each, mask=mask, other=0)
         if MASTER == REMAINDER:
-            high = tl.load(weights_ptr + each, mask=held, other=0).to(tl.int32) << 16
+            high = tl.load(weights_ptr + each, mask=mask, other=0).to(tl.int32) << 16
             master = (high + stored.to(tl.int32)).to(tl.float32, bitcast=True)
         else:
             master = stored.to(tl.float32)
-        direction = tl.load(direction_ptr + each, mask=held, other=0.0).to(tl.float32)
+        direction = tl.load(direction_ptr + each, mask=mask, other=0.0).to(tl.float32)
         master = master * keep - step * direction
         largest = size_bits(master, direction_ptr, REMAINDER)
         if AS_BITS:
             high = bf16_bits(master)
-            tl.store(weights_ptr + each, high.to(tl.int16), mask=held)
+            tl.store(weights_ptr + each, high.to(tl.int16), mask=mask)
             largest = tl.maximum(largest, (high & 0x7FFF) << 16)
         elif ROUNDED:
-            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=mask)
             largest = tl.maximum(largest, size_bits(master, weights_ptr, PLAIN))
         if MASTER == REMAINDER:
             rest = master.to(tl.int32, bitcast=True) - (high << 16)
-            tl.store(master_ptr + each, rest.to(tl.int16), mask=held)
+            tl.store(master_ptr + each, rest.to(tl.int16), mask=mask)
         else:
-            tl.store(master_ptr + each, master.to(master_ptr.dtype.element_ty), mask=held)
-        tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(held, largest, 0)) >= 0x7F800000)
+            tl.store(master_ptr + each, master.to(master_ptr.dtype.element_ty), mask=mask)
+        tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(mask, largest, 0)) >= 0x7F800000)
 
 
 @triton.jit
@@ -151,12 +151,12 @@ def _symmetric(
             left += STEP * stride_k
             right += STEP * stride_k
         total *= alpha
-        held = (rows < size)[:, None] & (columns < size)[None, :]
-        places = rows[:, None] * size + columns[None, :]
+        mask = (rows < size)[:, None] & (columns < size)[None, :]
+        positions = rows[:, None] * size + columns[None, :]
         if HAS_BASE:
-            total += beta * tl.load(base_ptr + offset + places, mask=held, other=0.0).to(tl.float32)
+            total += beta * tl.load(base_ptr + offset + positions, mask=mask, other=0.0).to(tl.float32)
         out = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + offset + places, out, mask=held)
+        tl.store(out_ptr + offset + positions, out, mask=mask)
         if column != row:
             mirrored = columns[:, None] * size + rows[None, :]
             inside = (columns < size)[:, None] & (rows < size)[None, :]

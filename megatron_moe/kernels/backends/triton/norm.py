@@ -115,7 +115,8 @@ def _norm(
 def _norm_backward(
     grad: Tensor, grad_total: Tensor | None, x_RH: Tensor, weight: Tensor, scale_R: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (gradient of x, to which `grad_total` is added if not None; that of the weight, None: accumulated)."""
+    """Returns (gradient of x, to which `grad_total` is added if not None; gradient of the weight, or None if it was
+    accumulated)."""
     grad_RH = rows_of(grad)
     added_RH = grad_RH if grad_total is None else rows_of(grad_total)
     num_rows, width = x_RH.shape
@@ -155,19 +156,19 @@ def _rms_norm_forward(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     if ADDED:
-        x += tl.load(added_ptr + rows[:, None] * added_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+        x += tl.load(added_ptr + rows[:, None] * added_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + rows[:, None] * width + columns[None, :], total, mask=held)
+        tl.store(total_ptr + rows[:, None] * width + columns[None, :], total, mask=mask)
         x = total.to(tl.float32)  # norm of the rounded sum
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / width + eps)
     out = (x * scale[:, None] * weight[None, :]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows[:, None] * width + columns[None, :], out, mask=held)
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], out, mask=mask)
     if copy_ptr is not None:
         # with more elements per thread than of `out`, the sum of squares would have another order than without a copy
         store_tile(
@@ -191,12 +192,12 @@ def _rms_norm_backward(
     # software pipelining: loads of the next rows overlap with this tile
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        held = (rows < num_rows)[:, None] & (columns < width)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+        mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         if ADDED:
             added = added_ptr + rows[:, None] * added_stride + columns[None, :]
-            added = tl.load(added, mask=held, other=0.0).to(tl.float32)
+            added = tl.load(added, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + rows, mask=rows < num_rows, other=0.0)
         normed = x * scale[:, None]
         share += grad * normed
@@ -205,6 +206,6 @@ def _rms_norm_backward(
         grad_x = (weighted - normed * mean[:, None]) * scale[:, None]
         if ADDED:
             grad_x += added
-        place = grad_x_ptr + rows[:, None] * width + columns[None, :]
-        tl.store(place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=held)
+        pointers = grad_x_ptr + rows[:, None] * width + columns[None, :]
+        tl.store(pointers, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
     tl.store(shares_ptr + tl.program_id(0) * width + columns, tl.sum(share, axis=0), mask=columns < width)

@@ -82,41 +82,41 @@ def _adamw(
             each = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
         else:
             each = start + tl.arange(0, BLOCK)
-        held, here = each < num, blocks * SCALED < num
-        grad = tl.load(grad_ptr + each, mask=held, other=0.0).to(tl.float32) * scale
-        first = _unpacked(first_ptr, first_exp_ptr, each, held, blocks, here, FIRST, False)
-        second = _unpacked(second_ptr, second_exp_ptr, each, held, blocks, here, SECOND, ROOT)
+        mask, here = each < num, blocks * SCALED < num
+        grad = tl.load(grad_ptr + each, mask=mask, other=0.0).to(tl.float32) * scale
+        first = _unpacked(first_ptr, first_exp_ptr, each, mask, blocks, here, FIRST, False)
+        second = _unpacked(second_ptr, second_exp_ptr, each, mask, blocks, here, SECOND, ROOT)
         if MASTER == REMAINDER:
-            high = tl.load(weights_ptr + each, mask=held, other=0).to(tl.int32) << 16
-            rest = tl.load(master_ptr + each, mask=held, other=0).to(tl.int32)
+            high = tl.load(weights_ptr + each, mask=mask, other=0).to(tl.int32) << 16
+            rest = tl.load(master_ptr + each, mask=mask, other=0).to(tl.int32)
             master = (high + rest).to(tl.float32, bitcast=True)
         else:
-            master = _unpacked(master_ptr, master_exp_ptr, each, held, blocks, here, MASTER, False)
+            master = _unpacked(master_ptr, master_exp_ptr, each, mask, blocks, here, MASTER, False)
         first = beta1 * first + (1.0 - beta1) * grad
         second = beta2 * second + (1.0 - beta2) * grad * grad
         update = first / correction1 / (tl.sqrt(second / correction2) + eps)
         master = master * (1.0 - lr * weight_decay) - lr * update
         largest = tl.maximum(size_bits(first, first_ptr, FIRST), size_bits(second, second_ptr, SECOND))
-        _pack(first, first_ptr, first_exp_ptr, each, held, blocks, here, number, step, 0, FIRST, False)
-        _pack(second, second_ptr, second_exp_ptr, each, held, blocks, here, number, step, 1, SECOND, ROOT)
+        _pack(first, first_ptr, first_exp_ptr, each, mask, blocks, here, number, step, 0, FIRST, False)
+        _pack(second, second_ptr, second_exp_ptr, each, mask, blocks, here, number, step, 1, SECOND, ROOT)
         if MASTER == REMAINDER:
             bits = master.to(tl.int32, bitcast=True)
             high = bf16_bits(master)
-            tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=held)
+            tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=mask)
         else:
             master = _pack(
-                master, master_ptr, master_exp_ptr, each, held, blocks, here, number, step, 2, MASTER, False
+                master, master_ptr, master_exp_ptr, each, mask, blocks, here, number, step, 2, MASTER, False
             )  # fmt: skip
         if AS_BITS:
             high = bf16_bits(master)
-            tl.store(weights_ptr + each, high.to(tl.int16), mask=held)
+            tl.store(weights_ptr + each, high.to(tl.int16), mask=mask)
             largest = tl.maximum(largest, (high & 0x7FFF) << 16)
         elif ROUNDED:
-            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=held)
+            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=mask)
             largest = tl.maximum(largest, size_bits(master, weights_ptr, PLAIN))
         else:
             largest = tl.maximum(largest, size_bits(master, master_ptr, MASTER))
-        tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(held, largest, 0)) >= 0x7F800000)
+        tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(mask, largest, 0)) >= 0x7F800000)
 
 
 @triton.jit
@@ -136,16 +136,16 @@ def _correction(log_high, log_low, step):
 
 
 @triton.jit
-def _unpacked(ptr, exponents_ptr, each, held, blocks, here, FORMAT: tl.constexpr, ROOT: tl.constexpr):
+def _unpacked(ptr, exponents_ptr, each, mask, blocks, here, FORMAT: tl.constexpr, ROOT: tl.constexpr):
     """Loads state and unpacks it to fp32, as `optimizer_state.unpack` does."""
     if FORMAT == PLAIN:
-        wide = tl.load(ptr + each, mask=held, other=0.0).to(tl.float32)
+        wide = tl.load(ptr + each, mask=mask, other=0.0).to(tl.float32)
     else:
         exponents = tl.load(exponents_ptr + blocks, mask=here, other=0).to(tl.int32)
         if FORMAT == FP16:
-            wide = tl.load(ptr + each, mask=held, other=0.0).to(tl.float32)
+            wide = tl.load(ptr + each, mask=mask, other=0.0).to(tl.float32)
         else:
-            wide = _from_e4m3(tl.load(ptr + each, mask=held, other=0).to(tl.int32))
+            wide = _from_e4m3(tl.load(ptr + each, mask=mask, other=0).to(tl.int32))
         wide = wide * _power_of_two(exponents)[:, None]
         if ROOT:
             wide = wide * wide
@@ -154,13 +154,13 @@ def _unpacked(ptr, exponents_ptr, each, held, blocks, here, FORMAT: tl.constexpr
 
 @triton.jit
 def _pack(
-    wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
+    wide, ptr, exponents_ptr, each, mask, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
     """Packs the fp32 values `wide`, as `optimizer_state.pack` does, and stores them. If `wide` are master weights,
     the caller rounds the returned values to parameters: `wide` for PLAIN, the stored values for FP16."""
     if FORMAT == PLAIN:
-        tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
+        tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=mask)
     else:
         TOP: tl.constexpr = 8 if FORMAT == FP8 else 15
         SLACK: tl.constexpr = 0x1FFFFF if FORMAT == FP8 else 0x1FFF
@@ -174,13 +174,13 @@ def _pack(
             codes = _to_e4m3(scaled, _dither(number + each, step, SALT))
             if ROOT:
                 codes = tl.where((codes == 0) & (wide > 0), 1, codes)
-            tl.store(ptr + each, codes.to(tl.uint8), mask=held)
+            tl.store(ptr + each, codes.to(tl.uint8), mask=mask)
         else:
             narrow = scaled.to(tl.float16)
             if ROOT:
                 narrow = tl.where((narrow == 0) & (wide > 0), 5.960464477539063e-08, narrow.to(tl.float32))
                 narrow = narrow.to(tl.float16)
-            tl.store(ptr + each, narrow, mask=held)
+            tl.store(ptr + each, narrow, mask=mask)
             wide = narrow.to(tl.float32) * _power_of_two(exponents)[:, None]
     return wide
 

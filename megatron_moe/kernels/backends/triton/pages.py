@@ -65,10 +65,10 @@ def _take_pages(
     taken = tl.load(ends_ptr)
     fits = wanted <= tl.load(ends_ptr + 1) - taken
     for start in range(0, number, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        used = places < wanted
-        free = tl.load(free_ptr + (taken + places) % num_pages, mask=used & fits, other=NO_ROOM)
-        tl.store(table_ptr + places, tl.where(used, free, NONE), mask=places < number)
+        positions = start + tl.arange(0, BLOCK)
+        used = positions < wanted
+        free = tl.load(free_ptr + (taken + positions) % num_pages, mask=used & fits, other=NO_ROOM)
+        tl.store(table_ptr + positions, tl.where(used, free, NONE), mask=positions < number)
     tl.store(ends_ptr, taken + tl.where(fits, wanted, 0))
     tl.store(overflowed_ptr, 1, mask=~fits)
 
@@ -77,17 +77,17 @@ def _take_pages(
 def _copy_to_pages(
     rows_ptr, table_ptr, data_ptr, num_rows, width, stride, page_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    place = tl.program_id(0).to(tl.int64)
-    page = tl.load(table_ptr + place).to(tl.int64)
+    offsets = tl.program_id(0).to(tl.int64)
+    page = tl.load(table_ptr + offsets).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if page >= 0:
         for start in range(0, page_size, ROWS):
             inside = start + tl.arange(0, ROWS)
-            rows = place * page_size + inside
-            held = ((inside < page_size) & (rows < num_rows))[:, None] & (columns < width)[None, :]
-            values = tl.load(rows_ptr + rows[:, None] * stride + columns[None, :], mask=held)
+            rows = offsets * page_size + inside
+            mask = ((inside < page_size) & (rows < num_rows))[:, None] & (columns < width)[None, :]
+            values = tl.load(rows_ptr + rows[:, None] * stride + columns[None, :], mask=mask)
             to = data_ptr + (page * page_size + inside)[:, None] * width + columns[None, :]
-            tl.store(to, values, mask=held)
+            tl.store(to, values, mask=mask)
 
 
 @triton.jit
@@ -95,13 +95,13 @@ def _copy_from_pages(
     rows_ptr, table_ptr, data_ptr, num_rows, width, page_size,
     NO_ROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64)
-    page = tl.load(table_ptr + place).to(tl.int64)
+    offsets = tl.program_id(0).to(tl.int64)
+    page = tl.load(table_ptr + offsets).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if page >= 0 or page == NO_ROOM:
         for start in range(0, page_size, ROWS):
             inside = start + tl.arange(0, ROWS)
-            rows = place * page_size + inside
+            rows = offsets * page_size + inside
             wanted = ((inside < page_size) & (rows < num_rows))[:, None] & (columns < width)[None, :]
             source = data_ptr + (page * page_size + inside)[:, None] * width + columns[None, :]
             values = tl.load(source, mask=wanted & (page >= 0), other=float("nan"))
@@ -113,9 +113,9 @@ def _give_pages(table_ptr, free_ptr, ends_ptr, number, num_pages, BLOCK: tl.cons
     given = tl.load(ends_ptr + 1)
     total = tl.zeros((), dtype=tl.int64)
     for start in range(0, number, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        pages = tl.load(table_ptr + places, mask=places < number, other=-1)
-        held = pages >= 0
-        tl.store(free_ptr + (given + places) % num_pages, pages, mask=held)
-        total += tl.sum(held.to(tl.int64), axis=0)
+        positions = start + tl.arange(0, BLOCK)
+        pages = tl.load(table_ptr + positions, mask=positions < number, other=-1)
+        mask = pages >= 0
+        tl.store(free_ptr + (given + positions) % num_pages, pages, mask=mask)
+        total += tl.sum(mask.to(tl.int64), axis=0)
     tl.store(ends_ptr + 1, given + total)

@@ -183,16 +183,16 @@ def _push_tokens(
     if WITH_CHOICES:
         num_choices = num_tokens * TOPK
         for start in range(tl.program_id(0) * BLOCK, num_choices, tl.num_programs(0) * BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            given = places < num_choices
-            ids = tl.load(ids_ptr + places, mask=given, other=-1).to(tl.int32)
-            values = tl.load(values_ptr + places, mask=given, other=0.0)
+            positions = start + tl.arange(0, BLOCK)
+            given = positions < num_choices
+            ids = tl.load(ids_ptr + positions, mask=given, other=-1).to(tl.int32)
+            values = tl.load(values_ptr + positions, mask=given, other=0.0)
             for peer in tl.static_range(NUM_RANKS):
                 ids_into = tl.load(addresses_ptr + NUM_RANKS + peer).to(tl.pointer_type(tl.int32))
-                tl.store(ids_into + RANK * num_choices + places, ids, mask=given)
+                tl.store(ids_into + RANK * num_choices + positions, ids, mask=given)
                 values_into = tl.load(addresses_ptr + 2 * NUM_RANKS + peer)
                 values_into = values_into.to(tl.pointer_type(value_like_ptr.dtype.element_ty))
-                tl.store(values_into + RANK * num_choices + places, values, mask=given)
+                tl.store(values_into + RANK * num_choices + positions, values, mask=given)
     tiles, blocks = tl.cdiv(num_tokens, ROWS), tl.cdiv(width, COLUMNS)
     item = tl.program_id(0)
     rows, ranks = _load_rows(tokens_ptr, ranks_ptr, item, blocks, num_tokens, width, stride, ROWS, COLUMNS)
@@ -233,8 +233,8 @@ def _load_rows(
     columns = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     inside = tokens < num_tokens
     ranks = tl.load(ranks_ptr + tokens, mask=inside, other=0)
-    held = inside[:, None] & (columns < width)[None, :]
-    rows = tl.load(tokens_ptr + tokens.to(tl.int64)[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    mask = inside[:, None] & (columns < width)[None, :]
+    rows = tl.load(tokens_ptr + tokens.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
     return rows, ranks
 
 
@@ -245,8 +245,8 @@ def _load_scales(scales_ptr, tile, num_tokens, num_scales, ROWS: tl.constexpr, S
         return tl.zeros((ROWS, SCALES), tl.float32)
     else:
         tokens, each = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, SCALES)
-        held = (tokens < num_tokens)[:, None] & (each < num_scales)[None, :]
-        return tl.load(scales_ptr + each.to(tl.int64)[None, :] * num_tokens + tokens[:, None], mask=held, other=0)
+        mask = (tokens < num_tokens)[:, None] & (each < num_scales)[None, :]
+        return tl.load(scales_ptr + each.to(tl.int64)[None, :] * num_tokens + tokens[:, None], mask=mask, other=0)
 
 
 @triton.jit
@@ -267,7 +267,7 @@ def _mark_ranks(
 
 @triton.jit
 def _push_sums(
-    rows_ptr, places_ptr, values_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
+    rows_ptr, positions_ptr, values_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
     num_tokens, width, stride, timeout_ns, token_like_ptr, value_like_ptr,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, IS_SUMMED: tl.constexpr, WITH_VALUES: tl.constexpr, STRIDE: tl.constexpr,
@@ -278,19 +278,19 @@ def _push_sums(
     blocks = tl.cdiv(width, COLUMNS)
     num_items = tl.cdiv(num_tokens, ROWS) * NUM_RANKS * blocks
     item = tl.program_id(0)
-    sums, places = _sum_rows(
-        rows_ptr, places_ptr, item, blocks, num_tokens, width, stride,
+    sums, positions = _sum_rows(
+        rows_ptr, positions_ptr, item, blocks, num_tokens, width, stride,
         RANK, NUM_RANKS, TOPK, CHOICES, ROWS, COLUMNS, IS_SUMMED,
     )  # fmt: skip
     while item < num_items:
         following = item + tl.num_programs(0)
         next_sums, next_places = _sum_rows(
-            rows_ptr, places_ptr, following, blocks, num_tokens, width, stride,
+            rows_ptr, positions_ptr, following, blocks, num_tokens, width, stride,
             RANK, NUM_RANKS, TOPK, CHOICES, ROWS, COLUMNS, IS_SUMMED,
         )  # fmt: skip
         peer, tokens, columns = _place_of(item, blocks, RANK, NUM_RANKS, ROWS, COLUMNS)
         slots = RANK * num_tokens + tokens.to(tl.int64)
-        needed = tl.max(places, axis=1) >= 0
+        needed = tl.max(positions, axis=1) >= 0
         into = tl.load(addresses_ptr + peer).to(tl.pointer_type(token_like_ptr.dtype.element_ty))
         into = tl.multiple_of(into, 16)
         into = into + slots[:, None] * width + columns[None, :]
@@ -299,14 +299,14 @@ def _push_sums(
         if WITH_VALUES:
             choices = tl.arange(0, CHOICES)
             given = (peer * num_tokens + tokens.to(tl.int64))[:, None] * TOPK + choices[None, :]
-            filled = (places >= 0) & ((item // NUM_RANKS) % blocks == 0)
+            filled = (positions >= 0) & ((item // NUM_RANKS) % blocks == 0)
             values = tl.load(values_ptr + given, mask=filled, other=0.0)
             values_into = tl.load(addresses_ptr + 2 * NUM_RANKS + peer)
             values_into = values_into.to(tl.pointer_type(value_like_ptr.dtype.element_ty))
             values_into = values_into + slots[:, None] * TOPK + choices[None, :]
             tl.store(values_into, values.to(value_like_ptr.dtype.element_ty), mask=filled)
         item = following
-        sums, places = next_sums, next_places
+        sums, positions = next_sums, next_places
     _signal_after_last_program(addresses_ptr, epoch_ptr, RANK, NUM_RANKS, STRIDE)
 
 
@@ -323,7 +323,7 @@ def _place_of(
 
 @triton.jit
 def _sum_rows(
-    rows_ptr, places_ptr, item, blocks, num_tokens, width, stride,
+    rows_ptr, positions_ptr, item, blocks, num_tokens, width, stride,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, IS_SUMMED: tl.constexpr,
 ):  # fmt: skip
@@ -333,18 +333,18 @@ def _sum_rows(
     gathered = peer * num_tokens + tokens.to(tl.int64)
     choices = tl.arange(0, CHOICES)
     given = inside[:, None] & (choices < TOPK)[None, :]
-    places = tl.load(places_ptr + gathered[:, None] * TOPK + choices[None, :], mask=given, other=-1)
+    positions = tl.load(positions_ptr + gathered[:, None] * TOPK + choices[None, :], mask=given, other=-1)
     filled = (columns < width)[None, :]
     if IS_SUMMED:
-        held = inside[:, None] & filled
-        total = tl.load(rows_ptr + gathered[:, None] * stride + columns[None, :], mask=held, other=0.0)
+        mask = inside[:, None] & filled
+        total = tl.load(rows_ptr + gathered[:, None] * stride + columns[None, :], mask=mask, other=0.0)
     else:
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for choice in tl.static_range(TOPK):
-            row = tl.load(places_ptr + gathered * TOPK + choice, mask=inside, other=-1)
-            held = (row >= 0)[:, None] & filled
-            total += tl.load(rows_ptr + row[:, None] * stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
-    return total, places
+            row = tl.load(positions_ptr + gathered * TOPK + choice, mask=inside, other=-1)
+            mask = (row >= 0)[:, None] & filled
+            total += tl.load(rows_ptr + row[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return total, positions
 
 
 @triton.jit

@@ -48,8 +48,8 @@ def columnwise_copy(
 ) -> QuantizedCopy:
     """Makes the columnwise copy of `num_rows` rows, and the rowwise copy if `row` is given.
 
-    `token_R`: place of each row in `x_TK`, or -1 for zeros; None: rows are in order. `offsets_e`: ends of the experts'
-    rows, whose blocks are separate; None: the rows belong together.
+    `token_R`: position of each row in `x_TK`, or -1 for zeros; None means that rows are in order. `offsets_e`: ends of
+    the experts' rows, whose blocks are separate; None means that the rows belong together.
     """
     width = x_TK.shape[1]
     blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
@@ -228,7 +228,7 @@ def empty_columns(
     num_rows: int, width: int, device: torch.device, fmt: OperandFormat, blocks: Tensor | None
 ) -> QuantizedCopy:
     """Columnwise copy of a matrix [num_rows, width] with uninitialised elements, padded to whole blocks. `blocks`: the
-    table of `row_blocks`; None: the rows belong together. Scales of unused blocks are 1."""
+    table of `row_blocks`; None means that the rows belong together. Scales of unused blocks are 1."""
     num_blocks = cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
     make = torch.empty if blocks is None else torch.ones
     return QuantizedCopy(
@@ -296,10 +296,10 @@ def store_tile(
         columns = columns // VECTOR * VECTOR + columns % VECTOR
     columns += first_column
     q, inverse = quantize_tile(x, out_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
-    held = (rows < end_row)[:, None]
-    tl.store(out_ptr + rows[:, None] * width + columns[None, :], q, mask=held & (columns < end_column)[None, :])
+    mask = (rows < end_row)[:, None]
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], q, mask=mask & (columns < end_column)[None, :])
     blocks = first_column // LENGTH + tl.arange(0, tile_columns // LENGTH)
-    inside = held & (blocks * LENGTH < end_column)[None, :]
+    inside = mask & (blocks * LENGTH < end_column)[None, :]
     tl.store(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], inverse, mask=inside)
 
 
@@ -311,28 +311,28 @@ def _quantize_rows(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * COLUMNS
     columns = first + tl.arange(0, COLUMNS)
-    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
     store_tile(x, rows, first, out_ptr, scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO)
 
 
 @triton.jit
 def _list_row_blocks(offsets_ptr, table_ptr, num_experts, EXPERTS: tl.constexpr, EACH: tl.constexpr):
     """Writes (first row, number of rows) of each of an expert's row blocks."""
-    mine = tl.program_id(0)
+    own_expert = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets_ptr + expert, mask=expert < num_experts, other=0)
     starts = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
     num_blocks = tl.cdiv(ends - starts, LENGTH)
-    before = tl.sum(tl.where(expert < mine, num_blocks, 0), axis=0)
-    start = tl.sum(tl.where(expert == mine, starts, 0), axis=0)
-    end = tl.sum(tl.where(expert == mine, ends, 0), axis=0)
+    before = tl.sum(tl.where(expert < own_expert, num_blocks, 0), axis=0)
+    start = tl.sum(tl.where(expert == own_expert, starts, 0), axis=0)
+    end = tl.sum(tl.where(expert == own_expert, ends, 0), axis=0)
     for first in range(0, tl.cdiv(end - start, LENGTH), EACH):
         block = first + tl.arange(0, EACH)
         row = start + block * LENGTH
-        place = table_ptr + 2 * (before + block)
-        tl.store(place, row, mask=row < end)
-        tl.store(place + 1, tl.minimum(end - row, LENGTH), mask=row < end)
+        pointers = table_ptr + 2 * (before + block)
+        tl.store(pointers, row, mask=row < end)
+        tl.store(pointers + 1, tl.minimum(end - row, LENGTH), mask=row < end)
 
 
 @triton.jit
@@ -356,13 +356,13 @@ def store_across(
     columns of a block of 128 rows, of which `count` are used, but not beyond `end_column`."""
     band: tl.constexpr = x.shape[1]
     columns = first_column + tl.arange(0, band)
-    held = (columns < end_column) & (count > 0)
+    mask = (columns < end_column) & (count > 0)
     scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
-    tl.store(scales_ptr + block * width + columns, inverse, mask=held)
+    tl.store(scales_ptr + block * width + columns, inverse, mask=mask)
     across = tl.trans((x.to(tl.float32) * scale[None, :]).to(across_ptr.dtype.element_ty))
     base = across_ptr + first_column.to(tl.int64) * stride + block * LENGTH
-    place = tl.arange(0, band)[:, None] * stride + tl.arange(0, LENGTH)[None, :]
-    tl.store(base + place, across, mask=held[:, None])
+    offsets = tl.arange(0, band)[:, None] * stride + tl.arange(0, LENGTH)[None, :]
+    tl.store(base + offsets, across, mask=mask[:, None])
 
 
 @triton.jit
@@ -393,13 +393,13 @@ def _quantize_blocks(
 @triton.jit
 def _load_tile(x_ptr, token_ptr, first, rows, count, columns, width, stride):
     """Tile of the rows `first` + `rows`, 0 beyond `count` rows, or of their tokens."""
-    held = rows < count
+    mask = rows < count
     source = first + rows
     if token_ptr is not None:
-        source = tl.load(token_ptr + source, mask=held, other=-1)
-        held = source >= 0
-    place = x_ptr + source[:, None] * stride + columns[None, :]
-    return tl.load(place, mask=held[:, None] & (columns < width)[None, :], other=0.0)
+        source = tl.load(token_ptr + source, mask=mask, other=-1)
+        mask = source >= 0
+    pointers = x_ptr + source[:, None] * stride + columns[None, :]
+    return tl.load(pointers, mask=mask[:, None] & (columns < width)[None, :], other=0.0)
 
 
 @triton.jit
@@ -414,18 +414,18 @@ def _quantize_weight(
     each = tl.arange(0, LENGTH)
     inside_o = block_o * LENGTH + each < outputs
     inside_i = block_i * LENGTH + each < inputs
-    place = matrix * outputs * inputs
-    first = place + block_o.to(tl.int64) * LENGTH * inputs + block_i * LENGTH
+    element_offsets = matrix * outputs * inputs
+    first = element_offsets + block_o.to(tl.int64) * LENGTH * inputs + block_i * LENGTH
     offsets = each[:, None] * inputs + each[None, :]
-    held = inside_o[:, None] & inside_i[None, :]
-    x = tl.load(x_ptr + first + offsets, mask=held, other=0.0)
+    mask = inside_o[:, None] & inside_i[None, :]
+    x = tl.load(x_ptr + first + offsets, mask=mask, other=0.0)
     amax = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
     scale, inverse = scales_of(tl.full((1,), 0, tl.int32) + amax, LARGEST, BOUND, POWER_OF_TWO)
     q = (x.to(tl.float32) * scale[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + first + offsets, q, mask=held)
-    first = place + block_i.to(tl.int64) * LENGTH * outputs + block_o * LENGTH
-    held = inside_i[:, None] & inside_o[None, :]
-    tl.store(across_ptr + first + each[:, None] * outputs + each[None, :], tl.trans(q), mask=held)
+    tl.store(out_ptr + first + offsets, q, mask=mask)
+    first = element_offsets + block_i.to(tl.int64) * LENGTH * outputs + block_o * LENGTH
+    mask = inside_i[:, None] & inside_o[None, :]
+    tl.store(across_ptr + first + each[:, None] * outputs + each[None, :], tl.trans(q), mask=mask)
     one = matrix * blocks_o * blocks_i + tl.arange(0, 1)
     tl.store(scales_ptr + one + block_o * blocks_i + block_i, inverse)
     tl.store(across_scales_ptr + one + block_i * blocks_o + block_o, inverse)
@@ -433,7 +433,7 @@ def _quantize_weight(
 
 @triton.jit
 def _quantize_tokens(
-    tokens_ptr, places_ptr, token_ptr, rows_ptr, scales_ptr, num_tokens, num_rows, width, stride, rows_each,
+    tokens_ptr, positions_ptr, token_ptr, rows_ptr, scales_ptr, num_tokens, num_rows, width, stride, rows_each,
     EACH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
@@ -451,7 +451,7 @@ def _quantize_tokens(
         x = tl.load(tokens_ptr + token * stride + columns, mask=inside, other=0.0)
         q, inverse = quantize_tile(x, rows_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
         for choice in tl.static_range(TOPK):
-            row = tl.load(places_ptr + token * TOPK + choice)
+            row = tl.load(positions_ptr + token * TOPK + choice)
             tl.store(rows_ptr + row * width + columns, q, mask=inside & (row >= 0))
             tl.store(scales_ptr + blocks + row, inverse, mask=has_block & (row >= 0))
     if some_empty:
@@ -465,7 +465,7 @@ def _quantize_tokens(
 
 @triton.jit
 def _copy_quantized(
-    tokens_ptr, token_scales_ptr, places_ptr, token_ptr, rows_ptr, scales_ptr, values_ptr,
+    tokens_ptr, token_scales_ptr, positions_ptr, token_ptr, rows_ptr, scales_ptr, values_ptr,
     num_tokens, num_rows, width, block_stride, token_stride, rows_each,
     EACH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -484,7 +484,7 @@ def _copy_quantized(
         values = q.to(tl.float32).reshape(1, COLUMNS // LENGTH, LENGTH) * scales[:, :, None]
         values = values.reshape(1, COLUMNS).to(values_ptr.dtype.element_ty)
         for choice in tl.static_range(TOPK):
-            row = tl.load(places_ptr + token * TOPK + choice)
+            row = tl.load(positions_ptr + token * TOPK + choice)
             tl.store(rows_ptr + row * width + columns, q, mask=inside & (row >= 0))
             tl.store(values_ptr + row * width + columns, values, mask=inside & (row >= 0))
             tl.store(scales_ptr + blocks.to(tl.int64) * num_rows + row, scales, mask=has_block & (row >= 0))
@@ -504,11 +504,11 @@ def _dequantize_rows(x_ptr, scales_ptr, out_ptr, num_rows, width, block_stride, 
     block = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = block * LENGTH + tl.arange(0, LENGTH)
-    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
     elements = rows[:, None] * width + columns[None, :]
-    x = tl.load(x_ptr + elements, mask=held, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + elements, mask=mask, other=0.0).to(tl.float32)
     scales = tl.load(scales_ptr + block * block_stride + rows * row_stride, mask=rows < num_rows, other=0.0)
-    tl.store(out_ptr + elements, (x * scales[:, None]).to(out_ptr.dtype.element_ty), mask=held)
+    tl.store(out_ptr + elements, (x * scales[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -517,9 +517,9 @@ def _dequantize_columns(x_ptr, scales_ptr, out_ptr, num_rows, width, stride):
     columns = tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
     rows = tl.arange(0, LENGTH)
     inside = columns < width
-    held = inside[:, None] & (block * LENGTH + rows < num_rows)[None, :]
+    mask = inside[:, None] & (block * LENGTH + rows < num_rows)[None, :]
     first = x_ptr + block * LENGTH
-    x = tl.load(first + columns.to(tl.int64)[:, None] * stride + rows[None, :], mask=held, other=0.0).to(tl.float32)
+    x = tl.load(first + columns.to(tl.int64)[:, None] * stride + rows[None, :], mask=mask, other=0.0).to(tl.float32)
     scales = tl.load(scales_ptr + block * width + columns, mask=inside, other=0.0)
     out = tl.trans((x * scales[:, None]).to(out_ptr.dtype.element_ty))
     tl.store(out_ptr + block * LENGTH * width + rows[:, None] * width + columns[None, :], out, mask=inside[None, :])

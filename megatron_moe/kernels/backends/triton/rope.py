@@ -84,17 +84,17 @@ def _rotate_heads(
         copied = tl.load(from_ptr + rest[None, :], mask=kept)
     if INTERLEAVED:  # both dims of a pair are adjacent in memory: loaded and stored together, split in registers
         turning = tl.arange(0, 2 * PAIRS)
-        held = (heads < num_heads)[:, None] & (turning < rotary_dim)[None, :]
-        x = tl.load(from_ptr + begin + turning[None, :], mask=held, other=0.0).to(tl.float32)
+        mask = (heads < num_heads)[:, None] & (turning < rotary_dim)[None, :]
+        x = tl.load(from_ptr + begin + turning[None, :], mask=mask, other=0.0).to(tl.float32)
         x1, x2 = tl.split(tl.reshape(x, (HEADS, PAIRS, 2)))
         y = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), (HEADS, 2 * PAIRS))
-        tl.store(to_ptr + begin + turning[None, :], y.to(out_ptr.dtype.element_ty), mask=held)
+        tl.store(to_ptr + begin + turning[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         first, second = begin + pairs, begin + pairs + half
-        held = (heads < num_heads)[:, None] & (pairs < half)[None, :]
-        x1 = tl.load(from_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
-        x2 = tl.load(from_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
-        tl.store(to_ptr + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=held)
-        tl.store(to_ptr + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=held)
+        mask = (heads < num_heads)[:, None] & (pairs < half)[None, :]
+        x1 = tl.load(from_ptr + first[None, :], mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(from_ptr + second[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(to_ptr + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(to_ptr + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=mask)
     if HAS_REST:
         tl.store(to_ptr + rest[None, :], copied, mask=kept)

@@ -48,12 +48,12 @@ class _GatherProbs(torch.autograd.Function):
         return _pick(grads[0], ctx.rows_TK), None
 
 
-def _pick(values: Tensor, places: Tensor) -> Tensor:
-    """Gathers `values.flatten()[places]`; the result is 0 where `places` is -1."""
-    out = torch.empty(places.shape, device=values.device, dtype=values.dtype)
+def _pick(values: Tensor, positions: Tensor) -> Tensor:
+    """Gathers `values.flatten()[positions]`; the result is 0 where `positions` is -1."""
+    out = torch.empty(positions.shape, device=values.device, dtype=values.dtype)
     if out.numel():
         grid = (cdiv(out.numel(), 1024),)
-        _pick_values[grid](values.contiguous(), places.contiguous(), out, out.numel(), BLOCK=1024)
+        _pick_values[grid](values.contiguous(), positions.contiguous(), out, out.numel(), BLOCK=1024)
     return out
 
 
@@ -91,15 +91,15 @@ def sum_rows(rows_RH: Tensor, index: RowIndex) -> Tensor:
 
 
 @triton.jit
-def _pick_values(values_ptr, places_ptr, out_ptr, num, BLOCK: tl.constexpr):
+def _pick_values(values_ptr, positions_ptr, out_ptr, num, BLOCK: tl.constexpr):
     each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    places = tl.load(places_ptr + each, mask=each < num, other=-1)
-    tl.store(out_ptr + each, tl.load(values_ptr + places, mask=places >= 0, other=0.0), mask=each < num)
+    positions = tl.load(positions_ptr + each, mask=each < num, other=-1)
+    tl.store(out_ptr + each, tl.load(values_ptr + positions, mask=positions >= 0, other=0.0), mask=each < num)
 
 
 @triton.jit
 def _copy_tokens(
-    tokens_ptr, places_ptr, token_ptr, rows_ptr, num_tokens, num_rows, width, stride, rows_each,
+    tokens_ptr, positions_ptr, token_ptr, rows_ptr, num_tokens, num_rows, width, stride, rows_each,
     EACH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -113,7 +113,7 @@ def _copy_tokens(
     if token < num_tokens:
         values = tl.load(tokens_ptr + token * stride + columns, mask=inside, other=0.0)
         for choice in tl.static_range(TOPK):
-            row = tl.load(places_ptr + token * TOPK + choice)
+            row = tl.load(positions_ptr + token * TOPK + choice)
             tl.store(rows_ptr + row * width + columns, values, mask=inside & (row >= 0))
     if some_empty:
         for number in range(rows_each):
@@ -124,13 +124,13 @@ def _copy_tokens(
 
 @triton.jit
 def _sum_choices(
-    rows_ptr, places_ptr, tokens_ptr, width, stride, TOPK: tl.constexpr, COLUMNS: tl.constexpr
+    rows_ptr, positions_ptr, tokens_ptr, width, stride, TOPK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for choice in tl.static_range(TOPK):  # unrolled, so that the loads of all choices are in flight at once
-        row = tl.load(places_ptr + token * TOPK + choice)
-        held = (columns < width) & (row >= 0)
-        total += tl.load(rows_ptr + row * stride + columns, mask=held, other=0.0).to(tl.float32)
+        row = tl.load(positions_ptr + token * TOPK + choice)
+        mask = (columns < width) & (row >= 0)
+        total += tl.load(rows_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(tokens_ptr + token * width + columns, total.to(tokens_ptr.dtype.element_ty), mask=columns < width)

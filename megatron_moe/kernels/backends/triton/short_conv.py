@@ -68,15 +68,15 @@ def _convolved(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Convolution at the given tokens, fp32 [tokens, columns], before SiLU."""
-    held = columns < channels
+    mask = columns < channels
     exists = (tokens >= 0) & (tokens < length)
     out = tl.zeros((tokens.shape[0], columns.shape[0]), tl.float32)
     if bias_ptr is not None:
-        out += tl.load(bias_ptr + columns, mask=held, other=0.0).to(tl.float32)[None, :]
+        out += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)[None, :]
     for back in tl.static_range(WIDTH):
         seen = _seen(segments_ptr, tokens, tokens - back, exists, row, length)
-        x = _tile(x_ptr, tokens - back, columns, seen, held, row, batch, stride)
-        weight = tl.load(weight_ptr + columns * WIDTH + WIDTH - 1 - back, mask=held, other=0.0).to(tl.float32)
+        x = _tile(x_ptr, tokens - back, columns, seen, mask, row, batch, stride)
+        weight = tl.load(weight_ptr + columns * WIDTH + WIDTH - 1 - back, mask=mask, other=0.0).to(tl.float32)
         out += weight[None, :] * x
     return out
 
@@ -92,10 +92,10 @@ def _seen(segments_ptr, tokens, earlier, exists, row, length):
 
 
 @triton.jit
-def _tile(ptr, tokens, columns, seen, held, row, batch, stride):
+def _tile(ptr, tokens, columns, seen, mask, row, batch, stride):
     """Loads a tile [tokens, columns] in fp32; 0 where the masks are False."""
     rows = (tokens.to(tl.int64) * batch + row) * stride
-    return tl.load(ptr + rows[:, None] + columns[None, :], mask=seen[:, None] & held[None, :], other=0.0).to(tl.float32)
+    return tl.load(ptr + rows[:, None] + columns[None, :], mask=seen[:, None] & mask[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _short_conv_backward(
         rows = (tokens.to(tl.int64) * batch + row) * channels
         mask = exists[:, None] & held[None, :]
         tl.store(grad_x_ptr + rows[:, None] + columns[None, :], grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-    place = (row * tl.num_programs(1) + tl.program_id(1)) * (WIDTH + 1) + taps
+    offsets = (row * tl.num_programs(1) + tl.program_id(1)) * (WIDTH + 1) + taps
     tl.store(
-        shares_ptr + place[:, None] * channels + columns[None, :], sums, mask=(taps <= WIDTH)[:, None] & held[None, :]
+        shares_ptr + offsets[:, None] * channels + columns[None, :], sums, mask=(taps <= WIDTH)[:, None] & held[None, :]
     )

@@ -100,8 +100,8 @@ def _place_rows(
     block, experts = tl.program_id(0), tl.arange(0, EXPERTS)
     known = experts < num_experts
     segments = tl.arange(0, SEGMENTS)
-    held = (segments < num_segments)[:, None] & known[None, :]
-    counts = tl.load(totals_ptr + segments[:, None] * num_experts + experts[None, :], mask=held, other=0)
+    mask = (segments < num_segments)[:, None] & known[None, :]
+    counts = tl.load(totals_ptr + segments[:, None] * num_experts + experts[None, :], mask=mask, other=0)
     totals = tl.sum(counts, axis=0)
     before = tl.load(before_ptr + block * num_experts + experts, mask=known, other=0)
     before += tl.sum(tl.where((segments < block // blocks_each)[:, None], counts, 0), axis=0)
@@ -109,11 +109,11 @@ def _place_rows(
     ends = tl.cumsum(owned, axis=0)
     if block == 0:
         tl.store(offsets_ptr + experts, ends, mask=known)
-    places = tl.arange(0, BLOCK)
-    choices = block * BLOCK + places
+    positions = tl.arange(0, BLOCK)
+    choices = block * BLOCK + positions
     inside = choices < num_choices
     ids = _local_ids(ids_ptr, choices, inside, first_expert, num_experts)
-    earlier = (ids[:, None] == ids[None, :]) & (places[None, :] < places[:, None])
+    earlier = (ids[:, None] == ids[None, :]) & (positions[None, :] < positions[:, None])
     rows = tl.gather(ends - owned + before, tl.maximum(ids, 0), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
     chosen = ids >= 0
     tl.store(rows_ptr + choices, tl.where(chosen, rows, -1).to(tl.int64), mask=inside)

@@ -74,18 +74,18 @@ def _load_block(values_ptr, start, count, outputs, inputs, first, ROUND: tl.cons
     first_row = matrix.to(tl.int64) * outputs + block_o * LENGTH
     base = first_row * inputs + column - start
     # offsets in a block fit into 32 bits, which halves their registers
-    places = each[:, None] * inputs + each[None, :]
+    positions = each[:, None] * inputs + each[None, :]
     low = tl.minimum(tl.maximum(-base, 0), _FAR).to(tl.int32)
     high = tl.minimum(tl.maximum(count - base, 0), _FAR).to(tl.int32)
     if ALIGNED:
         low, high = tl.multiple_of(low, _ALIGNMENT), tl.multiple_of(high, _ALIGNMENT)
     inside = (block_o * LENGTH + each < outputs)[:, None] & (column + each < inputs)[None, :]
-    held = inside & (places >= low) & (places < high)
-    x = tl.load(values_ptr + base + places, mask=held, other=0.0)
+    mask = inside & (positions >= low) & (positions < high)
+    x = tl.load(values_ptr + base + positions, mask=mask, other=0.0)
     if ROUND:  # `optimizer_state.round_weights`: to nearest, ties away from zero
         away = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, away, x)
-    return x, base, places, held, matrix, block_o
+    return x, base, positions, mask, matrix, block_o
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -95,10 +95,10 @@ def _weight_amax(
 ):  # fmt: skip
     x, _, _, _, matrix, block_o = _load_block(values_ptr, start, count, outputs, inputs, first, ROUND, ALIGNED)
     bits = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
-    place = amax_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
+    pointers = amax_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
     # no other program of a launch has this block, and launches for other ranges run one after the other
-    before = tl.load(place).to(tl.int32, bitcast=True)
-    tl.store(place, tl.maximum(before, bits).to(tl.float32, bitcast=True))
+    before = tl.load(pointers).to(tl.int32, bitcast=True)
+    tl.store(pointers, tl.maximum(before, bits).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -106,12 +106,12 @@ def _quantize_part(
     values_ptr, factors_ptr, out_ptr, start, count, outputs, inputs, first, stride_e, stride_o, stride_i,
     ROUND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    x, base, places, held, matrix, block_o = _load_block(
+    x, base, positions, mask, matrix, block_o = _load_block(
         values_ptr, start, count, outputs, inputs, first, ROUND, ALIGNED
     )
-    place = factors_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
-    factor = tl.load(place)
-    tl.store(out_ptr + base + places, (x * factor[:, None]).to(out_ptr.dtype.element_ty), mask=held)
+    pointers = factors_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
+    factor = tl.load(pointers)
+    tl.store(out_ptr + base + positions, (x * factor[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -120,8 +120,8 @@ def _transpose_bytes(source_ptr, out_ptr, outputs, inputs):
     row, column, each = tl.program_id(1) * LENGTH, tl.program_id(0) * LENGTH, tl.arange(0, LENGTH)
     in_rows, in_columns = row + each < outputs, column + each < inputs
     source_ptr += matrix + row.to(tl.int64) * inputs + column
-    held = in_rows[:, None] & in_columns[None, :]
-    x = tl.load(source_ptr + each[:, None] * inputs + each[None, :], mask=held, other=0)
+    mask = in_rows[:, None] & in_columns[None, :]
+    x = tl.load(source_ptr + each[:, None] * inputs + each[None, :], mask=mask, other=0)
     out_ptr += matrix + column.to(tl.int64) * outputs + row
-    held = in_columns[:, None] & in_rows[None, :]
-    tl.store(out_ptr + each[:, None] * outputs + each[None, :], tl.trans(x), mask=held)
+    mask = in_columns[:, None] & in_rows[None, :]
+    tl.store(out_ptr + each[:, None] * outputs + each[None, :], tl.trans(x), mask=mask)

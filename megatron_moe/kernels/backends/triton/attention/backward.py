@@ -131,13 +131,13 @@ def _key_grads(
                 grad_probs = dot(v, tl.trans(grad), None, WIDEN)
                 grad_logits = probs * (grad_probs - delta[None, :])
                 grad_k = dot(grad_logits.to(q.dtype), q, grad_k, WIDEN)
-    place = (keys.to(tl.int64) * batch + b) * num_groups + group
-    dims, held = tl.arange(0, WIDTH), (keys < num_keys)[:, None]
-    to_ptr = grad_k_ptr + place[:, None] * width + dims[None, :]
-    _accumulate(to_ptr, grad_k * scale, held & (dims < width)[None, :], ADD)
+    offsets = (keys.to(tl.int64) * batch + b) * num_groups + group
+    dims, mask = tl.arange(0, WIDTH), (keys < num_keys)[:, None]
+    to_ptr = grad_k_ptr + offsets[:, None] * width + dims[None, :]
+    _accumulate(to_ptr, grad_k * scale, mask & (dims < width)[None, :], ADD)
     dims = tl.arange(0, VALUE)
-    to_ptr = grad_v_ptr + place[:, None] * value_width + dims[None, :]
-    _accumulate(to_ptr, grad_v, held & (dims < value_width)[None, :], ADD)
+    to_ptr = grad_v_ptr + offsets[:, None] * value_width + dims[None, :]
+    _accumulate(to_ptr, grad_v, mask & (dims < value_width)[None, :], ADD)
 
 
 @triton.jit(do_not_specialize=BAND)
@@ -178,14 +178,14 @@ def _query_grads(
             grad_logits = probs * (dot(grad, tl.trans(v), None, WIDEN) - delta[:, None])
             grad_q = dot(grad_logits.to(k.dtype), k, grad_q, WIDEN)
     dims = tl.arange(0, WIDTH)
-    place = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * width + dims[None, :]
-    held = (rows < num_rows)[:, None] & (dims < width)[None, :]
-    _accumulate(grad_q_ptr + place, grad_q * scale, held, ADD)
+    offsets = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * width + dims[None, :]
+    mask = (rows < num_rows)[:, None] & (dims < width)[None, :]
+    _accumulate(grad_q_ptr + offsets, grad_q * scale, mask, ADD)
 
 
 @triton.jit
-def _accumulate(to_ptr, share, held, ADD: tl.constexpr):
+def _accumulate(to_ptr, share, mask, ADD: tl.constexpr):
     """Writes a tile of gradients to memory, or adds it to the gradients there if ADD."""
     if ADD:
-        share += tl.load(to_ptr, mask=held, other=0.0)
-    tl.store(to_ptr, share.to(to_ptr.dtype.element_ty), mask=held)
+        share += tl.load(to_ptr, mask=mask, other=0.0)
+    tl.store(to_ptr, share.to(to_ptr.dtype.element_ty), mask=mask)

@@ -80,8 +80,8 @@ def _attend(
         before = tl.load(lse_ptr + rows.to(tl.int64) * l_s, mask=rows < num_rows, other=float("-inf"))
         total = tl.where(before > float("-inf"), 1.0, 0.0)
         peak = tl.maximum(before * 1.4426950408889634, peak)
-        place, held = _place(rows, b, n, num_rows, batch, num_heads, value_width, VALUE)
-        out = tl.load(out_ptr + place, mask=held, other=0.0)
+        offsets, mask = _offsets(rows, b, n, num_rows, batch, num_heads, value_width, VALUE)
+        out = tl.load(out_ptr + offsets, mask=mask, other=0.0)
     ends = visible_ranges(first, ROWS, left, right, num_keys, KEYS, SEGMENTS)
     for part in tl.static_range(3):
         for at in range(ends[part], tl.minimum(ends[part + 1], ends[3]), KEYS):
@@ -101,14 +101,14 @@ def _attend(
     seen = total > 0.0  # False beyond the last row, and for rows that have seen no key so far
     total = tl.where(seen, total, 1.0)
     lse = tl.where(seen, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
-    place, held = _place(rows, b, n, num_rows, batch, num_heads, value_width, VALUE)
-    tl.store(out_ptr + place, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=held)
+    offsets, mask = _offsets(rows, b, n, num_rows, batch, num_heads, value_width, VALUE)
+    tl.store(out_ptr + offsets, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + rows.to(tl.int64) * l_s, lse, mask=rows < num_rows)
 
 
 @triton.jit
-def _place(rows, b, n, num_rows, batch, num_heads, value_width, VALUE: tl.constexpr):
+def _offsets(rows, b, n, num_rows, batch, num_heads, value_width, VALUE: tl.constexpr):
     """Returns (offsets of the given rows of a head in a contiguous output [rows, B, N, E], mask of valid elements)."""
     dims = tl.arange(0, VALUE)
-    place = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * value_width + dims[None, :]
-    return place, (rows < num_rows)[:, None] & (dims < value_width)[None, :]
+    offsets = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * value_width + dims[None, :]
+    return offsets, (rows < num_rows)[:, None] & (dims < value_width)[None, :]

@@ -34,11 +34,11 @@ def _merge(
     weight, share = tl.exp(before - peak), tl.exp(added - peak)
     total = weight + share
     out_ptr += b * o_b + n * o_n + rows.to(tl.int64)[:, None] * o_s + dims[None, :]
-    held = (rows < seq)[:, None] & (dims < width)[None, :]
-    out = tl.load(out_ptr, mask=held, other=0.0).to(tl.float32)
+    mask = (rows < seq)[:, None] & (dims < width)[None, :]
+    out = tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32)
     part = tl.load(
-        part_ptr + b * p_b + n * p_n + rows.to(tl.int64)[:, None] * p_s + dims[None, :], mask=held, other=0.0
+        part_ptr + b * p_b + n * p_n + rows.to(tl.int64)[:, None] * p_s + dims[None, :], mask=mask, other=0.0
     )
     out = (out * weight[:, None] + part.to(tl.float32) * share[:, None]) / total[:, None]
-    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=held)
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr, peak + tl.log(total), mask=rows < seq)

@@ -39,7 +39,7 @@ class Shape:
     def of(
         cls, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, left: int | None, right: int | None
     ) -> "Shape":
-        """Sizes of the given tensors; `left` or `right` None: no limit on that side."""
+        """Sizes of the given tensors; None for `left` or `right` means no limit on that side."""
         rows, batch, heads, width = q_SBND.shape
         keys, _, groups, value_width = v_SBGE.shape
         left, right = rows if left is None else left, keys if right is None else right
@@ -59,8 +59,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether sizes and dtype are suitable for the kernels. Callers must check for dropout, which is not supported."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and q.numel() > 0 and k.numel() > 0
     # offsets are 32-bit; the output and its gradient have the queries' shape with the values' width
-    places = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]
-    near = max(places) < 2**31
+    positions = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]
+    near = max(positions) < 2**31
     slow = q.dtype is torch.float32 and not INTERPRETED  # tensor cores do not support fp32
     return narrow and near and not slow
 
@@ -88,11 +88,11 @@ def load_rows(base, stride, rows, num_rows, width, WIDTH: tl.constexpr, MASKED: 
     """Loads a tile [rows, WIDTH] of one head, padded with 0 beyond `num_rows` and `width`. `MASKED` False: all rows are
     below `num_rows`. Offsets are 32-bit, which halves their registers."""
     dims = tl.arange(0, WIDTH)
-    place = base + (rows[:, None] * stride + dims[None, :])
+    offsets = base + (rows[:, None] * stride + dims[None, :])
     if MASKED:
-        return tl.load(place, mask=(rows < num_rows)[:, None] & (dims < width)[None, :], other=0.0)
+        return tl.load(offsets, mask=(rows < num_rows)[:, None] & (dims < width)[None, :], other=0.0)
     else:
-        return tl.load(place, mask=(dims < width)[None, :], other=0.0)
+        return tl.load(offsets, mask=(dims < width)[None, :], other=0.0)
 
 
 @triton.jit

@@ -23,10 +23,10 @@ def attention(inputs: AttentionInputs) -> Tensor:
     """See `Kernels.attention`. Inputs with dropout use the torch backend. Windows, document masks, deterministic mode
     and sinks use the Triton kernels, but sinks alone use cuDNN if possible. All other inputs use the torch backend."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
-    ours = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
-    if not (ours or inputs.has_sinks) or inputs.has_dropout or not serves(q_SBND, k_SBGD, v_SBGE):
+    needs_triton = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
+    if not (needs_triton or inputs.has_sinks) or inputs.has_dropout or not serves(q_SBND, k_SBGD, v_SBGE):
         return torch_native.attention(inputs)
-    if not ours and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal):
+    if not needs_triton and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal):
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
     if config.off_by_one and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])

@@ -109,18 +109,18 @@ def _local_grads(
 ):  # fmt: skip
     """Gradient of the stored values through the outputs of their own chunk: P^T dO."""
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
-    tokens, held, rows, whole, total, ids, _, _, _ = open_chunk(
+    tokens, mask, rows, whole, total, ids, _, _, _ = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
     )
     q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
-    grad = load_tile(grad_ptr, tokens, held, value_width, first, VALUE)
+    grad = load_tile(grad_ptr, tokens, mask, value_width, first, VALUE)
     scores = scale * dot(k, tl.trans(q), None, WIDEN) * pair_decays_transposed(total, ids, CHUNK, False)
     out = dot(scores.to(grad.dtype), grad, None, WIDEN)
     if DELTA:
         store_tile(out_ptr, rows, whole, value_width, first, out, VALUE)
     else:
-        store_tile(out_ptr, tokens, held, value_width, first, out, VALUE)
+        store_tile(out_ptr, tokens, mask, value_width, first, out, VALUE)
 
 
 @triton.jit
@@ -235,10 +235,10 @@ def _solution_grads(
 ):  # fmt: skip
     """Gradients through the right sides of the systems, beta v and beta from_state k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, held, rows, whole, _, _, from_state, _, _ = open_chunk(
+    tokens, mask, rows, whole, _, _, from_state, _, _ = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
     )
-    beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
+    beta = tl.load(beta_ptr + tokens, mask=mask, other=0.0)
     # transposed while it is loaded
     transposed = tl.load(inverse_ptr + rows[None, :] * CHUNK + tl.arange(0, CHUNK)[:, None])
     grad_beta = tl.zeros((CHUNK,), tl.float32)
@@ -250,7 +250,7 @@ def _solution_grads(
             tl.float32
         )
         grad_beta += tl.sum(solved * v, axis=1)
-        store_tile(grad_v_ptr, tokens, held, value_width, first, beta[:, None] * solved, VALUE)
+        store_tile(grad_v_ptr, tokens, mask, value_width, first, beta[:, None] * solved, VALUE)
     grad_reads = load_tile(grad_reads_ptr, rows, whole, width, 0, WIDTH)
     solved = dot(transposed, grad_reads, None, WIDEN)
     store_tile(solved_keys_ptr, rows, whole, width, 0, solved, WIDTH)
@@ -258,11 +258,11 @@ def _solution_grads(
         tl.float32
     )
     product = from_state * tl.sum(solved * k, axis=1)
-    grad_k = load_tile(grad_k_ptr, tokens, held, width, 0, WIDTH) + (beta * from_state)[:, None] * solved
-    store_tile(grad_k_ptr, tokens, held, width, 0, grad_k, WIDTH)
-    tl.store(grad_beta_ptr + tokens, grad_beta + product, mask=held)
+    grad_k = load_tile(grad_k_ptr, tokens, mask, width, 0, WIDTH) + (beta * from_state)[:, None] * solved
+    store_tile(grad_k_ptr, tokens, mask, width, 0, grad_k, WIDTH)
+    tl.store(grad_beta_ptr + tokens, grad_beta + product, mask=mask)
     later = tl.cumsum(beta * product, axis=0, reverse=True)
-    tl.store(grad_total_ptr + tokens, tl.load(grad_total_ptr + tokens, mask=held, other=0.0) + later, mask=held)
+    tl.store(grad_total_ptr + tokens, tl.load(grad_total_ptr + tokens, mask=mask, other=0.0) + later, mask=mask)
 
 
 @triton.jit
@@ -274,10 +274,10 @@ def _system_grads(
 ):  # fmt: skip
     """Gradients through the matrices of the systems, beta_i (k_i k_j) decay_ij."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, held, rows, whole, total, ids, _, _, _ = open_chunk(
+    tokens, mask, rows, whole, total, ids, _, _, _ = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
     )
-    beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
+    beta = tl.load(beta_ptr + tokens, mask=mask, other=0.0)
     reads = load_tile(reads_ptr, rows, whole, width, 0, WIDTH)
     solved = load_tile(solved_keys_ptr, rows, whole, width, 0, WIDTH)
     pairs = dot(solved, tl.trans(reads), None, WIDEN)
@@ -293,13 +293,13 @@ def _system_grads(
     products = pairs * dot(k, tl.trans(k), None, WIDEN)
     of_rows = tl.sum(products, axis=1)
     grad_total = beta * of_rows - tl.sum(beta[:, None] * products, axis=0)
-    grad_k = load_tile(grad_k_ptr, tokens, held, width, 0, WIDTH).to(tl.float32)
+    grad_k = load_tile(grad_k_ptr, tokens, mask, width, 0, WIDTH).to(tl.float32)
     grad_k = dot((beta[:, None] * pairs).to(k.dtype), k, grad_k, WIDEN)
     grad_k = dot(pairs_transposed.to(k.dtype), k, grad_k, WIDEN)
     grad_k = grad_of_keys(
         grad_k, k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH
     )
-    store_tile(grad_k_ptr, tokens, held, width, 0, grad_k, WIDTH)
-    tl.store(grad_beta_ptr + tokens, tl.load(grad_beta_ptr + tokens, mask=held, other=0.0) + of_rows, mask=held)
+    store_tile(grad_k_ptr, tokens, mask, width, 0, grad_k, WIDTH)
+    tl.store(grad_beta_ptr + tokens, tl.load(grad_beta_ptr + tokens, mask=mask, other=0.0) + of_rows, mask=mask)
     later = tl.cumsum(grad_total, axis=0, reverse=True)
-    tl.store(grad_total_ptr + tokens, tl.load(grad_total_ptr + tokens, mask=held, other=0.0) + later, mask=held)
+    tl.store(grad_total_ptr + tokens, tl.load(grad_total_ptr + tokens, mask=mask, other=0.0) + later, mask=mask)

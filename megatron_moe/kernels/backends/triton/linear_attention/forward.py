@@ -86,10 +86,10 @@ def _inverse_systems(
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
-    tokens, held, rows, whole, total, ids, _, _, _ = open_chunk(
+    tokens, mask, rows, whole, total, ids, _, _, _ = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
     )
-    beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
+    beta = tl.load(beta_ptr + tokens, mask=mask, other=0.0)
     system = beta[:, None] * dot(k, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, True)
     inverse = _inverse(system, CHUNK)
     store_tile(out_ptr, rows, whole, CHUNK, 0, inverse, CHUNK)
@@ -131,10 +131,10 @@ def _solutions(
     WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, held, rows, whole, _, _, from_state, _, _ = open_chunk(
+    tokens, mask, rows, whole, _, _, from_state, _, _ = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
     )
-    beta = tl.load(beta_ptr + tokens, mask=held, other=0.0)
+    beta = tl.load(beta_ptr + tokens, mask=mask, other=0.0)
     inverse = load_tile(inverse_ptr, rows, whole, CHUNK, 0, CHUNK)
     k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     scaled = ((beta * from_state)[:, None] * k.to(tl.float32)).to(k.dtype)

@@ -34,7 +34,7 @@ class ScanShape:
     strides: tuple[int, int, int]
     """Elements between consecutive rows of q, k and v."""
     eps: float | None
-    """Added to the squared norms by which rows of q and k are divided; None: they are used as they are."""
+    """Added to the squared norms by which rows of q and k are divided; None means that they are used as they are."""
 
     @classmethod
     def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor, eps: float | None) -> "ScanShape":
@@ -90,10 +90,10 @@ def load_keys(
 ):  # fmt: skip
     """Loads the rows of q or k, [CHUNK, WIDTH], that value head `head` of [B, heads] reads. `stride`: elements between
     the rows of [S, B]. `NORMS`: divides each row by its norm."""
-    rows, held = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
+    rows, mask = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
     dims = tl.arange(0, WIDTH)
     ptr += (head % heads) // (heads // groups) * width
-    x = tl.load(ptr + rows[:, None] * stride + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0)
+    x = tl.load(ptr + rows[:, None] * stride + dims[None, :], mask=mask[:, None] & (dims < width)[None, :], other=0.0)
     if NORMS:
         wide = x.to(tl.float32)
         x = (wide * tl.rsqrt(tl.sum(wide * wide, axis=1) + eps)[:, None]).to(x.dtype)
@@ -121,20 +121,20 @@ def load_values(
     ptr, stride, chunk, head, length, batch, heads, width, first, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Loads the rows of v of value head `head` of [B, heads], channels `first` and following; see `load_keys`."""
-    rows, held = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
+    rows, mask = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
     dims = first + tl.arange(0, WIDTH)
     ptr += (head % heads) * width
     return tl.load(
-        ptr + rows[:, None] * stride + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0
+        ptr + rows[:, None] * stride + dims[None, :], mask=mask[:, None] & (dims < width)[None, :], other=0.0
     )
 
 
 @triton.jit
-def load_tile(ptr, rows, held, width, first, WIDTH: tl.constexpr):
+def load_tile(ptr, rows, mask, width, first, WIDTH: tl.constexpr):
     """Loads a tile [CHUNK, WIDTH] of channels `first` and following; 0 where it ends. `rows`: offsets of the rows in
     units of `width` elements."""
     dims = first + tl.arange(0, WIDTH)
-    return tl.load(ptr + rows[:, None] * width + dims[None, :], mask=held[:, None] & (dims < width)[None, :], other=0.0)
+    return tl.load(ptr + rows[:, None] * width + dims[None, :], mask=mask[:, None] & (dims < width)[None, :], other=0.0)
 
 
 @triton.jit
@@ -169,10 +169,10 @@ def open_chunk(decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
     the chunk to each token, decay from each token to the chunk's end, decay over the whole chunk). Tokens beyond the
     end belong to the last document and have a log decay of 0. The last three are 0 where another document lies between.
     """
-    tokens, held = token_offsets(chunk, head, length, batch, heads, CHUNK)
+    tokens, mask = token_offsets(chunk, head, length, batch, heads, CHUNK)
     at = tl.arange(0, CHUNK)
     rows = chunk_number(chunk, head, length, CHUNK) * CHUNK + at
-    total = tl.cumsum(tl.load(decay_ptr + tokens, mask=held, other=0.0), axis=0)
+    total = tl.cumsum(tl.load(decay_ptr + tokens, mask=mask, other=0.0), axis=0)
     whole = tl.sum(tl.where(at == CHUNK - 1, total, 0.0), axis=0)
     from_state, to_end, carry = tl.exp(total), tl.exp(whole - total), tl.exp(whole)
     ids = tl.zeros((CHUNK,), tl.int64)
@@ -185,7 +185,7 @@ def open_chunk(decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
         from_state = tl.where(ids == before, from_state, 0.0)
         to_end = tl.where(ids == last, to_end, 0.0)
         carry = tl.where(before == last, carry, 0.0)
-    return tokens, held, rows, at < CHUNK, total, ids, from_state, to_end, carry
+    return tokens, mask, rows, at < CHUNK, total, ids, from_state, to_end, carry
 
 
 @triton.jit

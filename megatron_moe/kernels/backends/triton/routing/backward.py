@@ -19,10 +19,10 @@ def route_backward(
     experts = tl.arange(0, EXPERTS)
     real = experts < num_experts
     inside = tokens < num_tokens
-    held = inside
+    mask = inside
     if MASKED:
-        held = inside & (tl.load(valid_ptr + tokens, mask=inside, other=0) != 0)
-    logits = load_logits(logits_ptr, tokens, held, experts, real, num_experts, WIDE)
+        mask = inside & (tl.load(valid_ptr + tokens, mask=inside, other=0) != 0)
+    logits = load_logits(logits_ptr, tokens, mask, experts, real, num_experts, WIDE)
     shares, logsumexp = softmax(logits)
 
     grad = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # w.r.t. the logits
@@ -31,10 +31,10 @@ def route_backward(
     if SCORE != "softmax":
         scores = score(logits, SCORE)
     if BALANCE:
-        place = (tokens % sets)[:, None] * num_experts + experts[None, :]
-        by_shares += tl.load(grad_scores_ptr + place, mask=held[:, None] & real[None, :], other=0.0)
+        offsets = (tokens % sets)[:, None] * num_experts + experts[None, :]
+        by_shares += tl.load(grad_scores_ptr + offsets, mask=mask[:, None] & real[None, :], other=0.0)
     if PROBS:
-        by_choice, taken = _at_the_choices(grad_probs_ptr, ids_ptr, tokens, held, experts, TOPK, EXPERTS, WIDE)
+        by_choice, taken = _at_the_choices(grad_probs_ptr, ids_ptr, tokens, mask, experts, TOPK, EXPERTS, WIDE)
         by_choice *= SCALING
         if ON_LOGITS:
             weights, _ = softmax(tl.where(taken, logits, float("-inf")))
@@ -55,22 +55,22 @@ def route_backward(
     if Z:
         grad += shares * (2.0 * tl.load(grad_z_ptr) * logsumexp)[:, None]
 
-    place = tokens[:, None].to(tl.int64) * num_experts + experts[None, :]
-    grad = tl.where(held[:, None], grad, 0.0).to(grad_ptr.dtype.element_ty)
-    tl.store(grad_ptr + place, grad, mask=inside[:, None] & real[None, :])
+    offsets = tokens[:, None].to(tl.int64) * num_experts + experts[None, :]
+    grad = tl.where(mask[:, None], grad, 0.0).to(grad_ptr.dtype.element_ty)
+    tl.store(grad_ptr + offsets, grad, mask=inside[:, None] & real[None, :])
 
 
 @triton.jit
 def _at_the_choices(
-    grad_ptr, ids_ptr, tokens, held, experts, TOPK: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr
+    grad_ptr, ids_ptr, tokens, mask, experts, TOPK: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr
 ):
     """Returns (probability gradients, 0 for experts not chosen; mask of chosen experts), both [tokens, experts]."""
     grad = tl.zeros((tokens.shape[0], EXPERTS), dtype=WIDE)
     taken = tl.zeros((tokens.shape[0], EXPERTS), dtype=tl.int32)
     first = tokens.to(tl.int64) * TOPK
     for k in tl.static_range(TOPK):
-        expert = tl.load(ids_ptr + first + k, mask=held, other=-1).to(tl.int32)
-        own = tl.load(grad_ptr + first + k, mask=held, other=0.0).to(WIDE)
+        expert = tl.load(ids_ptr + first + k, mask=mask, other=-1).to(tl.int32)
+        own = tl.load(grad_ptr + first + k, mask=mask, other=0.0).to(WIDE)
         hit = experts[None, :] == expert[:, None]
         grad = tl.where(hit, own[:, None], grad)
         taken = tl.where(hit, 1, taken)

@@ -51,32 +51,32 @@ def route_forward(
     squares = tl.zeros((TOKENS,), dtype=WIDE)
     own_set, size_of_set = program % sets, num_tokens // sets
     for start in range(program // sets * TOKENS, size_of_set, programs // sets * TOKENS):
-        places = start + tl.arange(0, TOKENS)
-        tokens = places * sets + own_set
-        inside = places < size_of_set
-        held = inside
+        positions = start + tl.arange(0, TOKENS)
+        tokens = positions * sets + own_set
+        inside = positions < size_of_set
+        mask = inside
         if MASKED:
-            held = inside & (tl.load(valid_ptr + tokens, mask=inside, other=0) != 0)
-        logits = load_logits(logits_ptr, tokens, held, experts, real, num_experts, WIDE)
+            mask = inside & (tl.load(valid_ptr + tokens, mask=inside, other=0) != 0)
+        logits = load_logits(logits_ptr, tokens, mask, experts, real, num_experts, WIDE)
         if Z:
             _, logsumexp = softmax(logits)
-            squares += tl.where(held, logsumexp * logsumexp, 0.0)
+            squares += tl.where(mask, logsumexp * logsumexp, 0.0)
         scores, shares = _scores(logits, SCORE, ON_LOGITS, EPSILON)
         if BALANCE:
             sums += tl.sum(shares, axis=0)
             if not plain:
-                plain_counts += _count_plain(scores, held, columns, real, TOPK, GROUPS * SIZE, INT, HIGHEST)
+                plain_counts += _count_plain(scores, mask, columns, real, TOPK, GROUPS * SIZE, INT, HIGHEST)
 
         if REPLAYED:
             ids, chosen, taken = _look_up(
-                given_ptr, tokens, held, scores, experts, real, TOPK, TOKENS, CHOICES, GROUPS * SIZE, WIDE
+                given_ptr, tokens, mask, scores, experts, real, TOPK, TOKENS, CHOICES, GROUPS * SIZE, WIDE
             )
         else:
             merits = scores
             if BIASED:
                 merits += tl.load(bias_ptr + experts, mask=real, other=0.0).to(WIDE)[None, :]
             ids, chosen, taken = _choose(
-                merits, scores, held, columns, real, group_size, plain, TOPK, CHOICES, NUM_GROUPS, GROUP_TOPK,
+                merits, scores, mask, columns, real, group_size, plain, TOPK, CHOICES, NUM_GROUPS, GROUP_TOPK,
                 TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST,
             )  # fmt: skip
         counts += tl.sum(taken, axis=0)
@@ -133,10 +133,10 @@ def _limit_to_groups(
     """Lowers the keys of experts outside the best GROUP_TOPK groups below all other keys. Returns all keys. The score
     of a group is the sum of its TOPK // GROUP_TOPK highest scores."""
     members = tl.reshape(keys, (TOKENS * GROUPS, SIZE))
-    places = tl.arange(0, SIZE)
+    positions = tl.arange(0, SIZE)
     worth = tl.zeros((TOKENS * GROUPS,), dtype=WIDE)
     for _ in tl.static_range(TOPK // GROUP_TOPK):
-        members, peak, _ = _take_best(members, places, SIZE, HIGHEST)
+        members, peak, _ = _take_best(members, positions, SIZE, HIGHEST)
         worth += value_of(peak, WIDE, HIGHEST)
     groups = tl.arange(0, GROUPS)
     group_keys = tl.reshape(ordered(worth, INT, HIGHEST), (TOKENS, GROUPS))
@@ -150,7 +150,7 @@ def _limit_to_groups(
 
 @triton.jit
 def _choose(
-    merits, scores, held, columns, real, group_size, PLAIN: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr,
+    merits, scores, mask, columns, real, group_size, PLAIN: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr,
     NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
@@ -170,13 +170,13 @@ def _choose(
         expert = column // SIZE * group_size + column % SIZE
         ids = tl.where((choices == k)[None, :], expert[:, None], ids)
         chosen = tl.where((choices == k)[None, :], own[:, None], chosen)
-    taken = (keys == -HIGHEST - 1) & real[None, :] & held[:, None]
-    return tl.where(held[:, None], ids, -1), chosen, taken.to(tl.int32)
+    taken = (keys == -HIGHEST - 1) & real[None, :] & mask[:, None]
+    return tl.where(mask[:, None], ids, -1), chosen, taken.to(tl.int32)
 
 
 @triton.jit
 def _look_up(
-    given_ptr, tokens, held, scores, experts, real, TOPK: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr,
+    given_ptr, tokens, mask, scores, experts, real, TOPK: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Loads given choices, which replace the top-k. Returns (expert ids, their scores, mask of their columns)."""
@@ -185,7 +185,7 @@ def _look_up(
     chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
     taken = tl.zeros((TOKENS, COLUMNS), dtype=tl.int32)
     for k in range(TOPK):
-        expert = tl.load(given_ptr + tokens.to(tl.int64) * TOPK + k, mask=held, other=-1).to(tl.int32)
+        expert = tl.load(given_ptr + tokens.to(tl.int64) * TOPK + k, mask=mask, other=-1).to(tl.int32)
         hit = (experts[None, :] == expert[:, None]) & real[None, :]
         own = tl.sum(tl.where(hit, scores, 0.0), axis=1)
         ids = tl.where((choices == k)[None, :], expert[:, None], ids)
@@ -208,13 +208,13 @@ def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr,
 
 @triton.jit
 def _count_plain(
-    scores, held, columns, real, TOPK: tl.constexpr, COLUMNS: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr
+    scores, mask, columns, real, TOPK: tl.constexpr, COLUMNS: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr
 ):
     """Number of tokens per expert whose top-k contains this expert, if the top-k ignores the bias and the groups."""
     keys = tl.where(real[None, :], ordered(scores, INT, HIGHEST), -HIGHEST - 1)
     for _ in range(TOPK):
         keys, _, _ = _take_best(keys, columns, COLUMNS, HIGHEST)
-    best = (keys == -HIGHEST - 1) & real[None, :] & held[:, None]
+    best = (keys == -HIGHEST - 1) & real[None, :] & mask[:, None]
     return tl.sum(best.to(tl.int32), axis=0)
 
 
@@ -233,9 +233,9 @@ def _add_scores(
         total = tl.zeros((ROWS, COLUMNS), dtype=WIDE)
         for first in range(each, programs, ROWS * sets):
             rows = first + tl.arange(0, ROWS) * sets
-            held = (rows < programs)[:, None] & real[None, :]
+            mask = (rows < programs)[:, None] & real[None, :]
             share = shares_ptr + rows[:, None] * num_experts + experts[None, :]
-            total += tl.load(share, mask=held, other=0.0, cache_modifier=".cg")
+            total += tl.load(share, mask=mask, other=0.0, cache_modifier=".cg")
         tl.store(scores_ptr + each * num_experts + experts, tl.sum(total, axis=0), mask=real)
 
 

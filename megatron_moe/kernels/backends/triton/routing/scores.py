@@ -9,9 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def load_logits(logits_ptr, tokens, held, experts, real, num_experts, WIDE: tl.constexpr):
-    place = tokens[:, None].to(tl.int64) * num_experts + experts[None, :]
-    return tl.load(logits_ptr + place, mask=held[:, None] & real[None, :], other=float("-inf")).to(WIDE)
+def load_logits(logits_ptr, tokens, mask, experts, real, num_experts, WIDE: tl.constexpr):
+    offsets = tokens[:, None].to(tl.int64) * num_experts + experts[None, :]
+    return tl.load(logits_ptr + offsets, mask=mask[:, None] & real[None, :], other=float("-inf")).to(WIDE)
 
 
 @triton.jit
