@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.config.text import aligned
 
 Waits = Literal["", "for an input", "for a feature"]
 
@@ -29,9 +30,8 @@ class Problem:
     def lines(self) -> list[str]:
         """Formats the problem as lines of text."""
         lines = [self.what]
-        widths = [max((len(row[column]) for row in self.given), default=0) for column in (0, 1)]
         lines += [
-            f"    {option:<{widths[0]}}  {value:<{widths[1]}}  ({origin})" for option, value, origin in self.given
+            f"    {row}" for row in aligned([(option, value, f"({origin})") for option, value, origin in self.given])
         ]
         if self.reason:
             lines.append(f"  Why: {self.reason}")

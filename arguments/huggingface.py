@@ -23,6 +23,7 @@ from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ProcessInfo
+from megatron_moe.config.text import aligned
 
 _MAX_PERIOD = 8
 """Largest interval n (every n-th layer) that `_pattern` tries; other patterns are written as lists."""
@@ -346,8 +347,4 @@ def _differing_flags(registry: Registry, own: ModelConfig, published: ModelConfi
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:
     if not rows:
         return ""
-    widths = [max(len(row[column]) for row in (_HEADINGS, *rows)) for column in range(3)]
-    return "\n".join(
-        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (_HEADINGS, *rows)
-    )
+    return "\n".join(f"  {line}" for line in aligned([_HEADINGS, *rows]))

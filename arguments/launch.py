@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from arguments.errors import FlagErrors, Problem
-from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.parallel import ProcessInfo
+from megatron_moe.config.text import counted
 
 _SRUN_SPECIAL_STEPS = 4294967290
 """First of the step numbers that SLURM reserves for interactive, batch and external steps."""

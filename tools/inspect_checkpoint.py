@@ -17,9 +17,12 @@ from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.statistics import OpenCheckpoint, TensorDifference
 from megatron_moe.checkpoint.verify import sizes_by_kind
 from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.text import aligned
 from tools._common import reports_errors, run_main, tool_parser
 
 _HEADINGS = ("tensor", "dtype", "shape", "pieces", "norm", "rms", "max abs", "nonfinite")
+_RIGHT = range(3, len(_HEADINGS))
+"""Right-aligned columns."""
 _SETTING = re.compile(r"\s+(?P<name>[a-z0-9-]+): (?P<value>.*?)\s+# (?P<origin>.*)")
 
 
@@ -30,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if options.against is not None:
         return _compare(checkpoint, OpenCheckpoint(find_checkpoints(options.against)[0].path), options.only)
     print(*_summary(checkpoint, every=options.settings), sep="\n")
-    _print_table(list(_rows(checkpoint, options.only, norms=not options.no_norms)))
+    print(*aligned(list(_rows(checkpoint, options.only, norms=not options.no_norms)), _RIGHT), sep="\n")
     return ExitCode.OK
 
 
@@ -77,7 +80,8 @@ def _compare(a: OpenCheckpoint, b: OpenCheckpoint, only: str) -> ExitCode:
     keys = [key for key in dict.fromkeys((*a.manifest.tensors, *b.manifest.tensors)) if re.search(only, key)]
     differing = [found for key in keys if (found := a.difference(key, b))]
     if differing:
-        _print_table([("tensor", "difference", "max abs", "relative"), *map(_difference_row, differing)])
+        rows = [("tensor", "difference", "max abs", "relative"), *map(_difference_row, differing)]
+        print(*aligned(rows, _RIGHT), sep="\n")
     print(f"{len(keys) - len(differing)} of {len(keys)} tensors are equal")
     return ExitCode.DRIFT if differing else ExitCode.OK
 
@@ -85,12 +89,6 @@ def _compare(a: OpenCheckpoint, b: OpenCheckpoint, only: str) -> ExitCode:
 def _difference_row(found: TensorDifference) -> tuple[str, ...]:
     numbers = (f"{found.largest:.4g}", f"{found.relative:.4g}") if found.kind == "values" else ("-", "-")
     return (found.key, found.kind, *numbers)
-
-
-def _print_table(table: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print("  ".join([*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])]).rstrip())
 
 
 def _pattern(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
-from megatron_moe.config.exit_codes import counted, divisors
+from megatron_moe.config.text import counted, divisors
 
 _ROTARY = ("rope", "yarn")
 

@@ -4,7 +4,7 @@ from math import isqrt
 
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations
-from megatron_moe.config.exit_codes import counted
+from megatron_moe.config.text import counted
 
 
 def model_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:

@@ -3,7 +3,7 @@
 from math import lcm
 
 from arguments.checks.violation import RuleFlags, Violations
-from megatron_moe.config.exit_codes import counted
+from megatron_moe.config.text import counted
 
 
 def cp_divides_sequence(flags: RuleFlags) -> Violations:

@@ -2,8 +2,8 @@
 
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
-from megatron_moe.config.exit_codes import counted, divisors
 from megatron_moe.config.registry import BALANCING
+from megatron_moe.config.text import counted, divisors
 from megatron_moe.config.transport import DEEPEP
 
 

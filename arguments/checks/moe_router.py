@@ -3,9 +3,9 @@
 import os
 
 from arguments.checks.violation import RuleFlags, Violations, enabled
-from megatron_moe.config.exit_codes import counted, divisors
 from megatron_moe.config.functions import ScoreFunction
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
+from megatron_moe.config.text import counted, divisors
 
 
 def forced_routing_of_data_is_requested(flags: RuleFlags) -> Violations:

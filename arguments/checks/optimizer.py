@@ -1,8 +1,8 @@
 """Rules about optimizer state, its dtypes and offloading, and about gradient and weight communication."""
 
 from arguments.checks.violation import RuleFlags, Violations
-from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.registry import UPDATE_RULES
+from megatron_moe.config.text import counted
 
 _AWARE = "--use-precision-aware-optimizer"
 

@@ -3,9 +3,9 @@
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 from arguments.precision_file import read_module_precision
-from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.precision import low_precision_config, quantization_recipe
 from megatron_moe.config.registry import QUANTIZATION_RECIPES
+from megatron_moe.config.text import counted
 
 
 def _low_precision(flags: RuleFlags) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from arguments.flags import Flags
 from arguments.values import LayerPattern
-from megatron_moe.config.exit_codes import counted
+from megatron_moe.config.text import counted
 
 Violations = Iterator[tuple[str, str]]
 """Iterator of pairs of texts for the user: (problem, remedy). Only the first pair that a rule yields is reported."""

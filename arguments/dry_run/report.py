@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from arguments.run_length import length_text, number, step_text
+from megatron_moe.config.text import aligned
 
 _WIDTH = 120
 _LONGEST = 4
@@ -243,10 +244,5 @@ def _billions(count: int) -> str:
 def _table(head: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]], left: tuple[int, ...] = ()) -> Iterator[str]:
     """Yields the lines of a table. Columns whose indices are in `left` are left-aligned, all others right-aligned."""
     lines = [*([head] if head else []), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        cells = [
-            f"{cell:<{width}}" if column in left else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        yield ("  " + "  ".join(cells)).rstrip()
+    for line in aligned(lines, set(range(len(lines[0]))).difference(left)):
+        yield f"  {line}"

@@ -39,7 +39,8 @@ from megatron_moe.checkpoint.tensor_shards import (
     split_digests,
 )
 from megatron_moe.config.checkpoint import CheckpointConfig
-from megatron_moe.config.exit_codes import CheckpointProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.text import listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 

@@ -22,7 +22,8 @@ from megatron_moe.checkpoint.manifest import (
     parse_json,
 )
 from megatron_moe.checkpoint.tensor_shards import CheckpointReader, float64_chunks
-from megatron_moe.config.exit_codes import CheckpointProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.text import listed
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from megatron_moe.config.costs import ActivationSizes, FlopCount, SavedActivation
-from megatron_moe.config.exit_codes import counted, divisors
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta, local_boxes
 from megatron_moe.config.precision import LowPrecisionConfig
+from megatron_moe.config.text import counted, divisors
 
 UNSHARDED = ParallelConfig()
 """One rank, for properties of whole modules."""

@@ -3,14 +3,7 @@
 Job scripts should read `status.json` too, because torchrun replaces every non-zero exit code by 1.
 """
 
-from collections.abc import Sequence
 from enum import IntEnum
-from math import isqrt
-
-_LARGEST_DIVISOR_TRIED = 10_000
-"""Enough to find all divisors of numbers up to 10^8. Larger flag values are likely typos."""
-_MAX_DIVISORS_SHOWN = 12
-_MAX_LISTED = 20
 
 
 class ExitCode(IntEnum):
@@ -109,22 +102,3 @@ class Preempted(RunError):
     def __init__(self, message: str, *, saved: bool) -> None:
         super().__init__(message)
         self.code = ExitCode.PREEMPTED_SAVED if saved else ExitCode.PREEMPTED_UNSAVED
-
-
-def listed(lines: Sequence[str]) -> str:
-    """Joins lines into an indented list for the end of a message. Lines after the first 20 are counted, not listed."""
-    more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
-    return "\n  ".join([*lines[:_MAX_LISTED], *more])
-
-
-def counted(number: int, noun: str) -> str:
-    """Formats a number and a noun, for example `1 rank` or `8 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def divisors(number: int) -> str:
-    """Formats the divisors of a number as a comma-separated list; shows at most the 12 largest."""
-    small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_DIVISOR_TRIED) + 1) if number % divisor == 0]
-    found = sorted({*small, *(number // divisor for divisor in small)})
-    shown = found[-_MAX_DIVISORS_SHOWN:]
-    return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Final
 
-from megatron_moe.config.exit_codes import counted
+from megatron_moe.config.text import counted
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any
 
+from megatron_moe.config.text import aligned
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.sm_carveout import ends_reservation
 from megatron_moe.kernels.update_ops import UpdateOps
@@ -107,9 +108,7 @@ class KernelSet(Kernels):
 
     def table(self) -> str:
         """Text table with one line per op: name of the op, selected backend and reason."""
-        wide_op = max(len(choice.op) for choice in self.choices)
-        wide_backend = max(len(choice.backend) for choice in self.choices)
-        return "\n".join(f"{c.op:<{wide_op}}  {c.backend:<{wide_backend}}  {c.reason}" for c in self.choices)
+        return "\n".join(aligned([(choice.op, choice.backend, choice.reason) for choice in self.choices]))
 
 
 def _product(plain: Callable[..., Any], quantized: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.param_meta import ParamBox
+from megatron_moe.config.text import aligned
 from megatron_moe.layout_check.record import MetricKey, RankRecord, RecordedTensor
 from megatron_moe.logs.metrics import MetricValue
 from megatron_moe.parallel.parameter import write_part
@@ -72,7 +73,7 @@ class Comparison:
         rows = list(self.rows) if every else self.bad
         header = ("quantity", "name", "grid", "rel. error", "ratio", "remark")
         cells = [(row.what, row.name, row.grid, f"{row.error:.2e}", row.ratio_text, row.remark) for row in rows]
-        return "\n".join([*(_aligned([header, *cells]) if rows else ()), self.verdict()])
+        return "\n".join([*(aligned([header, *cells]) if rows else ()), self.verdict()])
 
 
 def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
@@ -260,16 +261,10 @@ def _both_tiny(actual: Tensor, expected: Tensor) -> bool:
     return float((actual.double() - expected.double()).abs().max()) <= ABSOLUTE_TOLERANCE
 
 
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Formats cells as lines with aligned columns; the last column is not padded."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
-    return ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in cells]
-
-
 def summary(comparison: Comparison) -> str:
     """Formats one line per quantity, with its largest error over all layers and steps, followed by the verdict."""
     header = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")
-    lines = _aligned([header, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))])
+    lines = aligned([header, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))])
     return "\n".join([*lines, "", *_diagnosis(comparison), comparison.verdict()])
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_moe.config.exit_codes import EnvironmentProblem, listed
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.text import listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.text import counted
 
 
 class FoldError(ValueError):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.pipeline_layout import LayoutError, PipelineLayout, place_layers
+from megatron_moe.config.text import counted
 from megatron_moe.cost_model.stage_costs import StageCosts
 
 

@@ -10,8 +10,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_moe.config.exit_codes import ExitCode, counted
+from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import ProcessInfo
+from megatron_moe.config.text import counted
 from megatron_moe.logs.run_lock import RUN_FOLDER, refuse_held
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.resilience.signals import Signals

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from megatron_moe.config.exit_codes import DriftProblem, listed
+from megatron_moe.config.exit_codes import DriftProblem
+from megatron_moe.config.text import listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import Parameter, named_parameters

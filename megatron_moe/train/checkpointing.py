@@ -18,8 +18,9 @@ from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, LoadedC
 from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
-from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem
 from megatron_moe.config.param_meta import sharded_dim
+from megatron_moe.config.text import listed
 from megatron_moe.config.train_state import TrainStateConfig
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.config.attention import AttentionConfig, RopeConfig, SoftmaxMixerConfig
-from megatron_moe.config.exit_codes import CheckpointProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.text import listed
 
 Values = dict[str, Any]
 

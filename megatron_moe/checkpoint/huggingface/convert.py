@@ -34,8 +34,9 @@ from megatron_moe.checkpoint.tensor_shards import (
     tensor_key,
 )
 from megatron_moe.checkpoint.verify import open_verified
-from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem
 from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.text import listed
 from megatron_moe.parallel.context import ParallelContext
 
 

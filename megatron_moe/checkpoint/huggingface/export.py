@@ -21,9 +21,10 @@ from megatron_moe.checkpoint.huggingface.folder import CONFIG, INDEX, SINGLE
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import bytes_of, safetensors_header
 from megatron_moe.config.data import TokenizerConfig
-from megatron_moe.config.exit_codes import CheckpointProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
+from megatron_moe.config.text import listed
 from megatron_moe.data.tokenizer import load_tokenizer, local_copy
 
 SHARD_BYTES = 5 * 10**9

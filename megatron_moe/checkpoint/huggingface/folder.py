@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.manifest import MAX_HEADER_BYTES
 from megatron_moe.checkpoint.storage import read_bounded
-from megatron_moe.config.exit_codes import CheckpointProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.text import listed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

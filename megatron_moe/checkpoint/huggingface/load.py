@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from megatron_moe.checkpoint.huggingface import weight_map
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
-from megatron_moe.config.exit_codes import CheckpointProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
+from megatron_moe.config.text import listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part

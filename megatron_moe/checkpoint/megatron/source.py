@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_moe.checkpoint.megatron.per_rank import FILE, LAYER, PerRank
 from megatron_moe.checkpoint.megatron.torch_dist import TorchDist
 from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, tensor_key
-from megatron_moe.config.exit_codes import CheckpointProblem, listed
+from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.text import listed
 
 Source = TorchDist | PerRank
 _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError, OSError)
