@@ -88,6 +88,9 @@ def test_declared_parameters_are_those_of_the_modules(parallel):
         "cp=2 pp=2 accumulation=2 balance=none recompute=full",
         "tp=2 sp=on cp=2 documents=packed balance=none",
         "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2 balance=none",
+        "tp=2 sp=on pp=2 vpp=2 accumulation=2 balance=none",
+        "cp=2 ep=2 dispatcher=alltoall balance=none",
+        "cp=2 pp=2 vpp=2 accumulation=2 balance=none",
     ],
 )
 def test_layouts_equal_one_rank(cell):

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_moe.build import build_model, build_trainer, record_steps
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.imports import import_file
+from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.cost_model.memory import RankMemory, heaviest
@@ -16,10 +18,15 @@ from megatron_moe.kernels import autograd
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.memory_emulation.rank import emulate_rank
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
+from megatron_moe.train.train_state import TrainState
 from pretrain_moe import main
-from tests.end_to_end.tiny_run import arguments, losses
+from tests.end_to_end.tiny_run import arguments, losses, succeed
 from tests.helpers.command_lines import calls_of, plan_of
+from tests.helpers.eager_graphs import EagerRecorder
+from tests.helpers.pipelines import KERNELS, run_steps
+from tests.helpers.ranks import run_torchrun
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
@@ -67,6 +74,11 @@ def test_linear_layers_multiply_dequantised_integers():
         "tp=2 sp=on shared=on",
         "cp=2 pp=2 accumulation=2 recompute=small",
         "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2",
+        "tp=2 sp=on pp=2 vpp=2 accumulation=2",
+        "tp=2 sp=on cp=2",
+        "tp=2 sp=on dp=2 ep=2 dispatcher=alltoall",
+        "cp=2 pp=2 vpp=2 accumulation=2",
+        "cp=2 ep=2 dispatcher=alltoall",
     ],
 )
 def test_layouts_equal_one_rank(cell):
@@ -74,6 +86,20 @@ def test_layouts_equal_one_rank(cell):
     low = recipe(weight_grad=False)
     comparison = cells.compare_plan(replace(plan, precision=replace(plan.precision, low_precision=low)))
     assert comparison.equal, comparison.text()
+
+
+def test_replayed_graphs_equal_eager_steps():
+    plan = cells.plan_of(cell_of("balance=none"))
+    plan = replace(plan, precision=replace(plan.precision, low_precision=recipe()))
+
+    def steps(graphs: CudaGraphConfig | None):
+        trainer = build_trainer(plan, context := ParallelContext.single(), build_model(plan, context, KERNELS), KERNELS)
+        if graphs is not None:
+            record_steps(trainer, EagerRecorder(), graphs)
+        return run_steps(plan, trainer, TrainState(), 3)
+
+    modules = CudaGraphConfig(cuda_graph_modules=("attn", "moe_router"), cuda_graph_warmup_steps=1)
+    EXACT.check_all(steps(modules), steps(None), "replayed steps")
 
 
 @pytest.mark.parametrize("policy", ["full recompute", "offload"])
@@ -99,7 +125,7 @@ def test_it_needs_emulation():
     assert "no GPU has tensor cores for the recipe int8_blocks" in text
 
 
-def test_a_run_resumes_bitwise(data, tmp_path):
+def test_a_run_resumes_bitwise_and_in_another_layout(data, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(arguments(data, whole, *USE.split(), "--train-iters", "6"), {}) == ExitCode.OK
     command = arguments(data, parts, *USE.split(), "--train-iters", "6", "--exit-interval", "3", "--save-interval", "3")
@@ -107,3 +133,8 @@ def test_a_run_resumes_bitwise(data, tmp_path):
     assert main(["--config", str(parts / "run.yaml"), "--exit-interval", "6"], {}) == ExitCode.OK
     assert losses(parts) == losses(whole)
     assert losses(whole)[6] < losses(whole)[1]
+    ranks = ["--config", parts / "run.yaml", "--run-dir", tmp_path / "ranks", "--load", parts / "checkpoints"]
+    ranks += ["--ckpt-step", "3", "--exit-interval", "6", "--pipeline-model-parallel-size", "2"]
+    ranks += ["--pipeline-model-parallel-layout", "auto"]
+    succeed(run_torchrun(2, list(map(str, ranks)), cwd=tmp_path))
+    assert losses(tmp_path / "ranks") == pytest.approx({i: losses(whole)[i] for i in (4, 5, 6)}, rel=1e-3)
