@@ -15,7 +15,7 @@ class EmulationConfig:
     gpu: str = "h100"
     """GPU model to emulate, a key of `cost_model.hardware.GPUS`."""
     gpu_memory: float | None = None
-    """Memory of the GPU in GiB; None: that of the model."""
+    """Memory of the GPU in GiB; None means the memory of the GPU model."""
     emulate_json: Path | None = None
     """JSON output file of the results. None if it is not written."""
     emulate_plot: Path | None = None

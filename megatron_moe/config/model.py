@@ -85,7 +85,7 @@ class MTPConfig:
     detach_heads: bool = False
     """The MTP loss trains the MTP layers only, not the decoder, embedding and head (`--mtp-detach-heads`)."""
     layer: LayerConfig | None = None
-    """Transformer layer of a prediction depth; None: equal to the last decoder layer."""
+    """Transformer layer of a prediction depth; None means the last decoder layer."""
 
     @property
     def num_distinct_layers(self) -> int:

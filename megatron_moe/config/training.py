@@ -15,7 +15,8 @@ class BatchConfig:
     global_batch_size: int
     """Sequences per step over all ranks, after the ramp-up."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """Initial global batch size, increment, and ramp-up length in samples (`--rampup-batch-size`); None means no ramp-up."""
+    """Initial global batch size, increment, and ramp-up length in samples (`--rampup-batch-size`); None means no
+    ramp-up."""
     step_sizes: tuple[tuple[int, int], ...] = ()
     """(number of consumed samples, global batch size from there on), ascending from 0 (`--step-batch-size-schedule`).
     `global_batch_size` is the largest of the sizes. Empty: the size does not change in steps."""
@@ -105,7 +106,7 @@ class LoopConfig:
     """Draws the initial weights on the CPU (`--use-cpu-initialization`); False: on the device, with other values."""
     moe_routing_replay_path: Path | None = None
     """Folder with a routing trace whose expert choices replace those of the routers in training
-    (`--moe-routing-replay-path`). None: the routers select."""
+    (`--moe-routing-replay-path`). None means that the routers select."""
     skip_train: bool = False
     calculate_per_token_loss: bool = False
     """Averages the loss over all tokens of the global batch, instead of averaging the mean losses of microbatches
