@@ -94,7 +94,7 @@ def test_gated_delta_net_is_that_of_transformers():
             linear_key_head_dim=24,
             linear_value_head_dim=5,
             linear_conv_kernel_dim=4,
-            rms_norm_eps=1e-6,
+            rms_norm_eps=DELTA_NET.norm.eps,
         ),
         0,
     )
@@ -139,7 +139,7 @@ def test_mamba_is_that_of_transformers():
             conv_kernel=4,
             chunk_size=4,
             time_step_min=0.0,
-            layer_norm_epsilon=1e-6,
+            layer_norm_epsilon=MAMBA.norm.eps,
         ),
         0,
     )
