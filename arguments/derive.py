@@ -188,6 +188,18 @@ def context_exchanges(num_layers: int, cp_comm_type: tuple[str, ...]) -> tuple[C
     return kinds * num_layers if len(kinds) == 1 else kinds
 
 
+def sharding_strategy(flags: Flags) -> str:
+    """State that data-parallel ranks shard, a value of `--data-parallel-sharding-strategy`."""
+    if flags.use_megatron_fsdp:
+        return flags.data_parallel_sharding_strategy
+    return "optim" if flags.use_distributed_optimizer else "no_shard"
+
+
+def shards_gradients(flags: Flags) -> bool:
+    """Whether data-parallel ranks shard gradients, and possibly weights, layer by layer (ZeRO-2 and ZeRO-3)."""
+    return sharding_strategy(flags) in ("optim_grads", "optim_grads_params")
+
+
 def global_batch_size(flags: Flags, data_parallel_size: int) -> int:
     """Global batch size in sequences; defaults to one microbatch per data-parallel rank."""
     if sizes := step_batch_sizes(flags):

@@ -12,6 +12,7 @@ from arguments.flag import Flag, differs, flags_of, new_flag
 from arguments.groups.attention import AttentionFlags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.data import DataFlags
+from arguments.groups.fsdp import FSDPFlags
 from arguments.groups.kernels import KernelsFlags
 from arguments.groups.logging import LoggingFlags
 from arguments.groups.memory import OffloadFlags, RecomputeFlags
@@ -112,6 +113,7 @@ class Flags(
     KernelsFlags,
     ResilienceFlags,
     ParallelFlags,
+    FSDPFlags,
     PipelineFlags,
     RecomputeFlags,
     OffloadFlags,

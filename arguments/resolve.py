@@ -13,6 +13,7 @@ from arguments.resolve_model import model_config
 from megatron_moe.config.checkpoint import CheckpointConfig, HFDescription
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, DataConfig, TokenizerConfig
 from megatron_moe.config.faults import parse_fault
+from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.logging import LoggingConfig, ProfileConfig
 from megatron_moe.config.memory import (
     ActivationOffloadConfig,
@@ -104,6 +105,9 @@ def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:
         max_seqlen_per_dp_cp_rank=flags.max_seqlen_per_dp_cp_rank if flags.hybrid_context_parallel else None,
         ep=flags.expert_model_parallel_size,
         etp=flags.expert_tensor_parallel_size or tp,
+        num_distributed_optimizer_instances=(
+            flags.num_distributed_optimizer_instances if derive.shards_gradients(flags) else 1
+        ),
         world_size=launch.world_size,
         ranks_per_host=launch.local_world_size,
         shares_memory=derive.shares_memory(flags),
@@ -133,11 +137,24 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
 def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
     # without replicas, no gradients or parameters are communicated
     has_replicas = max(grid.dp * grid.cp, grid.edp) > 1
+    strategy = derive.sharding_strategy(flags)
+    fsdp = None
+    if has_replicas and strategy in ("optim_grads", "optim_grads_params"):
+        comm = flags.megatron_fsdp_grad_comm_dtype
+        fsdp = from_flags(
+            FSDPConfig,
+            flags,
+            shards_weights=strategy == "optim_grads_params",
+            grad_comm=None if comm == "auto" or flags.fp64 else comm,
+            num_passes=2 if flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1 else 1,
+        )
     return from_flags(
         DataParallelConfig,
         flags,
-        overlap_grad_reduce=flags.overlap_grad_reduce and has_replicas,
+        use_distributed_optimizer=strategy != "no_shard",
+        overlap_grad_reduce=(flags.overlap_grad_reduce or fsdp is not None) and has_replicas,
         overlap_param_gather=flags.overlap_param_gather and has_replicas,
+        fsdp=fsdp,
     )
 
 
@@ -162,6 +179,11 @@ def _precision(flags: Flags) -> PrecisionConfig:
     params, grads = ("bf16" if flags.bf16 else "fp16" if flags.fp16 else "fp32"), "fp32"
     if flags.grad_reduce_in_bf16 or flags.main_grads_dtype == "bf16":
         grads = "bf16"
+    if flags.use_megatron_fsdp and flags.megatron_fsdp_main_grads_dtype != "auto":
+        grads = flags.megatron_fsdp_main_grads_dtype
+    main_params = flags.main_params_dtype
+    if flags.use_megatron_fsdp and flags.megatron_fsdp_main_params_dtype != "auto":
+        main_params = flags.megatron_fsdp_main_params_dtype
     # a 16-bit remainder extends bf16 parameters to fp32 and exists for no other format
     has_remainders = flags.use_precision_aware_optimizer and flags.bf16
     return from_flags(
@@ -169,8 +191,8 @@ def _precision(flags: Flags) -> PrecisionConfig:
         flags,
         params="fp64" if flags.fp64 else params,
         grads="fp64" if flags.fp64 else grads,
-        main_params_dtype="fp64" if flags.fp64 else flags.main_params_dtype,
-        store_param_remainders=(flags.store_param_remainders and has_remainders and flags.main_params_dtype == "fp32"),
+        main_params_dtype="fp64" if flags.fp64 else main_params,
+        store_param_remainders=(flags.store_param_remainders and has_remainders and main_params == "fp32"),
         low_precision=_low_precision(flags),
         module_precision=_module_precision(flags),
         low_precision_params=low_params,

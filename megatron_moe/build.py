@@ -35,14 +35,16 @@ from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT
-from megatron_moe.model.init import init_parameters
+from megatron_moe.model.init import init_parameters, initial_part
 from megatron_moe.moe.moe_layer import StandInTransport, new_expert_comm
 from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
-from megatron_moe.optim.grad_buffers import GradBuffers, Sharding
+from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.optim.param_store import ParamStore
+from megatron_moe.optim.unit_shards import UnitSharding
+from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
@@ -192,9 +194,12 @@ def build_model(
             quantizers=_linear_quantizers(plan, context, kernels),
         )
         if initial:
-            device = "cpu" if plan.loop.use_cpu_initialization else context.device
-            init_parameters(model, plan.loop.seed, plan.model.init, device)
+            init_parameters(model, plan.loop.seed, plan.model.init, _init_device(plan, context))
     return model
+
+
+def _init_device(plan: RunPlan, context: ParallelContext) -> torch.device:
+    return torch.device("cpu") if plan.loop.use_cpu_initialization else context.device
 
 
 def _linear_quantizers(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> LinearQuantizers:
@@ -237,15 +242,11 @@ def build_trainer(
     timers: Timers | None = None,
     *,
     has_peers: bool = True,
-    sharding: Sharding | None = None,
-    store: type[ParamStore] = ParamStore,
 ) -> Trainer:
     """Builds gradient and parameter buffers, optimizer and trainer. The model's parameters become views of the buffers.
 
     Args:
         has_peers: False for a single emulated rank, which cannot compare parameter counts with other ranks.
-        sharding: storage of weights and gradients; None: ZeRO-0 or ZeRO-1, as the plan says.
-        store: provides the weights of a unit to the model.
     """
     parallel = plan.data_parallel
     memory_guard = build_memory_guard(plan, context)
@@ -258,9 +259,12 @@ def build_trainer(
             optimizer=plan.optimizer,
             data_parallel=parallel,
             expert_interval=plan.memory.moe_expert_wgrad_interval,
-            sharding=sharding,
+            sharding=None if parallel.fsdp is None else UnitSharding(parallel.fsdp),
+            initial=partial(
+                initial_part, seed=plan.loop.seed, config=plan.model.init, device=_init_device(plan, context)
+            ),
         )
-        optimizer = Optimizer(buffers, plan.precision, store)
+        optimizer = Optimizer(buffers, plan.precision, ParamStore if parallel.fsdp is None else GatheringStore)
     low_precision = None
     if plan.precision.low_precision is not None:
         # tp_dp_cp: all ranks of a pipeline stage
@@ -271,7 +275,7 @@ def build_trainer(
         check_coverage(buffers)
     if plan.optimizer.overlap_optimizer_step:
         optimizer.step_in_forward(model)
-    elif parallel.overlap_param_gather or store.frees_units:
+    elif parallel.overlap_param_gather or parallel.fsdp is not None:
         optimizer.enable_overlapped_gather(model)
     if plan.pipeline.overlap_dispatch_backward_with_experts_wgrad and model.expert_comm is not None:
         model.expert_comm.weight_grads, buffers.queue.deferred = buffers.queue, True

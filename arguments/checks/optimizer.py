@@ -1,5 +1,6 @@
 """Rules about optimizer state, its dtypes and offloading, and about gradient and weight communication."""
 
+from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations
 from megatron_moe.config.registry import UPDATE_RULES
 from megatron_moe.config.text import counted
@@ -132,9 +133,11 @@ def full_iteration_excludes_optimizer_offload(flags: RuleFlags) -> Violations:
 
 def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations:
     """The distributed optimizer all-gathers weights in the buckets that --overlap-grad-reduce creates."""
-    if not flags.overlap_param_gather or (flags.use_distributed_optimizer and flags.overlap_grad_reduce):
+    sharded = derive.sharding_strategy(flags) != "no_shard"
+    reduces_early = flags.overlap_grad_reduce or derive.shards_gradients(flags)
+    if not flags.overlap_param_gather or (sharded and reduces_early):
         return
-    missing = "--overlap-grad-reduce" if flags.use_distributed_optimizer else "--use-distributed-optimizer"
+    missing = "--overlap-grad-reduce" if sharded else "--use-distributed-optimizer"
     yield f"--overlap-param-gather without {missing}", f"give {missing}"
 
 
@@ -154,7 +157,8 @@ def _state_offload(flags: RuleFlags) -> str:
 
 def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violations:
     """If the forward pass first waits for all gathered weights, it cannot overlap with the optimizer step."""
-    if flags.overlap_optimizer_step and flags.use_distributed_optimizer and not flags.overlap_param_gather:
+    gathers_early = flags.overlap_param_gather or derive.sharding_strategy(flags) != "optim"
+    if flags.overlap_optimizer_step and flags.use_distributed_optimizer and not gathers_early:
         yield (
             "--overlap-optimizer-step with --use-distributed-optimizer, but without --overlap-param-gather",
             "add --overlap-param-gather",
@@ -178,7 +182,7 @@ def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violations:
 
 def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violations:
     """fp32 accumulation sums gradients in shards, and only the distributed optimizer shards gradients."""
-    if flags.ddp_reduce_scatter_with_fp32_accumulation and not flags.use_distributed_optimizer:
+    if flags.ddp_reduce_scatter_with_fp32_accumulation and derive.sharding_strategy(flags) == "no_shard":
         yield (
             "--ddp-reduce-scatter-with-fp32-accumulation without --use-distributed-optimizer",
             "set --use-distributed-optimizer",

@@ -233,7 +233,7 @@ def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
         fmt = option.replace("param-gather", "format")
         if is_on and not low:
             yield f"{option} without {fmt}", f"add {fmt}, or leave it out"
-        elif is_on and not flags.use_distributed_optimizer:
+        elif is_on and derive.sharding_strategy(flags) == "no_shard":
             yield f"{option} without --use-distributed-optimizer", "add it"
 
 

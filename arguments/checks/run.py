@@ -19,6 +19,7 @@ from arguments.checks import (
     context_parallel,
     cuda_graphs,
     data,
+    fsdp,
     hints,
     memory,
     model,
@@ -59,7 +60,7 @@ INPUT_RULES: tuple[Rule, ...] = _functions_of(Violations, data)
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *_functions_of(
-        Violations, tensor_parallel, batch, context_parallel, pipeline, memory, cuda_graphs, optimizer, precision
+        Violations, tensor_parallel, batch, context_parallel, pipeline, memory, cuda_graphs, optimizer, precision, fsdp
     ),
     *INPUT_RULES,
     *_functions_of(Violations, output),

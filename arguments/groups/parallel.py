@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import differs, flag, unsupported
+from arguments.flag import differs, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,6 @@ class ParallelFlags:
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False)
     """Communicate bf16 gradients but accumulate them in fp32."""
 
-    use_megatron_fsdp: bool = unsupported(False, "use --use-distributed-optimizer")
-    """Shard parameters over data-parallel ranks (Megatron FSDP)."""
-    use_torch_fsdp2: bool = unsupported(False, "use --use-distributed-optimizer")
-    """Shard parameters over data-parallel ranks (torch FSDP2)."""
     hybrid_context_parallel: bool = differs(
         False,
         "one group size per microbatch; several groups divide the sequences of the microbatch",

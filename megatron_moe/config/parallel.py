@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_moe.config.fsdp import FSDPConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
@@ -51,6 +53,12 @@ class ParallelConfig:
     """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank. A
     microbatch is split over as many ranks as its longest document needs. None means that it is split over all cp
     ranks."""
+    num_distributed_optimizer_instances: int = 1
+    """Number of replicas of the sharded weights; each data-parallel group is divided into this many groups of
+    adjacent ranks that shard them (`--num-distributed-optimizer-instances`)."""
+    init_model_with_meta_device: bool = False
+    """Creates parameters without memory; the gradient buffers allocate and initialise them unit by unit
+    (`--init-model-with-meta-device`)."""
     order: str = "tp-cp-ep-dp-pp"
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
     ranks_per_host: int | None = None
@@ -107,6 +115,8 @@ class DataParallelConfig:
     ddp_reduce_scatter_with_fp32_accumulation: bool = False
     """Reduce-scatter communicates gradients in the format of the gradient buffers but sums them in fp32
     (`--ddp-reduce-scatter-with-fp32-accumulation`)."""
+    fsdp: FSDPConfig | None = None
+    """Sharding of gradients and weights (ZeRO-2 and ZeRO-3); None: ranks have all gradients and weights."""
 
 
 def default_bucket_size(num_ranks: int) -> int:

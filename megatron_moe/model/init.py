@@ -39,18 +39,19 @@ _UNIFORM = MappingProxyType(
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, seed: int, config: InitConfig, device: Device = "cpu") -> None:
-    """Initialises all parameters in place, with values drawn on `device`. Unit-gain initialisation also sets the expert
-    biases of the routers."""
+    """Initialises all parameters in place, except those without memory, with values drawn on `device`. Unit-gain
+    initialisation also sets the expert biases of the routers."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
-        parameter.copy_(_initial_part(parameter, name, seed, config, device))
+        if not parameter.is_meta:
+            parameter.copy_(initial_part(parameter, name, seed, config, device))
     if config.method == "unit_gain":
         for name, buffer in model.named_buffers():
             if name.endswith(".expert_bias"):
                 buffer.copy_(SPREAD * normal(tuple(buffer.shape), (seed, name), device))
 
 
-def _initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig, device: Device) -> Tensor:
+def initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig, device: Device) -> Tensor:
     """Initial values of this rank's shard. No values are drawn for experts of other ranks."""
     shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes
     if meta.num_experts is None:

@@ -6,7 +6,7 @@ reads the weights, and each node of the forward waits for the updates of its par
 backward cannot overwrite gradients that an update still reads, because the forward has waited for the update.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -246,17 +246,17 @@ class Optimizer:
         weights and freed at the end. New values take effect with `weights_from_masters` or `masters_from_weights`.
         Collective over the replica groups if the optimizer is sharded.
         """
-        buffers = self._free_buffers()
-        if not buffers:
-            with self.store.all_weights():
-                yield
-            return
-        self.finish_gather()
+        with self.store.all_weights(), self._plain(self._free_buffers()):
+            yield
+
+    @contextmanager
+    def _plain(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
+        """Context in which the weights of `buffers`, which are stored in FP8 or FP4, are allocated."""
         for buffer in buffers:
             buffer.allocate_weights()
         for state in self._stored.states:
             state.write_weights()
-        if self.buffers.data_parallel.use_distributed_optimizer:
+        if buffers and self.buffers.data_parallel.use_distributed_optimizer:
             for buffer in buffers:
                 for index, (start, end) in enumerate(buffer.layout.buckets):
                     # dp_cp or edp: one bucket of weights

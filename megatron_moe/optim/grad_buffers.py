@@ -8,7 +8,6 @@ step has gradient zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,10 +19,17 @@ from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
-from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamShape, place_parameters, reduction_order
+from megatron_moe.optim.param_layout import (
+    BufferKey,
+    BufferLayout,
+    ParamLayout,
+    ParamShape,
+    place_parameters,
+    reduction_order,
+)
 from megatron_moe.optim.pieces import ParamPiece
 from megatron_moe.parallel.collectives import Sizes, all_reduce_
-from megatron_moe.parallel.context import ParallelContext, float_name, torch_dtype
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup, float_name, torch_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, WeightGradQueue
 
 
@@ -133,6 +139,10 @@ class MainGrad:
             self.filled = True
 
 
+InitialValues = Callable[[Parameter, str], Tensor] | None
+"""Returns the initial values of this rank's shard of a parameter without memory, given its global name."""
+
+
 class FlatBuffer:
     """Two flat tensors with the same layout, one of parameters and one of their gradients."""
 
@@ -141,8 +151,9 @@ class FlatBuffer:
     ) -> None:
         device = context.device
         self.layout = layout
-        self.group = context.group(replica_group(layout.key.grid))
-        """Data-parallel process group, whose ranks hold copies of the parameters and process different tokens."""
+        self.group = self._sharding_group(context)
+        """Data-parallel process group over which the parameters are sharded if `sharded`. Its ranks hold copies of the
+        parameters and process different tokens."""
         ranges = layout.owner_ranges(self.group.size)
         self.owned = ranges[self.group.rank] if sharded else ((0, layout.size),)
         """(start, end) ranges that this rank steps: its shard of every bucket if `sharded`, else the whole buffer."""
@@ -150,22 +161,33 @@ class FlatBuffer:
         self._shards = context.group(tensor_group(layout.key.grid))
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
         """True on the first of the ranks that own the same elements. Only this rank adds the elements to norms."""
-        self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
+        self.weights = self._new_weights(device)
         """Flat tensor in the storage format; the parameters are views of it. If `codes` replace the weights, a NaN
         placeholder without memory, except between `allocate_weights` and `free_weights`."""
         self.has_weights = True
         """False while only the quantised copies of the weights, `codes`, are in memory."""
-        self.codes = tuple(
-            torch.zeros(layout.size * bits // 8, dtype=torch.uint8, device=device) for bits in layout.key.code_bits
-        )
+        self.codes = self._new_codes(device)
         """Flat bytes of the quantised copies of all weights (`Parameter.stored`); empty if the weights are stored."""
-        self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
+        self.grads = self._new_grads(grad_dtype, device)
         """Flat tensor in the accumulation dtype; padding stays zero."""
         self.slots: tuple[MainGrad, ...] = ()
 
     @property
     def key(self) -> BufferKey:
         return self.layout.key
+
+    def _sharding_group(self, context: ParallelContext) -> ProcessGroup:
+        return context.group(replica_group(self.key.grid))
+
+    def _new_weights(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.layout.size, dtype=torch_dtype(self.key.storage), device=device)
+
+    def _new_codes(self, device: torch.device) -> tuple[Tensor, ...]:
+        sizes = [self.layout.size * bits // 8 for bits in self.key.code_bits]
+        return tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
+
+    def _new_grads(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(self.layout.size, dtype=dtype, device=device)
 
     def owned_weights(self, start: int, end: int) -> Tensor:
         """Weights of elements `start` to `end`, which this rank owns."""
@@ -190,6 +212,10 @@ class FlatBuffer:
         if sizes is None or not bits:
             return [sizes] * max(len(bits), 1)
         return [[size * each // 8 for size in sizes] for each in bits]
+
+    def owned_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+        """Views of elements `start` to `end`, which this rank owns, in the tensors that store the weights."""
+        return self.stored_parts(start, end)
 
     def stored_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
         """Views of elements `start` to `end`, both even for packed codes, in the flat tensors that store the weights
@@ -246,12 +272,19 @@ class FlatBuffer:
         for slot, (_, weight) in zip(self.slots, self.views(weights), strict=True):
             slot.parameter.data = weight
 
-    def adopt(self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int) -> None:
-        """Copies the parameters into this buffer, makes them views of it, and gives each a `MainGrad`."""
+    def adopt(
+        self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int, initial: InitialValues = None
+    ) -> None:
+        """Copies the parameters, or if they have no memory their initial values, into this buffer, makes them views of
+        it, and gives each a `MainGrad`."""
         slots = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
             parameter = parameters[name]
-            weight.copy_(parameter.data)
+            weight.copy_(initial(parameter, name) if parameter.is_meta and initial is not None else parameter.data)
+            if parameter.is_meta and not weight.is_meta:
+                replacement = Parameter(weight.new_empty(0))
+                vars(replacement).update(vars(parameter))
+                torch.utils.swap_tensors(parameter, replacement)
             parameter.data = weight
             parameter.grad = None
             slots.append(MainGrad(name, parameter, main_grad, queue, interval))
@@ -277,15 +310,20 @@ def _is_first_owner(key: BufferKey, context: ParallelContext, *, sharded: bool) 
     return all(context.group(name).rank == 0 for name in copies)
 
 
-@dataclass(frozen=True)
 class Sharding:
     """Storage of weights and gradients, and reduction of gradients. The default is ZeRO-0 or ZeRO-1: all weights and
     gradients are stored on every rank, and gradients are reduced once a step."""
 
-    by_unit: bool = False
+    by_unit = False
     """Whether every unit has its own buffers, each of which is one bucket."""
-    buffer: type[FlatBuffer] = FlatBuffer
     reducer: type[GradReducer] = GradReducer
+
+    def new_buffers(
+        self, layout: ParamLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
+    ) -> Iterator[FlatBuffer]:
+        """Creates the buffers one by one. Each must adopt its parameters before the next one is created."""
+        for each in layout.buffers:
+            yield FlatBuffer(each, grad_dtype, context, sharded=sharded)
 
 
 class GradBuffers:
@@ -299,6 +337,7 @@ class GradBuffers:
         data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
         expert_interval: number of microbatches whose expert weight gradients are computed together.
         sharding: storage of units and reduction of their gradients.
+        initial: initial values of parameters without memory.
     """
 
     def __init__(
@@ -312,6 +351,7 @@ class GradBuffers:
         data_parallel: DataParallelConfig | None = None,
         expert_interval: int = 1,
         sharding: Sharding | None = None,
+        initial: InitialValues = None,
     ) -> None:
         self.data_parallel = data_parallel or DataParallelConfig()
         sharding = sharding or Sharding()
@@ -330,11 +370,11 @@ class GradBuffers:
             by_unit=sharding.by_unit,
         )
         sharded = self.data_parallel.use_distributed_optimizer
-        self.buffers = tuple(
-            sharding.buffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
-        )
-        for buffer in self.buffers:
-            buffer.adopt(parameters, self.queue, expert_interval)
+        buffers = []
+        for buffer in sharding.new_buffers(self.layout, self.grad_dtype, context, sharded=sharded):
+            buffer.adopt(parameters, self.queue, expert_interval, initial)
+            buffers.append(buffer)
+        self.buffers = tuple(buffers)
         if self.data_parallel.overlap_grad_reduce:
             # The hooks let buckets complete during the backward. `collect` moves gradients for which no hook fires.
             for slot in self.slots:

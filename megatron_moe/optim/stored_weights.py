@@ -125,7 +125,7 @@ class StoredWeights:
         self, buffer: FlatBuffer, start: int, weight: StoredWeight, part: WeightPart, factors: Sequence[Tensor]
     ) -> None:
         """Quantises a part of a weight, from element `start` of the buffer on. `factors`: see `_by_weight`."""
-        codes = buffer.stored_parts(start, start + len(part.values))
+        codes = buffer.owned_parts(start, start + len(part.values))
         for grid, values, out in zip(weight.grids, factors, codes, strict=True):
             self._kernels.quantize_weight_part(part, values, grid.block, out.view(DTYPES[weight.fmt.element]))
 

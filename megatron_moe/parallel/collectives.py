@@ -156,3 +156,36 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.handle)
     return values
+
+
+def start_all_gathers_(
+    flats: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup, sizes: Sequence[Sizes]
+) -> list[PendingCollective]:
+    """Starts all-gathers that fill each tensor of `flats` with the `shards` of all ranks, with NCCL in one launch."""
+    if group.size > 1 and _is_coalescing(group) and not any(sizes):
+        with dist._coalescing_manager(group.handle, async_ops=True) as work:  # type: ignore[no-untyped-call]
+            for flat, shard in zip(flats, shards, strict=True):
+                dist.all_gather_into_tensor(flat, shard, group=group.handle, async_op=True)
+        return [PendingCollective(work)]
+    for flat, shard, unequal in zip(flats, shards, sizes, strict=True):
+        shard_of(flat, group, unequal).copy_(shard)
+    return [start_all_gather_(flat, group, unequal) for flat, unequal in zip(flats, sizes, strict=True)]
+
+
+def start_reduce_scatters_(
+    flats: Sequence[Tensor], group: ProcessGroup, sizes: Sequence[Sizes], *, fp32_sums: bool = False
+) -> list[PendingCollective]:
+    """Starts reduce-scatters as `start_reduce_scatter_` does, with NCCL in one launch."""
+    if group.size > 1 and _is_coalescing(group) and not any(sizes) and not fp32_sums:
+        with dist._coalescing_manager(group.handle, async_ops=True) as work:  # type: ignore[no-untyped-call]
+            for flat in flats:
+                dist.reduce_scatter_tensor(shard_of(flat, group), flat, group=group.handle, async_op=True)
+        return [PendingCollective(work)]
+    return [
+        start_reduce_scatter_(flat, group, sizes=unequal, fp32_sums=fp32_sums)
+        for flat, unequal in zip(flats, sizes, strict=True)
+    ]
+
+
+def _is_coalescing(group: ProcessGroup) -> bool:
+    return group.device.type == "cuda" and dist.get_backend(group.handle) == "nccl"

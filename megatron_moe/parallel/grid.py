@@ -91,7 +91,8 @@ def _grid(config: ParallelConfig, sizes: dict[str, int], product: str) -> Grid:
 def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
     """Rank lists of all process groups by name: groups of both grids, "embedding" (pipeline ranks with a copy of the
     embedding), "world", "etp_ep_intra" and "etp_ep_inter" (etp_ep inside a host, and ranks with the same index on its
-    hosts), "cp_a2a" and "cp_p2p" (hierarchical context parallelism), "cp_1", "cp_2", ... (dynamic)."""
+    hosts), "cp_a2a" and "cp_p2p" (hierarchical context parallelism), "cp_1", "cp_2", ... (dynamic), and with several
+    distributed optimizer instances "dp_cp_inner" and "edp_inner" (shards), "dp_cp_outer" and "edp_outer" (replicas)."""
     attention, expert = attention_grid(config), expert_grid(config)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
@@ -109,6 +110,9 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
         groups |= {name: attention.cut("cp", levels).groups((name,)) for name, _ in levels}
     if config.max_seqlen_per_dp_cp_rank is not None:
         groups |= {f"cp_{degree}": _neighbours(attention, degree) for degree in context_degrees(config.cp)}
+    if config.num_distributed_optimizer_instances > 1:
+        for name, grid, axes in (("dp_cp", attention, ("cp",)), ("edp", expert, ())):
+            groups[f"{name}_inner"], groups[f"{name}_outer"] = _replicas(grid, axes, config)
     groups["world"] = [tuple(range(config.world_size))]
     return groups
 
@@ -135,6 +139,18 @@ def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
     """Groups of `degree` ranks that are adjacent on the context-parallel axis."""
     cp = dict(attention.axes)["cp"]
     return attention.cut("cp", (("near", degree), ("far", cp // degree))).groups(("near",))
+
+
+def _replicas(
+    grid: Grid, others: tuple[str, ...], config: ParallelConfig
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Groups of ranks that shard weights, over part of the axis dp and the axes `others`, and groups of the ranks that
+    hold the same shard. Raises FoldError if the number of replicas does not divide dp."""
+    number, dp = config.num_distributed_optimizer_instances, dict(grid.axes)["dp"]
+    if dp % number:
+        raise FoldError(f"{number} distributed optimizer instances do not divide {dp} data-parallel ranks")
+    cut = grid.cut("dp", (("inner", dp // number), ("outer", number)))
+    return cut.groups(("inner", *others)), cut.groups(("outer",))
 
 
 def _embedding_groups(config: ParallelConfig, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -111,13 +111,15 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
 
 
 def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext) -> Parameter:
-    """Creates this rank's shard of a parameter of the global `shape`, in the context's dtype and on its device.
+    """Creates this rank's shard of a parameter of the global `shape`, in the context's dtype and on its device, or on
+    the meta device (`--init-model-with-meta-device`).
 
     The values are uninitialised; `model/init.py` sets them.
     """
     tp, ep = ctx.group("etp" if meta.grid == "expert" else "tp"), ctx.group("ep")
     boxes = local_boxes(shape, meta, tp=(tp.rank, tp.size), ep=(ep.rank, ep.size))
-    parameter = Parameter(torch.empty(local_shape(boxes, meta), dtype=ctx.dtype, device=ctx.device))
+    device = torch.device("meta") if ctx.config.init_model_with_meta_device else ctx.device
+    parameter = Parameter(torch.empty(local_shape(boxes, meta), dtype=ctx.dtype, device=device))
     parameter.meta = meta
     parameter.global_shape = shape
     parameter.boxes = boxes

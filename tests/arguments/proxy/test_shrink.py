@@ -184,8 +184,8 @@ def test_unavailable_hardware_is_replaced(more: str, lines: str):
 
 
 def test_a_missing_feature_is_still_rejected():
-    with pytest.raises(FlagErrors, match="--use-megatron-fsdp is not available yet"):
-        small("--use-megatron-fsdp")
+    with pytest.raises(FlagErrors, match="--fp32-residual-connection is not available yet"):
+        small("--fp32-residual-connection")
 
 
 def test_fp64_after_proxy_replaces_all_other_dtypes():

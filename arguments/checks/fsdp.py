@@ -1,0 +1,81 @@
+"""Rules about fully sharded data parallelism (`--use-megatron-fsdp`)."""
+
+from arguments import derive
+from arguments.checks.violation import RuleFlags, Violations, enabled
+from megatron_moe.config.text import counted
+
+_STRATEGY = "--data-parallel-sharding-strategy"
+
+
+def gradient_sharding_excludes_delayed_gradients(flags: RuleFlags) -> Violations:
+    """The gradients of a layer leave as soon as its backward has run."""
+    delayed = enabled(
+        {
+            "--delay-wgrad-compute": flags.delay_wgrad_compute,
+            "--moe-expert-wgrad-interval": flags.moe_expert_wgrad_interval > 1,
+        }
+    )
+    if derive.shards_gradients(flags) and delayed:
+        yield _given(flags, delayed), f"leave out {delayed}, or use {_STRATEGY} optim"
+
+
+def gradient_sharding_excludes_averaging(flags: RuleFlags) -> Violations:
+    """Gradients are summed over microbatches and replicas and scaled once."""
+    if derive.shards_gradients(flags) and flags.ddp_average_in_collective:
+        yield _given(flags, "--ddp-average-in-collective"), "leave out --ddp-average-in-collective"
+
+
+def sharded_weights_are_captured_in_double_buffers(flags: RuleFlags) -> Violations:
+    """A graph reads weights at fixed addresses, and contains no gathers."""
+    if not derive.shards_gradients(flags) or flags.cuda_graph_impl == "none":
+        return
+    if flags.cuda_graph_impl == "full_iteration":
+        yield _given(flags, "--cuda-graph-impl full_iteration"), "capture --cuda-graph-modules attn moe_router"
+    elif derive.sharding_strategy(flags) == "optim_grads_params" and not flags.fsdp_double_buffer:
+        yield _given(flags, "captured modules, but without --fsdp-double-buffer"), "add --fsdp-double-buffer"
+
+
+def double_buffers_exclude_interleaved_microbatches(flags: RuleFlags) -> Violations:
+    """Forward and backward of two microbatches use the weights of four layers at the same time."""
+    overlap = flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1
+    if derive.shards_gradients(flags) and flags.fsdp_double_buffer and overlap:
+        yield "--fsdp-double-buffer with --overlap-moe-expert-parallel-comm", "leave out --fsdp-double-buffer"
+
+
+def instances_divide_data_parallel_ranks(flags: RuleFlags) -> Violations:
+    """Every replica of the sharded weights has equally many ranks, on the dense and on the expert grid."""
+    instances = flags.num_distributed_optimizer_instances
+    if not derive.shards_gradients(flags) or instances == 1:
+        return
+    etp = flags.expert_tensor_parallel_size or flags.tensor_model_parallel_size
+    expert_ranks = flags.num_ranks // (flags.pipeline_model_parallel_size * flags.expert_model_parallel_size * etp)
+    for ranks, grid in ((flags.data_parallel_size, "attention"), (expert_ranks, "experts")):
+        if ranks % instances:
+            described = counted(ranks, "data-parallel rank")
+            yield (
+                f"--num-distributed-optimizer-instances {instances} does not divide the {described} of {grid}",
+                "use a divisor",
+            )
+
+
+def outer_sharding_needs_replicas(flags: RuleFlags) -> Violations:
+    """Replicas of sharded weights shard the optimizer state further."""
+    if flags.outer_dp_sharding_strategy == "no_shard":
+        return
+    option = "--outer-dp-sharding-strategy optim"
+    if derive.sharding_strategy(flags) != "optim_grads_params":
+        yield f"{option} without sharded weights", f"use --use-megatron-fsdp {_STRATEGY} optim_grads_params"
+    elif flags.num_distributed_optimizer_instances == 1:
+        yield f"{option} with one replica of the weights", "set --num-distributed-optimizer-instances to 2 or more"
+    elif flags.fp8_param_gather or flags.fp4_param_gather:
+        yield f"{option} with weights stored in FP8 or FP4", "leave one of them out"
+
+
+def meta_device_start_needs_gradient_sharding(flags: RuleFlags) -> Violations:
+    """Weights are created unit by unit, as their buffers are."""
+    if flags.init_model_with_meta_device and not derive.shards_gradients(flags):
+        yield "--init-model-with-meta-device without sharded gradients", "use --use-megatron-fsdp"
+
+
+def _given(flags: RuleFlags, other: str) -> str:
+    return f"--use-megatron-fsdp {_STRATEGY} {flags.data_parallel_sharding_strategy} with {other}"

@@ -1,0 +1,400 @@
+"""Shards of the weights and gradients of units (ZeRO-2 and ZeRO-3), and the reduction of gradients per microbatch.
+
+A rank permanently holds its shard of every unit: weights in their storage format, gradients in the dtype in which they
+are accumulated. All weights of a unit are in memory only while it is used (`optim/unit_store.py`), and all gradients
+from their computation in a microbatch to their reduction, in the dtype in which they are reduced. Layers take turns
+with two buffers each for dense and for expert parameters. Embedding, head and layers that run several times have their
+own buffers. A unit whose data-parallel group has one rank, e.g. experts if every rank has others, is not sharded.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.fsdp import FSDPConfig
+from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.param_meta import Grid
+from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, replica_group
+from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
+from megatron_moe.optim.param_layout import BufferLayout, ParamLayout, Range
+from megatron_moe.parallel.collectives import Sizes, start_all_reduce_, start_reduce_scatter_, start_reduce_scatters_
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup, torch_dtype
+from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
+from megatron_moe.parallel.streams import Event, make_streams
+
+NUM_BUFFERS = 2
+"""Number of layers whose weights (or gradients) are in memory at the same time."""
+_ALIGN = 512
+Spec = tuple[int, torch.dtype]
+"""Number of elements and dtype of a flat tensor."""
+
+
+class UnitMemory:
+    """Memory of all weights, or all gradients, of a unit, or of several units that use it one after the other."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.unit = ""
+        """Unit whose weights or gradients the memory contains; empty if it contains none that are valid."""
+        self.last_use: Event = None
+        """Event that completes with the last use of these weights or gradients."""
+
+    def views(self, specs: Sequence[Spec]) -> list[Tensor]:
+        """Views of consecutive flat tensors. The memory must be allocated."""
+        found, start = [], 0
+        for size, dtype in specs:
+            found.append(self._bytes[start : start + size * dtype.itemsize].view(dtype))
+            start += num_bytes_of([(size, dtype)])
+        return found
+
+    def allocate(self) -> None:
+        """Allocates the memory on the current stream after `free`. Existing views become valid again."""
+        storage = self._bytes.untyped_storage()
+        if storage.size() != self._bytes.numel():
+            storage.resize_(self._bytes.numel())
+
+    def free(self) -> None:
+        self._bytes.untyped_storage().resize_(0)
+
+
+def num_bytes_of(specs: Sequence[Spec]) -> int:
+    """Bytes of memory for flat tensors, each of which starts at a multiple of 512 bytes."""
+    return sum(-(-size * dtype.itemsize // _ALIGN) * _ALIGN for size, dtype in specs)
+
+
+class UnitBuffer(FlatBuffer):
+    """Flat buffer of parameters of one unit, of which this rank permanently holds one shard.
+
+    `weights` (or `codes`) and `grads` are views of memory that contains their values only while they are used.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        grad_dtype: torch.dtype,
+        context: ParallelContext,
+        config: FSDPConfig,
+        weights: tuple[UnitMemory, list[Tensor]] | None,
+        grads: tuple[UnitMemory, Tensor],
+    ) -> None:
+        """`weights`: memory and flat tensors of weights or codes; None: they are always in memory."""
+        self.weight_memory = None if weights is None else weights[0]
+        self.grad_memory = grads[0]
+        self._flats, self._flat_grads = [] if weights is None else weights[1], grads[1]
+        for flat in self._flats:
+            flat.zero_()  # padding is updated, too, and must be finite
+        super().__init__(layout, grad_dtype, context, sharded=True)
+        (self.shard,) = self.owned
+        """(start, end) of the elements whose weights and gradients this rank permanently holds."""
+        self.replicas = _group_of_replicas(layout.key.grid, context)
+        """Group of ranks that hold the same shard."""
+        self.shards_state = config.outer_dp_sharding_strategy == "optim" and self.replicas is not None
+        """Whether the replicas of a shard update different parts of it."""
+        self.replica_sizes: list[int] = []
+        """Number of elements of the shard that each replica updates, if `shards_state`."""
+        if self.replicas is not None and self.shards_state:
+            number = self.replicas.size
+            ranges = [parts[0] for parts in layout.owner_ranges(self.group.size * number)]
+            ranges = ranges[self.group.rank * number : (self.group.rank + 1) * number]
+            self.owned, self.replica_sizes = (ranges[self.replicas.rank],), [end - start for start, end in ranges]
+        elif self.replicas is not None:
+            self.counts = self.counts and self.replicas.rank == 0
+        start, end = self.shard
+        self.grad_shard = torch.zeros(end - start, dtype=grad_dtype, device=context.device)
+        self.is_stored = False
+        """Whether `grad_shard` contains gradients of this step, to which those of later microbatches are added."""
+        self.weight_shards: tuple[Tensor, ...] = ()
+        """This rank's shard of the flat tensors that store the weights; empty if all weights are always in memory."""
+        self._parts: dict[Range, tuple[Tensor, ...]] = {}
+        """Results of `stored_parts` for all weights and for each parameter: memory that is not allocated has no new
+        views."""
+        self.is_whole = weights is None
+        """Whether the weights are in memory as a whole outside their use, so that the optimizer writes them there."""
+        self._gaps = [self.grads[a:b] for a, b in _gaps(layout)]
+
+    def _sharding_group(self, context: ParallelContext) -> ProcessGroup:
+        return sharding_group(self.key.grid, context)
+
+    def _new_weights(self, device: torch.device) -> Tensor:
+        return self._flats[0] if self._flats and not self.key.code_bits else super()._new_weights(device)
+
+    def _new_codes(self, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(self._flats) if self._flats and self.key.code_bits else super()._new_codes(device)
+
+    def _new_grads(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._flat_grads
+
+    def adopt(
+        self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int, initial: InitialValues = None
+    ) -> None:
+        super().adopt(parameters, queue, interval, initial)
+        if self.weight_memory is not None:
+            self.weight_shards = tuple(part.clone() for part in self.stored_parts(*self.shard))
+            ranges = [(0, self.layout.size), *((param.start, param.end) for param in self.layout.params)]
+            self._parts = {each: super(UnitBuffer, self).stored_parts(*each) for each in ranges}
+
+    def owned_weights(self, start: int, end: int) -> Tensor:
+        if self.is_whole or self.codes:
+            return self.weights[start:end]
+        return self.weight_shards[0][start - self.shard[0] : end - self.shard[0]]
+
+    def stored_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+        return self._parts.get((start, end)) or super().stored_parts(start, end)
+
+    def owned_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+        if not self.weight_shards:
+            return self.stored_parts(start, end)
+        first, bits = self.shard[0], self.key.code_bits or (8,)
+        pairs = zip(self.weight_shards, bits, strict=True)
+        return tuple(shard[(start - first) * n // 8 : (end - first) * n // 8] for shard, n in pairs)
+
+    @contextmanager
+    def showing(self, weights: Tensor) -> Iterator[None]:
+        """Context in which the parameters and `owned_weights` are views of `weights`."""
+        usual = self.weights, [slot.parameter.data for slot in self.slots]
+        self._set_weights(weights)
+        self.is_whole = True
+        try:
+            yield
+        finally:
+            self.weights, self.is_whole = usual[0], False
+            for slot, weight in zip(self.slots, usual[1], strict=True):
+                slot.parameter.data = weight
+
+    def replica_parts(self) -> list[Sizes]:
+        """Sizes of the parts that the replicas of a shard update, for each of `weight_shards`; None: equal sizes."""
+        sizes, bits = self.replica_sizes, self.key.code_bits or (8,)
+        equal = len(set(sizes)) == 1
+        return [None if equal else [size * each // 8 for size in sizes] for each in bits]
+
+    def owned_grads(self, start: int, end: int) -> Tensor:
+        return self.grad_shard[start - self.shard[0] : end - self.shard[0]]
+
+    def bucket(self, index: int) -> GradBucket:
+        bucket = super().bucket(index)
+        return UnitBucket(self, bucket)
+
+    def begin_step(self, num_microbatches: int | None) -> None:
+        super().begin_step(num_microbatches)
+        self.is_stored = False
+
+    def fill_gaps(self) -> None:
+        """Zeroes the gradients that this microbatch has not computed, and the padding, which norms include."""
+        for slot in self.slots:
+            slot.zero_if_empty()
+            slot.filled = False
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    def store_grads(self) -> None:
+        """Adds the reduced gradients of a microbatch to the shard of this rank."""
+        start, end = self.shard
+        if self.is_stored:
+            self.grad_shard.add_(self.grads[start:end])
+        else:
+            self.grad_shard.copy_(self.grads[start:end])
+        self.is_stored = True
+
+
+class UnitBucket(GradBucket):
+    """Gradients of one `UnitBuffer`, which are reduced once per microbatch."""
+
+    def __init__(self, buffer: UnitBuffer, bucket: GradBucket) -> None:
+        super().__init__(bucket.grads, bucket.group, bucket.num_per_microbatch, ())
+        self.buffer = buffer
+        for slot in buffer.slots:
+            slot.on_arrival = self.arrived
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a microbatch has added all its gradients."""
+        return self.num_arrived > 0 and self.num_arrived % self.num_per_microbatch == 0
+
+
+class UnitReducer(GradReducer):
+    """Reduces the gradients of a unit as soon as a microbatch has computed all of them, on a stream of its own.
+
+    Replicas of the shards, if there are any, sum them after the last microbatch.
+    """
+
+    def __init__(self, buckets: Sequence[GradBucket], config: DataParallelConfig) -> None:
+        super().__init__([bucket for bucket in buckets if not isinstance(bucket, UnitBucket)], config)
+        self._units: dict[str, list[UnitBucket]] = {}
+        for bucket in buckets:
+            if isinstance(bucket, UnitBucket):
+                bucket.on_arrival = self._arrived
+                self._units.setdefault(bucket.buffer.key.unit, []).append(bucket)
+        self._arrivals = dict.fromkeys(self._units, 0)
+        """Number of buckets of each unit that a microbatch has completed, over the step."""
+        self._streams = make_streams(buckets[0].grads.device, "reduce") if buckets else None
+
+    def begin_step(self, num_microbatches: int | None) -> None:
+        super().begin_step(num_microbatches)
+        self._arrivals = dict.fromkeys(self._units, 0)
+        for buckets in self._units.values():
+            for bucket in buckets:
+                bucket.num_arrived = 0
+
+    def _arrived(self, bucket: GradBucket) -> None:
+        assert isinstance(bucket, UnitBucket)
+        if not bucket.is_complete:
+            return
+        unit = bucket.buffer.key.unit
+        self._arrivals[unit] += 1
+        if self._arrivals[unit] % sum(each.num_per_microbatch > 0 for each in self._units[unit]) == 0:
+            self._reduce([each.buffer for each in self._units[unit]])
+
+    def _reduce(self, buffers: Sequence[UnitBuffer]) -> None:
+        """Starts the reduction of a unit's gradients and their addition to the shards."""
+        assert self._streams is not None
+        first = buffers[0]
+        for buffer in buffers:
+            buffer.fill_gaps()
+        wide = self.config.ddp_reduce_scatter_with_fp32_accumulation and first.grads.element_size() < 4
+        with self._streams.fork("reduce"):
+            sizes = [buffer.shard_sizes(0) for buffer in buffers]
+            flats = [buffer.grads for buffer in buffers]
+            # inner dp_cp or edp: the gradients of one unit
+            for pending in start_reduce_scatters_(flats, first.group, sizes, fp32_sums=wide):
+                pending.wait()
+            for buffer in buffers:
+                buffer.store_grads()
+            first.grad_memory.last_use = self._streams.record()
+        first.grad_memory.unit = ""
+
+    def complete(self) -> None:
+        super().complete()
+        for unit, buckets in self._units.items():
+            missing = [bucket for bucket in buckets if bucket.num_per_microbatch and not bucket.is_complete]
+            if all(bucket.num_arrived == 0 for bucket in buckets):
+                continue  # `finish` zeroes the shards of a unit without gradients
+            assert not missing, f"{unit}: a microbatch computed only some gradients, {missing[0].num_arrived} in a step"
+
+    def finish(self) -> None:
+        super().finish()
+        buffers = [bucket.buffer for buckets in self._units.values() for bucket in buckets]
+        pending = []
+        for buffer in buffers:
+            if self._streams is not None:
+                self._streams.wait(buffer.grad_memory.last_use)
+            if not buffer.is_stored:
+                buffer.grad_shard.zero_()
+                buffer.is_stored = True
+            if buffer.replicas is None:
+                continue
+            # outer dp or edp: the shard of one unit
+            if buffer.shards_state:
+                sizes = None if len(set(buffer.replica_sizes)) == 1 else buffer.replica_sizes
+                pending.append(start_reduce_scatter_(buffer.grad_shard, buffer.replicas, sizes=sizes))
+            else:
+                pending.append(start_all_reduce_(buffer.grad_shard, buffer.replicas))
+        for each in pending:
+            each.wait()
+
+
+class UnitSharding(Sharding):
+    """Sharding of gradients (ZeRO-2) and weights (ZeRO-3) of units."""
+
+    by_unit = True
+    reducer = UnitReducer
+
+    def __init__(self, config: FSDPConfig) -> None:
+        self.config = config
+
+    def new_buffers(
+        self, layout: ParamLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
+    ) -> Iterator[FlatBuffer]:
+        assert sharded, "only a sharded optimizer updates shards"
+        comm = grad_dtype if self.config.grad_comm is None else torch_dtype(self.config.grad_comm)
+        units: dict[str, list[BufferLayout]] = {}
+        for each in layout.buffers:
+            units.setdefault(each.key.unit, []).append(each)
+        shared = {unit: each for unit, each in units.items() if is_sharded(each[0].key.grid, context)}
+        grads = _memories(shared, lambda each: [(each.size, comm)], context.device, share=True)
+        weights: dict[str, UnitMemory] = {}
+        if self.config.shards_weights:
+            weights = _memories(shared, _stored_specs, context.device, share=self.config.fsdp_double_buffer)
+        views: dict[str, tuple[Iterator[Tensor], Iterator[Tensor]]] = {}
+        for each in layout.buffers:
+            unit = each.key.unit
+            if unit not in shared:
+                yield FlatBuffer(each, grad_dtype, context, sharded=True)
+                continue
+            memory = weights.get(unit)
+            if memory is not None:
+                memory.allocate()
+            if unit not in views:
+                specs = [spec for member in units[unit] for spec in _stored_specs(member)]
+                stored = [] if memory is None else memory.views(specs)
+                sizes = [(member.size, comm) for member in units[unit]]
+                views[unit] = iter(stored), iter(grads[unit].views(sizes))
+            held = None if memory is None else (memory, [next(views[unit][0]) for _ in _stored_specs(each)])
+            yield UnitBuffer(each, grad_dtype, context, self.config, held, (grads[unit], next(views[unit][1])))
+            if memory is not None and not self.config.fsdp_double_buffer:
+                memory.free()
+
+
+def is_sharded(grid: Grid, context: ParallelContext) -> bool:
+    """Whether the weights of a grid have replicas, over which they are sharded or whose gradients are summed."""
+    return context.group(replica_group(grid)).size > 1
+
+
+def sharding_group(grid: Grid, context: ParallelContext) -> ProcessGroup:
+    """Group of the ranks whose shards together are all weights of a grid."""
+    name = replica_group(grid)
+    return context.group(name if context.config.num_distributed_optimizer_instances == 1 else f"{name}_inner")
+
+
+def _group_of_replicas(grid: Grid, context: ParallelContext) -> ProcessGroup | None:
+    if context.config.num_distributed_optimizer_instances == 1:
+        return None
+    return context.group(f"{replica_group(grid)}_outer")
+
+
+def is_layer(unit: str, layouts: Sequence[BufferLayout]) -> bool:
+    """Whether a unit belongs to a layer that runs once per microbatch, so that layers can use memory in turn."""
+    uses = {param.parameter.uses for layout in layouts for param in layout.params}
+    return "." in unit and uses <= {0, 1}
+
+
+def _stored_specs(layout: BufferLayout) -> list[Spec]:
+    """Flat tensors that store the weights of a buffer."""
+    if layout.key.code_bits:
+        return [(layout.size * bits // 8, torch.uint8) for bits in layout.key.code_bits]
+    return [(layout.size, torch_dtype(layout.key.storage))]
+
+
+def _memories(
+    units: dict[str, list[BufferLayout]],
+    specs: Callable[[BufferLayout], list[Spec]],
+    device: torch.device,
+    *,
+    share: bool,
+) -> dict[str, UnitMemory]:
+    """Memory of every unit. If `share`, layers take turns with `NUM_BUFFERS` memories for dense and for experts."""
+    groups: dict[object, list[str]] = {}
+    number = {"attention": 0, "expert": 0}
+    for unit, layouts in units.items():
+        grid = layouts[0].key.grid
+        if share and is_layer(unit, layouts):
+            groups.setdefault((grid, number[grid] % NUM_BUFFERS), []).append(unit)
+            number[grid] += 1
+        else:
+            groups[unit] = [unit]
+    found: dict[str, UnitMemory] = {}
+    for members in groups.values():
+        size = max(num_bytes_of([spec for each in units[unit] for spec in specs(each)]) for unit in members)
+        memory = UnitMemory(size, device)
+        if not share:
+            memory.free()
+        found |= dict.fromkeys(members, memory)
+    return found
+
+
+def _gaps(layout: BufferLayout) -> list[Range]:
+    """Ranges of padding."""
+    ends = [0, *(param.end for param in layout.params)]
+    starts = [*(param.start for param in layout.params), layout.size]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

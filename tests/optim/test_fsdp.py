@@ -1,0 +1,134 @@
+"""Sharded gradients and weights of units (`--use-megatron-fsdp`): every strategy equals ZeRO-1."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.build import (
+    build_data,
+    build_model,
+    build_train_loader,
+    build_train_state_config,
+    build_trainer,
+    record_steps,
+)
+from megatron_moe.config.fsdp import FSDPConfig
+from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.optim.unit_store import GatheringStore
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.evaluation import evaluate
+from megatron_moe.train.train_state import TrainState
+from tests.helpers.eager_graphs import EagerRecorder
+from tests.helpers.pipelines import KERNELS
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import FP64_LAYOUT
+from tests.parity.cells import plan_of
+from tests.parity.dimensions import cell_of
+
+ZERO = "dp=2 zero=on overlap=grads balance=none shared=on"
+CASES = {
+    "plain": ZERO,
+    "microbatches": f"{ZERO} accumulation=4",
+    "expert parallel": f"{ZERO} ep=2 dispatcher=alltoall accumulation=2",
+    "recomputed layers": f"{ZERO} recompute=full accumulation=2",
+    "recomputed small modules": f"{ZERO} recompute=small attention=mla",
+    "recomputed experts": f"{ZERO} ep=2 dispatcher=alltoall recompute=moe",
+    "tied head and mtp": f"{ZERO} head=tied mtp=on",
+    "overlapped microbatches": f"{ZERO} ep=2 dispatcher=alltoall overlap=experts accumulation=4",
+    "pipeline": "dp=2 pp=2 zero=on overlap=grads balance=none accumulation=4",
+}
+ZERO_3, ZERO_2 = FSDPConfig(), FSDPConfig(shards_weights=False)
+BUFFERS = FSDPConfig(fsdp_double_buffer=True)
+
+
+def plan(case: str) -> RunPlan:
+    plan = plan_of(cell_of(CASES.get(case, ZERO)))
+    if case == "captured modules":
+        modules = ("attn", "moe_router", "mlp")
+        plan = replace(plan, cuda_graphs=CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1))
+    return replace(plan, data_parallel=replace(plan.data_parallel, overlap_grad_reduce=True))
+
+
+def sharded(plan: RunPlan, config: FSDPConfig, instances: int = 1) -> RunPlan:
+    config = replace(config, num_passes=2 if plan.pipeline.overlap else 1)
+    parallel = replace(plan.parallel, num_distributed_optimizer_instances=instances)
+    return replace(plan, parallel=parallel, data_parallel=replace(plan.data_parallel, fsdp=config))
+
+
+def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
+    """Losses, norms and weights of three steps and an evaluation, and the trace of the store in the first step."""
+    trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
+    store, trace = trainer.optimizer.store, []
+    if isinstance(store, GatheringStore):
+        store.trace = trace
+    record_steps(trainer, EagerRecorder(), plan.cuda_graphs)
+    loader, state = build_train_loader(plan, context, build_data(plan, context)), TrainState()
+    figures: dict[str, Tensor] = {}
+    for step in range(3):
+        batches = loader.next_step()
+        outcome = trainer.step(batches, state)
+        if isinstance(store, GatheringStore):
+            store.trace = None
+        state.advance(outcome.num_samples, build_train_state_config(plan))
+        figures |= {f"loss {step}": outcome.loss} | {f"norm {step} {part}": n for part, n in outcome.norms.items()}
+    figures["evaluation"] = torch.tensor(evaluate(trainer.pipeline, batches, len(batches)))
+    with trainer.optimizer.plain_weights():
+        figures |= {slot.name: slot.parameter.detach().clone() for slot in trainer.buffers.slots}
+    return figures, trace
+
+
+def compare(run: RunPlan, config: FSDPConfig, instances: int = 1) -> list[list[tuple[str, str]]]:
+    """Trains with ZeRO-1 and with sharded units, and returns the traces of the ranks."""
+    expected = on_threads(run.parallel, lambda context: train(run, context))
+    run = sharded(run, config, instances)
+    found = on_threads(run.parallel, lambda context: train(run, context))
+    for rank, ((figures, _), (others, _)) in enumerate(zip(found, expected, strict=True)):
+        FP64_LAYOUT.check_all(figures, others, f"rank {rank}")
+    return [trace for _, trace in found]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("config", [ZERO_3, BUFFERS, ZERO_2], ids=["zero-3", "double-buffer", "zero-2"])
+def test_sharded_units_give_the_results_of_zero_1(case: str, config: FSDPConfig) -> None:
+    if case == "overlapped microbatches" and config.fsdp_double_buffer:
+        return
+    compare(plan(case), config)
+
+
+def test_captured_modules_read_gathered_weights_from_double_buffers() -> None:
+    compare(plan("captured modules"), BUFFERS)
+
+
+def test_parameters_created_on_the_meta_device_have_the_same_initial_values() -> None:
+    run = plan("expert parallel")
+    run = replace(run, parallel=replace(run.parallel, init_model_with_meta_device=True))
+    compare(run, ZERO_3)
+
+
+@pytest.mark.parametrize("config", [ZERO_3, ZERO_2, replace(ZERO_3, outer_dp_sharding_strategy="optim")])
+def test_replicas_of_shards_give_the_results_of_zero_1(config: FSDPConfig) -> None:
+    run = plan_of(cell_of("dp=4 zero=on overlap=grads balance=none shared=on accumulation=2 ep=2 dispatcher=alltoall"))
+    compare(run, config, instances=2)
+
+
+def test_weights_of_two_layers_are_gathered_in_the_order_of_their_use() -> None:
+    (trace, _) = compare(plan("microbatches"), BUFFERS)
+    layers = [(event, unit) for event, unit in trace if "." in unit]
+    for kind in (False, True):
+        units = list(dict.fromkeys(unit for _, unit in layers if unit.endswith(".experts") is kind))
+        present: dict[int, str] = {}
+        """Unit in each of the two buffers."""
+        for event, unit in layers:
+            if unit.endswith(".experts") is kind and event == "gather":
+                assert present.get(units.index(unit) % 2) != unit, f"{unit} was gathered twice"
+                present[units.index(unit) % 2] = unit
+            elif unit.endswith(".experts") is kind:
+                assert present[units.index(unit) % 2] == unit, f"{unit} was used without its weights"
+    first, second = layers.index(("use", "layers.0")), layers.index(("use", "layers.1"))
+    assert ("gather", "layers.1") in layers[first:second], "the next layer is gathered during the use of a layer"
+    assert ("gather", "layers.2") not in layers[:second], "a third layer is gathered"
+    last = layers.index(("use", "layers.3"))
+    assert ("gather", "layers.1") in layers[last:], "backward gathers the weights again"
