@@ -10,7 +10,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.state import StepScalars, UpdateOperands
 
-_MOST_ELEMENTS = 1 << 26
+_MOST_ELEMENTS = 1 << 24
 """Number of elements that are updated at a time, which bounds temporary memory."""
 
 

@@ -230,6 +230,15 @@ def test_sharded_matrices_give_the_weights_of_one_rank(parallel: ParallelConfig,
     FP64_LAYOUT.check_all(found, joined([alone]), "weights")
 
 
+def test_sharded_matrices_have_their_part_of_the_second_moment() -> None:
+    parallel = ParallelConfig(world_size=4, tp=2, etp=2)
+    zero = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
+    settings = replace(config(), optimizer="adaptive_muon")
+    found = joined(on_threads(parallel, lambda context: run(context, zero, optimizer=settings, num_steps=2)))
+    alone = run_alone(parallel, optimizer=settings, num_steps=2)
+    FP64_LAYOUT.check_all(found, joined([alone]), "weights")
+
+
 def plan(layout: str, **muon: object) -> RunPlan:
     plan = plan_of(cell_of(f"balance=none {layout}"))
     settings = MuonConfig(muon_nesterov=True, **muon)
@@ -239,6 +248,12 @@ def plan(layout: str, **muon: object) -> RunPlan:
 def test_a_model_with_every_axis_equals_one_rank() -> None:
     layout = "tp=2 sp=on dp=2 ep=2 zero=on overlap=params dispatcher=alltoall shared=on attention=mla"
     comparison = compare_plan(plan(layout))
+    assert comparison.equal, comparison.text()
+
+
+def test_the_update_overlaps_with_the_next_forward() -> None:
+    base = plan("dp=2 zero=on overlap=params")
+    comparison = compare_plan(replace(base, optimizer=replace(base.optimizer, overlap_optimizer_step=True)))
     assert comparison.equal, comparison.text()
 
 
