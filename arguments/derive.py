@@ -138,6 +138,14 @@ def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     return may_exchange and expert_transport(flags, ranks_per_host).transport.is_captured
 
 
+def _not_exempt(num_layers: int, pattern: LayerPattern, *, listed: int) -> tuple[bool, ...]:
+    """For each layer, whether it is not exempt: an interval n exempts layers n, 2n, ... (counted from 1), and a list
+    all layers whose entry is not `listed`."""
+    if isinstance(pattern, int):
+        return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+    return tuple(entry == listed for entry in pattern)
+
+
 def windowed_layers(
     num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
 ) -> tuple[bool, ...]:
@@ -146,9 +154,7 @@ def windowed_layers(
         return (False,) * num_layers
     if window_attn_skip_freq is None:
         return (True,) * num_layers
-    if isinstance(window_attn_skip_freq, int):
-        return tuple((layer + 1) % window_attn_skip_freq != 0 for layer in range(num_layers))
-    return tuple(entry == 1 for entry in window_attn_skip_freq)
+    return _not_exempt(num_layers, window_attn_skip_freq, listed=1)
 
 
 DELTA_NETS = ("gated_delta_net", "gdn")
@@ -161,18 +167,14 @@ def linear_layers(
     """For each layer, whether linear attention is its mixer. An integer n exempts layers n, 2n, ... (from 1)."""
     if experimental_attention_variant not in DELTA_NETS or linear_attention_freq is None:
         return (False,) * num_layers
-    if isinstance(linear_attention_freq, int):
-        return tuple((layer + 1) % linear_attention_freq != 0 for layer in range(num_layers))
-    return tuple(entry == 1 for entry in linear_attention_freq)
+    return _not_exempt(num_layers, linear_attention_freq, listed=1)
 
 
 def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[bool, ...]:
     """For each layer, whether it has rotary embeddings. An integer n exempts layers n, 2n, ... (counted from 1)."""
     if no_rope_freq is None:
         return (True,) * num_layers
-    if isinstance(no_rope_freq, int):
-        return tuple((layer + 1) % no_rope_freq != 0 for layer in range(num_layers))
-    return tuple(entry == 0 for entry in no_rope_freq)
+    return _not_exempt(num_layers, no_rope_freq, listed=0)
 
 
 def yarn_betas(flags: Flags) -> tuple[float, float]:

@@ -144,25 +144,26 @@ def flag_values(values: Mapping[str, Any]) -> Flags:
 _PRODUCT_FLAGS = frozenset(entry.name for entry in fields(Flags))
 
 
-def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
-    """Calls a config class or function with the keyword arguments `values`. Every other parameter with the name of a
-    flag receives the value of this flag. A `Path | None` parameter receives a path, or None for an empty text."""
-    parameters = _flag_parameters(function, FLAGS.names())
-    named = {name: convert(getattr(flags, name)) for name, convert in parameters if name not in values}
+def from_flags(function: Callable[..., T], flags: Flags, *, prefix: str = "", **values: Any) -> T:
+    """Calls a config class or function with the keyword arguments `values`. Every other parameter receives the value of
+    the flag with its name after `prefix`, or else of the flag with its name, if there is one. A `Path | None` parameter
+    receives a path, or None for an empty text."""
+    parameters = _flag_parameters(function, prefix, FLAGS.names())
+    named = {name: convert(getattr(flags, flag)) for name, flag, convert in parameters if name not in values}
     return function(**named, **values)
 
 
 @cache
 def _flag_parameters(
-    function: Callable[..., Any], registered: tuple[str, ...]
-) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-    """Returns (name, conversion of the flag's value) for each parameter of `function` with the name of a flag.
+    function: Callable[..., Any], prefix: str, registered: tuple[str, ...]
+) -> tuple[tuple[str, str, Callable[[Any], Any]], ...]:
+    """Returns (name, flag, conversion of its value) for each parameter of `function` that receives the value of a flag.
     `registered`: names of the groups that imported files have registered."""
     names = _PRODUCT_FLAGS.union(entry.name for group in registered for entry in fields(FLAGS.get(group)))
     return tuple(
-        (name, _path if parameter.annotation == Path | None else _unchanged)
+        (name, flag, _path if parameter.annotation == Path | None else _unchanged)
         for name, parameter in signature(function).parameters.items()
-        if name in names
+        if (flag := prefix + name if prefix + name in names else name) in names
     )
 
 

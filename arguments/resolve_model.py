@@ -94,12 +94,12 @@ def _mtp(flags: Flags) -> MTPConfig | None:
     names = (flags.mtp_mixer, flags.mixer), (flags.mtp_feed_forward, flags.feed_forward)
     last = (each or derive.repeated(others, flags.num_layers)[-1] for each, others in names)
     own = [registry.get(name)(flags)[-1] for registry, name in zip((MIXERS, FEED_FORWARDS), last, strict=True)]
-    return MTPConfig(
+    return from_flags(
+        MTPConfig,
+        flags,
+        prefix="mtp_",
         layer=_layer(flags, *own) if flags.mtp_mixer or flags.mtp_feed_forward else None,
-        num_layers=flags.mtp_num_layers,
-        loss_scaling_factor=flags.mtp_loss_scaling_factor,
         repeated_layer=flags.mtp_use_repeated_layer,
-        detach_heads=flags.mtp_detach_heads,
     )
 
 
@@ -112,12 +112,10 @@ def _mixers(flags: Flags) -> tuple[MixerConfig, ...]:
 
 
 def _delta_net(flags: Flags) -> tuple[GatedDeltaNetConfig, ...]:
-    config = GatedDeltaNetConfig(
-        hidden_size=flags.hidden_size,
-        num_key_heads=flags.linear_num_key_heads,
-        num_value_heads=flags.linear_num_value_heads,
-        key_head_dim=flags.linear_key_head_dim,
-        value_head_dim=flags.linear_value_head_dim,
+    config = from_flags(
+        GatedDeltaNetConfig,
+        flags,
+        prefix="linear_",
         conv_width=flags.linear_conv_kernel_dim,
         norm=NormConfig(kind="RMSNorm", eps=flags.norm_epsilon),
     )
@@ -163,7 +161,7 @@ def _attention(flags: Flags) -> tuple[AttentionConfig, ...]:
         AttentionConfig,
         flags,
         num_heads=flags.num_attention_heads,
-        **({} if flags.group_query_attention else {"num_query_groups": flags.num_attention_heads}),
+        num_query_groups=flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads,
         head_dim=head_dim,
         core=CoreAttentionConfig(softmax_scale=1.0),
         rope=rope,
@@ -279,12 +277,12 @@ def moe_config(flags: Flags) -> MoEConfig:
         transport_backend=derive.transport_backend(flags),
         expert_rank_capacity_factor=derive.row_capacity_factor(flags),
         push=PushConfig(num_sms=flags.moe_flex_dispatcher_num_sms),
-        hybridep=HybridEPConfig(
+        hybridep=from_flags(
+            HybridEPConfig,
+            flags,
+            prefix="moe_hybridep_",
             num_sms=flags.moe_flex_dispatcher_num_sms,
             fuse_permute=flags.moe_permute_fusion_into_hybridep,
-            num_blocks_permute=flags.moe_hybridep_num_blocks_permute,
-            num_blocks_unpermute=flags.moe_hybridep_num_blocks_unpermute,
-            num_sms_preprocessing=flags.moe_hybridep_num_sms_preprocessing,
         ),
         fp8_dispatch=flags.moe_dispatch_fwd_dtype != "bf16",
         fp8_combine_grad=flags.moe_combine_bwd_dtype != "bf16",
@@ -304,22 +302,14 @@ def _router(flags: Flags) -> RouterConfig:
     return from_flags(
         RouterConfig,
         flags,
-        topk=flags.moe_router_topk,
-        score_function=flags.moe_router_score_function,
-        pre_softmax=flags.moe_router_pre_softmax,
-        num_groups=flags.moe_router_num_groups,
-        group_topk=flags.moe_router_group_topk,
+        prefix="moe_router_",
         scaling_factor=flags.moe_router_topk_scaling_factor or None,
         expert_bias=flags.moe_router_enable_expert_bias,
-        bias_update_rate=flags.moe_router_bias_update_rate,
         balancing=flags.moe_router_load_balancing_type,
         aux_loss_coeffs=flags.moe_aux_loss_coeff,
         z_loss_coeff=flags.moe_z_loss_coeff,
         input_jitter_eps=flags.moe_input_jitter_eps,
-        dtype=flags.moe_router_dtype,
         force_balancing=flags.moe_router_force_load_balancing,
-        force_biased=flags.moe_router_force_biased,
-        force_skew=flags.moe_router_force_skew,
         linear_bias=flags.add_bias_linear,
         quantile_ema=flags.moe_router_quantile_balancing_ema,
         options=_options(
