@@ -1,5 +1,6 @@
 """Kernel set: one function per op, each from the backend selected for that op."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -116,9 +117,9 @@ def _product(plain: Callable[..., Any], quantized: Callable[..., Any]) -> Callab
 
     @wraps(plain)
     def product(first: Any, *others: Any, **named: Any) -> Any:
-        # the first argument of grouped_weight_grad is a sequence of `GroupedPart`s
-        grouped = [each for part in first for each in part] if isinstance(first, list | tuple) else [first]
-        is_quantized = any(isinstance(each, QuantizedTensor) for each in (*grouped, *others, *named.values()))
-        return (quantized if is_quantized else plain)(first, *others, **named)
+        # the first argument of grouped_weight_grad is a sequence of `GroupedPart`s; a generator takes more host time
+        parts = first if isinstance(first, list | tuple) else ((first,),)
+        operands = itertools.chain(*parts, others, named.values())
+        return (quantized if QuantizedTensor in map(type, operands) else plain)(first, *others, **named)
 
     return product

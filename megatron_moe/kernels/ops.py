@@ -312,9 +312,9 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         ...
 
     def add_rms_norm(
-        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+        self, residual: Tensor | None, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
-        """Returns the sum residual + x, rounded to the dtype of x, and `rms_norm` of the rounded sum."""
+        """Returns the sum residual + x, rounded to the dtype of x (None: x), and `rms_norm` of the rounded sum."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:

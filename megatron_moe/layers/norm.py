@@ -1,5 +1,7 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) over the last dim."""
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from megatron_moe.config.attention import NormConfig
@@ -34,15 +36,21 @@ class Norm(nn.Module):
         self.bias = new_parameter(bias[0].shape, bias[0].meta, ctx) if bias else None
         self.copy_format = copy_format if kernels.fuses_norms and self.bias is None else None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, keeps_input: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns norm(x) [..., width], a `QuantizedActivation` with `copy_format`. With `residual`, returns
-        (total, norm(total)), where total = residual + x. Computes in promote(fp32, dtype)."""
+        (total, norm(total)), where total = residual + x; with `keeps_input`, (x, norm(x)), whose gradients a kernel can
+        add. Computes in promote(fp32, dtype)."""
         if self.copy_format is None:
-            return self.unquantized(x, residual)
+            if keeps_input and self.bias is None:
+                return self.kernels.add_rms_norm(None, x, self.weight, self.config.eps, self.config.zero_centered)
+            normed = self.unquantized(x, residual)
+            return (x, cast(Tensor, normed)) if keeps_input else normed
         options = (self.config.eps, self.config.zero_centered, self.copy_format)
         total, normed, normed_q = self.kernels.rms_norm_quantized(x, residual, self.weight, *options)
         normed = QuantizedActivation.of(normed, normed_q, self.copy_format)
-        return normed if residual is None else (total, normed)
+        return (total, normed) if keeps_input or residual is not None else normed
 
     def unquantized(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """`forward` without the quantised copy."""

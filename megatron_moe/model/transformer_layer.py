@@ -82,7 +82,7 @@ class TransformerLayer(nn.Module):
         """Runs the mixer with its norm. Returns its output and the tensor to which it is added."""
         assert self.self_attention is not None, "the layer has no mixer"
         with self.saved_tensors.offload_scope("attn_norm"):
-            normed_SBH = self.input_layernorm(hidden_SBH)
+            hidden_SBH, normed_SBH = self.input_layernorm(hidden_SBH, keeps_input=True)
             recompute = self.input_layernorm.unquantized
             discard = self.saved_tensors.discard_output("layernorm", recompute, (hidden_SBH,), normed_SBH)
         with discard:

@@ -11,6 +11,11 @@ EP2 = (
     "--moe-token-dispatcher-type flex --moe-expert-rank-capacity-factor 2"
 )
 LAYOUTS = {"tp2": "--tensor-model-parallel-size 2 --sequence-parallel", "cp2": "--context-parallel-size 2"}
+OVERLAPS = (
+    "--overlap-moe-expert-parallel-comm",
+    "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+    "--overlap-dispatch-backward-with-experts-wgrad",
+)
 MOST = 1.2
 """Launches relative to expert parallelism, where every rank has whole sequences."""
 
@@ -20,3 +25,9 @@ def test_ranks_that_share_a_sequence_launch_little_more_than_ranks_that_do_not()
     for name, flags in LAYOUTS.items():
         found = per_layer(f"{EP2} {flags}".split())
         assert base < sum(found.values()) <= MOST * base, f"{name}: {report(found, 100)}"
+
+
+@pytest.mark.parametrize("flags", OVERLAPS)
+def test_overlap_of_the_exchange_launches_nothing_more(flags: str) -> None:
+    plain, overlapped = (per_layer(f"{EP2} {more}".split()) for more in ("", flags))
+    assert sum(plain.values()) == sum(overlapped.values()), report(overlapped, 100)

@@ -70,6 +70,11 @@ def attention_op(config: CoreAttentionConfig, segments: Tensor | None) -> Callab
     return op
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_that_returns_its_input_adds_gradients_as_autograd_would(dtype: torch.dtype) -> None:
+    kernel_comparison.check_norm_with_input(triton_kernels, torch.device("cuda"), dtype)
+
+
 @DTYPES
 @pytest.mark.parametrize("qk_dim, v_dim", [(64, 64), (192, 128)])
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "sinks"])

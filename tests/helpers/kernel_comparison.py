@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.ops import AdamWStep, RoutedTokens
 from megatron_moe.kernels.reference import backend as reference
-from tests.helpers.tolerances import BF16_KERNEL, FP32_REF, Tolerance
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF, Tolerance
 
 REFERENCE = reference.bundle()
 BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
@@ -138,3 +138,16 @@ def route_and_pull(
         results, grads = [results[only]], [grads[only]]
     (grad,) = torch.autograd.grad(results, leaf, grads)
     return routed, grad
+
+
+def check_norm_with_input(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Checks that a norm that also returns its input adds the gradients of both as autograd would, bit for bit."""
+    shapes = [(6, 40), (40,), (6, 40), (6, 40)]
+    x, weight, *grads = (draw(*shape, seed=seed).to(device, dtype) for seed, shape in enumerate(shapes))
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    total, normed = kernels.add_rms_norm(None, *leaves, 1e-6, False)
+    plain = kernels.rms_norm(*leaves, 1e-6, False)
+    fused = torch.autograd.grad((total, normed), leaves, grads)
+    apart = torch.autograd.grad((x.view_as(x), plain), leaves, grads)
+    for actual, expected in zip((total, normed, *fused), (x, plain, *apart), strict=True):
+        EXACT.check(actual, expected)

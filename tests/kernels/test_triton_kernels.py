@@ -385,6 +385,10 @@ def test_weight_gradients_are_accumulated_as_autograd_would(name: str) -> None:
         EXACT.check(buffer.main_grad, grads[0].float() + grads[1].float())
 
 
+def test_norm_that_returns_its_input_adds_gradients_as_autograd_would() -> None:
+    kernel_comparison.check_norm_with_input(triton_kernels, torch.device("cpu"), torch.float32)
+
+
 @pytest.mark.parametrize("num_programs", [1, 64, 130])
 def test_sum_of_shares_adds_all_programs(num_programs: int) -> None:
     shares_PW = draw(num_programs, 70).float()

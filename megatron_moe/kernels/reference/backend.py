@@ -157,8 +157,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     return (normed * scale).to(x.dtype)
 
 
-def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    total = residual + x
+def add_rms_norm(
+    residual: Tensor | None, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else residual + x
     return total, rms_norm(total, weight, eps, zero_centered)
 
 

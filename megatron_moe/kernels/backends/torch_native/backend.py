@@ -148,8 +148,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    total = residual + x
+def add_rms_norm(
+    residual: Tensor | None, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else residual + x
     return total, rms_norm(total, weight, eps, zero_centered)
 
 

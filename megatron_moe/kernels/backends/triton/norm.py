@@ -21,11 +21,13 @@ BACKWARD_PROGRAMS = 2
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """See `Kernels.rms_norm`."""
-    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered, None)  # type: ignore[no-untyped-call]
+    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
-def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    residual: Tensor | None, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`."""
     total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, None)  # type: ignore[no-untyped-call]
     return total, normed
@@ -38,11 +40,7 @@ def rms_norm_quantized(
     width, cast = x.shape[-1], None
     if power_of_two(width) >= BLOCK:  # tiles of narrower rows have no whole block
         cast = empty_rows(x.numel() // width, width, x.device, fmt), fmt
-    options = (weight, eps, zero_centered, cast)
-    if residual is None:
-        total, normed = x, _RMSNorm.apply(x, *options)  # type: ignore[no-untyped-call]
-    else:
-        total, normed = _AddRMSNorm.apply(residual, x, *options)  # type: ignore[no-untyped-call]
+    total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, cast)  # type: ignore[no-untyped-call]
     if cast is None:
         return total, normed, quantize_rows(normed.detach(), fmt)
     return total, normed, QuantizedTensor.of(cast[0], None, fmt.block, x.dtype)
@@ -54,9 +52,9 @@ _Cast = tuple[QuantizedCopy, OperandFormat]
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: _Cast | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         x_RH = rows_of(x)
-        _, out_RH, scale_R = _norm(x_RH, None, weight, eps, zero_centered, cast)
+        _, out_RH, scale_R = _norm(x_RH, None, weight, eps, zero_centered, None)
         ctx.save_for_backward(x_RH, scale_R)
         ctx.weight, ctx.zero_centered = weight, zero_centered
         return out_RH.view(x.shape)
@@ -65,31 +63,41 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_RH, scale_R = ctx.saved_tensors
         grad_x_RH, grad_weight = _norm_backward(grads[0], None, x_RH, ctx.weight, scale_R, ctx.zero_centered)
-        return grad_x_RH.view(grads[0].shape), grad_weight, None, None, None
+        return grad_x_RH.view(grads[0].shape), grad_weight, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """Fused residual add and RMSNorm. The backward kernel also adds the gradient of the first output, residual + x."""
+    """Fused residual add and RMSNorm. The backward kernel also adds the gradient of the first output, residual + x. If
+    `residual` is None, it rounds the norm's gradient before, as autograd would."""
 
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: _Cast | None
+        ctx: Any,
+        residual: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centered: bool,
+        cast: _Cast | None,
     ) -> tuple[Tensor, Tensor]:
-        total_RH, out_RH, scale_R = _norm(rows_of(x), rows_of(residual), weight, eps, zero_centered, cast)
+        added_RH = None if residual is None else rows_of(residual)
+        total_RH, out_RH, scale_R = _norm(rows_of(x), added_RH, weight, eps, zero_centered, cast)
+        ctx.has_residual = residual is not None
         ctx.save_for_backward(total_RH, scale_R)
         ctx.weight, ctx.zero_centered = weight, zero_centered
         ctx.set_materialize_grads(False)
-        return total_RH.view(x.shape), out_RH.view(x.shape)
+        return x.view_as(x) if residual is None else total_RH.view(x.shape), out_RH.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_total, grad_out = grads
         if grad_out is None:  # the normed output is unused
-            return grad_total, grad_total, None, None, None, None
+            return grad_total if ctx.has_residual else None, grad_total, None, None, None, None
         total_RH, scale_R = ctx.saved_tensors
-        grad_RH, grad_weight = _norm_backward(grad_out, grad_total, total_RH, ctx.weight, scale_R, ctx.zero_centered)
+        options = ctx.weight, scale_R, ctx.zero_centered, not ctx.has_residual
+        grad_RH, grad_weight = _norm_backward(grad_out, grad_total, total_RH, *options)
         grad = grad_RH.view(grad_out.shape)
-        return grad, grad, grad_weight, None, None, None
+        return grad if ctx.has_residual else None, grad, grad_weight, None, None, None
 
 
 def _norm(
@@ -113,7 +121,13 @@ def _norm(
 
 
 def _norm_backward(
-    grad: Tensor, grad_total: Tensor | None, x_RH: Tensor, weight: Tensor, scale_R: Tensor, zero_centered: bool
+    grad: Tensor,
+    grad_total: Tensor | None,
+    x_RH: Tensor,
+    weight: Tensor,
+    scale_R: Tensor,
+    zero_centered: bool,
+    rounds_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (gradient of x, to which `grad_total` is added if not None; gradient of the weight, or None if it was
     accumulated)."""
@@ -127,7 +141,7 @@ def _norm_backward(
     _rms_norm_backward[grid](
         grad_RH, added_RH, x_RH, weight, scale_R, grad_x_RH, shares_PH, num_rows, width,
         grad_RH.stride(0), added_RH.stride(0), x_RH.stride(0),
-        ADDED=grad_total is not None, ZERO_CENTERED=zero_centered, **tile,
+        ADDED=grad_total is not None, ROUNDED=rounds_first, ZERO_CENTERED=zero_centered, **tile,
     )  # fmt: skip
     return grad_x_RH, weight_grad(shares_PH, weight)
 
@@ -182,7 +196,8 @@ def _rms_norm_forward(
 def _rms_norm_backward(
     grad_ptr, added_ptr, x_ptr, weight_ptr, scale_ptr, grad_x_ptr, shares_ptr, num_rows, width,
     grad_stride, added_stride, x_stride,
-    ADDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    ADDED: tl.constexpr, ROUNDED: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, WIDTH)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -205,6 +220,8 @@ def _rms_norm_backward(
         mean = tl.sum(weighted * normed, axis=1) / width
         grad_x = (weighted - normed * mean[:, None]) * scale[:, None]
         if ADDED:
+            if ROUNDED:
+                grad_x = grad_x.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
             grad_x += added
         pointers = grad_x_ptr + rows[:, None] * width + columns[None, :]
         tl.store(pointers, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
