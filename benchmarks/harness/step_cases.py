@@ -224,6 +224,11 @@ CASES = (
     *_both("-mb1-whole", "micro batch 1, whole steps as CUDA graphs", f"--micro-batch-size 1 {WHOLE}", _NONE),
     *_both("-whole", "micro batch 2, whole steps as CUDA graphs", WHOLE, _NONE),
     *_both("-gb64", "global batch 64", "--global-batch-size 64", _NONE, warmup=1, steps=3, step_seconds=3.5),
+    StepCase(name="qn4", title="QN4, micro batch 2", flags="--recipe qn4", target="380", aim="430", traced=2),
+    StepCase(name="qn4-mb4", title="QN4, micro batch 4", flags="--recipe qn4 --micro-batch-size 4"),
+    StepCase(name="nn9", title="NN9, micro batch 2", flags="--recipe nn9", target="350", aim="400", traced=2),
+    StepCase(name="nn9-mb4", title="NN9, micro batch 4", flags="--recipe nn9 --micro-batch-size 4"),
+    StepCase(name="nn9-fp8", title="NN9, FP8 blockwise", flags=f"--recipe nn9 {FP8}", traced=2),
     StepCase(name="ds4", title="DS4, micro batch 1", flags="--recipe ds4", steps=8, traced=2, step_seconds=1.3),
     StepCase(name="x2", title="X2", flags="--recipe x2", steps=8, traced=2, step_seconds=1.3),
     *(

@@ -34,6 +34,7 @@ WITHOUT_A_ROW = {
     "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", *HYBRIDS, "Quickstart",
     "DeepSeek-V3, 4 layers of 8 experts", "Moonlight-16B-A3B, 8 layers", "Qwen3-30B-A3B, 6 layers",
     "Qwen3-30B-A3B, 24 layers", "Mixtral-8x22B, 2 layers",
+    "Qwen3-Next-80B-A3B, 4 layers", "Nemotron-3-Nano-30B-A3B, 9 layers",
 }  # fmt: skip
 """Models with other layers than the rows of the table, and truncated models."""
 
