@@ -39,9 +39,9 @@ MODELS = MappingProxyType(
         "--mamba-num-groups 2 --mamba-head-dim 32 --mamba-state-dim 64 --moe-latent-size 128 "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "Qwen3-Next-like": "--num-layers 4 --position-embedding-type rope --rotary-percent 0.25 --swiglu "
-        "--qk-layernorm --experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-key-heads 2 "
-        "--linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64 --attention-output-gate "
-        "--apply-layernorm-1p --moe-shared-expert-gate",
+        "--qk-layernorm --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+        "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64 "
+        "--attention-output-gate --apply-layernorm-1p --moe-shared-expert-gate",
     }
 )
 REFERENCE, SEED, GPU = (

@@ -476,11 +476,12 @@ class AttentionConfig(SoftmaxMixerConfig):
         yield "--kv-channels", self.head_dim, 1
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
-        sizes = (self.num_query_groups, self.num_heads // self.num_query_groups)
+        sizes = (self.num_query_groups, self.num_heads // self.num_query_groups, 1 + self.output_gate)
+        module = "mixer" if model_type == "nemotron_h" else "self_attn"
         for kind in ("weight", "bias"):
-            names = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv")
+            names = tuple(f"{module}.{part}_proj.{kind}" for part in "qkv")
             yield NameRule(f"linear_qkv.{kind}", names, "query_key_value", sizes)
-            yield NameRule(f"linear_proj.{kind}", (f"self_attn.o_proj.{kind}",))
+            yield NameRule(f"linear_proj.{kind}", (f"{module}.o_proj.{kind}",))
         for part in "qk":
-            yield NameRule(f"{part}_layernorm.weight", (f"self_attn.{part}_norm.weight",))
-        yield NameRule("sinks", ("self_attn.sinks",))
+            yield NameRule(f"{part}_layernorm.weight", (f"{module}.{part}_norm.weight",))
+        yield NameRule("sinks", (f"{module}.sinks",))

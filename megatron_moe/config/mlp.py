@@ -107,6 +107,8 @@ class MLPConfig(FeedForwardConfig):
         yield "--ffn-hidden-size", self.ffn_hidden_size, parallel.tp
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        if model_type == "nemotron_h":
+            return plain_mlp_names("", "mixer")
         return mlp_names("", "mlp")
 
 
@@ -117,3 +119,9 @@ def mlp_names(
     gate, up, down = (f"{hf_name}.{matrix}.weight" for matrix in matrices)
     yield NameRule(f"{name}linear_fc1.weight", (gate, up), "gate_up", num_experts=num_experts)
     yield NameRule(f"{name}linear_fc2.weight", (down,), num_experts=num_experts)
+
+
+def plain_mlp_names(name: str, hf_name: str, num_experts: int = 0) -> Iterator[NameRule]:
+    """Hugging Face names of an MLP `name` without a gate, as `mlp_names`."""
+    yield NameRule(f"{name}linear_fc1.weight", (f"{hf_name}.up_proj.weight",), num_experts=num_experts)
+    yield NameRule(f"{name}linear_fc2.weight", (f"{hf_name}.down_proj.weight",), num_experts=num_experts)

@@ -18,7 +18,7 @@ from megatron_moe.config.costs import (
     saved_tensor,
 )
 from megatron_moe.config.functions import Balancing, Options, ScoreFunction
-from megatron_moe.config.mlp import MLPConfig, mlp_names
+from megatron_moe.config.mlp import MLPConfig, mlp_names, plain_mlp_names
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
@@ -420,10 +420,17 @@ class MoEConfig(FeedForwardConfig):
         elif model_type == "mixtral":
             yield NameRule("router.weight", ("block_sparse_moe.gate.weight",))
             yield from mlp_names("experts.", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2"), num)
+        elif model_type == "nemotron_h":
+            yield from plain_mlp_names("experts.", "mixer.experts.{e}", num)
+            yield from plain_mlp_names("shared_experts.", "mixer.shared_experts")
+            for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
+                yield NameRule(name, (f"mixer.{name}",))
+            yield NameRule("router.weight", ("mixer.gate.weight",))
+            yield NameRule("router.expert_bias", ("mixer.gate.e_score_correction_bias",))
         else:
             yield NameRule("router.weight", ("mlp.gate.weight",))
             yield from mlp_names("experts.", "mlp.experts.{e}", num_experts=num)
-            shared = "mlp.shared_expert" if model_type == "qwen2_moe" else "mlp.shared_experts"
+            shared = "mlp.shared_expert" if model_type.startswith("qwen") else "mlp.shared_experts"
             yield from mlp_names("shared_experts.", shared)
             yield NameRule("shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",))
             yield NameRule("router.expert_bias", ("mlp.gate.e_score_correction_bias",))

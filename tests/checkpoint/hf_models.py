@@ -72,7 +72,76 @@ _LLAMA3 = _rope(
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
     """One or more configurations of every family, by a name for test ids."""
-    return {**_softmax_routers(), **_deepseek(), **_gpt_oss_and_glm()}
+    return {**_softmax_routers(), **_deepseek(), **_gpt_oss_and_glm(), **_delta_nets(), **_nemotron()}
+
+
+def _delta_nets() -> dict[str, transformers.PretrainedConfig]:
+    """Qwen3-Next and Qwen3.5-MoE: gated delta nets, gated attention, zero-centred norms."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    odd = {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "num_key_value_heads": 1, "head_dim": 24}
+    qwen = {**_QWEN, "shared_expert_intermediate_size": 20, "linear_key_head_dim": 12, "linear_value_head_dim": 20}
+    qwen35 = {key: value for key, value in qwen.items() if key != "intermediate_size"}
+    return {
+        # A first token's output is its value times q k^T, which may be near 0: a large eps keeps its norm from amplifying
+        # rounding.
+        "qwen3_next": transformers.Qwen3NextConfig(**{**qwen, "num_hidden_layers": 4}, **heads, rms_norm_eps=0.1),
+        "qwen3_next, odd": transformers.Qwen3NextConfig(
+            **{**qwen, "linear_key_head_dim": 9, "linear_conv_kernel_dim": 3},
+            **odd,
+            rms_norm_eps=1e-2,
+            layer_types=["full_attention", "linear_attention"],
+            norm_topk_prob=False,
+            mlp_only_layers=[0],
+            rope_parameters=_rope("default", 1e6, partial_rotary_factor=0.5),
+        ),
+        "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
+            **{**qwen35, "num_hidden_layers": 4}, **heads, rms_norm_eps=0.1
+        ),
+        "qwen3_5_moe, odd": transformers.Qwen3_5MoeTextConfig(
+            **{**qwen35, "linear_value_head_dim": 15},
+            **odd,
+            layer_types=["linear_attention", "full_attention"],
+            rms_norm_eps=1e-4,
+        ),
+    }
+
+
+def _nemotron() -> dict[str, transformers.PretrainedConfig]:
+    """Nemotron-H with experts in a latent space, and with groups of experts; transformers bounds time steps from below,
+    which is switched off."""
+    common = {key: value for key, value in _COMMON.items() if key != "num_hidden_layers"}
+    sizes = {"intermediate_size": 40, "n_routed_experts": 8, "moe_intermediate_size": 12, "time_step_min": 1e-12}
+    sizes |= {"moe_shared_expert_intermediate_size": 20}
+    return {
+        "nemotron_h": transformers.NemotronHConfig(
+            **common,
+            **sizes,
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
+            num_key_value_heads=2,
+            head_dim=8,
+            ssm_state_size=10,
+            mamba_num_heads=6,
+            mamba_head_dim=5,
+            n_groups=3,
+            moe_latent_size=16,
+            routed_scaling_factor=2.5,
+        ),
+        "nemotron_h, groups": transformers.NemotronHConfig(
+            **{**common, "num_experts_per_tok": 4},
+            **sizes,
+            layers_block_type=["moe", "linear_attention", "full_attention"],
+            num_key_value_heads=4,
+            head_dim=12,
+            ssm_state_size=16,
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            n_groups=1,
+            conv_kernel=3,
+            n_group=4,
+            topk_group=2,
+            layer_norm_epsilon=1e-4,
+        ),
+    }
 
 
 def _softmax_routers() -> dict[str, transformers.PretrainedConfig]:

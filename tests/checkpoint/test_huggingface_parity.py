@@ -145,7 +145,9 @@ def test_a_generated_config_has_the_logits_of_the_published_one(name: str, tmp_p
     )
     assert [type(model).__name__] == values["architectures"] and (tmp_path / "out/generation_config.json").is_file()
     tokens_BS = tokens()
-    EXACT.check_all({"logits": model.eval()(tokens_BS).logits}, {"logits": published(tokens_BS).logits}, name)
+    # Qwen3.5-MoE is written as Qwen3-Next, which computes the same with other matrix products
+    tolerance = EXACT if isinstance(published, type(model)) else FP32_PARITY
+    tolerance.check_all({"logits": model.eval()(tokens_BS).logits}, {"logits": published(tokens_BS).logits}, name)
 
 
 def test_a_model_of_no_family_is_rejected(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Converts a Hugging Face config.json to a ModelConfig. Each model family has its own function for the layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,9 +14,12 @@ from megatron_moe.checkpoint.huggingface.config_reader import (
     read_rope,
 )
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, yarn_mscale
+from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
 from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
-from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 
@@ -56,11 +59,11 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
         vocab_size=hf_config.integer("vocab_size"),
         layers=layers,
         norm=layers[0].norm,
-        position_embedding="rope",
+        position_embedding="rope" if any(layer.mixer.rotary_tables for layer in layers) else "none",
         max_positions=hf_config.get("max_position_embeddings", 4096),
         tied_embeddings=hf_config.get("tie_word_embeddings", False),
         mtp=MTPConfig(num_layers=num_mtp) if num_mtp else None,
-        init=InitConfig(std=std, output_std=std / (2 * len(layers)) ** 0.5),
+        init=InitConfig(std=std, output_std=std / sum(len(layer.sublayers) for layer in layers) ** 0.5),
     )
 
 
@@ -111,6 +114,96 @@ def olmoe(config: HFConfig) -> tuple[LayerConfig, ...]:
     return _qwen_layers(config, norm, mixer, _softmax_moe(config, "num_experts", "intermediate_size"))
 
 
+def qwen3_next(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of Qwen3-Next and Qwen3.5-MoE: gated delta nets, and in some layers attention with an output gate; norms
+    with a weight of 1 + w; experts as in Qwen3-MoE and a gated shared expert. Layers of multi-token prediction, which
+    transformers does not load either, are omitted."""
+    norm, bias = replace(read_norm(config, 1e-6), zero_centered=True), config.get("attention_bias", False)
+    attention = _attention(
+        config, norm, qk_norm="per_head", qkv_bias=bias, out_bias=bias, output_gate=True, rotary_factor=0.25
+    )
+    delta_net = GatedDeltaNetConfig(
+        hidden_size=config.integer("hidden_size"),
+        num_key_heads=config.get("linear_num_key_heads", 16),
+        num_value_heads=config.get("linear_num_value_heads", 32),
+        key_head_dim=config.get("linear_key_head_dim", 128),
+        value_head_dim=config.get("linear_value_head_dim", 128),
+        conv_width=config.get("linear_conv_kernel_dim", 4),
+        norm=read_norm(config, 1e-6),
+    )
+    shared = SharedExpertsConfig(mlp=read_mlp(config, config.integer("shared_expert_intermediate_size")), gate=True)
+    num_experts, width = config.integer(_experts_key(config)), config.integer("moe_intermediate_size")
+    # Qwen3.5 has no key norm_topk_prob: it always renormalises
+    moe = read_moe(config, num_experts, width, shared=shared, pre_softmax=not config.get("norm_topk_prob", True))
+    layers = _qwen_layers(config, norm, attention, moe)
+    every = config.get("full_attention_interval", 4)
+    default = ["linear_attention" if (index + 1) % every else "full_attention" for index in range(len(layers))]
+    mixers = {"linear_attention": delta_net, "full_attention": attention}
+    kinds = _layer_kinds(config, "layer_types", tuple(mixers), default)
+    return tuple(replace(layer, mixer=mixers[kind]) for layer, kind in zip(layers, kinds, strict=True))
+
+
+def nemotron_h(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of Nemotron-H and Nemotron-3: one module each, Mamba-2, attention without positions, MLP or experts, with
+    squared ReLU. transformers bounds time steps by time_step_min; Megatron and we do not, as in the papers."""
+    for key in ("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "residual_in_fp32"):
+        config.refuse_if(bool(config.get(key, False)), f"has {key}")
+    config.refuse_if(not config.get("use_conv_bias", True), "has no biases in its convolutions (use_conv_bias)")
+    config.refuse_other("mlp_hidden_act", "relu2")
+    config.refuse_other("mamba_hidden_act", "silu")
+    hidden, norm = (
+        config.integer("hidden_size"),
+        NormConfig(kind="RMSNorm", eps=float(config.get("layer_norm_epsilon", 1e-5))),
+    )
+    squared_relu = ActivationConfig(kind="squared_relu")
+
+    def mlp(width: int) -> MLPConfig:
+        return MLPConfig(hidden_size=hidden, ffn_hidden_size=width, activation=squared_relu)
+
+    def experts() -> MoEConfig:
+        shared = mlp(config.integer("moe_shared_expert_intermediate_size"))
+        moe = _sigmoid_moe(config, activation=squared_relu, shared=SharedExpertsConfig(mlp=shared))
+        latent = config.get("moe_latent_size", None)
+        return replace(moe, latent_size=latent, experts=replace(moe.experts, hidden_size=latent or hidden))
+
+    mamba = MambaConfig(
+        hidden_size=hidden,
+        num_key_heads=config.integer("n_groups"),
+        num_value_heads=config.integer("mamba_num_heads"),
+        key_head_dim=config.integer("ssm_state_size"),
+        value_head_dim=config.integer("mamba_head_dim"),
+        conv_width=config.get("conv_kernel", 4),
+        norm=norm,
+    )
+    attention = replace(_attention(config, norm), rope=None)
+    no_mixer, none = NoMixer(hidden_size=hidden), NoFeedForward()
+    modules: dict[str, Callable[[], tuple[MixerConfig, FeedForwardConfig]]] = {
+        "linear_attention": lambda: (mamba, none),
+        "full_attention": lambda: (attention, none),
+        "mlp": lambda: (no_mixer, mlp(config.integer("intermediate_size"))),
+        "moe": lambda: (no_mixer, experts()),
+    }
+    letters = dict(zip("M*-E", modules, strict=True))
+    default = [letters.get(letter, letter) for letter in config.get("hybrid_override_pattern", "")]
+    kinds = _layer_kinds(config, "layers_block_type", tuple(modules), default)
+    built = {kind: modules[kind]() for kind in dict.fromkeys(kinds)}
+    return tuple(LayerConfig(mixer=built[kind][0], feed_forward=built[kind][1], norm=norm) for kind in kinds)
+
+
+_OLD_KINDS = MappingProxyType({"mamba": "linear_attention", "attention": "full_attention"})
+
+
+def _layer_kinds(config: HFConfig, key: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Kind of every layer, from the list `key`. Raises CheckpointProblem if one is not `known`."""
+    kinds = [_OLD_KINDS.get(kind, kind) for kind in config.get(key, default)]
+    unknown = sorted({str(kind) for kind in kinds} - set(known))
+    config.refuse_if(bool(unknown), f"has layers of the types {', '.join(unknown)} ({key})")
+    config.refuse_if(not kinds, f"has no layers ({key})")
+    num_layers = config.get("num_hidden_layers", len(kinds))
+    config.refuse_if(len(kinds) != num_layers, f"has {num_layers} layers and {len(kinds)} {key}")
+    return kinds
+
+
 def gpt_oss(config: HFConfig) -> tuple[LayerConfig, ...]:
     """Layers of GPT-OSS (arXiv 2508.10925): attention sinks, alternating windows, biases everywhere, clamped GeGLU."""
     alpha, clamp = config.get("swiglu_alpha", 1.702), float(config.get("swiglu_limit", 7.0))
@@ -130,10 +223,7 @@ def gpt_oss(config: HFConfig) -> tuple[LayerConfig, ...]:
     )
     mixers = {"sliding_attention": windowed, "full_attention": full}
     num_layers = config.integer("num_hidden_layers")
-    kinds = config.get("layer_types", [*mixers] * num_layers)[:num_layers]
-    unknown = sorted({str(kind) for kind in kinds} - set(mixers))
-    config.refuse_if(bool(unknown), f"has layers of the types {', '.join(unknown)} (layer_types)")
-    config.refuse_if(len(kinds) < num_layers, f"has {num_layers} layers and {len(kinds)} layer_types")
+    kinds = _layer_kinds(config, "layer_types", tuple(mixers), ([*mixers] * num_layers)[:num_layers])
     return tuple(LayerConfig(mixer=mixers[kind], feed_forward=moe, norm=norm) for kind in kinds)
 
 
@@ -166,7 +256,7 @@ def deepseek_v3(config: HFConfig) -> tuple[LayerConfig, ...]:
     return _deepseek_layers(config, _sigmoid_moe(config), interleaved=config.get("rope_interleave", True))
 
 
-def _sigmoid_moe(config: HFConfig) -> MoEConfig:
+def _sigmoid_moe(config: HFConfig, **options: Any) -> MoEConfig:
     """Reads the MoE layer of DeepSeek-V3: sigmoid scores, expert bias, expert groups, shared experts.
 
     Our router renormalises scores if and only if top-k > 1. Its score of a group is the sum of the topk // group_topk
@@ -180,7 +270,7 @@ def _sigmoid_moe(config: HFConfig) -> MoEConfig:
         num_groups > 1 and topk // group_topk != 2,
         f"scores groups by their best 2 experts at top-{topk} in {group_topk} groups",
     )
-    return _deepseek_moe(config, num_groups > 1, score_function="sigmoid", expert_bias=True)
+    return _deepseek_moe(config, num_groups > 1, score_function="sigmoid", expert_bias=True, **options)
 
 
 FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingProxyType(
@@ -188,6 +278,9 @@ FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingP
         "mixtral": mixtral,
         "qwen2_moe": qwen2_moe,
         "qwen3_moe": qwen3_moe,
+        "qwen3_next": qwen3_next,
+        "qwen3_5_moe_text": qwen3_next,
+        "nemotron_h": nemotron_h,
         "olmoe": olmoe,
         "gpt_oss": gpt_oss,
         "glm4_moe": glm4_moe,
@@ -256,20 +349,21 @@ def _qwen_layers(config: HFConfig, norm: NormConfig, mixer: AttentionConfig, moe
     return read_layers(config, norm, mixer, moe, lambda i: (i + 1) % step != 0 or i in dense)
 
 
-def _deepseek_moe(config: HFConfig, grouped: bool, **router: Any) -> MoEConfig:
-    """Builds a DeepSeek MoE layer, whose shared experts form one MLP. `router`: further fields of RouterConfig."""
+def _deepseek_moe(config: HFConfig, grouped: bool, **options: Any) -> MoEConfig:
+    """Builds a DeepSeek MoE layer, whose shared experts form one MLP. `options`: further arguments of `read_moe`."""
     ffn_hidden_size, num_shared = config.integer("moe_intermediate_size"), config.get("n_shared_experts", 0)
+    if num_shared and "shared" not in options:
+        options["shared"] = SharedExpertsConfig(mlp=read_mlp(config, num_shared * ffn_hidden_size))
     scaling_factor = float(config.get("routed_scaling_factor", 1.0))
     return read_moe(
         config,
         config.integer("n_routed_experts"),
         ffn_hidden_size,
-        shared=SharedExpertsConfig(mlp=read_mlp(config, num_shared * ffn_hidden_size)) if num_shared else None,
         num_groups=config.get("n_group", 1) if grouped else None,
         group_topk=config.get("topk_group", 1) if grouped else None,
         scaling_factor=None if scaling_factor == 1.0 else scaling_factor,
         dtype="fp32",
-        **router,
+        **options,
     )
 
 

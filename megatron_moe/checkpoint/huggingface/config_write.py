@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.config.attention import AttentionConfig, RopeConfig, SoftmaxMixerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.linear_attention import LinearAttentionConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import MLPConfig
-from megatron_moe.config.model import LayerConfig, ModelConfig
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.text import listed
@@ -71,28 +74,30 @@ def generated_config(model: ModelConfig, vocab_size: int) -> Values:
 
 def _common(model: ModelConfig, vocab_size: int) -> Values:
     """Keys that all families have."""
-    first, moe = model.layers[0], model.moe_configs[0]
+    first, moe, attention = model.layers[0], model.moe_configs[0], _softmax_mixers(model)[0]
     return {
         "hidden_size": model.hidden_size,
         "vocab_size": vocab_size,
         "num_hidden_layers": len(model.layers),
-        "num_attention_heads": _mixer(first).num_heads,
+        "num_attention_heads": attention.num_heads,
         "num_experts_per_tok": moe.router.topk,
         "max_position_embeddings": model.max_positions,
         "tie_word_embeddings": model.tied_embeddings,
         "initializer_range": model.init.std,
         "rms_norm_eps": first.norm.eps,
-        "attention_dropout": _mixer(first).core.dropout,
+        "attention_dropout": attention.core.dropout,
         "hidden_act": "silu",
         "router_aux_loss_coef": max(moe.router.aux_loss_coeffs, default=0.0),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
 
 
-def _mixer(layer: LayerConfig) -> SoftmaxMixerConfig:
-    if not isinstance(layer.mixer, SoftmaxMixerConfig):
+def _softmax_mixers(model: ModelConfig) -> list[SoftmaxMixerConfig]:
+    """Mixers of the layers with softmax attention."""
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, SoftmaxMixerConfig)]
+    if not mixers:
         raise _NoFamily
-    return layer.mixer
+    return mixers
 
 
 def _rope(rope: RopeConfig | None) -> Values:
@@ -113,11 +118,20 @@ def _rope(rope: RopeConfig | None) -> Values:
 
 
 def _grouped(model: ModelConfig) -> tuple[AttentionConfig, Values]:
-    """Attention of the first layer and its keys."""
-    mixer = next((layer.mixer for layer in model.layers if _mixer(layer).core.window), model.layers[0].mixer)
+    """Attention of the first layer that has any, if possible with a window, and its keys."""
+    mixers = _softmax_mixers(model)
+    mixer = next((each for each in mixers if each.core.window), mixers[0])
     if not isinstance(mixer, AttentionConfig):
         raise _NoFamily
     return mixer, {"num_key_value_heads": mixer.num_query_groups, "head_dim": mixer.head_dim, **_rope(mixer.rope)}
+
+
+def _linear(model: ModelConfig, kind: type[LinearAttentionConfig]) -> LinearAttentionConfig:
+    """First mixer of a kind of linear attention."""
+    mixer = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, kind)), None)
+    if mixer is None:
+        raise _NoFamily
+    return mixer
 
 
 def _dense(model: ModelConfig) -> tuple[list[int], MLPConfig | None]:
@@ -158,6 +172,60 @@ def _qwen3_moe(model: ModelConfig, moe: MoEConfig) -> Values:
     return {**keys, **_softmax(model, moe), **windowed, "attention_bias": mixer.qkv_bias}
 
 
+def _qwen3_next(model: ModelConfig, moe: MoEConfig) -> Values:
+    (mixer, keys), linear = _grouped(model), _linear(model, GatedDeltaNetConfig)
+    if moe.shared is None or mixer.rope is None:
+        raise _NoFamily
+    is_linear = [isinstance(layer.mixer, GatedDeltaNetConfig) for layer in model.layers]
+    return {
+        **keys,
+        **_softmax(model, moe),
+        "shared_expert_intermediate_size": moe.shared.mlp.ffn_hidden_size,
+        "attention_bias": mixer.qkv_bias,
+        "partial_rotary_factor": mixer.rope.dim / mixer.head_dim,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_linear],
+        "linear_num_key_heads": linear.num_key_heads,
+        "linear_num_value_heads": linear.num_value_heads,
+        "linear_key_head_dim": linear.key_head_dim,
+        "linear_value_head_dim": linear.value_head_dim,
+        "linear_conv_kernel_dim": linear.conv_width,
+    }
+
+
+def _nemotron_h(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, mamba = _softmax_mixers(model)[0], _linear(model, MambaConfig)
+    _, mlp = _dense(model)
+    if not isinstance(mixer, AttentionConfig) or moe.shared is None:
+        raise _NoFamily
+    kinds = []
+    for layer in model.layers:
+        of_mixer = "linear_attention" if isinstance(layer.mixer, MambaConfig) else "full_attention"
+        kinds.append(of_mixer if layer.mixer.present else "moe" if layer.is_moe else "mlp")
+    return {
+        "layers_block_type": kinds,
+        "num_key_value_heads": mixer.num_query_groups,
+        "head_dim": mixer.head_dim,
+        "layer_norm_epsilon": model.norm.eps,
+        "mlp_hidden_act": "relu2",
+        "n_groups": mamba.num_key_heads,
+        "mamba_num_heads": mamba.num_value_heads,
+        "mamba_head_dim": mamba.value_head_dim,
+        "ssm_state_size": mamba.key_head_dim,
+        "conv_kernel": mamba.conv_width,
+        "time_step_min": 1e-12,  # lower bound of time steps in transformers, which this model does not have
+        "n_routed_experts": moe.experts.num_experts,
+        "moe_intermediate_size": moe.experts.ffn_hidden_size,
+        "intermediate_size": mlp.ffn_hidden_size if mlp else moe.experts.ffn_hidden_size,
+        "moe_latent_size": moe.latent_size,
+        "moe_shared_expert_intermediate_size": moe.shared.mlp.ffn_hidden_size,
+        "n_shared_experts": 1,
+        "n_group": moe.router.num_groups or 1,
+        "topk_group": moe.router.group_topk or 1,
+        "routed_scaling_factor": moe.router.scaling_factor or 1.0,
+        "norm_topk_prob": moe.router.topk > 1,
+    }
+
+
 def _qwen2_moe(model: ModelConfig, moe: MoEConfig) -> Values:
     mixer, keys = _grouped(model)
     if moe.shared is None or keys.pop("head_dim") * mixer.num_heads != model.hidden_size:
@@ -176,7 +244,7 @@ def _olmoe(model: ModelConfig, moe: MoEConfig) -> Values:
 
 def _gpt_oss(model: ModelConfig, moe: MoEConfig) -> Values:
     mixer, keys = _grouped(model)
-    windows = [_mixer(layer).core.window for layer in model.layers]
+    windows = [each.core.window for each in _softmax_mixers(model)]
     return {
         **keys,
         "num_local_experts": moe.experts.num_experts,
@@ -253,6 +321,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mixtral": Family("MixtralForCausalLM", _mixtral),
         "qwen3_moe": Family("Qwen3MoeForCausalLM", _qwen3_moe),
         "qwen2_moe": Family("Qwen2MoeForCausalLM", _qwen2_moe),
+        "qwen3_next": Family("Qwen3NextForCausalLM", _qwen3_next),
+        "nemotron_h": Family("NemotronHForCausalLM", _nemotron_h),
         "olmoe": Family("OlmoeForCausalLM", _olmoe),
         "gpt_oss": Family("GptOssForCausalLM", _gpt_oss),
         "glm4_moe": Family("Glm4MoeForCausalLM", _glm4_moe),

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,16 +50,20 @@ Weights [E, H, 2F] <-> [E, 2F, H], biases [E, 2F] <-> [E, 2F].
 """
 
 
-def query_key_value(num_groups: int, heads_per_group: int) -> Transform:
-    """Hugging Face q, k and v matrices <-> our fused matrix. Its rows are, for each query group: q heads, k, v."""
+def query_key_value(num_groups: int, heads_per_group: int, num_parts: int = 1) -> Transform:
+    """Hugging Face q, k and v matrices <-> our fused matrix. Its rows are, for each query group: q heads, gates of the
+    heads if `num_parts` is 2, k, v. The Hugging Face q matrix has the gate of a head after the head."""
 
     def from_hf(tensors: Sequence[Tensor]) -> Tensor:
-        parts = [part.reshape(num_groups, -1, *part.shape[1:]) for part in tensors]
-        return torch.cat(parts, dim=1).flatten(0, 1)
+        q, *others = (part.reshape(num_groups, -1, *part.shape[1:]) for part in tensors)
+        q = q.unflatten(1, (heads_per_group, num_parts, -1)).transpose(1, 2).flatten(1, 3)
+        return torch.cat([q, *others], dim=1).flatten(0, 1)
 
     def to_hf(tensor: Tensor) -> list[Tensor]:
-        groups = tensor.reshape(num_groups, heads_per_group + 2, -1, *tensor.shape[1:])
-        return [part.flatten(0, 2) for part in groups.split([heads_per_group, 1, 1], dim=1)]
+        groups = tensor.reshape(num_groups, num_parts * heads_per_group + 2, -1, *tensor.shape[1:])
+        q, k, v = groups.split([num_parts * heads_per_group, 1, 1], dim=1)
+        q = q.unflatten(1, (num_parts, heads_per_group)).transpose(1, 2).flatten(1, 2)
+        return [part.flatten(0, 2) for part in (q, k, v)]
 
     return Transform(from_hf, to_hf)
 
@@ -94,15 +99,29 @@ class WeightMapping:
     transform: Transform
 
 
-_NORMS = (
-    NameRule("input_layernorm.weight", ("input_layernorm.weight",)),
-    NameRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+class _Names(NamedTuple):
+    """Names of a family outside the components of its layers."""
+
+    layers: str = "model.layers"
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    """Norms before mixer and feed-forward module, relative to the layer."""
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+
+    def model_rules(self) -> tuple[NameRule, ...]:
+        """Rules of the parameters outside layers."""
+        return (
+            NameRule("embedding.word_embeddings.weight", (f"{self.embedding}.weight",)),
+            NameRule("decoder.final_layernorm.weight", (f"{self.final_norm}.weight",)),
+            NameRule("output_layer.weight", ("lm_head.weight",)),
+        )
+
+
+_NAMES: Mapping[str, _Names] = MappingProxyType(
+    {"nemotron_h": _Names("backbone.layers", ("norm", "norm"), "backbone.embeddings", "backbone.norm_f")}
 )
-_MODEL_RULES = (
-    NameRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
-    NameRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    NameRule("output_layer.weight", ("lm_head.weight",)),
-)
+"""Names by `model_type`, where they are not the usual ones."""
+_USUAL = _Names()
 _VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
 
 _MTP = (
@@ -132,7 +151,8 @@ def map_names(
     """
     num_layers = len(published.layers)
     by_layer = [_layer_rules(model_type, layer) for layer in (*model.layers, model.mtp_layer)]
-    tables = ((_MTP_NAME, _by_name(_MTP), num_layers), (_MODEL_NAME, _by_name(_MODEL_RULES), 0))
+    family = _NAMES.get(model_type, _USUAL)
+    tables = ((_MTP_NAME, _by_name(_MTP), num_layers), (_MODEL_NAME, _by_name(family.model_rules()), 0))
     mappings: list[WeightMapping] = []
     unknown: list[str] = []
     for name in names:
@@ -140,7 +160,7 @@ def map_names(
         if found is None:
             unknown.append(name)
         else:
-            mappings += _expand(name, *found, model, published)
+            mappings += _expand(name, *found, family, model, published)
     return mappings, unknown
 
 
@@ -162,8 +182,10 @@ def _find(
 
 def _layer_rules(model_type: str, layer: LayerConfig) -> dict[str, NameRule]:
     """Rules of a layer's parameters, by their name in the layer."""
-    rules = {rule.name: rule for rule in _NORMS}
-    for prefix, _, component in layer.sublayers:
+    rules: dict[str, NameRule] = {}
+    for prefix, norm, component in layer.sublayers:
+        hf_norm = _NAMES.get(model_type, _USUAL).norms[prefix == "mlp"]
+        rules[f"{norm}.weight"] = NameRule(f"{norm}.weight", (f"{hf_norm}.weight",))
         rules |= {f"{prefix}.{rule.name}": rule for rule in component.name_rules(model_type)}
     return rules
 
@@ -182,7 +204,7 @@ def _find_in_layer(
 
 
 def _expand(
-    name: str, rule: NameRule, layer: int | None, model: ModelConfig, published: ModelConfig
+    name: str, rule: NameRule, layer: int | None, family: _Names, model: ModelConfig, published: ModelConfig
 ) -> list[WeightMapping]:
     if layer is None:
         vocabulary = padded_rows(published.vocab_size, model.vocab_size)
@@ -190,7 +212,7 @@ def _expand(
     transform = TRANSFORMS[rule.transform] if rule.transform in TRANSFORMS else resolve(rule.transform)
     if not isinstance(transform, Transform):
         transform = transform(*rule.arguments)
-    mapping = WeightMapping(name, None, tuple(f"model.layers.{layer}.{part}" for part in rule.hf_names), transform)
+    mapping = WeightMapping(name, None, tuple(f"{family.layers}.{layer}.{part}" for part in rule.hf_names), transform)
     if "{e}" not in rule.hf_names[0]:
         return [mapping]
     return [
