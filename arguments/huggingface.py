@@ -16,7 +16,10 @@ from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.checkpoint.huggingface.config_write import NoPublishedFamily, generated_config
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, RopeConfig, SoftmaxMixerConfig
+from megatron_moe.config.component import Component
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
@@ -91,7 +94,7 @@ def _activation(activation: ActivationConfig) -> dict[str, Any]:
 
 
 def _mixer(model: ModelConfig, biased: bool) -> dict[str, Any]:
-    mixer = model.layers[0].mixer
+    mixer = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, SoftmaxMixerConfig)), None)
     assert isinstance(mixer, AttentionConfig | MLAConfig), f"no flags describe {mixer}"
     latent = isinstance(mixer, MLAConfig)
     kind = "learned_absolute" if model.position_embedding == "learned_absolute" else "none"
@@ -105,7 +108,46 @@ def _mixer(model: ModelConfig, biased: bool) -> dict[str, Any]:
         **(_latent(mixer) if isinstance(mixer, MLAConfig) else _grouped(mixer, biased)),
         **(_rotation(rotations[0], mixer) if rotations else {}),
         **({} if latent or not rotations else _unrotated(model.layers)),
+        **_other_mixers(model.layers),
     }
+
+
+def _other_mixers(layers: Sequence[LayerConfig]) -> dict[str, Any]:
+    """Flags of layers with linear attention, and of layers with one module."""
+    found: dict[str, Any] = {}
+    mixers = [layer.mixer for layer in layers]
+    delta_net = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetConfig)), None)
+    mamba = next((mixer for mixer in mixers if isinstance(mixer, MambaConfig)), None)
+    if delta_net is not None:
+        found |= {
+            "linear_num_key_heads": delta_net.num_key_heads,
+            "linear_num_value_heads": delta_net.num_value_heads,
+            "linear_key_head_dim": delta_net.key_head_dim,
+            "linear_value_head_dim": delta_net.value_head_dim,
+            "linear_conv_kernel_dim": delta_net.conv_width,
+        }
+    if mamba is not None:
+        found |= {
+            "mamba_num_groups": mamba.num_key_heads,
+            "mamba_num_heads": mamba.num_value_heads,
+            "mamba_state_dim": mamba.key_head_dim,
+            "mamba_head_dim": mamba.value_head_dim,
+        }
+    if mamba is not None or any(len(layer.sublayers) < 2 for layer in layers):
+        feed_forwards = [layer.feed_forward for layer in layers]
+        found |= {"mixer": tuple(map(_name_of, mixers)), "feed_forward": tuple(map(_name_of, feed_forwards))}
+    elif delta_net is not None:
+        is_linear = tuple(isinstance(mixer, GatedDeltaNetConfig) for mixer in mixers)
+        variant = "gated_delta_net"
+        pattern = _pattern(is_linear, lambda every: derive.linear_layers(len(layers), variant, every))
+        found |= {"experimental_attention_variant": variant, "linear_attention_freq": pattern}
+    return found
+
+
+def _name_of(component: Component) -> str:
+    """Value of `--mixer` or `--feed-forward` that selects a component."""
+    names = {MambaConfig: "mamba", GatedDeltaNetConfig: "gated_delta_net", MLPConfig: "mlp", MoEConfig: "moe"}
+    return names.get(type(component), "auto") if component.present else "none"
 
 
 def _core(core: CoreAttentionConfig, windows: Sequence[tuple[int, int] | None]) -> dict[str, Any]:
@@ -180,7 +222,8 @@ def _yarn(rope: RopeConfig, latent: bool) -> dict[str, Any]:
 
 
 def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
-    rotated = tuple(bool(layer.mixer.rotary_tables) for layer in layers)
+    softmax = (isinstance(layer.mixer, SoftmaxMixerConfig) for layer in layers)
+    rotated = tuple(not has or bool(layer.mixer.rotary_tables) for layer, has in zip(layers, softmax, strict=True))
     if all(rotated):
         return {"no_rope_freq": None}
     pattern = _pattern(rotated, lambda every: derive.rotated_layers(len(layers), every))

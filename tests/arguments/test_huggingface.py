@@ -51,6 +51,10 @@ ARCHITECTURES = (
     "--no-group-query-attention --multi-latent-attention --q-lora-rank 24 --rotary-scaling-factor 4 --mscale 0.7 "
     "--mscale-all-dim 0.7 --original-max-position-embeddings 64",
     "--num-experts 0 --moe-aux-loss-coeff 0",
+    "--hybrid-layer-pattern ME*- --position-embedding-type none --squared-relu --no-swiglu --mamba-num-groups 2 "
+    "--mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 12 --moe-latent-size 32",
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-value-heads 16 "
+    "--linear-key-head-dim 24 --linear-value-head-dim 20 --linear-conv-kernel-dim 3 --attention-output-gate",
 )
 """More of what a command line can ask of a model."""
 

@@ -26,7 +26,16 @@ from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 
 BY_NAME = {case.name: case for case in CASES}
-SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280, "x2": 32000, "m27": 163840, "q24": 151936}
+SHAPES = {
+    "qn4": 151_936,
+    "nn9": 131_072,
+    "q6": 151936,
+    "m8": 163840,
+    "ds4": 129280,
+    "x2": 32000,
+    "m27": 163840,
+    "q24": 151936,
+}
 
 
 def plan_of(case: StepCase) -> RunPlan:

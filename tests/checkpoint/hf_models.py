@@ -82,8 +82,8 @@ def _delta_nets() -> dict[str, transformers.PretrainedConfig]:
     qwen = {**_QWEN, "shared_expert_intermediate_size": 20, "linear_key_head_dim": 12, "linear_value_head_dim": 20}
     qwen35 = {key: value for key, value in qwen.items() if key != "intermediate_size"}
     return {
-        # A first token's output is its value times q k^T, which may be near 0: a large eps keeps its norm from amplifying
-        # rounding.
+        # A first token's output is its value times q k^T, which may be near 0: a large eps keeps its norm from
+        # amplifying rounding.
         "qwen3_next": transformers.Qwen3NextConfig(**{**qwen, "num_hidden_layers": 4}, **heads, rms_norm_eps=0.1),
         "qwen3_next, odd": transformers.Qwen3NextConfig(
             **{**qwen, "linear_key_head_dim": 9, "linear_conv_kernel_dim": 3},
