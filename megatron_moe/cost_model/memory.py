@@ -417,7 +417,8 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Moment with the most saved bytes. A microbatch of chunk i saves chunks[i] in flight and late[i] when delayed."""
+    """Moment with the most saved bytes. A microbatch in flight saves chunks[i] in chunk i, and one whose weight
+    gradients are delayed late[i]."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 

@@ -2,6 +2,8 @@
 
 Order of operations: input jitter, gate projection, forced logits (benchmarks), selection (one kernel op, which also
 computes all sums over tokens), capacity limit, auxiliary losses, token counts.
+
+A choice is the assignment of a token to one of its top-k experts: a microbatch of T tokens has T * K choices.
 """
 
 from dataclasses import replace

@@ -142,7 +142,8 @@ class Muon:
         return orthogonal
 
     def _orthogonal(self, piece: ParamPiece, update: Tensor, kernels: Kernels) -> Tensor:
-        """Orthogonal matrices [n, rows, columns] of this rank's shards. `piece`: one of the pieces of `update`."""
+        """Orthogonalises the matrices of which `update`, [n, rows, columns], are this rank's shards; returns the shards
+        of the result."""
         mode = self._mode(piece)
         if mode == "duplicated":
             return piece.shard_of(self._of_parts(piece, piece.gathered(update), kernels))

@@ -177,7 +177,8 @@ class RunStatus:
         return [failure for failure in failures if failure is not None and failure.time >= begun]
 
     def _earlier(self) -> StatusReport:
-        """Content of status.json, by an earlier start or another rank; a default report if there is none."""
+        """Content of status.json, which an earlier start or another rank has written; a default report if there is
+        none."""
         try:
             if self._run_dir is not None:
                 return StatusReport(**json.loads((self._run_dir / STATUS).read_text()))

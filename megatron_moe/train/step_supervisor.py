@@ -70,13 +70,13 @@ class StepSupervisor:
         self._reader.restart_clock()
 
     def _push(self, outcome: StepOutcome) -> None:
-        """Judges the step before `outcome`, or repeats both if the former overflowed."""
+        """Checks the results of the step before `outcome`; repeats both steps if its rows overflowed."""
         previous = self._reader.push(outcome)
         if previous is None or self._handle(previous):
             self._log.cut_metrics(outcome.iteration)
 
     def _handle(self, result: StepResult) -> bool:
-        """Logs and judges a step. Returns False if it and the step after it were repeated instead."""
+        """Logs and checks a step. Returns False if it and the step after it were repeated instead."""
         if result.extra.get("overflow"):
             self._repeat_from(result)
             return False

@@ -326,7 +326,8 @@ class _CapturedBackward:
         return result
 
     def _add_weight_grads(self) -> None:
-        """Submits the replay as the gradient of the first weight. Those of the others then have been written."""
+        """Submits the replay as the gradient of the first weight. The replay also writes the gradients of the
+        others."""
         first, *others = self._accumulators
         first.add(self._replay_weight_grads)
         for accumulator in others:

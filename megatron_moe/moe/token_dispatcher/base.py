@@ -120,7 +120,7 @@ class Dispatcher(ABC, Generic[Handle]):
     """Sends the tokens of one layer to the ranks of their experts, and the results back."""
 
     def __init__(self, comm: "ExpertComm", formats: RowFormats = PLAIN_ROWS) -> None:
-        """`formats`: FP8 formats and a gather in fc1 only if the transport of `comm` supports them."""
+        """`formats` may name FP8 formats and a gather in fc1 only if the transport of `comm` supports them."""
         self.comm, self.kernels, self.formats = comm, comm.kernels, formats
         self.num_local = comm.num_experts // comm.ep.size
 

@@ -87,8 +87,10 @@ class Transport(ABC):
     def start_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Work:
-        """Starts to send tokens to the ranks of their experts, with ids and probabilities; None for gradients of
-        combine, which go the same way. `fmt`: FP8 format in which tokens are sent; None means their dtype."""
+        """Starts to send tokens [T, H], or gradients of combine, to the ranks of their experts.
+
+        `probs_TK`: probabilities to send with the expert ids; None if gradients are sent. `fmt`: FP8 format in which
+        tokens are sent; None means their dtype."""
 
     @abstractmethod
     def finish_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:

@@ -196,7 +196,7 @@ class HierarchicalTransport(TokenTransport):
         return torch.full_like(ids_TK, -1) if self._is_emulated else ids_TK
 
     def _needed_on_host(self, ids_TK: Tensor) -> Tensor:
-        """bool [T, ranks of this host]: the rank holds a part of one of the token's experts."""
+        """Returns bool [T, ranks of this host]: True if the rank holds a part of one of the token's experts."""
         return self._needed(ids_TK).unflatten(1, (self._inter.size, self._intra.size))[:, self._inter.rank]
 
     def _needed(self, ids_TK: Tensor) -> Tensor:
