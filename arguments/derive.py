@@ -146,6 +146,12 @@ def _not_exempt(num_layers: int, pattern: LayerPattern, *, listed: int) -> tuple
     return tuple(entry == listed for entry in pattern)
 
 
+def offloaded_modules(flags: Flags) -> tuple[str, ...]:
+    """Modules of `--offload-modules`, with the parts of fused_group_mlp in its place."""
+    parts = {"fused_group_mlp": ("expert_fc1", "moe_act")}
+    return tuple(dict.fromkeys(part for name in flags.offload_modules for part in parts.get(name, (name,))))
+
+
 def windowed_layers(
     num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
 ) -> tuple[bool, ...]:

@@ -253,7 +253,7 @@ def _memory(flags: Flags) -> MemoryConfig:
         offload=from_flags(
             ActivationOffloadConfig,
             flags,
-            offload_modules=flags.offload_modules if flags.fine_grained_activation_offloading else (),
+            offload_modules=derive.offloaded_modules(flags) if flags.fine_grained_activation_offloading else (),
             optimizer_fraction=max(cpu_step, streamed),
         ),
         paged_stash=from_flags(PagedStashConfig, flags) if flags.moe_paged_stash else None,

@@ -298,9 +298,9 @@ def build_trainer(
         trainer.routing_replay = build_routing_replay(plan, trainer)
     if context.device.type == "cuda":
         check_capturable(plan.cuda_graphs, kernels)
-        record_steps(
-            trainer, CudaGraphRecorder(context.device), plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval
-        )
+        recorder = CudaGraphRecorder(context.device)
+        context.before_stop(recorder.destroy)
+        record_steps(trainer, recorder, plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval)
     return trainer
 
 

@@ -105,14 +105,31 @@ def captured_modules_are_not_offloaded(flags: RuleFlags) -> Violations:
     if not flags.fine_grained_activation_offloading or flags.cuda_graph_impl == "none":
         return
     inside: list[str] = [
-        name for part in _captured(flags) for name in flags.offload_modules if name in _OFFLOADED_IN.get(part, ())
+        name
+        for part in _captured(flags)
+        for name in derive.offloaded_modules(flags)
+        if name in _OFFLOADED_IN.get(part, ())
     ]
     if flags.cuda_graph_impl == "full_iteration":
-        inside = list(flags.offload_modules)
+        inside = list(derive.offloaded_modules(flags))
     if inside:
         yield (
             f"--offload-modules {' '.join(inside)} with {_IMPL} {flags.cuda_graph_impl}, whose graphs contain them",
             "offload modules that are not captured, such as expert_fc1 moe_act with --cuda-graph-modules attn",
+        )
+
+
+def delayed_offload_follows_graphs(flags: RuleFlags) -> Violations:
+    """Copies are delayed until the next replay, which only runs with captured modules have."""
+    if not flags.delay_offload_until_cuda_graph:
+        return
+    if not flags.fine_grained_activation_offloading:
+        problem = "--delay-offload-until-cuda-graph without --fine-grained-activation-offloading delays nothing"
+        yield problem, "leave it out"
+    elif flags.cuda_graph_impl in ("none", "full_iteration"):
+        yield (
+            f"--delay-offload-until-cuda-graph with {_IMPL} {flags.cuda_graph_impl}: no captured module is replayed",
+            "leave it out, or capture modules: --cuda-graph-impl local",
         )
 
 

@@ -97,7 +97,7 @@ def offloaded_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
         return
     if flags.recompute_granularity == "full":
         yield f"{_OFFLOAD} with {_FULL}, which saves layer inputs only", f"leave out {_OFFLOAD}"
-    inside = [name for name in flags.offload_modules if name in ("expert_fc1", "moe_act")]
+    inside = [name for name in derive.offloaded_modules(flags) if name in ("expert_fc1", "moe_act")]
     if flags.recompute_granularity == "selective" and "moe" in (flags.recompute_modules or ()) and inside:
         yield (
             f"--offload-modules {' '.join(inside)} with --recompute-modules moe, which saves no inner activations",
@@ -132,7 +132,6 @@ def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
     if not flags.moe_paged_stash:
         return
     others = {
-        "--add-bias-linear": flags.add_bias_linear,
         "--moe-apply-probs-on-input": flags.moe_apply_probs_on_input,
         "--no-moe-memory-efficient-permutation": not flags.moe_memory_efficient_permutation,
     }
@@ -145,7 +144,7 @@ def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
     """Expert activations are either offloaded, recomputed, captured in a CUDA graph, or stored in pages."""
     if not flags.moe_paged_stash:
         return
-    offloaded = [name for name in flags.offload_modules if name in ("expert_fc1", "moe_act")]
+    offloaded = [name for name in derive.offloaded_modules(flags) if name in ("expert_fc1", "moe_act")]
     selective = flags.recompute_granularity == "selective" and "moe" in (flags.recompute_modules or ())
     others = {
         f"--offload-modules {' '.join(offloaded)}": offloaded,

@@ -37,13 +37,18 @@ class OffloadFlags:
     fine_grained_activation_offloading: bool = flag(False)
     """Keep the saved tensors of the modules in `--offload-modules` in host memory between forward and backward."""
     offload_modules: tuple[
-        Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
+        Literal[
+            "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
+        ],
+        ...,
     ] = differs((), "a tensor saved by several modules is copied once")
-    """Modules whose saved tensors `--fine-grained-activation-offloading` offloads."""
+    """Modules whose saved tensors `--fine-grained-activation-offloading` offloads; fused_group_mlp means expert_fc1 and
+    moe_act."""
     min_offloaded_tensor_size: int = flag(1048576, least=0)
     """Number of elements below which `--fine-grained-activation-offloading` does not offload a tensor."""
-    delay_offload_until_cuda_graph: bool = unsupported(False, "copies are not delayed; leave it out", harmless=True)
-    """Start offload copies only after the CUDA graph of the module has been replayed."""
+    delay_offload_until_cuda_graph: bool = flag(False)
+    """Start offload copies only after the next replay of the CUDA graph of a module, so that launching them does not
+    delay the replay."""
     fine_grained_offloading_max_inflight_offloads: int | None = flag(None, least=0)
     """Maximum number of concurrent offload copies per module."""
     cpu_offloading: bool = unsupported(False, _ACTIVATIONS_STAY, harmless=True)

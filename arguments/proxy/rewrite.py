@@ -174,7 +174,7 @@ def _shorten_run(draft: Draft) -> None:
 def _replace_hardware(draft: Draft) -> None:
     draft.reset("device of this machine", "device")
     draft.reset("kernels of this machine", "kernel_backend", "kernel_per_op")
-    draft.reset("CUDA graphs need a GPU", "cuda_graph_impl", "cuda_graph_modules")
+    draft.reset("CUDA graphs need a GPU", "cuda_graph_impl", "cuda_graph_modules", "delay_offload_until_cuda_graph")
     if draft.value("moe_token_dispatcher_type") == "flex":
         draft.put("moe_token_dispatcher_type", "alltoall", "the libraries of flex need GPUs")
     if draft.value("fp16"):

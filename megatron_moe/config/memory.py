@@ -35,6 +35,8 @@ class ActivationOffloadConfig:
     (`--delta-offload-bytes-across-pp-ranks`)."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
     """Maximum number of concurrent copies to the host per module name. None means no limit."""
+    delay_offload_until_cuda_graph: bool = False
+    """Starts copies to the host after the next replay of a captured module."""
     optimizer_fraction: float = 0.0
     """Fraction of the master weights and optimizer moments that is in host memory during forward and backward."""
 

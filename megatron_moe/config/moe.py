@@ -344,9 +344,6 @@ class MoEConfig(FeedForwardConfig):
         yield tensor("activation", "R F", rows * ffn, size, marks)
         if experts.probs_on_output:
             yield tensor("results before their probability", "R H", rows * hidden, size)
-        elif experts.bias:
-            # fc2's bias, expanded to rows, is multiplied by each row's probability
-            yield tensor("bias of rows", "R H", rows * hidden, sizes.internal)
         if experts.probs_on_input:
             yield tensor("rows before their probability", "R H", rows * hidden, sizes.internal)
         if self.latent_size:

@@ -332,13 +332,14 @@ def capture_nodes(
     modules: Iterable[str],
     site: str,
     low_precision: Mapping[nn.Parameter, LinearQuantizer] = MappingProxyType({}),
+    after_replay: Callable[[], None] = lambda: None,
 ) -> tuple[Node, ...]:
     """Merges the nodes of each module in `modules` (keys of `CAPTURED_NODES`) into one captured node.
 
     If the microbatch has a graph instance, a captured node replays one CUDA graph, which is captured at first use.
     Otherwise it runs the merged nodes eagerly. Modules that the layer lacks are skipped. `site`: path of the layer.
     `low_precision`: FP8 or FP4 state of the weights. The first microbatch of a step quantises them before the replay,
-    because a graph would do so in every replay.
+    because a graph would do so in every replay. `after_replay`: called after every replay.
     """
     chain = list(nodes)
     for module in modules:
@@ -358,7 +359,7 @@ def capture_nodes(
                 cast(tuple[Parameter, ...], parameters),
                 partial(_quantize_weights, quantized),
             )
-            captured = Node(module, group[0].kind, partial(_run_captured, part), parameters)
+            captured = Node(module, group[0].kind, partial(_run_captured, part, after_replay), parameters)
             chain[span] = acquire_nodes([captured], store)
     return tuple(chain)
 
@@ -368,9 +369,12 @@ def _quantize_weights(quantized: Sequence[tuple[LinearQuantizer, nn.Parameter]])
         quantizer.weight(weight)
 
 
-def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext) -> LayerState:
+def _run_captured(
+    part: CapturedModule, after_replay: Callable[[], None], state: LayerState, mb: MicrobatchContext
+) -> LayerState:
     # A graph outlives the microbatch that it was captured with, so it must not refer to that microbatch's scope.
     result: LayerState = part(state.evolve(discard=_NO_SCOPE), mb)
+    after_replay()
     return result if result.normed_SBH is None else result.evolve(discard=state.discard)
 
 

@@ -187,6 +187,8 @@ class ActivationOffload:
         self._immediate: frozenset[At] = frozenset()
         """Pairs (microbatch, chunk) whose backward is the rank's next computation after their forward."""
         self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
+        self._delayed: list[OffloadGroup] = []
+        """Selected groups whose copies start after the next replay."""
 
     def begin_pass(self, computations: Sequence[tuple[str, At]]) -> None:
         """Sets this rank's schedule for a step: an ordered list of ("forward" or "backward", (microbatch, chunk))."""
@@ -197,6 +199,7 @@ class ActivationOffload:
             at for (kind, at), after in following if kind == "forward" and after == ("backward", at)
         )
         self._microbatches.clear()
+        self._delayed.clear()
 
     def begin_forward(self, at: At) -> None:
         """Starts a forward and selects its groups to offload. Groups opened from now on belong to this forward."""
@@ -221,10 +224,23 @@ class ActivationOffload:
         return group
 
     def end_group(self, group: OffloadGroup) -> None:
-        """Starts to offload a group if it is selected; limits the number of unfinished copies of its module."""
+        """Starts to offload a group if it is selected, now or after the next replay."""
         selected = group.microbatch.selected
         if selected is not None and group.index not in selected:
             return
+        if self.config.delay_offload_until_cuda_graph:
+            self._delayed.append(group)
+        else:
+            self._start(group)
+
+    def after_replay(self) -> None:
+        """Starts the copies that were delayed until the replay of a captured module. Called after each of them."""
+        delayed, self._delayed = self._delayed, []
+        for group in delayed:
+            self._start(group)
+
+    def _start(self, group: OffloadGroup) -> None:
+        """Starts to offload a group; limits the number of unfinished copies of its module."""
         group.offloaded = bool(group.tensors)
         in_flight = self._in_flight[group.module]
         in_flight.extend(tensor.offload() for tensor in group.alive())
@@ -235,7 +251,10 @@ class ActivationOffload:
             self.pool.copies.wait(in_flight.popleft())
 
     def begin_backward(self, group: OffloadGroup) -> None:
-        """Starts to reload `group`, whose backward has begun, and the offloaded group whose backward comes next."""
+        """Starts to reload `group`, whose backward has begun, and the offloaded group whose backward comes next. A
+        group whose copies have not started stays on the device."""
+        if group in self._delayed:
+            self._delayed.remove(group)
         group.reload()
         microbatch = group.microbatch
         if not microbatch.reload_before(group.index) and microbatch.at in self._next_backward:

@@ -100,6 +100,11 @@ class SavedTensorPolicy:
             return nullcontext()
         return _Scope(self.pack, self._policies, self.offload.begin_group(module))
 
+    def after_replay(self) -> None:
+        """Called after the replay of a captured module: starts the offload copies that were delayed until then."""
+        if self.offload is not None:
+            self.offload.after_replay()
+
     def stash_rows(self, rows_RW: Tensor, valid: Tensor) -> Scope:
         """Scope in which to run the consumers of `rows_RW`. If the paged stash is enabled, only the first `valid` rows
         (int32 scalar on the device) are saved."""

@@ -195,7 +195,9 @@ class GPT(nn.Module):
         if self.ctx.group("etp_ep").size > 1:
             wanted -= {"moe_preprocess"}  # its graph would end between the halves of the exchange's autograd functions
         for layer in self.decoder.by_index.values():
-            layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site, quantizers)
+            layer.nodes = capture_nodes(
+                layer.nodes, sorted(wanted), layer.site, quantizers, self.saved_tensors.after_replay
+            )
 
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
         """Draws the random logits of routers with a forced load and adds them to the microbatch, because CUDA graphs

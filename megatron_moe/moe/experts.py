@@ -179,8 +179,37 @@ class ExpertStack(QuantizedModule):
             return out_RO
         # on the other etp ranks the bias is 0 but gets the full gradient, so that all copies stay equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
+        out_RO = _AddBias.apply(out_RO, bias_eO, offsets_e, probs_R)  # type: ignore[no-untyped-call]
+        return out_RO
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds the bias of each row's expert, multiplied by the row's probability unless `probs_R` is None, to [R, O].
+
+    Padding rows get no bias. Backward expands the biases to rows again instead of saving them, so all that is saved has
+    the size of the probabilities.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out_RO: Tensor, bias_eO: Tensor, offsets_e: Tensor, probs_R: Tensor | None) -> Tensor:
+        ctx.save_for_backward(bias_eO, offsets_e, probs_R)
         bias_RO = _bias_of_rows(bias_eO, offsets_e, len(out_RO))
         return out_RO + (bias_RO if probs_R is None else _scale(bias_RO, probs_R)).to(out_RO.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_RO,), (bias_eO, offsets_e, probs_R) = grads, ctx.saved_tensors
+        wide_RO = grad_RO.to(internal_dtype(bias_eO.dtype))
+        grad_bias = grad_probs = None
+        if ctx.needs_input_grad[1]:
+            scaled_RO = wide_RO if probs_R is None else _scale(wide_RO, probs_R)
+            sums = wide_RO.new_zeros(len(bias_eO) + 1, bias_eO.shape[1])
+            sums.index_add_(0, expert_of_rows(offsets_e, len(grad_RO)), scaled_RO)
+            grad_bias = sums[:-1].to(bias_eO.dtype)
+        if ctx.needs_input_grad[3]:
+            bias_RO = _bias_of_rows(bias_eO, offsets_e, len(grad_RO))
+            grad_probs = bias_RO.mul_(wide_RO).sum(dim=-1).to(probs_R.dtype)
+        return grad_RO, grad_bias, None, grad_probs
 
 
 def _bias_of_rows(bias_eO: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:

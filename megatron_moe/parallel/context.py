@@ -87,6 +87,7 @@ class ParallelContext:
     def __post_init__(self) -> None:
         self.config = replace(self.config, world_size=self.process.world_size)
         self.timeout_s = 60 * self.config.distributed_timeout_minutes
+        self._before_stop: list[Callable[[], None]] = []
         self._groups: dict[str, ProcessGroup] = {}
         for name, lists in all_groups(self.config).items():
             for ranks in lists:
@@ -213,8 +214,14 @@ class ParallelContext:
         for handle in dict.fromkeys(self.handles.values()):
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), handle)
 
+    def before_stop(self, call: Callable[[], None]) -> None:
+        """Registers a function that `stop` calls first, because the communicators must not be destroyed before it."""
+        self._before_stop.append(call)
+
     def stop(self) -> None:
         """Destroys torch's process group if this context created it. The context cannot be used afterwards."""
+        while self._before_stop:
+            self._before_stop.pop()()
         if self.owns_process_group:
             dist.destroy_process_group()
 

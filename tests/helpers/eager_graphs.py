@@ -5,6 +5,7 @@ As in torch, no graph can be captured into a pool whose graphs have all been des
 """
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
@@ -12,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder, Work
 
@@ -42,6 +43,7 @@ class _Pool:
     def __init__(self) -> None:
         self.graphs: WeakSet[_EagerGraph] = WeakSet()
         self.was_used = False
+        self.tapes: list[_Tape] = []
 
 
 class _EagerGraph(CapturedGraph):
@@ -62,41 +64,98 @@ class _EagerGraph(CapturedGraph):
 
 class TapeRecorder(EagerRecorder):
     """Records the torch ops of captured work once. Like a CUDA graph, a replay runs them again on the same tensors and
-    no Python code. Work that reads tensors on the host or copies constants from it cannot be captured."""
+    no Python code. Stricter than a GPU, it fails
+
+    - if captured work reads tensors on the host or copies constants from it,
+    - if a tensor that a graph reads or writes, and that it did not allocate itself, has been freed before a replay,
+    - by NaN results, if memory of a pool is still needed when a graph that may reuse it is replayed.
+    """
+
+    def __init__(self) -> None:
+        self._held: Counter[int] = Counter()
+        """Number of references of all tapes to each storage."""
+        self._pooled: set[int] = set()
+        """Storages that graphs have allocated."""
 
     def capture(self, work: Work, pool: Any) -> CapturedGraph:
-        return _Tape(work)
+        tapes = [] if pool is None else pool.tapes
+        tape = _Tape(work, [storage for each in tapes for storage in each.freed()], self._held, self._pooled)
+        tapes.append(tape)
+        return tape
 
 
 class _Tape(CapturedGraph, TorchDispatchMode):
     _HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default)
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, reusable: Sequence[Tensor], held: Counter[int], pooled: set[int]) -> None:
+        """`reusable`: memory of the pool that is free now, so that the graph may allocate it. `held`: number of
+        references of tapes per storage, by the address of the storage object. `pooled`: storages of all graphs."""
         TorchDispatchMode.__init__(self)
         self._calls: list[tuple[Any, Any, Any, list[tuple[Tensor, int]]]] = []
         """Op, arguments, and its new tensors with their places in the result."""
         self._before: list[tuple[Tensor, Tensor]] = []
+        self._own: dict[int, Tensor] = {}
+        """One tensor per storage that the graph allocates, by the address of the storage object."""
+        self._foreign: dict[int, Tensor] = {}
+        """One tensor per storage that no graph has allocated."""
+        self._held = held
+        self._references: Counter[int] = Counter()
+        """Those of this tape."""
+        self._reusable, self._pooled = reusable, pooled
         with self:
             self.outputs = work()
         for tensor, value in reversed(self._before):  # a capture does not run its work
             tensor.copy_(value)
         self._before.clear()
 
+    def __del__(self) -> None:
+        self._held.subtract(self._references)
+        self._pooled.difference_update(self._own)
+
+    def freed(self) -> list[Tensor]:
+        """Tensors of the graph's storages that nothing but tapes refer to."""
+        return [tensor for tensor in self._own.values() if not self._is_used(tensor)]
+
+    def _is_used(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()  # is one more reference
+        return torch._C._storage_Use_Count(storage._cdata) - 1 > self._held[storage._cdata]
+
+    def _hold(self, tensor: Tensor, among: dict[int, Tensor]) -> Tensor:
+        """Alias of a tensor that keeps its storage alive, and no autograd graph and no Python object."""
+        key, alias = tensor.untyped_storage()._cdata, tensor.detach()
+        self._held[key] += 1
+        self._references[key] += 1
+        if among is self._own:
+            self._pooled.add(key)
+        if among is self._own or key not in self._pooled:
+            among.setdefault(key, alias)
+        return alias
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in self._HOST, f"{func} reads or writes host memory"
+        kwargs = kwargs or {}
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if func._schema.is_mutable:
             self._before += [(tensor.detach(), tensor.detach().clone()) for tensor in inputs]
-        result = func(*args, **(kwargs or {}))
-        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        result = func(*args, **kwargs)
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
         places = enumerate(tree_leaves(result))
         new = [(each, place) for place, each in places if isinstance(each, Tensor)]
-        new = [(each.detach(), place) for each, place in new if each.untyped_storage().data_ptr() not in known]
-        self._calls.append((func, args, kwargs or {}, new))
+        new = [(each, place) for each, place in new if each.untyped_storage()._cdata not in known]
+        held = [(self._hold(each, self._own), place) for each, place in new]
+        kept = tree_map(
+            lambda each: self._hold(each, self._foreign) if isinstance(each, Tensor) else each, (args, kwargs)
+        )
+        self._calls.append((func, *kept, held))
         return result
 
     def replay(self) -> None:
+        for tensor in self._foreign.values():
+            assert self._is_used(tensor), f"a graph uses a tensor {tuple(tensor.shape)} that has been freed"
         with torch.no_grad():
+            for tensor in self._reusable:
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
             for func, args, kwargs, new in self._calls:
                 result = tree_leaves(func(*args, **kwargs))
                 for tensor, place in new:

@@ -25,6 +25,7 @@ from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny
+from tests.helpers.modules import module_of
 from tests.helpers.pipelines import laid_out, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
@@ -75,6 +76,26 @@ def check_identical(plain: RunPlan, paged: RunPlan) -> None:
 def test_steps_with_expert_parallelism_are_identical_to_the_bit() -> None:
     """The activation is recomputed from an output that was unpacked from pages."""
     check_identical(over_experts(None), over_experts(None, memory=MemoryConfig(paged_stash=PAGES, recompute=ACT)))
+
+
+def test_biases_of_experts_save_no_rows() -> None:
+    """Only probabilities are saved for the bias of fc2, so the pages hold all rows of the step."""
+    moe = replace(ALL_GATHER, experts=replace(ALL_GATHER.experts, bias=True))
+    saved: list[tuple[int, ...]] = []
+
+    def kept(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    stack = module_of(moe, ParallelContext.single(dtype=torch.float64), KERNELS).experts.linear_fc2
+    rows, probs = torch.randn(6, stack.weight.shape[2]).double(), torch.rand(6).double().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+        stack(rows, torch.tensor([1, 2, 3, 4, 4, 5, 6, 6], dtype=torch.int32), probs_R=probs)
+    assert saved.count((6, stack.weight.shape[1])) == 0, "an expanded bias"
+    model = tiny.model(moe_config=moe)
+    check_identical(
+        over_experts(None, model=model), over_experts(None, model=model, memory=MemoryConfig(paged_stash=PAGES))
+    )
 
 
 def test_pages_of_interleaved_stages_are_freed_in_the_order_of_their_backwards() -> None:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ class CapturedGraph:
     def replay(self) -> None:
         self._graph.replay()
 
+    def destroy(self) -> None:
+        """Destroys the graph. It cannot be replayed afterwards."""
+        self._graph.reset()
+
 
 class CudaGraphRecorder:
     """Captures CUDA graphs. Captured work must not synchronise, and its kernels must already be compiled."""
@@ -54,6 +59,7 @@ class CudaGraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._graphs: WeakSet[CapturedGraph] = WeakSet()
 
     def pool(self) -> Any:
         """Creates a memory pool. Graphs that share it must never run concurrently."""
@@ -73,7 +79,15 @@ class CudaGraphRecorder:
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
-        return CapturedGraph(graph, outputs)
+        captured = CapturedGraph(graph, outputs)
+        self._graphs.add(captured)
+        return captured
+
+    def destroy(self) -> None:
+        """Destroys all graphs. NCCL waits without end for them if it destroys a communicator that they use."""
+        torch.cuda.synchronize(self._device)
+        for graph in self._graphs:
+            graph.destroy()
 
     def empty_cache(self) -> None:
         """Frees the memory that the allocator has cached in eager steps, because graph pools cannot use it."""
