@@ -16,6 +16,7 @@ from megatron_moe.build import (
 )
 from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.optimizer import QKClipConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.context import ParallelContext
@@ -132,3 +133,16 @@ def test_weights_of_two_layers_are_gathered_in_the_order_of_their_use() -> None:
     assert ("gather", "layers.2") not in layers[:second], "a third layer is gathered"
     last = layers.index(("use", "layers.3"))
     assert ("gather", "layers.1") in layers[last:], "backward gathers the weights again"
+
+
+@pytest.mark.parametrize("rule", ["muon", "lion"])
+def test_other_update_rules_and_clipped_logits_equal_zero_1(rule: str) -> None:
+    base = plan("expert parallel")
+    optimizer = replace(base.optimizer, optimizer=rule, qk_clip=QKClipConfig(qk_clip_threshold=0.02))
+    base = replace(base, optimizer=optimizer)
+    found, expected = (
+        on_threads(each.parallel, lambda context, each=each: train(each, context)[0])
+        for each in (sharded(base, ZERO_3), base)
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        FP64_LAYOUT.check_all(mine, theirs, "losses, norms and weights")
