@@ -98,7 +98,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     stack.callback(signals.ignore)  # runs first at exit: signals no longer change the exit code
     state = checkpointing.restore(loader)
     last = state.last_iteration(config)
-    reporter.begin(iteration=state.iteration, last_iteration=last, consumed_samples=state.consumed_samples)
+    reporter.begin(state.iteration, last, samples=state.consumed_samples, tokens=state.consumed_tokens)
 
     # training loop
     supervisor = build.build_supervisor(plan, trainer, loader, reporter)
@@ -112,7 +112,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
             supervisor.skip_iteration(state)
             continue
         outcome = supervisor.step(state)
-        state.advance(outcome.num_samples, config)
+        state.advance(outcome.size, config)
         status.update(state="running", iteration=state.iteration)
         supervisor.after(outcome)
         checkpointing.commit_if_written()

@@ -32,6 +32,7 @@ from megatron_moe.config.optimizer import (
     OptimizerOffloadConfig,
     QKClipConfig,
 )
+from megatron_moe.config.packing import PackingConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout
@@ -102,7 +103,7 @@ def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:
         pp=flags.pipeline_model_parallel_size,
         cp=flags.context_parallel_size,
         cp_sub_axes=_cp_sub_axes(flags),
-        max_seqlen_per_dp_cp_rank=flags.max_seqlen_per_dp_cp_rank if flags.hybrid_context_parallel else None,
+        max_seqlen_per_dp_cp_rank=_dynamic_limit(flags),
         ep=flags.expert_model_parallel_size,
         etp=flags.expert_tensor_parallel_size or tp,
         num_distributed_optimizer_instances=(
@@ -115,6 +116,12 @@ def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:
         sequence_parallel=flags.sequence_parallel and tp > 1,
         order="tp-cp-ep-pp-dp" if flags.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
+
+
+def _dynamic_limit(flags: Flags) -> int | None:
+    if not flags.dynamic_context_parallel:
+        return None
+    return flags.max_seqlen_per_dp_cp_rank or -(-flags.seq_length // flags.context_parallel_size)
 
 
 def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
@@ -330,6 +337,18 @@ def _data(flags: Flags, vocab_size: int) -> DataConfig:
         reset_position_ids=flags.reset_position_ids or flags.dataloader_inter_document_masking,
         reset_attention_mask=flags.reset_attention_mask or flags.dataloader_inter_document_masking,
         dataloader_type="cyclic" if flags.dataloader_type == "cyclic" else "single",
+        packing=_packing(flags) if flags.use_varlen_dataset else None,
+    )
+
+
+def _packing(flags: Flags) -> PackingConfig:
+    alignment = flags.pad_packed_seq_alignment
+    return from_flags(
+        PackingConfig,
+        flags,
+        sequence_packing_scheduler=flags.sequence_packing_scheduler or "dp_balanced",
+        thd_tail_padding_policy=flags.thd_tail_padding_policy or "append_dummy_seq",
+        pad_packed_seq_alignment=1 if alignment in (None, "max") else int(alignment),
     )
 
 

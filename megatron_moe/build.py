@@ -18,7 +18,7 @@ from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
 from megatron_moe.data.datasets import Datasets, build_datasets
-from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
+from megatron_moe.data.loader import EvalLoader, RowPacker, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
@@ -289,7 +289,6 @@ def build_trainer(
         loop=plan.loop,
         resilience=plan.resilience,
         logging=plan.logging,
-        micro_batch_size=plan.batch.micro_batch_size,
         timers=timers,
         memory_guard=memory_guard,
         low_precision=low_precision,
@@ -413,9 +412,21 @@ def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
     return build_datasets(plan.data, plan.batch, plan.loop, load_tokenizer(plan.data.tokenizer), context)
 
 
-def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> TrainLoader | None:
-    """Loader of the training data; None with `--skip-train`."""
-    return None if datasets.train is None else train_loader(datasets, plan.data, plan.batch, context)
+def build_train_loader(
+    plan: RunPlan, context: ParallelContext, datasets: Datasets, packer: RowPacker | None = None
+) -> TrainLoader | None:
+    """Loader of the training data; None with `--skip-train`. `packer`: None for that of the plan."""
+    if datasets.train is None:
+        return None
+    return train_loader(datasets, plan.data, plan.batch, context, packer or build_packer(plan))
+
+
+def build_packer(plan: RunPlan) -> RowPacker | None:
+    """Packer of variable-length data into rows; None for data of fixed length."""
+    if plan.data.packing is None:
+        return None
+    group = plan.schedule(plan.num_microbatches).group if plan.parallel.virtual_stages > 1 else 1
+    return RowPacker(config=plan.data.packing, seq_length=plan.data.seq_length, ranks=plan.parallel.dp, group=group)
 
 
 def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> dict[str, EvalLoader]:
@@ -425,7 +436,7 @@ def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datase
     if datasets.test is not None:
         named["test"] = (datasets.test, plan.loop.eval_iters)
     return {
-        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=number)
+        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=number, packer=build_packer(plan))
         for name, (samples, number) in named.items()
     }
 
@@ -433,7 +444,7 @@ def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datase
 def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, reporter: Reporter) -> Evaluation:
     valid = build_eval_loaders(plan, pipeline.context, datasets)
     test = valid.pop("test", None)
-    return Evaluation(plan.loop, plan.batch, pipeline, valid, test, reporter)
+    return Evaluation(plan.loop, pipeline, valid, test, reporter)
 
 
 def log_run_summary(
@@ -462,3 +473,6 @@ def run_summary(plan: RunPlan, context: ParallelContext, model: GPT, datasets: D
         costs = flop_costs(plan.model, plan.data.seq_length)
         yield f"pipeline layout {plan.layout}, cost in operations:\n{cost_table(plan.layout, costs)}"
     yield from datasets.notes
+    packer = build_packer(plan)
+    if packer is not None and datasets.train is not None:
+        yield packer.describe(datasets.train, plan.batch)

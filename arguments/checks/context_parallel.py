@@ -43,31 +43,32 @@ def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
     )
 
 
-def dynamic_cp_has_token_limit(flags: RuleFlags) -> Violations:
-    """--hybrid-context-parallel derives the number of ranks of each microbatch from --max-seqlen-per-dp-cp-rank."""
-    if flags.hybrid_context_parallel and flags.max_seqlen_per_dp_cp_rank is None:
-        yield "--hybrid-context-parallel without --max-seqlen-per-dp-cp-rank", "set --max-seqlen-per-dp-cp-rank"
-
-
 def dynamic_cp_is_power_of_two(flags: RuleFlags) -> Violations:
-    """--hybrid-context-parallel creates process groups of 1, 2, 4, ... ranks, up to the context-parallel size."""
-    if flags.hybrid_context_parallel and flags.context_parallel_size.bit_count() != 1:
-        yield f"{flags.context_parallel_size} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
+    """--dynamic-context-parallel creates process groups of 1, 2, 4, ... ranks, up to the context-parallel size."""
+    cp, least = flags.context_parallel_size, flags.min_dynamic_context_parallel_size
+    if flags.dynamic_context_parallel and cp.bit_count() != 1:
+        yield f"{cp} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
+    elif flags.dynamic_context_parallel and (least.bit_count() != 1 or least > cp):
+        yield (
+            f"--min-dynamic-context-parallel-size {least} is no power of two from 1 to {cp}, the number of "
+            "context-parallel ranks",
+            "choose one of them",
+        )
 
 
 def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
-    """The process groups of a2a+p2p have fixed sizes, but --hybrid-context-parallel varies the number of ranks."""
-    if flags.hybrid_context_parallel and "a2a+p2p" in flags.cp_comm_type:
+    """The process groups of a2a+p2p have fixed sizes, but --dynamic-context-parallel varies the number of ranks."""
+    if flags.dynamic_context_parallel and "a2a+p2p" in flags.cp_comm_type:
         yield (
-            "a2a+p2p needs a fixed number of context-parallel ranks, but --hybrid-context-parallel varies it",
+            "a2a+p2p needs a fixed number of context-parallel ranks, but --dynamic-context-parallel varies it",
             "use p2p or a2a",
         )
 
 
 def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violations:
     """seq_aux_loss sums the token counts of a sequence over all context-parallel ranks, but ranks have different
-    sequences if --hybrid-context-parallel divides them into smaller groups."""
-    if flags.hybrid_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
+    sequences if --dynamic-context-parallel divides them into smaller groups."""
+    if flags.dynamic_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
         yield (
             "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",
             "use aux_loss or global_aux_loss",

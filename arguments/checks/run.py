@@ -27,6 +27,7 @@ from arguments.checks import (
     moe_router,
     optimizer,
     output,
+    packing,
     pipeline,
     precision,
     tensor_parallel,
@@ -63,7 +64,7 @@ RULES: tuple[Rule, ...] = (
         Violations, tensor_parallel, batch, context_parallel, pipeline, memory, cuda_graphs, optimizer, precision, fsdp
     ),
     *INPUT_RULES,
-    *_functions_of(Violations, output),
+    *_functions_of(Violations, packing, output),
 )
 FULL_SIZE_RULES: tuple[Rule, ...] = (
     *MODEL_RULES,

@@ -109,3 +109,19 @@ class DataFlags:
         False, "equivalent to --reset-attention-mask --reset-position-ids"
     )
     """Treat sequences as packed documents: attention and positions restart at each document."""
+
+    use_varlen_dataset: bool = differs(False, "the documents of .bin/.idx files, not of text files")
+    """Make every document one sequence of the global batch, and pack these sequences into rows of --seq-length."""
+    sequence_packing_scheduler: Literal["dp_balanced", "default_dynamic_cp"] | None = differs(
+        None, "rows have --seq-length positions and are dealt to the data-parallel ranks by their work"
+    )
+    """Packing of sequences in their order (dp_balanced), or by falling length for --dynamic-context-parallel. Not set:
+    dp_balanced with --use-varlen-dataset."""
+    pad_packed_seq_alignment: str | None = differs(
+        None, "rows always have --seq-length positions, as with max; a number aligns the sequences in them"
+    )
+    """Positions of a row at which sequences start: multiples of this number. `max` or not set: 1."""
+    thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = flag(None)
+    """Padding at the end of a row: a sequence of its own, or part of the last sequence. Not set: append_dummy_seq."""
+    thd_max_packed_sequences: int | None = flag(None, least=1)
+    """Maximum number of sequences per row, including the sequence of padding of append_dummy_seq. Not set: no limit."""

@@ -69,14 +69,17 @@ class ParallelFlags:
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False)
     """Communicate bf16 gradients but accumulate them in fp32."""
 
-    hybrid_context_parallel: bool = differs(
+    dynamic_context_parallel: bool = differs(
         False,
         "one group size per microbatch; several groups divide the sequences of the microbatch",
-        names=("--dynamic-context-parallel",),
+        names=("--hybrid-context-parallel",),
     )
     """Split each microbatch over only as many context-parallel ranks as the longest document in it needs."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
-    """For --hybrid-context-parallel: maximum number of tokens of one document on each rank."""
+    """For --dynamic-context-parallel: maximum number of tokens of one document on each rank. Not set: --seq-length
+    divided by the context-parallel size, rounded up."""
+    min_dynamic_context_parallel_size: int = flag(1, least=1)
+    """For --dynamic-context-parallel: minimum number of ranks over which each sequence is split."""
     ep_overlap_early_attn_memory_release: bool = flag(False)
     """With --overlap-moe-expert-parallel-comm, run the attention backward earlier: less memory, less overlap."""
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from megatron_moe.config.packing import PackingConfig
+
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
     {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
 )
@@ -86,5 +88,8 @@ class DataConfig:
     """Each evaluation reads every validation dataset once and ignores `--eval-iters`."""
     mid_level_dataset_surplus: float = 0.005
     """Number of spare samples per dataset of a blend, divided by the number needed (`--mid-level-dataset-surplus`)."""
+    packing: PackingConfig | None = None
+    """Packing of whole documents into rows (`--use-varlen-dataset`); None: samples of `seq_length` tokens are cut from
+    the concatenated documents."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: reads samples in index order; cyclic: reshuffles them in each epoch (`--dataloader-type`)."""

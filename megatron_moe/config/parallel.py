@@ -49,9 +49,11 @@ class ParallelConfig:
     cp_sub_axes: tuple[int, int] | None = None
     """Hierarchical context parallelism: (ranks per all-to-all group, ranks per p2p group). Their product is cp. Ranks
     of an all-to-all group are adjacent (`--hierarchical-context-parallel-sizes`)."""
+    min_dynamic_context_parallel_size: int = 1
+    """Minimum number of ranks per sequence with dynamic context parallelism."""
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank. A
-    microbatch is split over as many ranks as its longest document needs. None means that it is split over all cp
+    """Dynamic context parallelism (`--dynamic-context-parallel`): maximum number of tokens of one document per rank.
+    A microbatch is split over as many ranks as its longest document needs. None means that it is split over all cp
     ranks."""
     num_distributed_optimizer_instances: int = 1
     """Number of replicas of the sharded weights; each data-parallel group is divided into this many groups of

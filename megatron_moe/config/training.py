@@ -88,6 +88,16 @@ class BatchConfig:
         return max(number, 1)
 
 
+@dataclass(frozen=True)
+class StepSize:
+    """What one step processes, over all ranks."""
+
+    num_samples: int
+    """Number of sequences."""
+    num_tokens: int
+    """Number of positions of these sequences; in rows of packed sequences, without padding."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
     """Length of training, evaluation, exit conditions and garbage collection."""

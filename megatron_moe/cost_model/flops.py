@@ -30,9 +30,9 @@ def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> Flop
     return count * num_sequences
 
 
-def flops_per_step(model: ModelConfig, num_sequences: int, seq_length: int) -> int:
+def flops_per_step(model: ModelConfig, num_sequences: float, seq_length: int) -> float:
     """FLOPs of one step over all parts of the model, from which throughput and MFU are computed."""
-    return count_flops(model, num_sequences, seq_length).total
+    return count_flops(model, 1, seq_length).total * num_sequences
 
 
 def _mtp_depth(model: ModelConfig, seq_length: int) -> int:

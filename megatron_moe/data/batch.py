@@ -1,6 +1,6 @@
 """Microbatches: token ids, labels, loss weights and the other inputs of the model (`MicrobatchContext`)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megatron_moe.config.attention import RopeConfig
 from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.packing import PackingConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.data.packing import Row, aligned
 from megatron_moe.data.samples import PADDING
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.timers import Timers
@@ -34,8 +36,6 @@ class TokenMeta:
     """Part of the microbatch that this context-parallel rank processes. None if the microbatch is not split."""
     whole_segments_BS: Tensor | None = None
     """`segments_BS` for all positions of this rank's sequences. None if the sequences are not split."""
-    cu_seqlens: Tensor | None = None
-    """Start of every document and end of the last, int32 [documents + 1], if documents are packed into one sequence."""
     max_seqlen: int | None = None
     """Number of tokens of the longest document. None means that attention is not limited to documents."""
 
@@ -129,12 +129,13 @@ class MaskConfig:
 
 
 class Samples(Protocol):
-    """Interface for reading samples by index; `DocumentSamples` and `BlendedSamples` implement it."""
+    """Interface for reading samples by index; `DocumentSamples`, `WholeDocuments` and `BlendedSamples` implement it."""
 
     def __len__(self) -> int: ...
     @property
     def fingerprint(self) -> str: ...
     def tokens(self, index: int) -> np.ndarray: ...
+    def lengths(self, indices: np.ndarray) -> np.ndarray: ...
     def locate(self, index: int, position: int) -> str: ...
 
 
@@ -164,6 +165,55 @@ def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, lo
                 segments_BS=torch.from_numpy(np.cumsum(starts, axis=1)) if masks.reset_attention_mask else None,
                 max_seqlen=_longest(starts) if masks.reset_attention_mask else None,
                 valid_BS=torch.from_numpy(~input_padding) if input_padding.any() else None,
+            )
+        ),
+    )
+
+
+def make_packed_microbatch(
+    samples: Samples,
+    rows: Sequence[Row],
+    packing: PackingConfig,
+    seq_length: int,
+    masks: MaskConfig,
+    loss_dtype: torch.dtype,
+) -> MicroBatch:
+    """Builds a microbatch [B, seq_length] in host memory whose row b holds the samples `rows[b]`, one after the other.
+
+    Positions restart and attention is limited to one sample. Positions without a sample are padding. Raises
+    `DataProblem` for a token id outside the vocabulary.
+    """
+    shape = len(rows), seq_length
+    tokens, labels, positions, segments = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+    valid, loss_mask = (np.zeros(shape, dtype=bool) for _ in range(2))
+    own_tail, longest = packing.thd_tail_padding_policy == "append_dummy_seq", 1
+    for number, row in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(row):
+            text = samples.tokens(index).astype(np.int64)
+            padding = text == masks.pad
+            ends = (text == masks.eod) & ~padding
+            text[padding] = 0
+            _check_ids(text[None], samples, np.array([index]), masks.vocab_size)
+            here = np.s_[number, start : start + len(text) - 1]
+            tokens[here], labels[here], valid[here] = text[:-1], text[1:], ~padding[:-1]
+            loss_mask[here] = ~padding[1:] & ~(ends[:-1] & masks.eod_mask_loss)
+            # up to the end of the row: a later sample overwrites what follows this one
+            positions[number, start:], segments[number, start:] = np.arange(seq_length - start), segment
+            longest = max(longest, len(text) - 1)
+            end, start = start + len(text) - 1, start + aligned(len(text) - 1, packing.pad_packed_seq_alignment)
+        if row and own_tail and end < seq_length:
+            positions[number, end:], segments[number, end:] = np.arange(seq_length - end), len(row)
+    return MicroBatch(
+        tokens_BS=torch.from_numpy(tokens),
+        labels_BS=torch.from_numpy(labels),
+        loss_mask_BS=torch.from_numpy(loss_mask).to(loss_dtype),
+        context=MicrobatchContext(
+            tokens=TokenMeta(
+                positions_BS=torch.from_numpy(positions),
+                segments_BS=torch.from_numpy(segments),
+                max_seqlen=longest,
+                valid_BS=torch.from_numpy(valid),
             )
         ),
     )
@@ -224,9 +274,8 @@ def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
     if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
-    return fewest_ranks(
-        batch.context.tokens.max_seqlen or seq, config.max_seqlen_per_dp_cp_rank, num_sequences, config.cp
-    )
+    longest, limit = batch.context.tokens.max_seqlen or seq, config.max_seqlen_per_dp_cp_rank
+    return fewest_ranks(longest, limit, num_sequences, config.cp, config.min_dynamic_context_parallel_size)
 
 
 def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:

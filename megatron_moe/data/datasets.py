@@ -17,6 +17,7 @@ from megatron_moe.data.batch import MaskConfig, Samples
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.samples import BlendedSamples, Documents, DocumentSamples, SampleRequest, normalize
 from megatron_moe.data.tokenizer import Tokenizer
+from megatron_moe.data.varlen import WholeDocuments
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
@@ -233,7 +234,8 @@ class _Builder:
         train, valid, test = self._splits()
         named = [("train", train), *valid.items(), ("test", test)]
         parts = [f"{name} {len(samples):,}" for name, samples in named if samples is not None]
-        self.notes.append(f"samples of {self.config.seq_length:,} tokens: {', '.join(parts)}")
+        kind = "documents of up to" if self.config.packing is not None else "samples of"
+        self.notes.append(f"{kind} {self.config.seq_length:,} tokens: {', '.join(parts)}")
         masks = MaskConfig(
             vocab_size=self.config.vocab_size,
             eod=self.tokenizer.eod,
@@ -307,7 +309,7 @@ class _Builder:
             return None
         return self._single(split, blend, share, size) if blend.is_single else self._blended(split, blend, share, size)
 
-    def _single(self, split: str, blend: Blend, share: Share, size: int | None) -> DocumentSamples:
+    def _single(self, split: str, blend: Blend, share: Share, size: int | None) -> DocumentSamples | WholeDocuments:
         prefix = blend.prefixes[0]
         request = SampleRequest(
             documents=split_range(share, len(self._open(prefix))),
@@ -317,6 +319,8 @@ class _Builder:
             seed=self.config.seed,
             drop_last_partial=split != "valid" or self.config.drop_last_partial_validation,
         )
+        if self.config.packing is not None:
+            return WholeDocuments(self._open(prefix), prefix, request, self.tokenizer.eod, self._cache_dir(prefix))
         return DocumentSamples(self._open(prefix), prefix, request, self._cache_dir(prefix))
 
     def _blended(self, split: str, blend: Blend, share: Share, size: int | None) -> BlendedSamples:

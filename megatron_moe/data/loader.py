@@ -4,9 +4,10 @@ Batch size and order depend only on configuration, seed and number of consumed s
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -14,29 +15,20 @@ import torch
 
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import DataProblem
-from megatron_moe.config.training import BatchConfig
-from megatron_moe.data.batch import MaskConfig, MicroBatch, Samples, make_microbatch, split_sequence, to_device
+from megatron_moe.config.packing import PackingConfig
+from megatron_moe.config.training import BatchConfig, StepSize
+from megatron_moe.data.batch import (
+    MaskConfig,
+    MicroBatch,
+    Samples,
+    make_microbatch,
+    make_packed_microbatch,
+    split_sequence,
+    to_device,
+)
 from megatron_moe.data.datasets import Datasets
+from megatron_moe.data.packing import Row, pack
 from megatron_moe.parallel.context import ParallelContext
-
-
-class BatchSchedule:
-    """Batch size and number of microbatches of a step as functions of the number of samples consumed before it."""
-
-    def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
-        self.micro = batch.micro_batch_size
-        self.data_parallel = data_parallel
-        self.full = batch.global_batch_size
-        self.global_batch = batch.size_at
-        """Function: number of consumed samples -> global batch size (sequences) of the next step."""
-
-    def num_microbatches(self, consumed: int) -> int:
-        """Number of microbatches per data-parallel rank in the step that begins after `consumed` samples."""
-        size, micro_step = self.global_batch(consumed), self.micro * self.data_parallel
-        assert size and size % micro_step == 0, (
-            f"{size} sequences are no multiple of {self.micro} x {self.data_parallel}"
-        )
-        return size // micro_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,27 +75,75 @@ class SampleOrder:
         return permutation
 
 
-def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:
-    """Positions in the sample order that data-parallel rank `rank` uses in one step, int64 [number of microbatches, M],
-    with micro-batch size M. For each microbatch, rank 0 takes the next M positions, rank 1 the M after them, etc."""
-    shape = (schedule.num_microbatches(consumed), schedule.data_parallel, schedule.micro)
-    positions = np.arange(consumed, consumed + int(np.prod(shape)), dtype=np.int64)
-    return positions.reshape(shape)[:, rank]
+def rank_share(step: np.ndarray, rank: int, *, ranks: int, micro: int) -> np.ndarray:
+    """Samples that data-parallel rank `rank` of `ranks` takes from those of a step, [number of microbatches, micro].
+    For each microbatch, rank 0 takes the next `micro` samples, rank 1 the `micro` after them, etc."""
+    assert len(step) and len(step) % (micro * ranks) == 0, f"{len(step)} sequences are no multiple of {micro} x {ranks}"
+    return step.reshape(-1, ranks, micro)[:, rank]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPacker:
+    """Packs the samples of a step into rows; the number of microbatches varies from step to step."""
+
+    config: PackingConfig
+    seq_length: int
+    """Number of positions per row."""
+    ranks: int
+    """Number of data-parallel ranks to which the rows are dealt. A loader with fewer ranks gives each of its ranks the
+    microbatches of several, in turn."""
+    group: int = 1
+    """The number of microbatches per step and rank is a multiple of this (the group of interleaved stages)."""
+
+    def microbatches(self, samples: Samples, step: np.ndarray, micro: int) -> list[list[tuple[Row, ...]]]:
+        """Microbatches of every rank, each `micro` rows of sample indices, for a step over the samples `step`."""
+        lengths = samples.lengths(step).tolist()
+        dealt = pack(lengths, self.config, self.seq_length, ranks=self.ranks, unit=micro * self.group)
+        named = [[tuple(int(step[place]) for place in row) for row in rows] for rows in dealt]
+        return [[tuple(rows[start : start + micro]) for start in range(0, len(rows), micro)] for rows in named]
+
+    def describe(self, samples: Samples, batch: BatchConfig) -> str:
+        """Text with the rows, microbatches and share of padding of the first global batch of `samples`."""
+        step = np.arange(min(batch.global_batch_size, len(samples)), dtype=np.int64)
+        own = self.microbatches(samples, step, batch.micro_batch_size)[0]
+        num_tokens, num_rows = int(samples.lengths(step).sum()), len(own) * batch.micro_batch_size * self.ranks
+        padding = 1 - num_tokens / (num_rows * self.seq_length)
+        return (
+            f"packing: {len(step):,} documents with {num_tokens:,} tokens fill {num_rows:,} rows, of which "
+            f"{padding:.1%} are padding; {len(own):,} microbatches per rank"
+        )
 
 
 class _MicrobatchLoader:
     """Builds this data-parallel rank's microbatches from samples."""
 
-    def __init__(self, samples: Samples, masks: MaskConfig, context: ParallelContext) -> None:
+    def __init__(
+        self, samples: Samples, masks: MaskConfig, context: ParallelContext, micro: int, packer: RowPacker | None
+    ) -> None:
+        """`packer`: None if every sample fills a row."""
         self.samples = samples
         self._masks = masks
         self._context = context
-        self._rank = context.group("dp").rank
+        self._dp = context.group("dp")
+        self._micro = micro
+        self._packer = packer
         self._loss_dtype = torch.promote_types(torch.float32, context.dtype)
 
-    def _on_host(self, indices: np.ndarray) -> MicroBatch:
-        """Builds a microbatch of the samples `indices` [micro] in host memory."""
-        return make_microbatch(self.samples, indices, self._masks, self._loss_dtype)
+    def _microbatches(self, step: np.ndarray) -> list[tuple[Row, ...]]:
+        """Rows of sample indices of each of this rank's microbatches, for a step over the samples `step`."""
+        rank, ranks = self._dp.rank, self._dp.size
+        if self._packer is not None:
+            dealt = self._packer.microbatches(self.samples, step, self._micro)
+            return list(chain(*zip(*dealt[rank::ranks], strict=True)))
+        share = rank_share(step, rank, ranks=ranks, micro=self._micro).tolist()
+        return [tuple((index,) for index in indices) for indices in share]
+
+    def _on_host(self, rows: Sequence[Row]) -> MicroBatch:
+        """Builds a microbatch in host memory whose rows hold the given samples."""
+        if self._packer is None:
+            return make_microbatch(self.samples, np.array(rows)[:, 0], self._masks, self._loss_dtype)
+        config, seq_length = self._packer.config, self._packer.seq_length
+        return make_packed_microbatch(self.samples, rows, config, seq_length, self._masks, self._loss_dtype)
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:
         """Copies a microbatch to the device and selects this context-parallel rank's part."""
@@ -121,48 +161,47 @@ class TrainLoader(_MicrobatchLoader):
         self,
         samples: Samples,
         order: SampleOrder,
-        schedule: BatchSchedule,
+        batch: BatchConfig,
         masks: MaskConfig,
         context: ParallelContext,
         *,
         tokenizer: str = "",
         contents: Mapping[str, str] | None = None,
         prefetch: bool = False,
+        packer: RowPacker | None = None,
     ) -> None:
         """`tokenizer`: fingerprint of the tokenizer. `contents`: data prefix -> size and sampled checksum of its .bin
         file. Both are stored in checkpoints."""
-        super().__init__(samples, masks, context)
+        super().__init__(samples, masks, context, batch.micro_batch_size, packer)
         self.tokenizer = tokenizer
         self.contents = dict(contents or {})
         self.order = order
-        self.schedule = schedule
+        self.batch = batch
         self.consumed = 0
         self.last_seconds = 0.0
         """Duration of the last `next_step` call in seconds."""
+        self.last_size: StepSize | None = None
+        """Size of the step that `next_step` returned last; None before its first call."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._prefetched: tuple[int, Future[list[MicroBatch]]] | None = None
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches of the next step."""
-        return self.schedule.num_microbatches(self.consumed)
 
     @property
     def exhausted(self) -> bool:
         """True if the next step needs more samples than remain."""
         end = self.order.end
-        return end is not None and self.consumed + self.schedule.global_batch(self.consumed) > end
+        return end is not None and self.consumed + self.batch.size_at(self.consumed) > end
 
     def next_step(self) -> list[MicroBatch]:
         """Returns this rank's microbatches of the next step, on the device. Raises `DataProblem` if exhausted."""
         begun = time.perf_counter()
-        size = self.schedule.global_batch(self.consumed)
+        size = self.batch.size_at(self.consumed)
         if self.exhausted:
             raise DataProblem(
                 f"the step after {self.consumed:,} samples needs {size:,} more, but the training data has "
                 f"{self.order.end:,}; add data, shorten the run, or use --dataloader-type cyclic"
             )
         batches = self._take(self.consumed)
+        self.last_size = StepSize(size, int(self.samples.lengths(self._step(self.consumed)).sum()))
         self.consumed += size
         if self._pool is not None and not self.exhausted:
             self._prefetched = (self.consumed, self._pool.submit(self._make, self.consumed))
@@ -172,14 +211,13 @@ class TrainLoader(_MicrobatchLoader):
 
     def skip_step(self) -> int:
         """Skips the samples of the next step; returns the number of skipped samples over all ranks."""
-        size = self.schedule.global_batch(self.consumed)
+        size = self.batch.size_at(self.consumed)
         self.consumed += size
         return size
 
     def samples_at(self, consumed: int) -> tuple[tuple[int, ...], ...]:
         """Sample indices of each of this rank's microbatches in the step that begins after `consumed` samples."""
-        positions = step_positions(consumed, self.schedule, self._rank)
-        return tuple(tuple(map(int, indices)) for indices in self.order.indices(positions))
+        return tuple(tuple(chain(*rows)) for rows in self._microbatches(self._step(consumed)))
 
     def state(self) -> dict[str, Any]:
         """State to checkpoint: number of consumed samples, and properties of data, order and tokenizer."""
@@ -207,8 +245,12 @@ class TrainLoader(_MicrobatchLoader):
         return self._make(consumed)
 
     def _make(self, consumed: int) -> list[MicroBatch]:
-        positions = step_positions(consumed, self.schedule, self._rank)
-        return [self._on_host(indices) for indices in self.order.indices(positions)]
+        return [self._on_host(rows) for rows in self._microbatches(self._step(consumed))]
+
+    def _step(self, consumed: int) -> np.ndarray:
+        """Indices of the samples of the step that begins after `consumed` samples, over all ranks, int64."""
+        size = self.batch.size_at(consumed)
+        return self.order.indices(np.arange(consumed, consumed + size, dtype=np.int64))
 
 
 class EvalLoader(_MicrobatchLoader):
@@ -226,38 +268,46 @@ class EvalLoader(_MicrobatchLoader):
         context: ParallelContext,
         *,
         eval_iters: int | None,
+        packer: RowPacker | None = None,
     ) -> None:
-        super().__init__(samples, masks, context)
-        self.full = eval_iters is None
         sizes = batch.evaluation
+        super().__init__(samples, masks, context, sizes.micro_batch_size, packer)
+        self.full = eval_iters is None
         self.eval_iters = len(samples) // sizes.global_batch_size if eval_iters is None else eval_iters
         if self.full and not self.eval_iters:
             raise DataProblem(
                 f"--full-validation: the validation set has {len(samples):,} samples, less than one global batch of "
                 f"{sizes.global_batch_size}; add data or use a smaller --eval-global-batch-size"
             )
-        self._schedule = BatchSchedule(sizes, context.group("dp").size)
+        self._size = sizes.global_batch_size
 
-    def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
-        """Yields this rank's microbatches of evaluation number `evaluation`, counted from 0."""
-        size, number = self._schedule.full, 0 if self.full else evaluation
+    def steps(self, evaluation: int = 0) -> Iterator[list[MicroBatch]]:
+        """Yields this rank's microbatches of every global batch of evaluation number `evaluation`, counted from 0."""
+        number = 0 if self.full else evaluation
         for step in range(number * self.eval_iters, (number + 1) * self.eval_iters):
-            for positions in step_positions(step * size, self._schedule, self._rank):
-                yield self._on_device(self._on_host(np.remainder(positions, len(self.samples))))
+            positions = np.arange(step * self._size, (step + 1) * self._size, dtype=np.int64)
+            rows = self._microbatches(positions % len(self.samples))
+            yield [self._on_device(self._on_host(each)) for each in rows]
 
 
-def train_loader(datasets: Datasets, config: DataConfig, batch: BatchConfig, context: ParallelContext) -> TrainLoader:
+def train_loader(
+    datasets: Datasets,
+    config: DataConfig,
+    batch: BatchConfig,
+    context: ParallelContext,
+    packer: RowPacker | None = None,
+) -> TrainLoader:
     """Builds the loader of a run's training samples."""
     assert datasets.train is not None, "a run with --skip-train has no training loader"
     order = SampleOrder(kind=config.dataloader_type, num_samples=len(datasets.train), seed=config.seed)
-    schedule = BatchSchedule(batch, context.group("dp").size)
     return TrainLoader(
         datasets.train,
         order,
-        schedule,
+        batch,
         datasets.masks,
         context,
         tokenizer=datasets.tokenizer,
         contents=datasets.contents,
         prefetch=config.num_workers > 0,
+        packer=packer,
     )

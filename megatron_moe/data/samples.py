@@ -13,7 +13,7 @@ next sample. All random numbers come from one numpy RandomState with the seed of
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -107,6 +107,10 @@ class DocumentSamples:
                 f"negative; check the file with tools/check_data.py and rebuild it with tools/preprocess_data.py"
             )
         return out
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Number of positions of the samples `indices`, int64: always `seq_length`."""
+        return np.full(len(indices), self.seq_length, dtype=np.int64)
 
     def locate(self, index: int, position: int) -> str:
         """File, document and offset of token `position` of sample `index`, as text for messages."""
@@ -260,8 +264,23 @@ def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
     return counts
 
 
+class SamplesOfOneDataset(Protocol):
+    """Interface of the parts of a blend; `DocumentSamples` and `WholeDocuments` implement it."""
+
+    name: str
+    inputs: dict[str, Any]
+    """What the order of the samples depends on, as JSON values."""
+
+    def __len__(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def tokens(self, index: int) -> np.ndarray: ...
+    def lengths(self, indices: np.ndarray) -> np.ndarray: ...
+    def locate(self, index: int, position: int) -> str: ...
+
+
 class BlendedSamples:
-    """Interleaved samples of several `DocumentSamples`.
+    """Interleaved samples of several data sets.
 
     If `weights` are given, `size` is required, and the blend has `size` samples. If `weights` is None, data sets are
     weighted by their numbers of samples, and the blend has all samples, or the first `size` if given.
@@ -269,7 +288,7 @@ class BlendedSamples:
 
     def __init__(
         self,
-        parts: Sequence[DocumentSamples],
+        parts: Sequence[SamplesOfOneDataset],
         weights: Sequence[float] | None,
         size: int | None,
         cache_dir: Path | None,
@@ -313,6 +332,14 @@ class BlendedSamples:
     def tokens(self, index: int) -> np.ndarray:
         """Token ids of sample `index`, int64 [seq_length + 1], padded with `PADDING`."""
         return self.parts[self._dataset[index]].tokens(int(self._sample[index]))
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Number of positions of the samples `indices`, int64."""
+        datasets, out = self._dataset[indices], np.empty(len(indices), dtype=np.int64)
+        for number in np.unique(datasets):
+            here = datasets == number
+            out[here] = self.parts[number].lengths(self._sample[indices[here]])
+        return out
 
     def locate(self, index: int, position: int) -> str:
         """File, document and offset of token `position` of sample `index`, as text for messages."""

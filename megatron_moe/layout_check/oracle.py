@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_moe.build import build_packer
 from megatron_moe.config.memory import MemoryConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
@@ -46,6 +47,7 @@ def record_oracle(
         datasets,
         num_steps=num_steps,
         prepare=lambda trainer: follow_layout(trainer, plan),
+        packer=build_packer(plan),
     )
 
 

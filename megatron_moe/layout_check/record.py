@@ -14,6 +14,7 @@ from megatron_moe.config.param_meta import ParamBox, ParamMeta
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.datasets import Datasets
+from megatron_moe.data.loader import RowPacker
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.logs.metrics import MetricValue
 from megatron_moe.moe.router import Router
@@ -75,14 +76,16 @@ def record_run(
     *,
     num_steps: int,
     prepare: Callable[[Trainer], BeforeStep | None] | None = None,
+    packer: RowPacker | None = None,
 ) -> RankRecord:
     """Trains the plan's model for `num_steps` steps on this rank and records the results.
 
     `prepare` receives the trainer before the first step and returns a callback to run before every step, or None.
+    `packer`: packer of variable-length data; None for that of the plan.
     """
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels)
-    loader = build.build_train_loader(plan, context, datasets)
+    loader = build.build_train_loader(plan, context, datasets, packer)
     assert loader is not None, "the plan has no training steps to record"
     before_step = None if prepare is None else prepare(trainer)
     record = RankRecord(context.rank, coordinates_of(context))
@@ -92,8 +95,8 @@ def record_run(
         batches = loader.next_step()
         if before_step is not None:
             before_step(batches, state.iteration + 1)
-        outcome = trainer.step(batches, state)
-        state.advance(outcome.num_samples, config)
+        outcome = trainer.step(batches, state, loader.last_size)
+        state.advance(outcome.size, config)
         record.losses.append(float(outcome.loss))
         record.norms.append({name: float(norm) for name, norm in outcome.norms.items()})
         record.metrics.append(dict(_figures(trainer, context)))

@@ -15,13 +15,15 @@ class RandomSamples:
     """Sequences of uniformly distributed token ids; the highest id is the end-of-document token.
 
     Every third sequence ends in padding, so that microbatches have unequal numbers of tokens. If `packed` is True, four
-    sequences of short documents (four tokens on average) alternate with four sequences of long documents.
+    sequences of short documents (four tokens on average) alternate with four sequences of long documents. If `variable`
+    is True, sequences have 1 to `seq_length` positions and no padding.
     """
 
     num_samples: int
     seq_length: int
     vocab_size: int
     packed: bool = False
+    variable: bool = False
     seed: int = 0
 
     def __len__(self) -> int:
@@ -32,8 +34,10 @@ class RandomSamples:
         return repr(self)
 
     def tokens(self, index: int) -> np.ndarray:
-        """Token ids of sequence `index`, int64 [seq_length + 1]."""
+        """Token ids of sequence `index`, int64 [positions + 1]."""
         draw = np.random.default_rng([self.seed, index])
+        if self.variable:
+            return draw.integers(0, self.vocab_size, size=self.lengths(np.array([index]))[0] + 1)
         tokens = draw.integers(0, self.vocab_size, size=self.seq_length + 1)
         if self.packed and index % 8 < 4:
             self._cut(tokens, draw.random(self.seq_length + 1) < 0.25, index)
@@ -49,6 +53,13 @@ class RandomSamples:
         tokens[ends] = self.vocab_size - 1
         tokens[starts] = (index % 8 * 11 + np.arange(len(starts))) % (self.vocab_size - 1)
 
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Number of positions of the sequences `indices`."""
+        if not self.variable:
+            return np.full(len(indices), self.seq_length, dtype=np.int64)
+        draws = (np.random.default_rng([self.seed, int(index), 1]) for index in indices)
+        return np.array([draw.integers(1, self.seq_length + 1) for draw in draws], dtype=np.int64)
+
     def locate(self, index: int, position: int) -> str:
         return f"random sequence {index}, token {position}"
 
@@ -56,10 +67,12 @@ class RandomSamples:
 def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
     """Random training data for `num_steps` steps. Document masks are set as in the plan. The loss excludes
     end-of-document tokens, so that microbatches have unequal numbers of loss tokens. If attention masks or position ids
-    are reset at document ends, half of the sequences consist of short documents."""
+    are reset at document ends, half of the sequences consist of short documents. With packing, lengths vary."""
     data = plan.data
     packed = data.reset_position_ids or data.reset_attention_mask
-    samples = RandomSamples(num_steps * plan.batch.global_batch_size, data.seq_length, data.vocab_size, packed)
+    samples = RandomSamples(
+        num_steps * plan.batch.global_batch_size, data.seq_length, data.vocab_size, packed, data.packing is not None
+    )
     masks = MaskConfig(
         vocab_size=data.vocab_size,
         eod=data.vocab_size - 1,

@@ -35,6 +35,8 @@ class StepResult:
     """Learning rate with which this step's update was computed."""
     num_samples: int
     """Number of sequences in the step, over all ranks."""
+    num_tokens: int
+    """Number of positions of these sequences, without padding of packed sequences."""
     seconds: float
     """Time in seconds from the end of the previous step to the end of this step, on the device."""
 
@@ -51,7 +53,7 @@ class StepReport:
     steps: Sequence[StepResult]
     train_iters: int
     consumed_samples: int
-    seq_length: int
+    consumed_tokens: int
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics recorded by modules, by name: balancing losses and expert-load statistics."""
     world_size: int = 1
@@ -95,7 +97,7 @@ class StepReport:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        return self.last.num_samples * self.seq_length / (self.step_seconds * self.world_size)
+        return self.last.num_tokens / (self.step_seconds * self.world_size)
 
     @property
     def model_flops_utilization(self) -> float | None:

@@ -81,7 +81,7 @@ def step_record(report: StepReport) -> dict[str, Any]:
     return {
         "iteration": report.iteration,
         "samples": report.consumed_samples,
-        "tokens": report.consumed_samples * report.seq_length,
+        "tokens": report.consumed_tokens,
         "time": report.when.isoformat(),
         **step_tags(report),
         "applied-learning-rate": report.last.applied_learning_rate,

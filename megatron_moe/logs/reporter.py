@@ -110,9 +110,9 @@ class Reporter:
         self._guard = Guard(self._report_failure)
         self._live = self.config.progress_bar and has_live_line()
         """True if the last rank's console shows a live line."""
-        self._console: Console = LiveConsole(seq_length) if self._live and context.is_last else Console()
+        self._console: Console = LiveConsole() if self._live and context.is_last else Console()
         self._log_file = LogFile(self.config.run_dir / "log.txt") if self.config.run_dir is not None else None
-        self._samples = 0
+        self._samples = self._tokens = 0
         self._has_reported = False
 
     def _prepare(self) -> None:
@@ -127,9 +127,10 @@ class Reporter:
         self._lock = RunLock(folder, **RUN_FOLDER)
         write_provenance(folder, run_yaml=self._run_yaml, command_line=self._command_line, device=self.context.device)
 
-    def begin(self, *, iteration: int, last_iteration: int, consumed_samples: int) -> None:
-        """Starts reporting after `iteration` (last completed; 0 in a new run). Drops later records of metrics.jsonl."""
-        self._samples = consumed_samples
+    def begin(self, iteration: int, last_iteration: int, *, samples: int, tokens: int) -> None:
+        """Starts reporting after `iteration` (last completed; 0 in a new run), `samples` and `tokens` consumed so far.
+        Drops later records of metrics.jsonl."""
+        self._samples, self._tokens = samples, tokens
         self._last_iteration = last_iteration
         if self._sinks is None:
             self._sinks = self._make_sinks(iteration) if self.context.is_last else ()
@@ -145,6 +146,7 @@ class Reporter:
         """Stores a step's results for the next report and shows them in the progress bar, TensorBoard and W&B."""
         self._steps.append(result)
         self._samples += result.num_samples
+        self._tokens += result.num_tokens
         every = self.config.log_memory_interval
         if every is not None and result.iteration % every == 0:
             self._write_memory(result.iteration)
@@ -171,10 +173,10 @@ class Reporter:
             steps=steps,
             train_iters=self._last_iteration,
             consumed_samples=self._samples,
-            seq_length=self._seq_length,
+            consumed_tokens=self._tokens,
             metrics=metrics,
             world_size=self.context.group("world").size,
-            flops_per_step=self._flops_of(steps[-1].num_samples),
+            flops_per_step=self._flops_of(steps[-1].num_tokens / self._seq_length),
             peak_flops=self._peak_flops,
         )
         timings = self.timers.take(self.context)

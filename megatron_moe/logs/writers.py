@@ -110,8 +110,7 @@ class LiveConsole(Console):
     rows are all erased before the next one is drawn.
     """
 
-    def __init__(self, seq_length: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seq_length = seq_length
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last_iteration = 0
         self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -137,7 +136,7 @@ class LiveConsole(Console):
     def progress(self, result: StepResult) -> None:
         self._seconds.append(result.seconds)
         seconds = median(self._seconds)
-        speed = result.num_samples * self._seq_length / max(seconds, 1e-9)
+        speed = result.num_tokens / max(seconds, 1e-9)
         left = timedelta(seconds=round((self._last_iteration - result.iteration) * seconds))
         self._text = self._line(result.iteration, f"loss {result.loss:.4f}  {speed:,.0f} tokens/s  {left} left")
         if self._clock() - self._drawn_at >= _SECONDS_BETWEEN_DRAWS or result.iteration == self._last_iteration:

@@ -95,7 +95,7 @@ def take_steps(
                     torch.cuda.reset_peak_memory_stats(context.device)
             outcome = trainer.step(batches, state)
             mark_pages(trainer, tracker)
-            state.advance(outcome.num_samples, config)
+            state.advance(outcome.size, config)
             del batches, outcome
     return EmulatedRun(
         rank=context.rank,
@@ -176,9 +176,13 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
     tokens_BS = torch.arange(size * length, device=device).remainder(plan.data.vocab_size).view(size, length)
     wide = torch.promote_types(torch.float32, torch_dtype(plan.precision.params))
     positions_BS = torch.arange(length, device=device).repeat(size, 1)
-    segments_BS = torch.zeros_like(positions_BS) if plan.data.reset_attention_mask else None
+    packed = plan.data.packing is not None
+    segments_BS = torch.zeros_like(positions_BS) if plan.data.reset_attention_mask or packed else None
     meta = TokenMeta(
-        positions_BS=positions_BS, segments_BS=segments_BS, max_seqlen=length if segments_BS is not None else None
+        positions_BS=positions_BS,
+        segments_BS=segments_BS,
+        max_seqlen=length if segments_BS is not None else None,
+        valid_BS=torch.ones_like(positions_BS, dtype=torch.bool) if packed else None,
     )
     mask_BS = torch.ones(size, length, device=device, dtype=wide)
     return MicroBatch(

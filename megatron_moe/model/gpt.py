@@ -231,7 +231,6 @@ class GPT(nn.Module):
         self, tokens_BS: Tensor, mb: MicrobatchContext, chunk: int, *, by_node: bool
     ) -> list[BoundNodes]:
         """Nodes from the input of the stage to the hidden state after its layers."""
-        assert mb.tokens.cu_seqlens is None or mb.tokens.segments_BS is not None, "packed sequences need segments_BS"
         parameters = parameters_of(self.embedding if self.chunks[chunk].embedding else None)
         embed = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk), parameters)
         first = acquire_nodes([embed], self._store)

@@ -33,13 +33,14 @@ def split_positions(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...
     return tuple((chunks[i], chunks[-1 - i]) for i in range(num_ranks))
 
 
-def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int) -> int:
-    """Smallest degree (ranks per sequence) of dynamic context parallelism, a power of two, that meets two conditions.
+def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int, least: int = 1) -> int:
+    """Smallest degree (ranks per sequence) of dynamic context parallelism, `least` times a power of two, that meets two
+    conditions.
 
     Each rank gets at most `limit` tokens of the longest document, which has `longest` tokens. The `num_sequences` of
     the microbatch divide equally among the `num_ranks / degree` groups. Returns `num_ranks` if no degree meets both.
     """
-    degree = 1
+    degree = least
     while degree < num_ranks and (longest > limit * degree or num_sequences % (num_ranks // degree)):
         degree *= 2
     return degree

@@ -1,15 +1,14 @@
 """Evaluation on the validation and test sets (`--eval-interval`, `--eval-iters`)."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.training import BatchConfig, LoopConfig
+from megatron_moe.config.training import LoopConfig
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.loader import EvalLoader
 from megatron_moe.logs.log_line import ValidationReport
@@ -21,10 +20,10 @@ from megatron_moe.train.train_state import TrainState
 
 
 @torch.no_grad()
-def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches: int) -> float:
+def evaluate(pipeline: Pipeline, steps: Iterable[Sequence[MicroBatch]]) -> float:
     """Mean `lm loss` over all tokens of all ranks. Synchronises with the device once, at the end.
 
-    `num_microbatches`: microbatches per pass of the pipeline.
+    `steps`: this rank's microbatches for each pass of the pipeline.
     """
     model, context = pipeline.model, pipeline.context
     totals = torch.zeros(2, device=context.device, dtype=torch.float64)
@@ -35,10 +34,10 @@ def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches
         return scalar
 
     model.eval()
-    prepared = (replace(b, context=replace(b.context, rng=None, metrics=None, training=False)) for b in batches)
     with nullcontext() if model.expert_comm is None else model.expert_comm.unbounded():
-        while step := list(islice(prepared, num_microbatches)):
-            pipeline.run(step, take_loss)
+        for step in steps:
+            contexts = (replace(batch.context, rng=None, metrics=None, training=False) for batch in step)
+            pipeline.run([replace(batch, context=mb) for batch, mb in zip(step, contexts, strict=True)], take_loss)
     model.train()
     # pp, dp_cp: 16 bytes
     all_reduce_(totals, context.group("pp"))
@@ -51,7 +50,6 @@ class Evaluation:
     """Evaluates every data set separately, every `--eval-interval` iterations and at the end of the run."""
 
     config: LoopConfig
-    batch: BatchConfig
     pipeline: Pipeline
     valid: Mapping[str, EvalLoader]
     """Name of the validation set -> loader."""
@@ -77,7 +75,7 @@ class Evaluation:
         if self.evaluated != state.iteration:
             self._evaluate_all(state, where="on validation set")
         if self.test is not None:
-            self._evaluate(state, self.test.batches(), where="on test set", split="test")
+            self._evaluate(state, self.test.steps(), where="on test set", split="test")
 
     def _evaluate_all(self, state: TrainState, where: str) -> None:
         """Evaluates all validation sets. `where`: see `ValidationReport`."""
@@ -87,15 +85,13 @@ class Evaluation:
         self.evaluated = state.iteration
         for name, loader in self.valid.items():
             data_set = name if len(self.valid) > 1 else ""
-            losses.append(self._evaluate(state, loader.batches(number), where=where, data_set=data_set))
+            losses.append(self._evaluate(state, loader.steps(number), where=where, data_set=data_set))
         mean = sum(losses) / len(losses) if losses else math.nan
         state.validation_loss = mean if math.isfinite(mean) else None
 
-    def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], **fields: str) -> float:
+    def _evaluate(self, state: TrainState, steps: Iterable[Sequence[MicroBatch]], **fields: str) -> float:
         """Reports and returns the mean loss on one data set. `fields`: other fields of `ValidationReport`."""
-        sizes, num_replicas = self.batch.evaluation, self.pipeline.context.group("dp").size
-        num_microbatches = sizes.global_batch_size // (sizes.micro_batch_size * num_replicas)
-        loss = evaluate(self.pipeline, batches, num_microbatches)
+        loss = evaluate(self.pipeline, steps)
         report = ValidationReport(
             iteration=state.iteration, consumed_samples=state.consumed_samples, loss=loss, **fields
         )

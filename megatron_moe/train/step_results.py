@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_moe.config.training import StepSize
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.logs.timers import Moment
 
@@ -19,7 +20,7 @@ class StepOutcome:
     extra: dict[str, Tensor]
     apply_update: Tensor
     state_is_finite: Tensor
-    num_samples: int
+    size: StepSize
     learning_rate: float
     applied_learning_rate: float
     iteration: int
@@ -45,7 +46,8 @@ class StepOutcome:
             state_is_finite=bool(state_is_finite),
             learning_rate=self.learning_rate,
             applied_learning_rate=self.applied_learning_rate,
-            num_samples=self.num_samples,
+            num_samples=self.size.num_samples,
+            num_tokens=self.size.num_tokens,
             seconds=seconds,
         )
 

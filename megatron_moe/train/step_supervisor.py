@@ -35,7 +35,8 @@ class StepSupervisor:
         assert self._loader is not None, "a step without data"
         if self._loader.exhausted:
             self.catch_up()
-        return self._trainer.step(self._loader.next_step(), state)
+        batches = self._loader.next_step()
+        return self._trainer.step(batches, state, self._loader.last_size)
 
     def after(self, outcome: StepOutcome) -> None:
         """Takes a step's outcome and judges the previous step. Raises NumericsProblem if that step ends the run."""

@@ -10,6 +10,7 @@ from megatron_moe.checkpoint.manifest import TRAIN_STATE, CorruptCheckpoint
 from megatron_moe.config.model_differences import compare_recorded, model_differences, recorded_model
 from megatron_moe.config.optimizer import LRConfig
 from megatron_moe.config.train_state import TrainStateConfig
+from megatron_moe.config.training import StepSize
 from megatron_moe.cost_model.flops import flops_per_step
 
 
@@ -30,13 +31,13 @@ class TrainState:
     validation_loss: float | None = None
     """Mean loss over the validation sets after this iteration; None if not evaluated or not finite."""
 
-    def advance(self, num_samples: int, config: TrainStateConfig) -> None:
-        """Counts one step of `num_samples` sequences over all ranks."""
+    def advance(self, size: StepSize, config: TrainStateConfig) -> None:
+        """Counts one step."""
         self.iteration += 1
         self.validation_loss = None
-        self.consumed_samples += num_samples
-        self.consumed_tokens += num_samples * config.seq_length
-        self.flops += flops_per_step(config.model, num_samples, config.seq_length)
+        self.consumed_samples += size.num_samples
+        self.consumed_tokens += size.num_tokens
+        self.flops += flops_per_step(config.model, size.num_tokens / config.seq_length, config.seq_length)
 
     def skip(self, num_samples: int) -> None:
         """Counts an iteration whose samples were skipped."""

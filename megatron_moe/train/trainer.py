@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.config.resilience import ResilienceConfig
-from megatron_moe.config.training import LoopConfig
+from megatron_moe.config.training import LoopConfig, StepSize
 from megatron_moe.data.batch import MicroBatch, num_routed
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.timers import Timers
@@ -86,7 +86,6 @@ class Trainer:
         loop: LoopConfig,
         resilience: ResilienceConfig,
         logging: LoggingConfig,
-        micro_batch_size: int,
         timers: Timers | None = None,
         memory_guard: Callable[[int], AbstractContextManager[object]] = nullcontext,
         low_precision: ModelQuantizers | None = None,
@@ -100,7 +99,6 @@ class Trainer:
         self.loop = loop
         self.resilience = resilience
         self.logging = logging
-        self.micro_batch_size = micro_batch_size
         self._memory_guard = memory_guard
         self.low_precision = low_precision
         self.context = pipeline.context
@@ -144,13 +142,20 @@ class Trainer:
         """Makes the following steps write the expert choices of their routers."""
         self.routing_trace, self.metrics.trace_routing = trace, trace.add
 
-    def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
+    def step(self, batches: Sequence[MicroBatch], state: TrainState, size: StepSize | None = None) -> StepOutcome:
         """Trains on this rank's microbatches of one global batch; `state` is the state before the step.
+
+        `size`: size of the global batch. None: every row of the microbatches is one sample.
         Raises MemoryProblem if device memory runs out."""
         with self._memory_guard(state.iteration + 1):
-            return self._step(batches, state)
+            return self._step(batches, state, size or self._size_of(batches))
 
-    def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
+    def _size_of(self, batches: Sequence[MicroBatch]) -> StepSize:
+        rows, seq_length = (batches[0].whole or batches[0]).tokens_BS.shape
+        num_samples = len(batches) * rows * self.context.group("dp").size
+        return StepSize(num_samples, num_samples * seq_length)
+
+    def _step(self, batches: Sequence[MicroBatch], state: TrainState, size: StepSize) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)
         self.timers.begin_step()
         trial = self._trial(batches, iteration) if self.repeatability else None
@@ -167,15 +172,14 @@ class Trainer:
             norms, extra, apply_update, state_is_finite = self._update(loss, lr, state.trained_samples)
         if self.repeatability and trial is not None:
             self.repeatability.add(trial, torch.stack([local[0], norms["all"].double()]))
-        num_samples = len(batches) * self.micro_batch_size * self.context.group("dp").size
         return StepOutcome(
             loss=loss,
             norms=norms,
             extra=extra,
             apply_update=apply_update,
             state_is_finite=state_is_finite,
-            num_samples=num_samples,
-            learning_rate=self.schedule.lr(state.trained_samples + num_samples),
+            size=size,
+            learning_rate=self.schedule.lr(state.trained_samples + size.num_samples),
             applied_learning_rate=lr,
             iteration=iteration,
         )

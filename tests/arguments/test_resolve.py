@@ -216,9 +216,9 @@ def test_two_levels_of_context_parallelism_are_there_where_a_layer_uses_them():
 
 
 def test_dynamic_context_parallelism_has_its_limit():
-    limit = "--context-parallel-size 4 --global-batch-size 32 --max-seqlen-per-dp-cp-rank 64"
-    assert plan_of(f"{limit} --hybrid-context-parallel", environ=EIGHT_RANKS).parallel.max_seqlen_per_dp_cp_rank == 64
-    assert plan_of(limit, environ=EIGHT_RANKS).parallel.max_seqlen_per_dp_cp_rank is None
+    sizes, limit = "--context-parallel-size 4 --global-batch-size 32", "--max-seqlen-per-dp-cp-rank 64"
+    for flags, found in ((f"--hybrid-context-parallel {limit}", 64), ("--dynamic-context-parallel", 32), (limit, None)):
+        assert plan_of(f"{sizes} {flags}", environ=EIGHT_RANKS).parallel.max_seqlen_per_dp_cp_rank == found
 
 
 def test_masking_between_documents_also_resets_positions():

@@ -1,6 +1,7 @@
 """Loaders: the same sample order for any layout, microbatch size and number of restarts."""
 
 from collections.abc import Iterator
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.data.batch import MaskConfig, MicroBatch
-from megatron_moe.data.loader import BatchSchedule, EvalLoader, SampleOrder, TrainLoader
+from megatron_moe.data.loader import EvalLoader, SampleOrder, TrainLoader
 
 MASKS = MaskConfig(vocab_size=1000, eod=999, pad=-1)
 
@@ -30,6 +31,9 @@ class Numbered:
     def tokens(self, index: int) -> np.ndarray:
         assert 0 <= index < self.count
         return np.arange(index, index + 3)
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        return np.full(len(indices), 2)
 
     def locate(self, index: int, position: int) -> str:
         return f"numbered, document {index}, token {position}"
@@ -52,8 +56,8 @@ def loader(
 ) -> TrainLoader:
     samples = Numbered()
     order = SampleOrder(kind=kind, num_samples=len(samples), seed=5)
-    schedule = BatchSchedule(BatchConfig(micro_batch_size=micro, global_batch_size=size, **batch), dp)
-    return TrainLoader(samples, order, schedule, MASKS, rank_context(rank, dp), prefetch=prefetch)
+    config = BatchConfig(micro_batch_size=micro, global_batch_size=size, **batch)
+    return TrainLoader(samples, order, config, MASKS, rank_context(rank, dp), prefetch=prefetch)
 
 
 def ids(batches: list[MicroBatch]) -> list[int]:
@@ -106,13 +110,12 @@ def test_ramp_up_takes_every_sample_once_and_resumes_inside() -> None:
     one = loader(**ramp)
     sizes, seen, marks = [], [], []
     while not one.exhausted:
-        marks.append((one.state()["consumed_samples"], one.num_microbatches))
+        marks.append(one.state()["consumed_samples"])
         step = ids(one.next_step())
         sizes.append(len(step) * 2)
         seen.append(step)
     assert sizes[:7] == [2, 2, 2, 4, 4, 6, 8]
-    assert sizes == [2 * count for _, count in marks]
-    for number, (consumed, _) in enumerate(marks):
+    for number, consumed in enumerate(marks):
         resumed = loader(**ramp)
         resumed.restore(consumed)
         assert ids(resumed.next_step()) == seen[number]
@@ -137,10 +140,10 @@ def test_restore_discards_prefetched_batches() -> None:
 
 def test_problem_in_prefetched_data_is_raised_in_its_step() -> None:
     samples = Numbered(60)
-    schedule = BatchSchedule(BatchConfig(micro_batch_size=6, global_batch_size=6), 1)
+    config = BatchConfig(micro_batch_size=6, global_batch_size=6)
     order = SampleOrder(kind="single", num_samples=60, seed=1)
     masks = MaskConfig(vocab_size=10, eod=9, pad=-1)
-    ahead = TrainLoader(samples, order, schedule, masks, rank_context(), prefetch=True)
+    ahead = TrainLoader(samples, order, config, masks, rank_context(), prefetch=True)
     ahead.next_step()
     with pytest.raises(DataProblem, match="vocabulary of 10"):
         ahead.next_step()
@@ -160,16 +163,16 @@ def test_exhausted_data_is_reported_and_then_rejected() -> None:
 
 def test_loss_mask_has_at_least_single_precision() -> None:
     samples, order = Numbered(), SampleOrder(kind="single", num_samples=60, seed=1)
-    schedule = BatchSchedule(BatchConfig(micro_batch_size=1, global_batch_size=1), 1)
+    config = BatchConfig(micro_batch_size=1, global_batch_size=1)
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        one = TrainLoader(samples, order, schedule, MASKS, rank_context(dtype=dtype))
+        one = TrainLoader(samples, order, config, MASKS, rank_context(dtype=dtype))
         assert one.next_step()[0].loss_mask_BS.dtype == expected
 
 
 def eval_ids(dp: int, rank: int, evaluation: int, count: int = 60) -> list[int]:
     batch = BatchConfig(micro_batch_size=2, global_batch_size=8, rampup_batch_size=(4, 4, 100))
     one = EvalLoader(Numbered(count), batch, MASKS, rank_context(rank, dp), eval_iters=3)
-    return ids(list(one.batches(evaluation)))
+    return ids([*chain(*one.steps(evaluation))])
 
 
 def test_evaluations_use_consecutive_batches() -> None:
@@ -204,7 +207,7 @@ def whole_set(count: int, size: int = 8) -> EvalLoader:
 
 def test_a_full_validation_reads_every_full_batch_each_time() -> None:
     one = whole_set(30)
-    assert [ids(list(one.batches(evaluation))) for evaluation in (0, 3)] == [list(range(24))] * 2
+    assert [ids([*chain(*one.steps(evaluation))]) for evaluation in (0, 3)] == [list(range(24))] * 2
 
 
 def test_a_full_validation_without_a_full_batch_is_refused() -> None:

@@ -6,60 +6,52 @@ import numpy as np
 import pytest
 
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.data.loader import BatchSchedule, SampleOrder, step_positions
+from megatron_moe.data.loader import SampleOrder, rank_share
 
 
-def schedule(micro: int, size: int, dp: int, rampup: tuple[int, int, int] | None = None) -> BatchSchedule:
-    return BatchSchedule(BatchConfig(micro_batch_size=micro, global_batch_size=size, rampup_batch_size=rampup), dp)
+def batch(size: int, rampup: tuple[int, int, int] | None = None) -> BatchConfig:
+    return BatchConfig(micro_batch_size=1, global_batch_size=size, rampup_batch_size=rampup)
 
 
-def test_constant_batch_has_its_number_of_microbatches() -> None:
-    constant = schedule(2, 24, 3)
-    assert [constant.global_batch(consumed) for consumed in (0, 24, 10**9)] == [24, 24, 24]
-    assert constant.num_microbatches(0) == 4
+def test_constant_batch_has_one_size() -> None:
+    assert [batch(24).size_at(consumed) for consumed in (0, 24, 10**9)] == [24, 24, 24]
 
 
 def test_ramp_grows_at_equal_intervals_of_consumed_samples() -> None:
-    ramp = schedule(1, 8, 2, (2, 2, 300))
+    ramp = batch(8, (2, 2, 300))
     # Three increments over 300 samples: one per 100.
     expected = [(0, 2), (99, 2), (100, 4), (199, 4), (200, 6), (299, 6), (300, 8), (301, 8), (10**9, 8)]
-    assert [(consumed, ramp.global_batch(consumed)) for consumed, _ in expected] == expected
-    assert [ramp.num_microbatches(consumed) for consumed in (0, 100, 200, 300)] == [1, 2, 3, 4]
+    assert [(consumed, ramp.size_at(consumed)) for consumed, _ in expected] == expected
 
 
 def test_ramp_equals_the_formula_at_every_count() -> None:
-    ramp = schedule(1, 9, 1, (3, 2, 100))
+    ramp = batch(9, (3, 2, 100))
     for consumed in range(150):
         increments = 3 if consumed > 100 else int(consumed / (100 / 3))
-        assert ramp.global_batch(consumed) == 3 + 2 * increments
+        assert ramp.size_at(consumed) == 3 + 2 * increments
 
 
 def test_ramp_without_distance_or_samples_is_constant_at_once() -> None:
-    assert schedule(1, 4, 1, (4, 2, 100)).global_batch(0) == 4
-    assert schedule(1, 8, 1, (4, 2, 0)).global_batch(1) == 8
+    assert batch(4, (4, 2, 100)).size_at(0) == 4
+    assert batch(8, (4, 2, 0)).size_at(1) == 8
 
 
-@pytest.mark.parametrize(("size", "rampup"), [(6, None), (8, (1, 1, 10)), (8, (5, 3, 10))])
-def test_batches_that_do_not_divide_into_microbatches_are_refused(size, rampup) -> None:
-    with pytest.raises(AssertionError, match="are no multiple of 2 x 2"):
-        schedule(2, size, 2, rampup).num_microbatches(0)
+@pytest.mark.parametrize("size", [0, 1, 5, 6])
+def test_batches_that_do_not_divide_into_microbatches_are_refused(size: int) -> None:
+    with pytest.raises(AssertionError, match=f"{size} sequences are no multiple of 2 x 2"):
+        rank_share(np.arange(size), 0, ranks=2, micro=2)
 
 
 def test_ranks_take_consecutive_slices_of_every_micro_step() -> None:
-    steps = schedule(2, 12, 3)
-    assert step_positions(12, steps, 0).tolist() == [[12, 13], [18, 19]]
-    assert step_positions(12, steps, 1).tolist() == [[14, 15], [20, 21]]
-    assert step_positions(12, steps, 2).tolist() == [[16, 17], [22, 23]]
+    taken = [rank_share(np.arange(12, 24), rank, ranks=3, micro=2).tolist() for rank in range(3)]
+    assert taken == [[[12, 13], [18, 19]], [[14, 15], [20, 21]], [[16, 17], [22, 23]]]
 
 
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 1), (1, 4), (2, 3), (4, 3), (12, 1), (1, 12)])
 def test_a_step_takes_the_same_samples_in_every_layout(micro: int, dp: int) -> None:
-    steps = schedule(micro, 12, dp)
-    for consumed in (0, 12, 120):
-        taken = np.stack([step_positions(consumed, steps, rank) for rank in range(dp)])
-        assert sorted(taken.ravel().tolist()) == list(range(consumed, consumed + 12))
-        # In the order of micro steps and ranks the samples are consecutive.
-        assert taken.transpose(1, 0, 2).ravel().tolist() == list(range(consumed, consumed + 12))
+    taken = np.stack([rank_share(np.arange(12), rank, ranks=dp, micro=micro) for rank in range(dp)])
+    # in the order of micro steps and ranks, the samples are consecutive
+    assert taken.transpose(1, 0, 2).ravel().tolist() == list(range(12))
 
 
 def test_single_order_is_the_order_of_the_data_and_ends_with_it() -> None:

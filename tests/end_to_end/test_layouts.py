@@ -19,7 +19,7 @@ DOCUMENTS = (
 CONTEXT_PARALLEL = f"--context-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL}".split()
 EXCHANGES = {
     "another exchange in each layer": "--cp-comm-type p2p allgather a2a",
-    "a degree per microbatch": "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 40",
+    "a degree per microbatch": "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 40",
 }
 SHARDED = "--fp64 --train-iters 4 --eval-interval 2 --save-interval 2 --padded-vocab-size 272 --qk-layernorm".split()
 TENSOR_PARALLEL = f"--tensor-model-parallel-size 2 --sequence-parallel {ALLTOALL}".split()

@@ -27,9 +27,11 @@ def step_result(iteration: int = 20, **changes: Any) -> StepResult:
         learning_rate=3e-3,
         applied_learning_rate=2e-3,
         num_samples=8,
+        num_tokens=8 * 256,
         seconds=0.5,
     )
-    return replace(result, **changes)
+    samples = changes.get("num_samples", result.num_samples)
+    return replace(result, **{"num_tokens": samples * 256, **changes})
 
 
 def step_report(*steps: StepResult, **changes: Any) -> StepReport:
@@ -39,7 +41,7 @@ def step_report(*steps: StepResult, **changes: Any) -> StepReport:
         steps=steps or (step_result(),),
         train_iters=250,
         consumed_samples=160,
-        seq_length=256,
+        consumed_tokens=160 * 256,
         metrics=METRICS,
         flops_per_step=1e12,
     )

@@ -61,7 +61,7 @@ def plan(logging: LoggingConfig, **changes):
 
 def run(reporter: Reporter, iterations: range, consumed_samples: int = 0) -> None:
     """Calls the reporter as the training loop does."""
-    reporter.begin(iteration=iterations.start - 1, last_iteration=100, consumed_samples=consumed_samples)
+    reporter.begin(iterations.start - 1, 100, samples=consumed_samples, tokens=0)
     for iteration in iterations:
         reporter.observe(step_result(iteration, loss=1.0 / iteration))
         if reporter.due(iteration):
@@ -256,7 +256,7 @@ def test_missing_package_on_one_rank_is_raised_on_every_rank(tmp_path):
 def test_file_system_without_locks_is_reported(tmp_path, context, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
     reporter = build_reporter(plan(LoggingConfig(run_dir=tmp_path, plots=False)), context)
-    reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
+    reporter.begin(0, 100, samples=0, tokens=0)
     reporter.close()
     assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
 
@@ -288,7 +288,7 @@ def test_throughput_counts_the_flops_of_model_and_batch(context):
     config = plan(LoggingConfig())
     listener = Listener()
     reporter = build_reporter(config, context, sinks=[listener])
-    reporter.observe(step_result(1, num_samples=6))
+    reporter.observe(step_result(1, num_samples=6, num_tokens=6 * tiny.SEQ))
     reporter.step({})
     assert listener.entries[-1].record["throughput"] == flops_per_step(config.model, 6, tiny.SEQ) / 0.5e12
 
@@ -300,7 +300,7 @@ def test_first_rank_writes_notes_and_last_rank_reports(tmp_path):
         listener = Listener()
         reporter = build_reporter(config, context, sinks=[listener] if context.is_last else [])
         reporter.note("from the first")
-        reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
+        reporter.begin(0, 100, samples=0, tokens=0)
         with reporter.timers.span("forward-backward", level=1):
             pass
         reporter.observe(step_result(1))
@@ -333,7 +333,7 @@ def test_memory_interval(tmp_path):
 
     def rank(context: ParallelContext) -> None:
         reporter = build_reporter(config, context, sinks=[])
-        reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
+        reporter.begin(0, 100, samples=0, tokens=0)
         for iteration in (1, 2, 3, 4):
             reporter.observe(step_result(iteration))
         reporter.step(METRICS)

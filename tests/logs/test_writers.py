@@ -244,13 +244,13 @@ def test_live_line_requires_a_capable_terminal(kind, redrawn, monkeypatch):
 
 def test_live_console(monkeypatch):
     terminal = sit_at_terminal(monkeypatch)
-    console = LiveConsole(seq_length=32)
+    console = LiveConsole()
     console.write("before the start")
     console.start(2, 10)
     line = " [2026] iteration 3 | [bold]not markup | " + "x" * 200
     console.write(line)
     for iteration, seconds in ((3, 60.0), (4, 0.5), (5, 0.5)):  # the first step compiles
-        console.progress(step_result(iteration, loss=2.5, num_samples=8, seconds=seconds))
+        console.progress(step_result(iteration, loss=2.5, num_tokens=8 * 32, seconds=seconds))
     console.close()
     shown = terminal.getvalue()
     assert shown.startswith("before the start\n")
@@ -288,7 +288,7 @@ def test_a_terminal_that_changes_its_width_keeps_no_fragments(monkeypatch, width
     screen, clock = Screen(), Clock()
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setattr("megatron_moe.logs.writers._columns", lambda: screen.width)
-    console = LiveConsole(seq_length=32, clock=clock)
+    console = LiveConsole(clock=clock)
     console.start(0, 10)
     for iteration, screen.width in enumerate(widths, start=1):
         clock.now += 1.0
@@ -302,7 +302,7 @@ def test_a_terminal_that_changes_its_width_keeps_no_fragments(monkeypatch, width
 
 def test_closing_the_live_console_is_idempotent(monkeypatch):
     sit_at_terminal(monkeypatch)
-    console = LiveConsole(seq_length=32)
+    console = LiveConsole()
     console.close()
     console.start(0, 10)
     console.close()

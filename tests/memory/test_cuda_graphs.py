@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.build import build_model, build_trainer, record_steps
+from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer, record_steps
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import MTPConfig
@@ -100,6 +100,34 @@ def test_replays_of_other_models_equal_eager_steps(model):
     expected = results(the_plan(model=model), steps=2)
     for config in (parts_of("attn", "mlp", "moe"), WHOLE):
         EXACT.check_all(results(the_plan(model=model, cuda_graphs=config), steps=2), expected, str(config))
+
+
+@pytest.mark.parametrize("config", [parts_of("attn"), WHOLE], ids=["modules", "whole step"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_document_lengths_do_not_change_the_graphs(config, cp):
+    """The longest document differs from microbatch to microbatch."""
+    data = replace(tiny.plan().data, reset_attention_mask=True, reset_position_ids=True)
+    parallel = ParallelConfig(world_size=cp, cp=cp)
+    plan = the_plan(data=data, parallel=parallel, model=tiny.model(), cuda_graphs=config)
+
+    def with_longest(batch, length):
+        tokens = replace(batch.context.tokens, max_seqlen=length)
+        whole = batch.whole and with_longest(batch.whole, length)
+        return replace(batch, context=replace(batch.context, tokens=tokens), whole=whole)
+
+    def train(context):
+        trainer = make_trainer(plan, context)
+        loader = build_train_loader(plan, context, build_data(plan, context))
+        found = []
+        for step in range(4):
+            batches = [with_longest(batch, 2 * step + index) for index, batch in enumerate(loader.next_step())]
+            trainer.step(batches, TrainState())
+            graphs = trainer.full_iteration or trainer.pipeline.graph_instances
+            found.append((graphs.summary() or "").split(";")[0])
+        return found[-3:]
+
+    for found in on_threads(parallel, train):
+        assert found[0] and len(set(found)) == 1, found
 
 
 def test_experts_are_run_eagerly_alongside_captured_attention(eager):

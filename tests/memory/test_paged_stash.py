@@ -132,7 +132,7 @@ def test_a_step_that_runs_out_of_pages_is_rejected_on_every_rank() -> None:
     reports = [RankReport(rank=rank, stage=0, no_room=lost) for rank, (*_, lost) in enumerate(found)]
     assert "the paged stash had no free pages for expert rows on rank" in sentence(reports)
     state = {"apply_update": False, "state_is_finite": True, "learning_rate": 0.1, "applied_learning_rate": 0.1}
-    result = StepResult(iteration=1, loss=1.0, norms={}, num_samples=1, seconds=1.0, **state)
+    result = StepResult(iteration=1, loss=1.0, norms={}, num_samples=1, num_tokens=8, seconds=1.0, **state)
     assert verdict(result, reports) is None, "neither hardware nor data is the cause"
     for outcome, same, _ in found:
         assert not outcome.apply_update and not outcome.norms["all"].isfinite() and same

@@ -23,7 +23,6 @@ from tests.helpers.tiny_models import (
     build,
     gradients,
     layer_config,
-    make_mb,
     microbatch,
     mla_config,
     mlp_config,
@@ -233,13 +232,6 @@ def test_schedule_steps_equal_the_forward(evaluation):
     for depth, (actual, wanted) in enumerate(zip(state.mtp_losses, expected.mtp_losses, strict=True), start=1):
         for number in range(3):
             EXACT.check(actual[number], wanted[number], f"depth {depth}, tensor {number}")
-
-
-def test_packed_sequences_without_segments_raise():
-    model, batch = build(model_config()), microbatch(1, 8)
-    mb = make_mb(1, 8, cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen=4)
-    with pytest.raises(AssertionError, match="need segments_BS"):
-        model(replace(batch, context=mb))
 
 
 def test_logits_match_the_loss():

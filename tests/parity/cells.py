@@ -16,6 +16,7 @@ from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
+from megatron_moe.config.packing import PackingConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.pipeline_layout import parse_layout
@@ -125,6 +126,7 @@ def plan_of(cell: Cell) -> RunPlan:
             plan.data,
             reset_position_ids=cell["documents"] == "packed",
             reset_attention_mask=cell["documents"] == "packed",
+            packing=PackingConfig() if cell["documents"] == "varlen" else None,
         ),
         batch=BatchConfig(micro_batch_size=micro, global_batch_size=GLOBAL_BATCH),
         loop=replace(plan.loop, calculate_per_token_loss=cell["loss"] == "token"),

@@ -45,7 +45,7 @@ DIMENSIONS = MappingProxyType(
         "mtp": ("off", "on"),
         "head": ("untied", "tied"),
         "loss": ("mean", "token"),
-        "documents": ("whole", "packed"),
+        "documents": ("whole", "packed", "varlen"),
         "dropout": ("off", "on"),
         "accumulation": ("1", "2", "4"),
         "recompute": ("none", "full", "small", "moe"),
@@ -131,12 +131,14 @@ RULES: tuple[Rule, ...] = (
     # dynamic degrees depend on document lengths: packed documents, at least two sequences per microbatch
     (("cp", "cpdegree"), lambda c: c["cpdegree"] == "fixed" or c["cp"] != "1"),
     (("cpdegree", "cpcomm"), lambda c: c["cpdegree"] == "fixed" or c["cpcomm"] != "a2a+p2p"),
-    (("cpdegree", "documents"), lambda c: c["cpdegree"] == "fixed" or c["documents"] == "packed"),
+    (("cpdegree", "documents"), lambda c: c["cpdegree"] == "fixed" or c["documents"] != "whole"),
     (("cpdegree", "balance"), lambda c: c["cpdegree"] == "fixed" or c["balance"] != "seq"),
     (
         ("cpdegree", "dp", "accumulation"),
         lambda c: c["cpdegree"] == "fixed" or 2 <= int(c["dp"]) * int(c["accumulation"]) <= 4,
     ),
+    # rows hold unequal numbers of tokens
+    (("documents", "loss"), lambda c: c["documents"] != "varlen" or c["loss"] == "token"),
     # fewer query groups than tensor-parallel ranks
     (("tp", "groups"), lambda c: c["groups"] == "whole" or c["tp"] != "1"),
     (("attention", "groups"), lambda c: c["groups"] == "whole" or c["attention"] == "gqa"),

@@ -128,7 +128,7 @@ def test_context_parallel_evaluation_equals_one_rank(plan: RunPlan) -> None:
     def loss(context: ParallelContext) -> float:
         loader = build_eval_loaders(plan, context, build_data(plan, context))["validation"]
         pipeline = Pipeline(plan.pipeline, plan.layout, context, build_model(plan, context, KERNELS))
-        return evaluate(pipeline, loader.batches(), num_microbatches=2)
+        return evaluate(pipeline, loader.steps())
 
     single = loss(ParallelContext.single())
     for parallel in (CP4, ParallelConfig(world_size=4, cp=2)):

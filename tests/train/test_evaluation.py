@@ -32,7 +32,10 @@ def noisy_model():
 
 def evaluated(model, batches):
     plan = tiny.plan(model=model.config)
-    return evaluate(Pipeline(plan.pipeline, plan.layout, CONTEXT, model), batches, num_microbatches=3)
+    return evaluate(
+        Pipeline(plan.pipeline, plan.layout, CONTEXT, model),
+        [batches[start : start + 3] for start in range(0, len(batches), 3)],
+    )
 
 
 def test_evaluation_disables_dropout_and_jitter():
@@ -71,7 +74,7 @@ def test_each_split_has_its_own_loader():
     plan = tiny.plan(data=replace(tiny.plan().data, split="80,10,10"))
     loaders = build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT))
     assert set(loaders) == {"validation", "test"}
-    first = {name: next(iter(loader.batches())).tokens_BS for name, loader in loaders.items()}
+    first = {name: next(iter(loader.steps()))[0].tokens_BS for name, loader in loaders.items()}
     assert not torch.equal(first["validation"], first["test"])
 
 
@@ -81,7 +84,7 @@ class NumberedLoader:
     def __init__(self) -> None:
         self.read: list[int] = []
 
-    def batches(self, number: int = 0) -> Iterator[Any]:
+    def steps(self, number: int = 0) -> Iterator[Any]:
         self.read.append(number)
         return iter(())
 
@@ -94,14 +97,14 @@ def test_evaluations_read_consecutive_data_across_restarts():
         NumberedLoader(),
     )
     for iterations in (range(1, 4), range(4, 7)):  # two starts
-        validation = Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, None, Mock())
+        validation = Evaluation(plan.loop, pipeline, {"validation": data}, None, Mock())
         for iteration in iterations:
             validation.run_if_due(TrainState(iteration=iteration))
     validation.final(TrainState(iteration=6))
     assert data.read == [0, 1, 2]
     validation.final(TrainState(iteration=7))
     assert data.read == [0, 1, 2, 3]
-    Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, None, Mock()).final(TrainState(iteration=6))
+    Evaluation(plan.loop, pipeline, {"validation": data}, None, Mock()).final(TrainState(iteration=6))
     assert data.read[4:] == [2], "an evaluation without training repeats that of the run"
 
 
@@ -113,10 +116,10 @@ def test_evaluations_have_their_own_batches() -> None:
     for changes in ({}, {"eval_micro_batch_size": 1}, {"eval_global_batch_size": 12, "eval_micro_batch_size": 2}):
         plan = replace(base, batch=replace(base.batch, **changes), loop=replace(base.loop, eval_iters=1))
         loader = next(iter(build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT)).values()))
-        batches = list(loader.batches())
+        (batches,) = loader.steps()
         sizes = plan.batch.evaluation
         assert len(batches) * sizes.micro_batch_size == sizes.global_batch_size
         assert all(batch.labels_BS.shape[0] == sizes.micro_batch_size for batch in batches)
-        losses.append(evaluate(Pipeline(plan.pipeline, plan.layout, CONTEXT, model), batches, len(batches)))
+        losses.append(evaluate(Pipeline(plan.pipeline, plan.layout, CONTEXT, model), [batches]))
     FP64_REF.check(losses[1], losses[0], "loss of smaller microbatches")
     assert abs(losses[2] - losses[0]) > 1e-9

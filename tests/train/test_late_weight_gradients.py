@@ -174,7 +174,7 @@ def test_one_product_covers_several_microbatches(number: int, interval: int, siz
     for _ in range(2):
         calls.clear()
         trainer.step(loader.next_step(), TrainState())
-        evaluate(trainer.pipeline, loader.next_step(), number)
+        evaluate(trainer.pipeline, [loader.next_step()])
         assert calls == Counter({size: 4 * sizes.count(size) for size in sizes})
 
 

@@ -214,9 +214,9 @@ def test_an_evaluation_quantises_the_weights_of_the_last_step() -> None:
     trainer, loader = make_trainer(plan, context), build_train_loader(plan, context, build_data(plan, context))
     batches = loader.next_step()
     trainer.step(batches, TrainState())
-    found = evaluate(trainer.pipeline, batches, len(batches))
+    found = evaluate(trainer.pipeline, [batches])
     trainer.low_precision.invalidate_weights()
-    assert found == evaluate(trainer.pipeline, batches, len(batches)), "the evaluation used earlier weights"
+    assert found == evaluate(trainer.pipeline, [batches]), "the evaluation used earlier weights"
 
 
 def test_stochastic_rounding_differs_between_runs_iterations_and_layers() -> None:

@@ -69,7 +69,7 @@ def train(
     supervisor = StepSupervisor(trainer, TrainingLog(trainer, reports), loader)
     for _ in range(STEPS):
         outcome = supervisor.step(state)
-        state.advance(outcome.num_samples, config)
+        state.advance(outcome.size, config)
         supervisor.after(outcome)
         if read_each:
             supervisor.catch_up()
@@ -135,6 +135,6 @@ def test_metrics_of_void_steps_are_dropped() -> None:
 def test_evaluation_has_no_row_bound() -> None:
     def loss(context: ParallelContext, factor: float | None) -> float:
         trainer, loader = setup(plan(factor), context)
-        return evaluate(trainer.pipeline, loader.next_step(), 1)
+        return evaluate(trainer.pipeline, [loader.next_step()])
 
     assert on_threads(EP2, lambda c: loss(c, 0.1)) == on_threads(EP2, lambda c: loss(c, None))

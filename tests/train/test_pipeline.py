@@ -97,7 +97,7 @@ def test_pipeline_evaluation_equals_one_rank(layout, pp):
 
     def validation_loss(each, context):
         (loader,) = build_eval_loaders(each, context, build_data(each, context)).values()
-        return evaluate(make_trainer(each, context).pipeline, loader.batches(), num_microbatches=4)
+        return evaluate(make_trainer(each, context).pipeline, loader.steps())
 
     expected = validation_loss(single_plan, ParallelContext.single(dtype=torch.float64))
     ranks_plan = laid_out(single_plan, layout, pp)

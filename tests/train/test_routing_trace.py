@@ -75,7 +75,7 @@ def train(
             supervisor = StepSupervisor(trainer, TrainingLog(trainer, reports), loader)
             for step in range(1, steps + 1):
                 outcome = supervisor.step(state)
-                state.advance(outcome.num_samples, config)
+                state.advance(outcome.size, config)
                 supervisor.after(outcome)
                 each(step, trainer)
             supervisor.catch_up()
@@ -351,11 +351,12 @@ def test_a_resumed_run_continues_the_trace(tmp_path: Path) -> None:
             trainer, loader = setup(plan, context, stack)
             state, config = TrainState(), build.build_train_state_config(plan)
             for _ in range(2):  # as in the run before, without a trace
-                state.advance(len(loader.next_step()) * plan.batch.micro_batch_size, config)
+                loader.next_step()
+                state.advance(loader.last_size, config)
             supervisor = StepSupervisor(trainer, TrainingLog(trainer, Reports()), loader)
             for _ in range(2):
                 outcome = supervisor.step(state)
-                state.advance(outcome.num_samples, config)
+                state.advance(outcome.size, config)
                 supervisor.after(outcome)
             supervisor.catch_up()
 

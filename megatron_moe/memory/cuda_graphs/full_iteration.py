@@ -36,7 +36,7 @@ class FullIterationGraph:
         self._num_steps += 1
         if self._num_steps <= self._warmup:
             return work(batches)
-        inputs = tuple(replace(batch, context=static_context(batch.context)) for batch in batches)
+        inputs = tuple(map(_static, batches))
         tensors, spec = flatten(inputs)
         if spec not in self._captured:
             self._recorder.empty_cache()
@@ -70,6 +70,12 @@ class FullIterationGraph:
         static_bytes = sum(tensor.nbytes for step in self._captured.values() for tensor in step.static_inputs)
         memory = self._recorder.memory_summary([self._pool], static_bytes)
         return f"CUDA graphs: {len(self._captured)} of full iterations; {memory}"
+
+
+def _static(batch: MicroBatch) -> MicroBatch:
+    """Copy of the batch without the fields that a graph must not depend on."""
+    whole = None if batch.whole is None else _static(batch.whole)
+    return replace(batch, context=static_context(batch.context), whole=whole)
 
 
 class _CapturedStep:

@@ -184,11 +184,13 @@ class _StaticContext(NamedTuple):
 
 
 def static_context(mb: MicrobatchContext) -> MicrobatchContext:
-    """Copy of the context without the fields that a graph must not depend on: RNG key, metrics and graph instance."""
+    """Copy of the context without the fields that a graph must not depend on: RNG key, metrics, graph instance, and the
+    length of the longest document."""
     scale = mb.aux_loss_scale
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float64, device=mb.tokens.positions_BS.device)
-    return replace(mb, aux_loss_scale=scale, rng=None, metrics=None, graph_instance=None)
+    tokens = replace(mb.tokens, max_seqlen=None)
+    return replace(mb, tokens=tokens, aux_loss_scale=scale, rng=None, metrics=None, graph_instance=None)
 
 
 class _Replay(torch.autograd.Function):

@@ -1,0 +1,72 @@
+"""Rules about variable-length data and its packing."""
+
+from arguments.checks.violation import RuleFlags, Violations, enabled
+
+
+def packing_flags_have_sequences(flags: RuleFlags) -> Violations:
+    """Samples cut from concatenated documents fill their rows, so only --use-varlen-dataset has sequences to pack."""
+    given = {
+        "--sequence-packing-scheduler": flags.sequence_packing_scheduler is not None,
+        "--pad-packed-seq-alignment": flags.pad_packed_seq_alignment is not None,
+        "--thd-tail-padding-policy": flags.thd_tail_padding_policy is not None,
+        "--thd-max-packed-sequences": flags.thd_max_packed_sequences is not None,
+    }
+    if not flags.use_varlen_dataset and any(given.values()):
+        yield f"{enabled(given)} without --use-varlen-dataset", "give --use-varlen-dataset, or leave it out"
+
+
+def packed_loss_is_per_token(flags: RuleFlags) -> Violations:
+    """Rows hold unequal numbers of tokens, so a mean of the losses of microbatches would depend on the packing."""
+    if flags.use_varlen_dataset and not flags.calculate_per_token_loss:
+        yield "--use-varlen-dataset without --calculate-per-token-loss", "give --calculate-per-token-loss"
+
+
+def dynamic_packing_has_dynamic_cp(flags: RuleFlags) -> Violations:
+    """default_dynamic_cp separates long from short sequences for the sake of --dynamic-context-parallel."""
+    if flags.sequence_packing_scheduler == "default_dynamic_cp" and not flags.dynamic_context_parallel:
+        yield (
+            "--sequence-packing-scheduler default_dynamic_cp without --dynamic-context-parallel",
+            "use dp_balanced, or give --dynamic-context-parallel",
+        )
+
+
+def rows_have_the_sequence_length(flags: RuleFlags) -> Violations:
+    """A row has --seq-length positions, of which every context-parallel rank holds an equal part."""
+    limit, cp = flags.max_seqlen_per_dp_cp_rank, flags.context_parallel_size
+    if not flags.use_varlen_dataset or flags.dynamic_context_parallel or limit is None:
+        return
+    if limit * cp != flags.seq_length:
+        yield (
+            f"--max-seqlen-per-dp-cp-rank {limit} x {cp} context-parallel ranks is not --seq-length {flags.seq_length}",
+            f"--seq-length {limit * cp}, or leave --max-seqlen-per-dp-cp-rank out",
+        )
+
+
+def alignment_of_sequences_is_valid(flags: RuleFlags) -> Violations:
+    """Sequences start at multiples of --pad-packed-seq-alignment in their row."""
+    value = flags.pad_packed_seq_alignment
+    if value is None or value == "max" or (value.isdecimal() and 1 <= int(value) <= flags.seq_length):
+        return
+    yield (
+        f"--pad-packed-seq-alignment {value} is neither max nor a number from 1 to --seq-length {flags.seq_length}",
+        "use max",
+    )
+
+
+def rows_hold_a_sequence(flags: RuleFlags) -> Violations:
+    """--thd-max-packed-sequences includes the sequence of padding that append_dummy_seq adds."""
+    if flags.thd_max_packed_sequences == 1 and flags.thd_tail_padding_policy != "extend_last":
+        yield (
+            "--thd-max-packed-sequences 1 leaves room only for the sequence of padding",
+            "--thd-max-packed-sequences 2, or --thd-tail-padding-policy extend_last",
+        )
+
+
+def packed_steps_vary(flags: RuleFlags) -> Violations:
+    """The number of microbatches depends on the lengths of the sequences, so it differs from step to step."""
+    others = {
+        "--cuda-graph-impl full_iteration": flags.cuda_graph_impl == "full_iteration",
+        "--moe-routing-replay-path": flags.moe_routing_replay_path is not None,
+    }
+    if flags.use_varlen_dataset and any(others.values()):
+        yield f"--use-varlen-dataset with {enabled(others)}, which needs equal steps", f"leave {enabled(others)} out"

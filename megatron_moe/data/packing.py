@@ -1,0 +1,85 @@
+"""Packs the variable-length sequences of one global batch into rows and deals the rows to data-parallel ranks.
+
+Every rank computes the same result from the same lengths, without communication. A row is a tuple of indices into the
+lengths; its sequences are placed one after the other.
+"""
+
+from collections.abc import Sequence
+
+from megatron_moe.config.packing import PackingConfig
+
+Row = tuple[int, ...]
+
+
+def pack(lengths: Sequence[int], config: PackingConfig, capacity: int, *, ranks: int, unit: int) -> list[list[Row]]:
+    """Rows of every data-parallel rank, in the order of its microbatches. All ranks have equally many rows.
+
+    Each sequence is in exactly one row. Sequences are packed in order until a row is full; then rows are split until
+    their number is a multiple of `ranks * unit`. Rows are empty only if there are fewer sequences than rows. Rows are
+    dealt in serpentine order by their work (`dp_balanced`) or by their longest sequence (`default_dynamic_cp`), so that
+    the ranks have similar work in every microbatch.
+
+    Args:
+        lengths: number of positions of every sequence, at least 1 and at most `capacity`.
+        capacity: number of positions per row.
+        unit: number of rows per rank is a multiple of this, such as the microbatch size.
+    """
+    order = list(range(len(lengths)))
+    by_length = config.sequence_packing_scheduler == "default_dynamic_cp"
+    if by_length:
+        order.sort(key=lambda index: -lengths[index])
+    rows = _fill(order, lengths, config, capacity)
+    rows = _split(rows, lengths, -(-max(len(rows), 1) // (ranks * unit)) * ranks * unit)
+    rows.sort(key=lambda row: (-max((lengths[i] for i in row), default=0) * by_length, -work(row, lengths)))
+    return serpentine(rows, ranks)
+
+
+def work(row: Row, lengths: Sequence[int]) -> int:
+    """Sum of the squared lengths of a row's sequences, which is proportional to the FLOPs of causal attention."""
+    return sum(lengths[index] ** 2 for index in row)
+
+
+def serpentine(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+    """Deals rows to ranks 0, 1, ..., n - 1, n - 1, ..., 1, 0, 0, 1, and so on."""
+    dealt: list[list[Row]] = [[] for _ in range(ranks)]
+    for start in range(0, len(rows), ranks):
+        turn = rows[start : start + ranks]
+        for rank, row in enumerate(turn if start // ranks % 2 == 0 else reversed(turn)):
+            dealt[rank].append(row)
+    return dealt
+
+
+def aligned(length: int, alignment: int) -> int:
+    """`length` rounded up to a multiple of `alignment`."""
+    return -(-length // alignment) * alignment
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], config: PackingConfig, capacity: int) -> list[Row]:
+    """Packs sequences in the given order; a sequence that does not fit into the current row starts the next row."""
+    rows: list[list[int]] = []
+    used = capacity
+    for index in order:
+        length = lengths[index]
+        assert 0 < length <= capacity, f"sequence {index} has {length} positions, a row {capacity}"
+        if used + length > capacity or len(rows[-1]) == config.most_sequences:
+            rows.append([])
+            used = 0
+        rows[-1].append(index)
+        used += aligned(length, config.pad_packed_seq_alignment)
+    return [tuple(row) for row in rows]
+
+
+def _split(rows: list[Row], lengths: Sequence[int], number: int) -> list[Row]:
+    """Splits rows until there are `number` of them: always the row with the most work among those with at least two
+    sequences, where its halves have the most similar work. Adds empty rows if no row can be split."""
+    rows = list(rows)
+    while len(rows) < number:
+        heaviest = max((row for row in rows if len(row) > 1), key=lambda row: work(row, lengths), default=None)
+        if heaviest is None:
+            return rows + [()] * (number - len(rows))
+        place = rows.index(heaviest)
+        cut = min(
+            range(1, len(heaviest)), key=lambda cut: max(work(heaviest[:cut], lengths), work(heaviest[cut:], lengths))
+        )
+        rows[place : place + 1] = [heaviest[:cut], heaviest[cut:]]
+    return rows
