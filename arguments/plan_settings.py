@@ -103,6 +103,10 @@ def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
         yield "use_precision_aware_optimizer", True
     if precision.store_param_remainders:
         yield "use_precision_aware_optimizer", True
+    if plan.data_parallel.fsdp is not None:
+        yield "use_megatron_fsdp", True
+        strategy = "optim_grads_params" if plan.data_parallel.fsdp.shards_weights else "optim_grads"
+        yield "data_parallel_sharding_strategy", strategy
     yield "micro_batch_size", plan.batch.micro_batch_size
     if precision.exp_avg_dtype == precision.exp_avg_sq_dtype == "bf16":
         yield "use_precision_aware_optimizer", True

@@ -1,9 +1,25 @@
 """Fully sharded data parallelism (`--use-megatron-fsdp`)."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import FloatName
+
+NUM_BUFFERS = 2
+"""Number of layers whose weights (or gradients) are in memory at the same time, per pass."""
+
+
+def unit_of(name: str, grid: Grid) -> str:
+    """Name of the unit of a parameter, given its global name: `embedding`, `layers.N`, `layers.N.experts`, `mtp.N`,
+    `mtp.N.experts` or `head` (final norm and output layer)."""
+    layer = re.match(r"(?:decoder\.(layers)|(mtp)\.layers)\.(\d+)\.", name)
+    if layer is None:
+        first = name.partition(".")[0]
+        return "head" if first in ("decoder", "output_layer") else first
+    unit = f"{layer[1] or layer[2]}.{layer[3]}"
+    return f"{unit}.experts" if grid == "expert" else unit
 
 
 @dataclass(frozen=True, kw_only=True)

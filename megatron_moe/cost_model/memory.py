@@ -29,6 +29,7 @@ from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import (
     HeldElements,
     RuleState,
+    gathered_elements,
     held_by_rank,
     is_low,
     layer_recipes,
@@ -106,17 +107,27 @@ class RankBytes:
         return self.state.total + self.receive_slots + max(training, self.staging)
 
 
-def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements, rules: RuleState | None = None) -> StateBytes:
+def state_bytes(
+    plan: RunPlan,
+    held: HeldElements,
+    low: HeldElements,
+    rules: RuleState | None = None,
+    gathered: HeldElements | None = None,
+) -> StateBytes:
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
     GEMMs, for which the weights include their quantised copies.
 
     `rules`: share that the rank updates; None means an equal share, of a rule that updates all parameters elementwise.
+    `gathered`: see `gathered_elements`; None unless gradients or weights are sharded.
 
     Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
     """
     precision, parallel = plan.precision, plan.parallel
     sharded = plan.data_parallel.use_distributed_optimizer
     owners = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
+    fsdp = plan.data_parallel.fsdp
+    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":  # replicas of shards update them alike
+        owners = tuple(max(size // parallel.num_distributed_optimizer_instances, 1) for size in owners)
     if rules is None:
         owned = held.attention / owners[0] + held.expert / owners[1]
         rules = RuleState(owned, owned * state_bytes_per_element(plan.optimizer, precision))
@@ -129,14 +140,43 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements, rules: Rul
     if precision.low_precision_params:
         weights += low.total * (stored_bytes(precision).total - weight)
         masters += (low.attention / owners[0] + low.expert / owners[1]) * (main - of_weight)
-    elif precision.low_precision is not None:  # a rowwise and a columnwise copy
-        weights += low.total * 2 * precision.low_precision.weights.bytes_per_element
+    copies = 0.0
+    if precision.low_precision is not None and not precision.low_precision_params:  # a rowwise and a columnwise copy
+        copies = low.total * 2 * precision.low_precision.weights.bytes_per_element
+    gradients = float(held.total * num_bytes(precision.grads))
+    if fsdp is not None and gathered is not None:
+        of_weight_bytes = weights / held.total if held.total else 0.0
+        comm = num_bytes(precision.grads if fsdp.grad_comm is None else fsdp.grad_comm)
+        parts = _sharded_parts(plan, held, gathered)
+        gradients = parts.shards * num_bytes(precision.grads) + parts.buffers * comm
+        gradients += parts.whole * num_bytes(precision.grads)
+        if fsdp.shards_weights:
+            weights = of_weight_bytes * (parts.shards + parts.whole + parts.buffers * fsdp.num_passes)
     return StateBytes(
-        weights=weights,
-        gradients=held.total * num_bytes(precision.grads),
-        master=masters * on_device,
-        moments=rules.moments * on_device,
+        weights=weights + copies, gradients=gradients, master=masters * on_device, moments=rules.moments * on_device
     )
+
+
+class _ShardedParts(NamedTuple):
+    """Number of elements in shards, in buffers of layers, and of parameters without replicas, which are not sharded."""
+
+    shards: float
+    buffers: int
+    whole: int
+
+
+def _sharded_parts(plan: RunPlan, held: HeldElements, gathered: HeldElements) -> _ShardedParts:
+    parallel = plan.parallel
+    shards, buffers, whole = 0.0, 0, 0
+    dense = parallel.dp * parallel.cp, held.attention, gathered.attention
+    grids = dense, (parallel.edp, held.expert, gathered.expert)
+    for replicas, elements, in_buffers in grids:
+        if replicas == 1:
+            whole += elements
+        else:
+            shards += elements * parallel.num_distributed_optimizer_instances / replicas
+            buffers += in_buffers
+    return _ShardedParts(shards, buffers, whole)
 
 
 class _ChunkActivations(NamedTuple):
@@ -236,7 +276,8 @@ class RankMemory:
     def state_of_rank(self, rank: int) -> StateBytes:
         """Bytes of weights, gradients and optimizer state of one pipeline rank."""
         rules = None if is_elementwise(self.plan.optimizer) else rule_state(self.plan, rank)
-        return state_bytes(self.plan, *self._held_of(rank), rules)
+        gathered = None if self.plan.data_parallel.fsdp is None else gathered_elements(self.plan, rank)
+        return state_bytes(self.plan, *self._held_of(rank), rules, gathered)
 
     def held(self, rank: int) -> HeldElements:
         """Number of parameters that one GPU of a pipeline rank stores."""

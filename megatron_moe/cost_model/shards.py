@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from megatron_moe.config.component import ParamSpec
 from megatron_moe.config.costs import CostSum, num_bytes
+from megatron_moe.config.fsdp import NUM_BUFFERS, unit_of
 from megatron_moe.config.matrix_owners import first_matrices, update_cost
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig, default_bucket_size
+from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.pipeline_layout import PipelineLayout, StageLayout
 from megatron_moe.config.precision import WHOLE, LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
@@ -79,6 +81,23 @@ def parameters_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, ParamSpe
     for prefix, parameters in groups:
         for spec in parameters:
             yield f"{prefix}.{spec.name}", spec
+
+
+def gathered_elements(plan: RunPlan, rank: int) -> HeldElements:
+    """Number of elements of the buffers to which a pipeline rank gathers sharded weights, or in which it computes
+    gradients before they are reduced: those of two layers per grid, and of embedding and head."""
+    config, parallel = plan.data_parallel.fsdp, plan.parallel
+    assert config is not None, "the run shards no weights or gradients"
+    units: dict[tuple[Grid, str], int] = {}
+    for name, spec in reversed(list(parameters_of_rank(plan, rank))):
+        key = spec.meta.grid, unit_of(name, spec.meta.grid)
+        units[key] = units.get(key, 0) + spec.held(parallel)
+    total = {"attention": 0, "expert": 0}
+    for grid in total:
+        sizes = [size for (each, unit), size in units.items() if each == grid and "." in unit]
+        total[grid] = sum(size for (each, unit), size in units.items() if each == grid and "." not in unit)
+        total[grid] += sum(max(sizes[first::NUM_BUFFERS], default=0) for first in range(NUM_BUFFERS))
+    return HeldElements(**total)
 
 
 class RuleState(NamedTuple):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megatron_moe.config.costs import ActivationSizes, num_bytes
+from megatron_moe.config.fsdp import FSDPConfig, unit_of
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -19,7 +20,14 @@ from megatron_moe.cost_model.activations import activation_sizes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
-from megatron_moe.cost_model.shards import HeldElements, held_by_rank, layer_recipes, low_by_rank, stored_bytes
+from megatron_moe.cost_model.shards import (
+    HeldElements,
+    held_by_rank,
+    layer_recipes,
+    low_by_rank,
+    parameters_of_rank,
+    stored_bytes,
+)
 
 _PROBABILITY = 4
 """Bytes of the fp32 routing probability that is sent with each row."""
@@ -275,6 +283,9 @@ class Communication:
         ):
             placement = self.placements[group]
             grads = float(elements * num_bytes(plan.precision.grads))
+            if config.fsdp is not None:
+                yield from self._sharded(config.fsdp, rank, group, size, elements, names)
+                continue
             passes = 1 if config.use_distributed_optimizer else 2
             reduced = ring(size, passes * grads, placement, group=group, what=f"gradients: {names}")
             yield replace(reduced, hidden=config.overlap_grad_reduce)
@@ -284,6 +295,31 @@ class Communication:
                 weights += of_low * (stored.gathered + 2 * stored.amax)
                 gathered = ring(size, weights, placement, group=group, what=f"weights: {names}")
                 yield replace(gathered, hidden=config.overlap_param_gather)
+
+    def _sharded(
+        self, config: FSDPConfig, rank: int, group: str, size: int, elements: int, names: str
+    ) -> Iterator[Traffic]:
+        """Yields the traffic of sharded gradients and weights: in every microbatch, a reduce-scatter of gradients and
+        two all-gathers of the weights of layers; the weights of embedding and head are gathered once."""
+        plan, times = self.plan, self.plan.num_microbatches
+        instances = plan.parallel.num_distributed_optimizer_instances
+        placement, precision = self.placements[group], plan.precision
+        shards = max(size // instances, 1)
+        comm = num_bytes(precision.grads if config.grad_comm is None else config.grad_comm)
+        grads = ring(shards, float(elements * comm * times), placement, group=group, what=f"gradients: {names}")
+        if instances > 1:  # replicas sum their shards after the last microbatch
+            outer = elements / shards * num_bytes(precision.grads) * 2 * (instances - 1) / instances
+            grads = replace(grads, bytes=grads.bytes + outer, network_bytes=grads.network_bytes + outer)
+        yield replace(grads, hidden=True)
+        once = elements
+        if config.shards_weights:
+            once = 0 if group == "edp" else sum(
+                spec.held(plan.parallel) for name, spec in parameters_of_rank(plan, rank)
+                if "." not in unit_of(name, spec.meta.grid)
+            )  # fmt: skip
+        gathers = once + 2 * times * (elements - once) if config.shards_weights else elements
+        weights = gathers * num_bytes(precision.params)
+        yield replace(ring(shards, float(weights), placement, group=group, what=f"weights: {names}"), hidden=True)
 
     def _pipeline(self, rank: int) -> Iterator[Traffic]:
         """Yields the pipeline traffic: hidden states to the next stage and their gradients to the previous stage."""

@@ -70,12 +70,8 @@ def label_links(pipeline: Pipeline, tracker: Tracker) -> None:
 def mark_state(trainer: Trainer, tracker: Tracker) -> None:
     """Marks weights, gradients, master weights and optimizer moments as persistent state."""
     for buffer in trainer.buffers.buffers:
-        for flat in buffer.codes or (buffer.weights,):
-            tracker.is_state(flat, "weights")
-        for slot in buffer.slots:
-            for tensor in slot.parameter.stored_tensors if buffer.codes else ():
-                tracker.is_state(tensor, "weights")
-        tracker.is_state(buffer.grads, "gradients")
+        for what, tensor in buffer.tensors():
+            tracker.is_state(tensor, what)
     for state in trainer.optimizer.states:
         kept = state.kept
         named = [("moments", moment) for moment in kept.moments.values()]

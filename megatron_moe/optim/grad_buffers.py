@@ -9,6 +9,7 @@ step has gradient zero.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -188,6 +189,14 @@ class FlatBuffer:
 
     def _new_grads(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(self.layout.size, dtype=dtype, device=device)
+
+    def tensors(self) -> Iterator[tuple[Literal["weights", "gradients"], Tensor]]:
+        """Yields the tensors that store weights and gradients, with their kind."""
+        for flat in self.codes or (self.weights,):
+            yield "weights", flat
+        for slot in self.slots if self.codes else ():
+            yield from (("weights", tensor) for tensor in slot.parameter.stored_tensors)
+        yield "gradients", self.grads
 
     def owned_weights(self, start: int, end: int) -> Tensor:
         """Weights of elements `start` to `end`, which this rank owns."""

@@ -7,7 +7,6 @@ buffer that one collective covers. Under ZeRO-1 (Rajbhandari et al., arXiv 1910.
 range of every bucket. An update rule can require that no range boundary divides a block or matrix (`OwnerAlignment`).
 """
 
-import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from itertools import pairwise
 from math import lcm, prod
 from typing import Literal
 
+from megatron_moe.config.fsdp import unit_of
 from megatron_moe.config.matrix_owners import first_matrices, update_cost
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, default_bucket_size
@@ -61,14 +61,8 @@ class ParamShape:
 
     @property
     def unit(self) -> str:
-        """Name of the set of parameters that `ParamStore` makes available together with this one: `embedding`,
-        `layers.N`, `layers.N.experts`, `mtp.N`, `mtp.N.experts` or `head` (final norm and output layer)."""
-        layer = re.match(r"(?:decoder\.(layers)|(mtp)\.layers)\.(\d+)\.", self.name)
-        if layer is None:
-            first = self.name.partition(".")[0]
-            return "head" if first in ("decoder", "output_layer") else first
-        unit = f"{layer[1] or layer[2]}.{layer[3]}"
-        return f"{unit}.experts" if self.meta.grid == "expert" else unit
+        """Name of the set of parameters that `ParamStore` makes available together with this one (`unit_of`)."""
+        return unit_of(self.name, self.meta.grid)
 
     @property
     def _matrix(self) -> tuple[int, int]:

@@ -9,11 +9,12 @@ own buffers. A unit whose data-parallel group has one rank, e.g. experts if ever
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.fsdp import FSDPConfig
+from megatron_moe.config.fsdp import NUM_BUFFERS, FSDPConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.param_meta import Grid
 from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, replica_group
@@ -24,8 +25,6 @@ from megatron_moe.parallel.context import ParallelContext, ProcessGroup, torch_d
 from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
 from megatron_moe.parallel.streams import Event, make_streams
 
-NUM_BUFFERS = 2
-"""Number of layers whose weights (or gradients) are in memory at the same time."""
 _ALIGN = 512
 Spec = tuple[int, torch.dtype]
 """Number of elements and dtype of a flat tensor."""
@@ -125,6 +124,11 @@ class UnitBuffer(FlatBuffer):
 
     def _new_grads(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._flat_grads
+
+    def tensors(self) -> Iterator[tuple[Literal["weights", "gradients"], Tensor]]:
+        yield from super().tensors()
+        yield from (("weights", shard) for shard in self.weight_shards)
+        yield "gradients", self.grad_shard
 
     def adopt(
         self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int, initial: InitialValues = None

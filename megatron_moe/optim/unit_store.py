@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from megatron_moe.config.fsdp import FSDPConfig
+from megatron_moe.config.fsdp import NUM_BUFFERS, FSDPConfig
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.param_layout import Direction, forward_order
 from megatron_moe.optim.param_store import ParamStore
-from megatron_moe.optim.unit_shards import NUM_BUFFERS, UnitBuffer, is_layer
+from megatron_moe.optim.unit_shards import UnitBuffer, is_layer
 from megatron_moe.parallel.collectives import start_all_gather_, start_all_gathers_
 from megatron_moe.parallel.streams import Event, Streams, make_streams
 

@@ -168,7 +168,9 @@ class Estimator:
         exposed = 0.0
         for what, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
             found = [each for each in self._of("dp_cp", "edp") if each.what.startswith(what)]
-            hidden = work.total / self.plan.num_microbatches * share if all(each.hidden for each in found) else 0.0
+            # sharded gradients and weights are communicated in every microbatch
+            parts = self.plan.num_microbatches if self.plan.data_parallel.fsdp is None else 1
+            hidden = work.total / parts * share if all(each.hidden for each in found) else 0.0
             exposed += max(0.0, sum(each.seconds(self.gpu) for each in found) - hidden)
         return exposed
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, RecomputeConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
@@ -14,6 +15,9 @@ SELECTIVE = ("moe_act", "layernorm", "mla_up_proj", "shared_experts", "mlp", "mo
 """Modules considered for selective recompute. core_attn is excluded: its recompute would free only the log-sum-exp."""
 OFFLOADABLE = ("expert_fc1", "moe_act", "core_attn")
 """Modules whose inputs can be offloaded to host memory."""
+
+_ZERO_2 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"
+_ZERO_3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,13 @@ def without_options(plan: RunPlan) -> RunPlan:
     """Copy of the plan without recompute, activation offload and paged stash; optimizer options are unchanged."""
     offload = ActivationOffloadConfig(optimizer_fraction=plan.memory.offload.optimizer_fraction)
     return _with_memory(plan, RecomputeConfig(), offload)
+
+
+def with_sharding(plan: RunPlan, *, weights: bool) -> RunPlan:
+    """Copy of the plan with sharded gradients and, if `weights`, sharded weights (`--use-megatron-fsdp`)."""
+    config = FSDPConfig(shards_weights=weights, num_passes=2 if plan.pipeline.overlap else 1)
+    changed = replace(plan.data_parallel, use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=config)
+    return replace(plan, data_parallel=changed)
 
 
 def _with_memory(plan: RunPlan, recompute: RecomputeConfig, offload: ActivationOffloadConfig) -> RunPlan:
@@ -104,6 +115,9 @@ def _state_options(plan: RunPlan) -> list[MemoryOption]:
     if not plan.data_parallel.use_distributed_optimizer and parallel.dp * parallel.cp > 1:
         sharded = replace(plan.data_parallel, use_distributed_optimizer=True)
         found.append(MemoryOption("--use-distributed-optimizer", partial(replace, data_parallel=sharded)))
+    elif plan.data_parallel.fsdp is None and parallel.dp * parallel.cp > 1:
+        for flags, weights in ((_ZERO_2, False), (_ZERO_3, True)):
+            found.append(MemoryOption(flags, partial(with_sharding, weights=weights)))
     if with_remainders(plan).precision != precision:
         found.append(MemoryOption("--use-precision-aware-optimizer", with_remainders))
     if precision.params == "bf16" and {precision.exp_avg_dtype, precision.exp_avg_sq_dtype} == {"fp32"}:
@@ -171,7 +185,10 @@ def enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
 
 def _enabled_state_options(plan: RunPlan) -> Iterator[MemoryOption]:
     precision, parallel = plan.precision, plan.parallel
-    if plan.data_parallel.use_distributed_optimizer and parallel.dp * parallel.cp > 1:
+    if plan.data_parallel.fsdp is not None:
+        sharded = replace(plan.data_parallel, fsdp=None)
+        yield MemoryOption("--use-megatron-fsdp", partial(replace, data_parallel=sharded))
+    elif plan.data_parallel.use_distributed_optimizer and parallel.dp * parallel.cp > 1:
         replicated = replace(plan.data_parallel, use_distributed_optimizer=False)
         yield MemoryOption("--use-distributed-optimizer", partial(replace, data_parallel=replicated))
     if {precision.exp_avg_dtype, precision.exp_avg_sq_dtype} != {"fp32"} and precision.main_params_dtype == "fp32":

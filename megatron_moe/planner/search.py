@@ -27,6 +27,7 @@ from megatron_moe.planner.memory_options import (
     with_offload,
     with_recompute,
     with_remainders,
+    with_sharding,
     without_options,
 )
 from megatron_moe.planner.report import RESERVE_GIB
@@ -126,14 +127,19 @@ class Planner:
         return heaviest(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
-        """Fits the plan into device memory with `fit`. If `fit` fails or selects recompute or offload, tries in turn:
-        16-bit master remainders; remainders and bf16 moments; each of these two variants with a host optimizer."""
-        found = self.fit(plan)
-        if found is not None and found.plan == without_options(plan):
-            return found
+        """Fits the plan into device memory with `fit`. If `fit` fails or selects recompute or offload, selects the
+        fastest of the first fitting one of 16-bit master remainders and remainders with bf16 moments, sharded
+        gradients, and sharded weights; if none fits, remainders, then bf16 moments, with a host optimizer."""
+        plain = self.fit(plan)
+        if plain is not None and plain.plan == without_options(plan):
+            return plain
         exact, narrow = with_remainders(plan), with_bf16_moments(plan)
-        options = map(self.fit, (exact, narrow, with_host_optimizer(exact), with_host_optimizer(narrow)))
-        return next((found for found in options if found is not None), None)
+        smaller = next(filter(None, map(self.fit, (exact, narrow))), None)
+        found = [each for each in (smaller, *map(self.fit, _with_sharding(plan))) if each is not None]
+        if found:
+            return min(found, key=lambda each: each.step.total)
+        on_host = map(self.fit, map(with_host_optimizer, (exact, narrow)))
+        return next(filter(None, on_host), None)
 
     def ways_to_fit(self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True) -> list[PlannedLayout]:
         """Finds up to three plans with the layout of `plan` that fit into device memory: the choice of
@@ -141,6 +147,7 @@ class Planner:
         first = self.fit_with_optimizer(plan)
         exact, narrow = with_remainders(plan), with_bf16_moments(plan)
         variants = [plan, exact, narrow, *map(with_host_optimizer, (exact, narrow)), *_smaller_microbatches(exact)]
+        variants += _with_sharding(plan)
         others = sorted(filter(None, map(self.fit, variants)), key=lambda found: found.step.total)
         distinct = {found.plan: found for found in (first, *others) if found is not None}
         return [found for found in distinct.values() if accepts(found.plan)][:_MOST_WAYS]
@@ -205,6 +212,14 @@ class Planner:
             yield with_recompute(plain, ["moe"])
             yield with_recompute(plain, [*dense, "moe"])
             yield with_full_recompute(plain)
+
+
+def _with_sharding(plan: RunPlan) -> list[RunPlan]:
+    """The plan with sharded gradients, and with sharded weights too, if the optimizer is sharded over several ranks."""
+    config, replicas = plan.data_parallel, plan.parallel.dp * plan.parallel.cp
+    if config.fsdp is not None or not config.use_distributed_optimizer or replicas == 1:
+        return []
+    return [with_sharding(plan, weights=weights) for weights in (False, True)]
 
 
 def _smaller_microbatches(plan: RunPlan) -> Iterator[RunPlan]:

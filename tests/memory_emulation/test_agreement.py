@@ -20,10 +20,11 @@ from arguments.proxy.rewrite import Draft
 from arguments.recipes import about, recipe_names
 from megatron_moe.config.attention import ContextExchange
 from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
-from megatron_moe.config.parallel import ProcessInfo
+from megatron_moe.config.parallel import DataParallelConfig, ProcessInfo
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import PushConfig
@@ -296,6 +297,22 @@ def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
 )
 def test_memory_options_agree(memory: MemoryConfig) -> None:
     assert abs(compare(replace(plan_of("m8"), memory=memory)).ratio - 1) < WITHIN
+
+
+@pytest.mark.parametrize(
+    "config",
+    [FSDPConfig(fsdp_double_buffer=True), FSDPConfig(shards_weights=False, grad_comm="bf16")],
+    ids=["weights", "gradients"],
+)
+def test_sharded_gradients_and_weights_agree(config: FSDPConfig) -> None:
+    plan = plan_of("m8")
+    parallel = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=config)
+    memory = replace(plan.memory, moe_expert_wgrad_interval=1)
+    plan = replace(plan, parallel=replace(plan.parallel, world_size=2), data_parallel=parallel, memory=memory)
+    found = compare(plan)
+    assert abs(found.ratio - 1) < WITHIN
+    for name in ("weights", "gradients"):
+        assert found.emulated[name] == pytest.approx(getattr(found.closed.state, name), rel=0.01), name
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
