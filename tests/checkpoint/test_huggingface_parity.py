@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
@@ -28,6 +29,7 @@ from tests.checkpoint.hf_models import VOCAB, configs, hf_model, saved, saved_gr
 from tests.helpers.tolerances import EXACT, FP32_PARITY
 
 CONFIGS = configs()
+WEIGHTS = "model.safetensors"
 
 
 def ours(config: ModelConfig, folder: Path) -> GPT:
@@ -123,6 +125,14 @@ def test_one_wrong_config_field_in_one_layer_is_detected(name: str, field: str, 
     model.load_state_dict({key: right[key] for key in model.state_dict()})
     expected = published(tokens()).logits
     assert FP32_PARITY.problem(our_logits(model, tokens()), expected, "logits") is not None
+
+
+def test_separate_layers_of_multi_token_prediction_are_not_used(tmp_path: Path):
+    """Published folders of Qwen3-Next have them; transformers does not load them either."""
+    _, config = model_of(CONFIGS["qwen3_next, odd"], tmp_path)
+    save_file({**load_file(tmp_path / WEIGHTS), "mtp.fc.weight": torch.ones(32, 64)}, tmp_path / WEIGHTS)
+    model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())
+    assert load_hf(tmp_path, model, config) == ["1 tensors not used: mtp.fc.weight"]
 
 
 def test_vocabulary_padding_does_not_change_logits(tmp_path: Path):

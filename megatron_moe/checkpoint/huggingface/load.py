@@ -26,6 +26,9 @@ from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_SEPARATE_MTP = "mtp."
+"""Start of the names of MTP layers that are not numbered after the regular layers (Qwen3-Next, Nemotron-3). Neither
+transformers nor this program reads them."""
 _SHARED_COPIES = frozenset((weight_map.MTP_EMBEDDING, weight_map.MTP_HEAD))
 
 
@@ -165,4 +168,6 @@ def _ignorable(name: str, config: ModelConfig, published: ModelConfig) -> bool:
         return True
     if name == "lm_head.weight":
         return published.tied_embeddings
+    if name.startswith(_SEPARATE_MTP):
+        return config.mtp is None
     return _is_mtp(name, published) and (config.mtp is None or name.split(".", 3)[3] in _SHARED_COPIES)
