@@ -77,5 +77,17 @@ def meta_device_start_needs_gradient_sharding(flags: RuleFlags) -> Violations:
         yield "--init-model-with-meta-device without sharded gradients", "use --use-megatron-fsdp"
 
 
+def sharded_weights_exclude_reads_between_steps(flags: RuleFlags) -> Violations:
+    """Between steps, no rank has the weights as a whole."""
+    readers = enabled(
+        {
+            "--check-weight-hash-across-dp-replicas-interval": flags.check_weight_hash_across_dp_replicas_interval,
+            "--qk-clip": flags.qk_clip,
+        }
+    )
+    if derive.sharding_strategy(flags) == "optim_grads_params" and readers:
+        yield _given(flags, readers), f"leave out {readers}, or use {_STRATEGY} optim_grads"
+
+
 def _given(flags: RuleFlags, other: str) -> str:
     return f"--use-megatron-fsdp {_STRATEGY} {flags.data_parallel_sharding_strategy} with {other}"

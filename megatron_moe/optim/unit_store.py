@@ -131,7 +131,7 @@ class GatheringStore(ParamStore):
         with ExitStack() as stack:
             for unit in self._order:
                 for buffer in unit.buffers if unit.memory is not None else ():
-                    if not buffer.codes:
+                    if not buffer.codes and not buffer.is_whole:  # already present inside another such context
                         stack.enter_context(self._whole(buffer))
             yield
 

@@ -10,6 +10,7 @@ from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.context import ParallelContext
@@ -55,8 +56,9 @@ def plan(model: str, layout: str) -> RunPlan:
 
 def save(plan: RunPlan, trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:
     saver = CheckpointSaver(folder, context, say=lambda line: None)
-    tensors = saved_tensors(trainer, optimizer=True)
-    assert saver.save(state.iteration, tensors, state.to_json(build_train_state_config(plan))) is not None
+    with trainer.optimizer.plain_weights():
+        tensors = saved_tensors(trainer, optimizer=True)
+        assert saver.save(state.iteration, tensors, state.to_json(build_train_state_config(plan))) is not None
     saver.close()
 
 
@@ -80,7 +82,8 @@ def resume(plan: RunPlan, source: Path, folder: Path) -> None:
         trainer = make_trainer(other_seed, context)
         found = find(CheckpointConfig(load=str(source), ckpt_step=1), context, say=lambda line: None)
         assert found is not None
-        loaded = load(found, saved_tensors(trainer, optimizer=True), context)
+        with trainer.optimizer.plain_weights():
+            loaded = load(found, saved_tensors(trainer, optimizer=True), context)
         trainer.restored(with_optimizer=True)
         trainer.loop, state = plan.loop, TrainState.from_json(loaded.train_state)
         save(plan, trainer, state, folder, context)
@@ -145,3 +148,25 @@ def test_bf16_moments_resume_on_other_rank_counts(tmp_path: Path) -> None:
     }
     EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "on one rank")
     EXACT.check_all(stored_tensors(tmp_path / "c" / "iter_0000001"), saved, "on two again")
+
+
+def test_checkpoints_move_between_sharding_strategies(tmp_path: Path) -> None:
+    """ZeRO-1 to sharded weights with replicas, to sharded gradients, and to expert parallelism."""
+    config = FSDPConfig(outer_dp_sharding_strategy="optim")
+    first = plan("bias, mtp", "dp=2 zero=on")
+    sharded = with_fsdp(plan("bias, mtp", "dp=4 zero=on"), config, instances=2)
+    gradients = with_fsdp(plan("bias, mtp", "dp=2 zero=on"), FSDPConfig(shards_weights=False))
+    experts = with_fsdp(plan("bias, mtp", f"dp=4 zero=on ep=2 {MOVED}"), FSDPConfig(fsdp_double_buffer=True))
+    train_and_save(first, tmp_path / "0")
+    saved = stored_tensors(tmp_path / "0" / "iter_0000001")
+    straight = stored_tensors(tmp_path / "0" / "iter_0000002")
+    for number, reader in enumerate((sharded, gradients, experts, first), start=1):
+        resume(reader, tmp_path / f"{number - 1}", tmp_path / f"{number}")
+        EXACT.check_all(stored_tensors(tmp_path / f"{number}" / "iter_0000001"), saved, "loaded and saved again")
+        FP64_LAYOUT.check_all(stored_tensors(tmp_path / f"{number}" / "iter_0000002"), straight, "one step further")
+
+
+def with_fsdp(plan: RunPlan, config: FSDPConfig, instances: int = 1) -> RunPlan:
+    parallel = replace(plan.parallel, num_distributed_optimizer_instances=instances)
+    data_parallel = replace(plan.data_parallel, overlap_grad_reduce=True, fsdp=config)
+    return replace(plan, parallel=parallel, data_parallel=data_parallel)
