@@ -114,6 +114,7 @@ def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:
         shares_memory=derive.shares_memory(flags),
         missing_libraries=launch.missing_libraries,
         sequence_parallel=flags.sequence_parallel and tp > 1,
+        tp_comm_overlap=flags.tp_comm_overlap and flags.sequence_parallel and tp > 1,
         order="tp-cp-ep-pp-dp" if flags.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
 

@@ -18,6 +18,12 @@ def experts_need_sequence_parallel(flags: RuleFlags) -> Violations:
         yield f"experts and {ranks} without sequence parallelism", "add --sequence-parallel"
 
 
+def overlap_needs_sequence_parallel(flags: RuleFlags) -> Violations:
+    """Only sequence parallelism has collectives that a product of the same matrix need not wait for."""
+    if flags.tp_comm_overlap and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
+        yield "--tp-comm-overlap without sequence parallelism", "add --sequence-parallel"
+
+
 def tp_divides_sequence(flags: RuleFlags) -> Violations:
     """With sequence parallelism every tensor-parallel rank holds an equal part of the sequence."""
     length, tp = flags.seq_length, flags.tensor_model_parallel_size

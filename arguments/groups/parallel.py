@@ -14,6 +14,10 @@ class ParallelFlags:
     """Tensor-parallel size: number of ranks that shard attention, dense MLPs and the vocabulary."""
     sequence_parallel: bool = flag(False)
     """Shard the residual stream, norms and dropout along the sequence over tensor-parallel ranks."""
+    tp_comm_overlap: bool = differs(
+        False, "overlaps the bulk collectives in the backward of column-parallel matrices in bf16, without user buffers"
+    )
+    """Overlap tensor-parallel communication with matrix products."""
     context_parallel_size: int = flag(1, least=1)
     """Context-parallel size: number of ranks that shard the sequence."""
     expert_model_parallel_size: int = flag(1, least=1)

@@ -88,8 +88,11 @@ class ActivationSizes:
     """Number of expert rows of the most loaded expert-parallel rank, divided by the mean over ranks."""
 
     def gathered(self, parallel: ParallelConfig) -> float:
-        """Bytes per channel of an activation that is all-gathered over tp; 0 without sequence parallelism."""
-        return float(self.inner * self.activation) if parallel.sequence_parallel and parallel.tp > 1 else 0.0
+        """Bytes per channel of an activation that is all-gathered over tp, and of its gradient if both are communicated
+        at the same time; 0 without sequence parallelism."""
+        if not parallel.sequence_parallel or parallel.tp == 1:
+            return 0.0
+        return float(self.inner * self.activation * (2 if parallel.tp_comm_overlap else 1))
 
 
 @dataclass(frozen=True, kw_only=True)

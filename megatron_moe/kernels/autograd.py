@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,20 @@ class ShardedInput(NamedTuple):
     """This tensor-parallel rank's shard of the input, [S / tp, B, I]."""
     gather: Callable[[Tensor], Tensor]
     """All-gathers the shard to [S, B, I]; not recorded by autograd."""
+
+
+class SequenceShards(Protocol):
+    """Collectives along dim 0 of a tensor that sequence parallelism shards, not recorded by autograd. Those that are
+    started return a function that waits for the result."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the collectives run beside the work that is launched before their result is waited for."""
+        ...
+
+    def gather(self, shard: Tensor) -> Tensor: ...
+    def start_gather(self, shard: Tensor) -> Callable[[], Tensor]: ...
+    def start_reduce_scatter(self, whole: Tensor) -> Callable[[], Tensor]: ...
 
 
 class ExpertRows(NamedTuple):
@@ -63,10 +77,14 @@ def linear(
     return out
 
 
-def linears_of_shard(kernels: Kernels, whole: Tensor, sharded: ShardedInput, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Linear layers without bias of one sequence-parallel input, `whole` [..., I]: one output [..., O] per weight. As
-    calls of `linear`, but backward gathers the shard once and sums the gradients of the input in the GEMMs."""
-    return list(_LinearsOfShard.apply(kernels, whole, sharded, *weights))  # type: ignore[no-untyped-call]
+def linears_of_shard(
+    kernels: Kernels, shard: Tensor, shards: SequenceShards, *layers: tuple[Tensor, Tensor | None]
+) -> list[Tensor]:
+    """Linear layers, given as (weight, bias), of an input [S / tp, ..., I] that sequence parallelism shards: one output
+    [S, ..., O] per layer. Forward gathers the input, and backward gathers it again and scatters its gradient: once for
+    all layers, and with `shards.overlaps` during the products that need neither."""
+    parameters = [parameter for layer in layers for parameter in layer]
+    return list(_LinearsOfShard.apply(kernels, shard, shards, *parameters))  # type: ignore[no-untyped-call]
 
 
 def grouped_linear(
@@ -164,36 +182,55 @@ class _LinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_x = kernels.linear_input_grad(grad, weight)
         if ctx.needs_input_grad[3]:
-            wide = internal_dtype(grad.dtype)
-            grad_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(ctx.bias_dtype)
+            grad_bias = _grad_of_bias(grad, ctx.bias_dtype)
         return None, grad_x, grad_weight, grad_bias, None
 
 
 class _LinearsOfShard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernels: Kernels, whole: Tensor, sharded: ShardedInput, *weights: Tensor
+        ctx: Any, kernels: Kernels, shard: Tensor, shards: SequenceShards, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.kernels, ctx.weights, ctx.gather = kernels, weights, sharded.gather
-        ctx.save_for_backward(sharded.shard.detach())
-        return tuple(kernels.linear_forward(whole, weight, None) for weight in weights)
+        ctx.kernels, ctx.shards = kernels, shards
+        ctx.weights, ctx.biases = parameters[::2], parameters[1::2]
+        ctx.save_for_backward(without_copy(shard))
+        whole = shards.gather(shard)
+        return tuple(kernels.linear_forward(whole, *layer) for layer in zip(ctx.weights, ctx.biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kernels, weights = ctx.kernels, ctx.weights
-        grad_weights: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):  # first, as in `_LinearFunction`
-            x = ctx.gather(*ctx.saved_tensors)
-            for at, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-                if ctx.needs_input_grad[3 + at]:
-                    grad_weights[at] = _dense_weight_grad(kernels, weight, grad, x)
-            del x
-        grad_x = None
-        if ctx.needs_input_grad[1]:
-            grad_x = kernels.linear_input_grad(grads[0], weights[0])
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                grad_x.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
-        return None, grad_x, None, *grad_weights
+        kernels, shards, needed = ctx.kernels, ctx.shards, ctx.needs_input_grad
+        (shard,), grad_shard = ctx.saved_tensors, None
+        grad_parameters: list[Tensor | None] = [None] * (2 * len(grads))
+        gathering = shards.start_gather(shard) if any(needed[3::2]) else None
+        if needed[1] and shards.overlaps:
+            scattering = shards.start_reduce_scatter(_grad_of_input(kernels, grads, ctx.weights))
+        if gathering is not None:
+            x = gathering()
+            for at, (grad, weight) in enumerate(zip(grads, ctx.weights, strict=True)):
+                if needed[3 + 2 * at]:
+                    grad_parameters[2 * at] = _dense_weight_grad(kernels, weight, grad, x)
+            del x, gathering
+        for at, (grad, bias) in enumerate(zip(grads, ctx.biases, strict=True)):
+            if needed[4 + 2 * at]:
+                grad_parameters[2 * at + 1] = _grad_of_bias(grad, bias.dtype)
+        if needed[1]:
+            if not shards.overlaps:  # after the gathered input has been freed
+                scattering = shards.start_reduce_scatter(_grad_of_input(kernels, grads, ctx.weights))
+            grad_shard = scattering()
+        return None, grad_shard, None, *grad_parameters
+
+
+def _grad_of_input(kernels: Kernels, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Gradient of an input that several linear layers share."""
+    total = kernels.linear_input_grad(grads[0], weights[0])
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
+    return total
+
+
+def _grad_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.flatten(0, -2).sum(dim=0, dtype=internal_dtype(grad.dtype)).to(dtype)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -274,7 +311,7 @@ class _QuantizedLinear(torch.autograd.Function):
             grad_x = kernels.linear_input_grad(grad_q, weight_q).unflatten(0, grad.shape[:-1])
             del weight_q
         if wants_bias:
-            grad_bias = grad_RO.sum(dim=0, dtype=internal_dtype(grad.dtype)).to(ctx.bias_dtype)
+            grad_bias = _grad_of_bias(grad, ctx.bias_dtype)
         return None, grad_x, grad_weight, grad_bias, None, None, None, None
 
 

@@ -16,7 +16,12 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_shard, leave_tensor_parallel
+from megatron_moe.parallel.tensor_parallel import (
+    SequenceCollectives,
+    enter_tensor_parallel,
+    gather_shard,
+    leave_tensor_parallel,
+)
 from megatron_moe.precision.carried_copies import QuantizedActivation, carried_copy
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
@@ -125,21 +130,24 @@ def column_product(
     Under sequence parallelism the input [S / tp, B, H] is gathered over tp, but saved as a shard and gathered again in
     backward. The saved input is then tp times smaller, at the cost of one more all-gather of S * B * H elements.
     """
+    if ctx.config.sequence_parallel and quantizer is None:
+        return autograd.linears_of_shard(kernels, hidden_SBH, SequenceCollectives.of(ctx), (weight, bias))[0]
     sharded = _sharded(hidden_SBH, ctx) if ctx.config.sequence_parallel else None
     whole_SBH = enter_tensor_parallel(hidden_SBH, ctx)
     return autograd.linear(kernels, whole_SBH, weight, bias, sharded=sharded, quantizer=quantizer)
 
 
 def products_of_whole(hidden_SBH: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-    """Outputs of several linear layers without bias for all positions of a residual stream that sequence parallelism
-    shards: it is gathered once for all of them, also in backward. The weight gradients of a replicated layer must be
-    partial sums over tp, as those of sequence parallelism are."""
-    first = linears[0]
-    sharded, whole_SBH = _sharded(hidden_SBH, first.ctx), enter_tensor_parallel(hidden_SBH, first.ctx)
-    if any(linear.quantizer is not None for linear in linears):
-        each = ((linear.weight, linear.quantizer) for linear in linears)
-        return [autograd.linear(first.kernels, whole_SBH, w, sharded=sharded, quantizer=q) for w, q in each]
-    return autograd.linears_of_shard(first.kernels, whole_SBH, sharded, [linear.weight for linear in linears])
+    """Outputs of several linear layers for all positions of a residual stream that sequence parallelism shards. It is
+    gathered once for all of them. The weight gradients of a replicated layer must be partial sums over tp, as those of
+    sequence parallelism are."""
+    ctx, kernels = linears[0].ctx, linears[0].kernels
+    if all(linear.quantizer is None for linear in linears):
+        layers = [(linear.weight, linear.bias) for linear in linears]
+        return autograd.linears_of_shard(kernels, hidden_SBH, SequenceCollectives.of(ctx), *layers)
+    sharded, whole_SBH = _sharded(hidden_SBH, ctx), enter_tensor_parallel(hidden_SBH, ctx)
+    each = ((linear.weight, linear.bias, linear.quantizer) for linear in linears)
+    return [autograd.linear(kernels, whole_SBH, w, b, sharded=sharded, quantizer=q) for w, b, q in each]
 
 
 def _sharded(hidden_SBH: Tensor, ctx: ParallelContext) -> ShardedInput:

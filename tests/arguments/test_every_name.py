@@ -86,11 +86,11 @@ def test_a_recognised_name_is_rejected_or_ignored_with_its_reason(name):
 
 
 def test_flags_without_effect_share_one_line_per_reason():
-    notes = plan_of("--transformer-impl local --tp-comm-overlap --use_flash_attn --no-rope-fusion").notes
+    notes = plan_of("--transformer-impl local --tp-comm-overlap-cfg x.yaml --use_flash_attn --no-rope-fusion").notes
     listed = [note.partition(" (")[0] for note in notes if note.startswith("without effect: ")]
     assert listed == [
         "without effect: --transformer-impl local, --use_flash_attn, --no-rope-fusion",
-        "without effect: --tp-comm-overlap",
+        "without effect: --tp-comm-overlap-cfg x.yaml",
     ]
 
 

@@ -1,7 +1,7 @@
 """Models on tensor-parallel ranks as threads, and assembly of their shards."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ LAYOUTS = {
     for tp in (2, 4)
     for sequence in (False, True)
 }
+LAYOUTS["tp2-sp-overlap"] = replace(LAYOUTS["tp2-sp"], tp_comm_overlap=True)
 SEQUENCE_LAYOUTS = {name: config for name, config in LAYOUTS.items() if config.sequence_parallel}
 
 
