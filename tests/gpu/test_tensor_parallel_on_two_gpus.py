@@ -26,7 +26,8 @@ from tests.helpers.sharded_models import DENSE, SPARSE, batches
 pytestmark = pytest.mark.gpu2
 
 NUM_RANKS = 2
-CASES = {"tp2": DENSE, "tp2-sp": DENSE | {f"sparse {name}": config for name, config in SPARSE.items()}}
+OVER_SEQUENCE = DENSE | {f"sparse {name}": config for name, config in SPARSE.items()}
+CASES = {"tp2": DENSE, "tp2-sp": OVER_SEQUENCE, "tp2-sp-overlap": OVER_SEQUENCE}
 """Models by layout."""
 
 
