@@ -124,12 +124,12 @@ def state_bytes(
     """
     precision, parallel = plan.precision, plan.parallel
     sharded = plan.data_parallel.use_distributed_optimizer
-    owners = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
+    dense, expert = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
     fsdp = plan.data_parallel.fsdp
     if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":  # replicas of shards update them alike
-        owners = tuple(max(size // parallel.num_distributed_optimizer_instances, 1) for size in owners)
+        dense, expert = (max(size // parallel.num_distributed_optimizer_instances, 1) for size in (dense, expert))
     if rules is None:
-        owned = held.attention / owners[0] + held.expert / owners[1]
+        owned = held.attention / dense + held.expert / expert
         rules = RuleState(owned, owned * state_bytes_per_element(plan.optimizer, precision))
     on_device = 1 - plan.memory.offload.optimizer_fraction
     weight, main = num_bytes(precision.params), num_bytes(precision.main_params_dtype)
@@ -139,7 +139,7 @@ def state_bytes(
     masters = rules.elements * of_weight
     if precision.low_precision_params:
         weights += low.total * (stored_bytes(precision).total - weight)
-        masters += (low.attention / owners[0] + low.expert / owners[1]) * (main - of_weight)
+        masters += (low.attention / dense + low.expert / expert) * (main - of_weight)
     copies = 0.0
     if precision.low_precision is not None and not precision.low_precision_params:  # a rowwise and a columnwise copy
         copies = low.total * 2 * precision.low_precision.weights.bytes_per_element

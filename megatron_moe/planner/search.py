@@ -202,15 +202,17 @@ class Planner:
 
     def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
         """Yields variants of the plan: combinations of selective recompute and offload, then full recompute."""
-        modules = [name for name in modules_of(plain.model) if name != "moe"]
+        every = modules_of(plain.model)
+        modules = [name for name in every if name != "moe"]
         sets = chain.from_iterable(combinations(modules, count) for count in range(len(modules) + 1))
         for names in sets:
             for offloaded in self._offloads:
                 yield with_offload(with_recompute(plain, names), offloaded)
         if not plain.pipeline.overlap:
-            dense = [name for name in modules if name not in ("moe_act", "shared_experts")]
-            yield with_recompute(plain, ["moe"])
-            yield with_recompute(plain, [*dense, "moe"])
+            if "moe" in every:
+                outside = [name for name in modules if name not in ("moe_act", "shared_experts")]
+                yield with_recompute(plain, ["moe"])
+                yield with_recompute(plain, [*outside, "moe"])
             yield with_full_recompute(plain)
 
 

@@ -120,6 +120,18 @@ def test_fit_selects_the_cheapest_memory_options():
             assert tight.step.total <= planner.estimator(changed).step().total, switch.flags
 
 
+def test_a_dense_model_without_room_gets_recompute():
+    words = "--recipe q6 --num-experts 0 --ffn-hidden-size 8192"
+    settings = plan_search.settings_of(words.split(), REGISTRY)
+    planner = Planner(GPUS["h200"])
+    plan = plan_settings.as_given(settings, planner.gpu, 1)
+    planner.room = RankMemory(plan).of_rank(0).total - 0.5 * GIB
+    found = planner.fit(plan)
+    assert found is not None and found.memory.total <= planner.room
+    planner.room = 0.1 * GIB
+    assert planner.fit(plan) is None
+
+
 def test_master_remainders_are_enabled_before_recompute():
     words = ["--recipe", "q6", "--no-use-precision-aware-optimizer"]
     planner = Planner(GPUS["h200"])

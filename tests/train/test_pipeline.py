@@ -113,7 +113,7 @@ def test_nonfinite_value_on_one_stage_skips_the_update_on_all():
         before = {name: value.clone() for name, value in trainer.model.named_parameters()}
         if context.rank == 0:
             block = trainer.model.decoder.layers["1"]
-            block.input_layernorm.register_forward_hook(lambda module, args, out: out * float("inf"))
+            block.self_attention.register_forward_hook(lambda module, args, out: out * float("inf"))
         loader = build_train_loader(ranks_plan, context, build_data(ranks_plan, context))
         outcome = trainer.step(loader.next_step(), TrainState())
         return bool(outcome.apply_update), all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
