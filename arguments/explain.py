@@ -114,7 +114,7 @@ def _front_page(registry: Registry) -> str:
     lines = [_FRONT]
     lines += [_one_line(flag, text) for flag, text in _documented(registry) if flag.declaration.essential]
     counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in groups()]
-    lines += ["", *textwrap.wrap("Groups and their numbers of flags: " + ", ".join(counts), _WIDTH), _POINTERS]
+    lines += ["", *textwrap.wrap("Groups (flags): " + ", ".join(counts), _WIDTH), _POINTERS]
     return "\n".join(lines)
 
 
