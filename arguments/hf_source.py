@@ -76,7 +76,8 @@ def hf_source(layers: Sequence[Sequence[Given]], registry: Registry) -> HFSource
 
 
 def source_of(folder: Path, registry: Registry) -> HFSource:
-    """Flags of a Hugging Face folder or config.json. Raises FlagErrors."""
+    """Flags that describe the model of a Hugging Face folder or config.json, and its training defaults. Raises
+    FlagErrors if no flags describe the model."""
     model, notes = published_flags(str(folder), registry)
     path = folder if folder.suffix == ".json" else folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))

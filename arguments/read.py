@@ -172,8 +172,8 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
 
 
 def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:
-    """Full-size layout of a command line with `--proxy`, for callers that choose the number of ranks to fold it to.
-    Raises FlagErrors if the command line is invalid."""
+    """Parallel sizes that a command line with `--proxy` requests before they are reduced to the number of ranks that
+    the caller chooses. Raises FlagErrors if the command line is invalid."""
     unfolded = _parsed(argv, environ, flag_registry(argv, environ)).unfolded
     assert unfolded is not None, f"no --proxy in {argv}"
     return unfolded

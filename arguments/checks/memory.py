@@ -141,7 +141,8 @@ def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
-    """Expert activations are either offloaded, recomputed, captured in a CUDA graph, or stored in pages."""
+    """The paged stash cannot be combined with offload or recompute of the same expert activations, or with a CUDA graph
+    of the module moe."""
     if not flags.moe_paged_stash:
         return
     offloaded = [name for name in derive.offloaded_modules(flags) if name in ("expert_fc1", "moe_act")]

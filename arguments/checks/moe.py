@@ -76,7 +76,8 @@ def upcycling_needs_dense_checkpoint(flags: RuleFlags) -> Violations:
 
 
 def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
-    """Upcycling cuts every dense feed-forward block into --moe-upcycling-granularity slices, one per expert."""
+    """Upcycling initialises every expert with one of --moe-upcycling-granularity slices of a dense MLP, so the expert
+    width times the granularity must equal the dense width."""
     if not flags.moe_use_upcycling:
         return
     if flags.moe_latent_size:

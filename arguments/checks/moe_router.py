@@ -38,7 +38,8 @@ def router_groups_divide_experts(flags: RuleFlags) -> Violations:
 
 
 def group_limit_is_complete(flags: RuleFlags) -> Violations:
-    """Group-limited routing needs the number of groups and the number of groups per token."""
+    """Group-limited routing selects --moe-router-group-topk of --moe-router-num-groups groups per token, so the number
+    of groups must be set and at least as large."""
     if flags.moe_router_group_topk and not flags.moe_router_num_groups:
         yield "--moe-router-group-topk without groups", "set --moe-router-num-groups"
     elif (

@@ -48,7 +48,8 @@ _RATES = MappingProxyType(
 
 
 def rates_of(start: Settings) -> dict[str, float]:
-    """Figures of the GPU given on a command line, by field of `GPU`."""
+    """Specifications of the GPU that flags such as `--gpu-memory` override: field of `GPU` -> value in its unit. Flags
+    that are not given are left out."""
     given = {field: (start.setting(flag).value, unit) for flag, (field, unit) in _RATES.items()}
     return {field: value * unit for field, (value, unit) in given.items() if value is not None}
 

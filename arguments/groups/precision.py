@@ -1,4 +1,4 @@
-"""Number-format flags."""
+"""Precision flags: dtypes, loss scaling, FP8 and FP4 recipes, and determinism."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

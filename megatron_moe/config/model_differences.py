@@ -41,8 +41,8 @@ class ModelDifference(NamedTuple):
 
 
 def recorded(config: Any) -> Any:
-    """Converts a config to JSON values, without fields that do not affect a trained model's output. A dataclass becomes
-    a dict with its class name as "type". Checkpoints store the result, so renaming a field changes their format."""
+    """Converts a config to JSON values, without the fields in `_WITHOUT_EFFECT`. A dataclass becomes a dict with its
+    class name as "type". Checkpoints store the result, so renaming a field changes their format."""
     if is_dataclass(config) and not isinstance(config, type):
         table = {field.name: recorded(getattr(_canonical(config), field.name)) for field in fields(config)}
         if isinstance(config, RouterConfig):

@@ -7,7 +7,7 @@ from megatron_moe.config.pipeline_layout import PipelineLayout, StageMap
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Parameters of a schedule."""
+    """Parameters of a pipeline schedule: 1F1B, interleaved, or overlapped with the expert exchange."""
 
     num_microbatches: int
     pp: int = 1

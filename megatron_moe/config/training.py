@@ -27,7 +27,7 @@ class BatchConfig:
 
     @property
     def evaluation(self) -> "BatchConfig":
-        """Sizes in evaluations."""
+        """Batch sizes of evaluations, without ramp-up. Sizes that are not set are those of training."""
         return BatchConfig(
             micro_batch_size=self.eval_micro_batch_size or self.micro_batch_size,
             global_batch_size=self.eval_global_batch_size or self.global_batch_size,

@@ -356,7 +356,7 @@ class RankMemory:
             if tensor.rows_of_experts is not None:
                 size *= row_padding(config, *tensor.rows_of_experts)
         if memory.paged_stash is not None and tensor.even_rows:
-            # rows restored from the stash do not raise the peak: the earlier dispatch needs more memory
+            # Rows restored in the experts' backward are not counted: the gradient dispatch before it needs more memory.
             return _Placed(
                 size * memory.paged_stash.moe_paged_stash_buffer_size_factor_cuda * tensor.even_bytes / tensor.bytes
             )

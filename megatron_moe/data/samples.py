@@ -114,11 +114,12 @@ class DocumentSamples:
 
     def locate(self, index: int, position: int) -> str:
         """File, document and offset of token `position` of sample `index`, as text for messages."""
+        left = position
         for document, offset, length in self._pieces(index):
-            if position < length:
-                return f"{self.name}, document {document}, token {offset + position}"
-            position -= length
-        raise AssertionError(f"sample {index} has no token at {position} past its end")
+            if left < length:
+                return f"{self.name}, document {document}, token {offset + left}"
+            left -= length
+        raise AssertionError(f"sample {index} has no token at position {position}; it has {position - left} tokens")
 
     def _pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yields (document, token offset, length) of the pieces of documents that form sample `index`, in order."""

@@ -142,8 +142,9 @@ def select_requested(
     op: str, request: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype, *, required: bool
 ) -> Selection:
     """Selects the requested backend. `required`: True if the request names this op. If False, the request applies to
-    all ops, and plain torch is used for ops that the backend does not provide; FP8 and FP4 ops that it does not provide
-    or computes only by name are selected as by "auto", because the emulation in plain torch is slow."""
+    all ops, and plain torch is used for ops that the backend does not provide. For FP8 and FP4 ops, the selection falls
+    back to "auto" if the backend does not provide the op, because the emulation in plain torch is slow, or lists it in
+    `BY_NAME`: such ops synchronise with the host and must be requested with `--kernel-per-op`."""
     if request == reference.NAME:
         return Selection(op, request, reference.REASON)
     backend = backends[request]

@@ -87,7 +87,8 @@ class MoELayer(FeedForward):
         return self.router.random_logits(num_tokens, dtype, mb) if self.router.config.forced_by else None
 
     def _row_formats(self, config: MoEConfig) -> RowFormats:
-        """Formats in which the experts would quantise the rows and gradients that the dispatcher delivers."""
+        """Selects what the dispatcher delivers: whether fc1 gathers its rows from the tokens, and the FP8 formats in
+        which tokens and combine gradients are sent (None if they are not quantised before)."""
         fc1, fc2 = self.experts.linear_fc1.quantizer, self.experts.linear_fc2.quantizer
         kind, is_alone = self.expert_comm.kind, self.expert_comm.etp_ep.size == 1
         gathers = kind.can_gather_in_fc1 and self.saved_tensors.stash is None and self.experts.has_fused_casts

@@ -338,8 +338,9 @@ class OptimizerState:
     def masters(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields the master weights in pieces: (index of the first element in this state, values).
 
-        A piece has at most `size` elements; None means as many as need no large temporary tensor. Values are fp32 (fp64
-        in fp64 runs) and on the device; the current stream waits for copies from host memory. Not for remainders.
+        A piece has at most `size` elements; without `size`, temporary tensors stay small. Values are fp32 (fp64 in fp64
+        runs) and on the device; the current stream waits for copies from host memory. Does not support the format
+        "remainder", in which the parameters contain the high bits of the master weights.
         """
         master = self.kept.master
         assert master is not None, "the parameters are the master weights"

@@ -288,7 +288,7 @@ class UnitReducer(GradReducer):
                 buffer.is_stored = True
             if buffer.replicas is None:
                 continue
-            # outer dp or edp: the shard of one unit
+            # sums the gradient shard of a unit over its replicas, the outer data-parallel ranks
             if buffer.shards_state:
                 sizes = None if len(set(buffer.replica_sizes)) == 1 else buffer.replica_sizes
                 pending.append(start_reduce_scatter_(buffer.grad_shard, buffer.replicas, sizes=sizes))

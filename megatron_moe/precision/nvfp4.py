@@ -148,7 +148,8 @@ def _codes(x: Tensor, fmt: OperandFormat, seed: Tensor | None, scale: Tensor) ->
 
 
 def _block_scales(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (fp32 multipliers of the elements, E4M3 scales) of blocks with the largest magnitudes `amax`."""
+    """Returns (fp32 multiplier of the elements, E4M3 scale) of each block. `amax`: largest magnitude per block, fp32;
+    `scale`: factor of the matrix, see `_matrix_scale`."""
     per_code = scale * torch.full((), 1 / _LARGEST, device=amax.device)
     scales = (amax * per_code).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     return scales.float().mul_(scale.reciprocal()).reciprocal_().clamp_(max=torch.finfo(torch.float32).max), scales

@@ -26,9 +26,10 @@ class QuantizedTensor:
     """Low-precision matrix, or stack of matrices, as an operand of matrix multiplications.
 
     It holds up to two quantised copies of the matrix. A GEMM reads the copy whose blocks extend along its reduction
-    dimension: for y = x W^T, forward reads both `rowwise` copies, the input gradient the `columnwise` copy of W, and
-    the weight gradient the `columnwise` copies of x and of the gradient. A value is its element times the scale of its
-    block. With a block (1, n), the scales of a copy [..., R, C] are [..., ceil(C / n), R]; with (n, n), [..., ceil(R /
+    dimension: for y = x W^T, forward reads the `rowwise` copies of x and W, the input gradient the `rowwise` copy of
+    the output gradient and the `columnwise` copy of W, and the weight gradient the `columnwise` copies of x and of the
+    output gradient. A value is its element times the scale of its block and, for nvfp4, times the factor of its matrix.
+    With a block (1, n), the scales of a copy [..., R, C] are [..., ceil(C / n), R]; with (n, n), [..., ceil(R /
     n), ceil(C / n)]; with `WHOLE`, [...]. They are fp32, except E8M0 exponents (uint8, mxfp8) and float8_e4m3fn
     (nvfp4).
 

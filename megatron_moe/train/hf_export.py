@@ -128,7 +128,7 @@ class _Gatherer:
         }
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._sources: dict[str, list[_BoxSource]] = {}
-        # world: some 100 bytes per tensor
+        # gathers about 100 bytes per tensor over the world group
         for rank, held in enumerate(gather_objects(own, self._world)):
             for key, (shape, dtype, boxes) in held.items():
                 self._shapes[key] = (shape, dtype)

@@ -71,7 +71,7 @@ class _BackendLoader:
         if not name.startswith((f"{_BACKENDS}.triton", f"{_BACKENDS}.torch_native")):
             return builtins.__import__(name, *scope, **named)
         module = self.load(name)
-        for attribute in scope[2]:  # submodules, in an import from a package
+        for attribute in scope[2]:  # names after `from package import` that the package does not define: submodules
             if not hasattr(module, attribute):
                 setattr(module, attribute, self.load(f"{name}.{attribute}"))
         return module

@@ -48,7 +48,8 @@ class StaticGradAccumulator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class CapturedModule:
-    """Function that is captured as one graph. It must contain no host reads and no random draws."""
+    """Function whose forward and backward are captured as CUDA graphs. It must not synchronise with the host or draw
+    random numbers."""
 
     name: str
     function: Function

@@ -88,8 +88,8 @@ class _StagedWork:
 
 class HierarchicalTransport(TokenTransport):
     """Exchanges tokens in an all-to-all between hosts and one within each host. Ranks may have different numbers of
-    tokens. The host reads the sizes of the exchange once, so rows have no bound. Collectives end by their own
-    timeout."""
+    tokens. The host reads the sizes of the exchange once per dispatch, so buffers have the exact number of received
+    rows. A missing rank is detected by the timeout of the process group's collectives."""
 
     def __init__(self, comm: ExpertComm) -> None:
         super().__init__(comm)
