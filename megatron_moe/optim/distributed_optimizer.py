@@ -251,10 +251,11 @@ class Optimizer:
 
     @contextmanager
     def _plain(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
-        """Context in which the weights of `buffers`, which are stored in FP8 or FP4, are allocated."""
+        """Context in which the weights of `buffers`, which are stored in FP8 or FP4, are allocated. No buffers inside
+        another such context, whose weights may be new."""
         for buffer in buffers:
             buffer.allocate_weights()
-        for state in self._stored.states:
+        for state in self._stored.states if buffers else ():
             state.write_weights()
         if buffers and self.buffers.data_parallel.use_distributed_optimizer:
             for buffer in buffers:

@@ -192,8 +192,8 @@ def test_duplicate_saved_activation_is_detected() -> None:
         on(META, config, 0, each).timeline.peak() for each in (sound, KernelSet.of(functions, sound.choices))
     )
     tokens = 2 * tiny.SEQ * tiny.HIDDEN * 2
-    # the norms of the layers' inputs and the final one; sums are normed by another op
-    assert after.categories["activations"] - before.categories["activations"] == 5 * tokens
+    # the final norm; the norms of layers, whose residual gradients they add, and of sums are other ops
+    assert after.categories["activations"] - before.categories["activations"] == tokens
 
 
 class _SaveCopy(torch.autograd.Function):

@@ -85,8 +85,9 @@ def cp(size: int) -> ParallelConfig:
 
 def circulated(ctx: ParallelContext) -> list[tuple[int, float, float]]:
     rank = ctx.group("cp").rank
-    tensors = (torch.full((2, 3), float(rank)), torch.full((4,), 10.0 * rank))
-    return [(source, a.mean().item(), b.mean().item()) for source, (a, b) in Ring(ctx.group("cp")).circulate(tensors)]
+    k_SBGD, v_SBGE = torch.full((2, 1, 2, 3), float(rank)), torch.full((2, 1, 2, 4), 10.0 * rank)
+    found = Ring(ctx.group("cp")).circulate(k_SBGD, v_SBGE)
+    return [(source, k.mean().item(), v.mean().item()) for source, (k, v) in found]
 
 
 @pytest.mark.parametrize(("run", "size"), [(on_threads, 2), (on_threads, 3), (on_threads, 4), (on_processes, 4)])
@@ -97,10 +98,9 @@ def test_the_ring_yields_the_tensors_of_every_rank_once(run, size: int) -> None:
 
 
 def test_a_ring_of_one_rank_yields_its_own_tensors() -> None:
-    x = randn(3)
-    ((source, (seen,)),) = Ring(None).circulate((x,))
-    assert source == 0 and torch.equal(seen, x)
-    assert Ring(None).pass_on(x)() is x
+    k_SBGD, v_SBGE = randn(2, 1, 2, 3), randn(2, 1, 2, 4, seed=2)
+    ((source, (k, v)),) = Ring(None).circulate(k_SBGD, v_SBGE)
+    assert source == 0 and k is k_SBGD and v is v_SBGE
 
 
 def test_a_rank_sends_to_the_next_rank_only_and_may_send_an_empty_vector() -> None:
@@ -111,9 +111,9 @@ def test_a_rank_sends_to_the_next_rank_only_and_may_send_an_empty_vector() -> No
     assert on_threads(cp(3), on_rank) == [(2.0, 0), (0.0, 0), (1.0, 0)]
 
 
-def test_packed_tensors_are_restored() -> None:
-    tensors = [randn(2, 3), randn(0, 4), randn(5, seed=2)]
-    for out, x in zip(unpack(pack(tensors), tensors), tensors, strict=True):
+def test_packed_keys_and_values_are_restored() -> None:
+    k_SBGD, v_SBGE = randn(5, 2, 2, 3), randn(5, 2, 2, 4, seed=2)
+    for out, x in zip(unpack(pack(k_SBGD, v_SBGE), 3), (k_SBGD, v_SBGE), strict=True):
         EXACT.check(out, x)
 
 

@@ -86,7 +86,7 @@ def test_skipped_reductions_are_detected_in_norms_and_routers(capsys):
 @pytest.mark.parametrize(
     ("more", "code", "text"),
     [
-        ("--num-experts 7", ExitCode.CONFIG, "8 ranks do not divide 7 experts"),
+        ("--num-experts 7", ExitCode.CONFIG, "8 ranks (--expert-model-parallel-size) do not divide 7 experts"),
         ("--num-layer 7", ExitCode.CONFIG, "--num-layer is not a flag"),
         ("--inject nonsense:2", ExitCode.CONFIG, "--inject nonsense:2 is not a fault seed"),
     ],

@@ -74,7 +74,7 @@ def _local_ids(ids_ptr, choices, inside, first_expert, num_experts):
     return tl.where((ids >= 0) & (ids < num_experts), ids, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_expert",))
 def _count_experts(
     ids_ptr, before_ptr, totals_ptr, num_choices, num_experts, first_expert, num_blocks, blocks_each,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
@@ -90,7 +90,7 @@ def _count_experts(
     tl.store(totals_ptr + tl.program_id(0) * num_experts + experts, counts, mask=experts < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_expert",))
 def _place_rows(
     ids_ptr, before_ptr, totals_ptr, offsets_ptr, token_ptr, choice_ptr, rows_ptr, num_choices, num_experts,
     first_expert, topk, num_segments, blocks_each,
