@@ -113,6 +113,9 @@ def _training(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[str, .
         flags["--bf16"] = ()
     if (folder / "tokenizer.json").is_file():
         flags |= {"--tokenizer-type": ("HuggingFaceTokenizer",), "--tokenizer-model": (str(folder),)}
+    elif (folder / "tokenizer.model").is_file():
+        path = str(folder / "tokenizer.model")
+        flags |= {"--tokenizer-type": ("SentencePieceTokenizer",), "--tokenizer-model": (path,)}
     coefficient = values.get("router_aux_loss_coef", values.get("aux_loss_alpha"))
     if isinstance(coefficient, int | float) and coefficient > 0:
         kind = "seq_aux_loss" if values.get("seq_aux") else "aux_loss"

@@ -177,6 +177,23 @@ def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
     )
 
 
+def llama_tokenizer_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json with which transformers' LlamaTokenizer gives the ids of a SentencePiece model: without
+    pieces that the model does not have, and with its rule for a leading space."""
+    processor = optional_package("sentencepiece", "this tokenizer").SentencePieceProcessor(model_file=str(path))
+    ids = {"bos_token": processor.bos_id(), "unk_token": processor.unk_id(), "pad_token": processor.pad_id()}
+    names = {name: processor.id_to_piece(number) if number >= 0 else None for name, number in ids.items()}
+    return {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_prefix_space": processor.encode("a", out_type=str)[0].startswith("\u2581"),
+        **names,
+        "eos_token": processor.id_to_piece(_sentence_piece_tokenizer(path).eod),
+    }
+
+
 def _hugging_face_tokenizer(path: Path) -> Tokenizer:
     """Loads a tokenizer.json; `path` is this file or its folder.
 

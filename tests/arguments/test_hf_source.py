@@ -41,6 +41,10 @@ def test_a_folder_gives_model_tokenizer_and_defaults(tmp_path):
     assert found.model.moe_configs[0].router.aux_loss_coeffs == (QWEN["router_aux_loss_coef"],)
     assert found.batch.micro_batch_size == 1 and found.lr_schedule.max_lr == 1e-5 and found.precision.params == "bf16"
     (line,) = [note for note in found.notes if note.startswith(f"--load hf:{folder}: ")]
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    found_model = planned(f"--load hf:{folder}").data.tokenizer
+    assert found_model.tokenizer_type == "SentencePieceTokenizer"
+    assert found_model.tokenizer_model == folder / "tokenizer.model"
     for flag in (
         f"--hidden-size {QWEN['hidden_size']}",
         "--moe-aux-loss-coeff 0.001",

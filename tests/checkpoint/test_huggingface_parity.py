@@ -22,10 +22,12 @@ from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
+from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from tests.checkpoint.hf_models import VOCAB, configs, hf_model, saved, saved_gradients, tokens
+from tests.data.test_tokenizer import train_sentencepiece
 from tests.helpers.tolerances import EXACT, FP32_PARITY
 
 CONFIGS = configs()
@@ -166,3 +168,16 @@ def test_a_model_of_no_family_is_rejected(tmp_path: Path):
     with pytest.raises(NoPublishedFamily, match="the nearest, qwen3_moe, differs") as caught:
         generated_config(mixed, VOCAB)
     assert caught.value.nearest is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"add_dummy_prefix": True, "bos_id": 2, "eos_id": 3}], ids=["plain", "prefix"])
+def test_an_exported_sentencepiece_tokenizer_gives_the_ids_of_the_run(options, tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "corpus.model", user_defined_symbols=["<eod>"], **options)
+    tokenizer = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
+    (tmp_path / "hf").mkdir()
+    write_template(tmp_path / "hf", {"model_type": "qwen3_moe"}, tokenizer)
+    ours, exported = load_tokenizer(tokenizer), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert len(exported) == ours.vocab_size and exported.eos_token_id == ours.eod
+    texts = ["the cat sat", "a  dog", "\tself.read\n", "für é"]
+    for text in texts if options else [*texts, " on the mat"]:  # transformers adds no second leading space
+        assert exported(text)["input_ids"] == ours.encode(text), text

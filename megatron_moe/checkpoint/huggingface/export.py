@@ -25,7 +25,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.text import listed
-from megatron_moe.data.tokenizer import load_tokenizer, local_copy
+from megatron_moe.data.tokenizer import llama_tokenizer_config, load_tokenizer, local_copy
 
 SHARD_BYTES = 5 * 10**9
 """Default maximum size in bytes of one weight file. A tensor that is larger gets its own file."""
@@ -151,8 +151,9 @@ def write_template(folder: Path, values: Mapping[str, Any], tokenizer: Tokenizer
     for name, path in files.items():
         (folder / name).write_bytes(path.read_bytes())
     if files and "tokenizer_config.json" not in files:
-        kind = "LlamaTokenizer" if "tokenizer.model" in files else "PreTrainedTokenizerFast"
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": kind}, Storage())
+        model = files.get("tokenizer.model")
+        config = llama_tokenizer_config(model) if model else {"tokenizer_class": "PreTrainedTokenizerFast"}
+        _write_json(folder / "tokenizer_config.json", config, Storage())
 
 
 def tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, Path]:
