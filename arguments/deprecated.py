@@ -23,7 +23,7 @@ class Translated:
     flags: tuple[tuple[str, Words], ...]
     """(option, values) of each replacement; empty if the deprecated flag requests the default."""
     note: str
-    """Verb phrase with the old flag as its subject; empty for a current name, which is no reason for a note."""
+    """Predicate of a note whose subject is the old flag, such as "is now called --x"; empty if no note is needed."""
     extends: bool = False
     """True if the new values include the values that the flag already has; giving the flag twice is then no error."""
 
@@ -73,12 +73,12 @@ def _no_weight_decay_cond_type(words: Sequence[str], _: ValueOf) -> Translated:
 
 
 def _hybrid_layer_pattern(words: Sequence[str], _: ValueOf) -> Translated:
-    """Translates `--hybrid-layer-pattern`. Raises BadValue if it is no pattern."""
+    """Translates `--hybrid-layer-pattern`. Raises BadValue if the value is not a layer pattern."""
     return Translated(pattern_flags(words), "")
 
 
 def _hybrid_override_pattern(words: Sequence[str], _: ValueOf) -> Translated:
-    """Translates the old name of `--hybrid-layer-pattern`. Raises BadValue if it is no pattern."""
+    """Translates the old name of `--hybrid-layer-pattern`. Raises BadValue if the value is not a layer pattern."""
     return Translated(pattern_flags(words), "is now called --hybrid-layer-pattern")
 
 

@@ -122,6 +122,7 @@ class DataFlags:
     )
     """Positions of a row at which sequences start: multiples of this number. `max` or not set: 1."""
     thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = flag(None)
-    """Padding at the end of a row: a sequence of its own, or part of the last sequence. Not set: append_dummy_seq."""
+    """Whether padding at the end of a row forms a separate sequence or extends the last one. Not set:
+    append_dummy_seq."""
     thd_max_packed_sequences: int | None = flag(None, least=1)
     """Maximum number of sequences per row, including the sequence of padding of append_dummy_seq. Not set: no limit."""

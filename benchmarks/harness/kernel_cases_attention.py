@@ -84,7 +84,7 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def _linear(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Linear attention and the ops beside it in a mixer."""
+    """Linear attention, and the convolution and gated norm of its mixers."""
     batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
     q, key, value, gate = (draw(args.seq, batch, heads, width) for _ in range(4))
     decay, beta = (-draw(args.seq, batch, heads).detach().float().abs() for _ in range(2))

@@ -111,6 +111,28 @@ SKEW3 = "--moe-router-force-skew 3"
 _M27_STAGES = "Et*7|t*7|t*7|t*6L"
 
 
+_Row = tuple[str, str, str, str, str]
+"""(suffix of the name, title, flags, target, aim) of a case."""
+
+
+def _traced_rows(name: str, model: str, base: str, rows: Sequence[_Row], **fields: Any) -> tuple[StepCase, ...]:
+    """One traced case per row. `base`: flags of all rows. A target in percent compares with the balanced case."""
+    return tuple(
+        StepCase(
+            name=f"{name}-{suffix}",
+            title=f"{model}, {title}",
+            flags=f"{base} {flags}",
+            target=target,
+            aim=aim,
+            unbalanced=target.endswith("%"),
+            replayed=suffix.endswith("replayed"),
+            traced=2,
+            **fields,
+        )
+        for suffix, title, flags, target, aim in rows
+    )
+
+
 def _layouts_of_two() -> tuple[StepCase, ...]:
     """Ten layers of Moonlight in every layout of two GPUs, with kernels, idle time and exposed communication."""
     stages = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1"
@@ -131,20 +153,8 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
             "",
         ),
     )
-    return tuple(
-        StepCase(
-            name=f"layout-{suffix}",
-            title=f"M27, {title}",
-            flags=f"{EP2['m27']} --global-batch-size 32 {flags}",
-            target=target,
-            aim=aim,
-            steps=6,
-            traced=2,
-            step_seconds=1.2,
-            num_gpus=2,
-        )
-        for suffix, title, flags, target, aim in rows
-    )
+    base = f"{EP2['m27']} --global-batch-size 32"
+    return _traced_rows("layout", "M27", base, rows, steps=6, step_seconds=1.2, num_gpus=2)
 
 
 def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipelines: str) -> tuple[StepCase, ...]:
@@ -172,21 +182,8 @@ def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipeline
         ("pp4", "PP4", f"{pp4} {pipelines['pp4']}", "", ""),
         ("tp2-pp2", "TP2, PP2", f"{pp2} {TP2} {pipelines['pp2']}", "", ""),
     )
-    return tuple(
-        StepCase(
-            name=f"{name}x4-{suffix}",
-            title=f"{name.upper()}, {title}",
-            flags=f"--recipe {name} {flags}",
-            target=least,
-            aim=most,
-            unbalanced=least.endswith("%"),
-            replayed=suffix.endswith("replayed"),
-            steps=4,
-            traced=2,
-            step_seconds=step_seconds,
-            num_gpus=4,
-        )
-        for suffix, title, flags, least, most in rows
+    return _traced_rows(
+        f"{name}x4", name.upper(), f"--recipe {name}", rows, steps=4, step_seconds=step_seconds, num_gpus=4
     )
 
 

@@ -15,7 +15,7 @@ class PackingConfig:
     """Maximum number of sequences per row, including the sequence of padding that `append_dummy_seq` adds. None: no
     maximum."""
     thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] = "append_dummy_seq"
-    """The padding at the end of a row is a sequence of its own, or belongs to the row's last sequence."""
+    """Whether padding at the end of a row forms a separate sequence or extends the last one."""
     pad_packed_seq_alignment: int = 1
     """Every sequence starts at a multiple of this number of positions in its row."""
 

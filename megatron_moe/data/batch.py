@@ -13,7 +13,7 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.packing import PackingConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.packing import Row, aligned
-from megatron_moe.data.samples import PADDING
+from megatron_moe.data.samples import PADDING, Samples
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
@@ -126,17 +126,6 @@ class MaskConfig:
     """Restarts positions at 0 in every document."""
     reset_attention_mask: bool = False
     """Limits attention to tokens of the same document."""
-
-
-class Samples(Protocol):
-    """Interface for reading samples by index; `DocumentSamples`, `WholeDocuments` and `BlendedSamples` implement it."""
-
-    def __len__(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def tokens(self, index: int) -> np.ndarray: ...
-    def lengths(self, indices: np.ndarray) -> np.ndarray: ...
-    def locate(self, index: int, position: int) -> str: ...
 
 
 def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, loss_dtype: torch.dtype) -> MicroBatch:

@@ -13,9 +13,9 @@ import numpy as np
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import DataProblem, MemoryProblem, RunError
 from megatron_moe.config.training import BatchConfig, LoopConfig
-from megatron_moe.data.batch import MaskConfig, Samples
+from megatron_moe.data.batch import MaskConfig
 from megatron_moe.data.indexed import IndexedTokens
-from megatron_moe.data.samples import BlendedSamples, Documents, DocumentSamples, SampleRequest, normalize
+from megatron_moe.data.samples import BlendedSamples, Documents, DocumentSamples, SampleRequest, Samples, normalize
 from megatron_moe.data.tokenizer import Tokenizer
 from megatron_moe.data.varlen import WholeDocuments
 from megatron_moe.parallel.collectives import gather_objects

@@ -20,7 +20,6 @@ from megatron_moe.config.training import BatchConfig, StepSize
 from megatron_moe.data.batch import (
     MaskConfig,
     MicroBatch,
-    Samples,
     make_microbatch,
     make_packed_microbatch,
     split_sequence,
@@ -28,6 +27,7 @@ from megatron_moe.data.batch import (
 )
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.data.packing import Row, pack
+from megatron_moe.data.samples import Samples
 from megatron_moe.parallel.context import ParallelContext
 
 

@@ -265,12 +265,8 @@ def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
     return counts
 
 
-class SamplesOfOneDataset(Protocol):
-    """Interface of the parts of a blend; `DocumentSamples` and `WholeDocuments` implement it."""
-
-    name: str
-    inputs: dict[str, Any]
-    """What the order of the samples depends on, as JSON values."""
+class Samples(Protocol):
+    """Interface for reading samples by index; `DocumentSamples`, `WholeDocuments` and `BlendedSamples` implement it."""
 
     def __len__(self) -> int: ...
     @property
@@ -278,6 +274,14 @@ class SamplesOfOneDataset(Protocol):
     def tokens(self, index: int) -> np.ndarray: ...
     def lengths(self, indices: np.ndarray) -> np.ndarray: ...
     def locate(self, index: int, position: int) -> str: ...
+
+
+class SamplesOfOneDataset(Samples, Protocol):
+    """Interface of the parts of a blend; `DocumentSamples` and `WholeDocuments` implement it."""
+
+    name: str
+    inputs: dict[str, Any]
+    """What the order of the samples depends on, as JSON values."""
 
 
 class BlendedSamples:

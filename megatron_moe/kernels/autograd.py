@@ -32,7 +32,7 @@ class SequenceShards(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the collectives run beside the work that is launched before their result is waited for."""
+        """Whether the collectives run concurrently with GEMMs launched before the wait for their result."""
         ...
 
     def gather(self, shard: Tensor) -> Tensor: ...

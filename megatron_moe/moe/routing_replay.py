@@ -5,10 +5,11 @@ pass that computed their log probabilities. Choices are exchanged as int16 [B, S
 sequence of a microbatch, the experts in each of L layers. They do not depend on the layout of the ranks. Choices belong
 to one microbatch's context, so recompute, pipelines and CUDA graphs see those of the right microbatch.
 
-    recorder = RoutingRecorder(routed_layers(model), context)
+    layers = routed_layers(model, num_layers)
+    recorder = RoutingRecorder(layers, context)
     run(replace(batch, context=recorder.attach(batch.context)))     # a forward of any kind
     ids_BSLK = recorder.whole_ids(batch.context.tokens)
-    given = given_routing(ids_BSLK, layers, batch.context.tokens, context)
+    given = given_routing(ids_BSLK, layers, batch.context.tokens, context, own_layers=layers)
     run(replace(batch, context=replace(batch.context, given_routing=given)))
 """
 
@@ -99,13 +100,13 @@ def given_routing(
             route the last token that it generates, whose experts are then selected.
         layers: global index of each of the L layers; more than those of this rank are allowed.
         tokens: positions of this rank's part of the microbatch.
-        mine: layers of this rank (`routed_layers`).
+        own_layers: layers of this rank, as `routed_layers` returns them.
         given_BS: bool; False for positions whose experts are selected as usual. None means that all are given.
 
     Raises ValueError for a wrong number of layers, sequences or positions, or if a layer of this rank is missing.
     """
     num_sequences, num_positions, num_layers, _ = ids_BSLK.shape
-    wanted = _whole_shape(tokens, context)
+    wanted = _whole_shape(tokens)
     if num_layers != len(layers):
         raise ValueError(f"expert choices of {num_layers} layers for {len(layers)} layers {list(layers)}")
     if missing := sorted(set(own_layers) - set(layers)):
@@ -122,7 +123,7 @@ def given_routing(
     return GivenRouting(ids=ids, given_T=None if given_BS is None else _by_token(given_BS, tokens, context))
 
 
-def _whole_shape(tokens: TokenMeta, context: ParallelContext) -> tuple[int, int]:
+def _whole_shape(tokens: TokenMeta) -> tuple[int, int]:
     """Returns (sequences, positions) of the whole microbatch."""
     batch_size, num_positions = tokens.positions_BS.shape
     if tokens.part is None:
@@ -132,5 +133,4 @@ def _whole_shape(tokens: TokenMeta, context: ParallelContext) -> tuple[int, int]
 
 def _by_token(x_BS: Tensor, tokens: TokenMeta, context: ParallelContext) -> Tensor:
     """This rank's part of a tensor [B, S, ...] of the microbatch, with token t = s * B + b first: [T, ...]."""
-    mine_BS = my_positions(tokens.take(x_BS), context)
-    return mine_BS.transpose(0, 1).flatten(0, 1).contiguous()
+    return my_positions(tokens.take(x_BS), context).transpose(0, 1).flatten(0, 1).contiguous()

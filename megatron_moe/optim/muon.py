@@ -138,7 +138,7 @@ class Muon:
             kernels.descend_(stored, direction.flatten(), factor, move, weights)
 
     def adapted(self, scalars: StepScalars, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor) -> Tensor:
-        """Returns the direction of the update, before its scale, and stores state besides the momentum."""
+        """Returns the unscaled direction of the update. Subclasses override it and store their additional state."""
         return orthogonal
 
     def _orthogonal(self, piece: ParamPiece, update: Tensor, kernels: Kernels) -> Tensor:

@@ -218,7 +218,7 @@ class UnitBucket(GradBucket):
 
 
 class UnitReducer(GradReducer):
-    """Reduces the gradients of a unit as soon as a microbatch has computed all of them, on a stream of its own.
+    """Reduces the gradients of a unit on a separate stream as soon as a microbatch has computed all of them.
 
     Replicas of the shards, if there are any, sum them after the last microbatch.
     """

@@ -1,6 +1,6 @@
 """Gathers the sharded weights of a unit before its use, and those of the next units during it (ZeRO-3).
 
-The gathers run on a stream of their own, in the order of use. Weights stay in memory until that of two later layers is
+The gathers run on a separate stream, in the order of use. Weights stay in memory until that of two later layers is
 needed, so that the last layers of a forward pass need no gather in backward. Weights of embedding, head and layers that
 run several times are gathered once per step.
 """

@@ -108,7 +108,7 @@ class SequenceCollectives:
 
     group: ProcessGroup
     overlaps: bool
-    """Whether they run on a stream of their own (`--tp-comm-overlap`)."""
+    """Whether the collectives run on a separate stream (`--tp-comm-overlap`)."""
 
     @classmethod
     def of(cls, ctx: ParallelContext) -> "SequenceCollectives":

@@ -13,11 +13,10 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.training import LoopConfig
 from megatron_moe.data import datasets
 from megatron_moe.data import samples as samples_module
-from megatron_moe.data.batch import Samples
 from megatron_moe.data.datasets import Datasets, MockTokens, build_datasets, split_sizes
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.loader import train_loader
-from megatron_moe.data.samples import BlendedSamples, DocumentSamples, SampleRequest
+from megatron_moe.data.samples import BlendedSamples, DocumentSamples, SampleRequest, Samples
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup

@@ -12,6 +12,7 @@ from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.kernels.backends.triton.routing.op import route
 from megatron_moe.kernels.reference import backend as reference
+from tests.gpu.host_sync import no_host_sync
 from tests.gpu.test_hopper_on_one_gpu import draw
 from tests.helpers.tolerances import BF16_KERNEL, FP32_REF
 
@@ -25,12 +26,8 @@ MISH = ActivationConfig(kind="mish", gated=True)
 def examples_without_synchronisation() -> Iterator[None]:
     for name in ("score_function", "activation"):
         import_file(str(EXAMPLES / f"{name}.py"))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_routing_with_a_registered_score_function() -> None:
