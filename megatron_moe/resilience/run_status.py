@@ -64,6 +64,11 @@ class Failure:
         """True if the failure is a consequence of another rank's failure."""
         return self.report.code == ExitCode.OTHER_RANK
 
+    @property
+    def preliminary(self) -> bool:
+        """True if the failure is a lost connection that is not yet attributed to another rank."""
+        return self.followed and self.report.rank == self.rank
+
 
 class RunStatus:
     """Writes status.json into the run folder; write errors never propagate.
@@ -158,11 +163,17 @@ class RunStatus:
             time=self._clock(),
         )
         self._failed = self._write(f"crash/rank_{self._rank:05d}.json", self.report)
+        written = None
+        while (found := self._first_failure()) != written:  # another rank may report while this one writes
+            self._write(STATUS, found)
+            written = found
+
+    def _first_failure(self) -> StatusReport:
+        """Content of status.json after a failure: the report of the rank that failed first."""
         failures = self.failures() or [Failure(self._rank, self.report, 0.0)]
         known = [each.report.last_checkpoint for each in failures if each.report.last_checkpoint is not None]
         # The first rank may have completed a checkpoint after the other ranks ended.
-        newest = max(known) if known else None
-        self._write(STATUS, replace(min(failures, key=_blame).report, last_checkpoint=newest))
+        return replace(min(failures, key=_blame).report, last_checkpoint=max(known) if known else None)
 
     def failures(self) -> list[Failure]:
         """Failures of all ranks in this start of the run, read from crash/. Empty unless this rank has failed, because
@@ -227,7 +238,7 @@ def _read(path: Path) -> Failure | None:
         return None
 
 
-def _blame(failure: Failure) -> tuple[bool, float]:
+def _blame(failure: Failure) -> tuple[bool, bool, float]:
     """Sort key that puts causes first, from early to late. Consequences of other ranks' failures follow, from late to
-    early, because the rank that reported last has read the earlier reports."""
-    return (failure.followed, -failure.time if failure.followed else failure.time)
+    early, because the rank that reported last has read the earlier reports; those without a named rank come last."""
+    return (failure.followed, failure.preliminary, -failure.time if failure.followed else failure.time)

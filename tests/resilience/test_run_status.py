@@ -84,6 +84,34 @@ def test_first_independent_failure_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_lost_connection_without_a_named_rank_is_replaced_by_an_attributed_one(tmp_path: Path) -> None:
+    """Also if its file is newer."""
+    first, other = (RunStatus(tmp_path, rank=rank) for rank in (0, 2))
+    first.fail(ExitCode.OTHER_RANK, "the connection broke")
+    later = time.time() + 1.0
+    os.utime(tmp_path / "crash" / "rank_00000.json", (later, later))
+    other.fail(ExitCode.OTHER_RANK, "rank 1 vanished", first=1)
+    assert read(tmp_path)["rank"] == 1
+
+
+def test_report_that_arrives_while_another_rank_writes_is_included(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 reads the reports before rank 0 has failed, and writes status.json afterwards."""
+    first, other = (RunStatus(tmp_path, rank=rank) for rank in (0, 2))
+    replace = os.replace
+
+    def after_rank_0(aside: Path, path: Path) -> None:
+        if path.name == "status.json":
+            monkeypatch.undo()
+            first.fail(ExitCode.NUMERICS, "loss is nan")
+        replace(aside, path)
+
+    monkeypatch.setattr(os, "replace", after_rank_0)
+    other.fail(ExitCode.OTHER_RANK, "the connection broke")
+    assert (read(tmp_path)["rank"], read(tmp_path)["sentence"]) == (0, "loss is nan")
+
+
 def test_newest_checkpoint_known_to_any_rank_is_written(tmp_path: Path) -> None:
     """The first rank may complete a checkpoint after another rank has failed."""
     first, other = RunStatus(tmp_path, rank=0), RunStatus(tmp_path, rank=1)
