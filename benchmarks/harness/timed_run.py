@@ -24,6 +24,7 @@ from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
@@ -110,12 +111,15 @@ def require_gpu(what: str) -> None:
 class TimedRun:
     """Objects of a run for timing its steps.
 
-    `quick`: draws initial weights on the device, which is faster but gives other values than the run.
+    `quick`: draws initial weights on the device, which is faster but gives other values than the run. `context`: that
+    of a process group that outlives the run; None: the run creates its own process group.
     """
 
-    def __init__(self, plan: RunPlan, *, quick: bool = False) -> None:
+    def __init__(self, plan: RunPlan, *, quick: bool = False, context: ParallelContext | None = None) -> None:
         self.plan = plan
-        self.context = build.build_context(plan)
+        if context is not None:
+            build.set_algorithms(plan)
+        self.context = build.build_context(plan) if context is None else context
         with ExitStack() as undo:  # another run may follow one that runs out of memory
             undo.callback(self.context.stop)
             kernels = build.build_kernels(plan, self.context)
@@ -168,7 +172,7 @@ class TimedRun:
     def close(self) -> None:
         self.loader.close()
         self.context.stop()
-        if self.plan.parallel.world_size > 1:
+        if self.context.owns_process_group:
             # the old store keeps the keys of this process group, which a later run of this process would read
             os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

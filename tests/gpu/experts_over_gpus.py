@@ -1,25 +1,18 @@
 """What every rank of the tests of experts over GPUs runs."""
 
-import os
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
-from arguments.read import read_plan
-from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.model import InitConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig
-from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.config.transport import DEEPEP, HIERARCHICAL, SYMMETRIC, ExpertTransport, PushConfig
-from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels.registry import is_installed, select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
@@ -27,9 +20,10 @@ from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routi
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.carried_copies import carried_grad, values_of
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
+from tests.gpu.shared_group import run_within
+from tests.helpers import ranks
 from tests.helpers.modules import module_of
 from tests.helpers.quantizers import quantizers
-from tests.helpers.ranks import free_port
 from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_one_rank, on_this_rank
 
 BALANCED = {
@@ -39,6 +33,8 @@ BALANCED = {
     "aux_loss_coeffs": (0.3, 0.2),
     "z_loss_coeff": 0.1,
 }
+LIMIT_S = 240.0
+"""Time of one job."""
 WIDE = 256
 """Hidden size of layers with FP8 experts, whose kernels multiply blocks of 128."""
 ContextOf = Callable[[ParallelConfig, torch.dtype], ParallelContext]
@@ -345,16 +341,15 @@ SMALL_STEPS = (
 )
 
 
-def trained(recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Tensor], int]:
+def trained(context: ParallelContext, recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Tensor], int]:
     """Losses of each step and weights after the last one, and the number of repeated steps. Two steps are eager."""
     bound = ["--moe-expert-rank-capacity-factor", "0.9" if name.endswith("bounded rows") else "2"]
-    plan = read_plan(["--recipe", recipe, *SMALL_STEPS.split(), *bound], os.environ, vocab_size_of=vocab_size_of)
-    os.environ.update(plan.environment)
     modules = MODULES[name]
     graphs = CudaGraphConfig(
         cuda_graph_modules=modules or (), full_iteration=modules is None, cuda_graph_warmup_steps=2
     )
-    run, figures, num_repeated = TimedRun(replace(plan, cuda_graphs=graphs)), {}, 0
+    run = run_within(context, ["--recipe", recipe, *SMALL_STEPS.split(), *bound], graphs)
+    figures, num_repeated = {}, 0
     for step in range(num_steps):
         outcome = run.step()
         while overflow := float(outcome.extra.get("overflow", 0)):
@@ -371,30 +366,15 @@ def trained(recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Ten
     return figures, num_repeated
 
 
-def trained_with_graphs(rank: int, num_ranks: int, ports: Sequence[int], recipe: str, folder: str) -> None:
-    """Writes what `trained` returns with every kind of graphs. `ports`: one per kind, because the server of the run
-    before may still be closing."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
-    torch.cuda.set_device(rank)
-    found = {}
-    for name, port in zip(MODULES, ports, strict=True):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        found[name] = trained(recipe, name, num_steps=22)
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
-
-
-def rank_main(rank: int, num_ranks: int, port: int, job: Callable[..., list[Any]], folder: str) -> None:
-    launch = ProcessInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, master_port=port)
-    world = ParallelContext.start(ParallelConfig(world_size=num_ranks), launch, device="cuda")
+def on_rank(context: ParallelContext, job: Callable[..., list[Any]], num_ranks: int) -> list[Any]:
+    """What `job` returns, with contexts of any layout in the process group of `context`."""
 
     def context_of(config: ParallelConfig, dtype: torch.dtype) -> ParallelContext:
-        return ParallelContext.within(config, rank, device=world.device, dtype=dtype)
+        return ParallelContext.within(config, context.rank, device=context.device, dtype=dtype, handles=context.handles)
 
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(job(context_of, num_ranks)))
-    world.stop()
+    return job(context_of, num_ranks)
 
 
-def on_gpus(num_ranks: int, job: Callable[..., list[Any]], folder: Path) -> list[list[Any]]:
+def on_gpus(num_ranks: int, job: Callable[..., list[Any]]) -> list[list[Any]]:
     """What `job` returns on every rank, one process per GPU."""
-    mp.spawn(rank_main, args=(num_ranks, free_port(), job, str(folder)), nprocs=num_ranks)
-    return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
+    return ranks.on_gpus(ParallelConfig(world_size=num_ranks), on_rank, job, num_ranks, timeout=LIMIT_S)

@@ -1,18 +1,11 @@
 """Training runs with CUDA graphs on two GPUs, one per class of published recipe, for the tests of graphs by layout."""
 
-import faulthandler
-import os
-import pickle
-import time
-from collections.abc import Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from arguments.read import read_plan
-from benchmarks.harness.timed_run import TimedRun
-from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.parallel.context import ParallelContext
+from tests.gpu.shared_group import run_within
 
 WARMUP, REPLAYS = 2, 20
 SHAPES = (
@@ -57,20 +50,15 @@ CASES = MappingProxyType(
 """Name -> (flags of the layout, flags of its kinds of CUDA graphs)."""
 
 
-LIMIT_S = 120
-"""A run that takes longer hangs: the process prints its stack and exits."""
+ENVIRONMENT = {"NCCL_GRAPH_REGISTER": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Variables that a process needs before it uses a GPU."""
 
 
-def trained(words: str) -> dict[str, torch.Tensor]:
+def trained(context: ParallelContext, words: str) -> dict[str, torch.Tensor]:
     """Losses of each step and weights after the last one. An evaluation runs between two replays."""
-    start = time.monotonic()
-    plan = read_plan([*SHAPES.split(), *words.split()], os.environ, vocab_size_of=vocab_size_of)
-    os.environ.update(plan.environment, NCCL_GRAPH_REGISTER="0")
-    run, figures = TimedRun(plan, quick=True), {}
+    run, figures = run_within(context, [*SHAPES.split(), *words.split()]), {}
     for step in range(WARMUP + REPLAYS):
         figures[f"loss {step}"] = run.step().loss.cpu()
-        if step in (0, WARMUP, WARMUP + REPLAYS - 1):
-            print(f"rank {plan.process.rank}, {time.monotonic() - start:.0f} s, step {step}: {words}", flush=True)
         if step == WARMUP + 2:
             batches = run.loader.next_step()
             with torch.no_grad():
@@ -83,20 +71,3 @@ def trained(words: str) -> dict[str, torch.Tensor]:
         figures |= {name: value.detach().cpu() for name, value in run.trainer.model.named_parameters()}
     run.close()
     return figures
-
-
-def run_cases(rank: int, names: Sequence[str], ports: Sequence[int], folder: str) -> None:
-    """Trains the cases in order, without graphs and with every kind of graphs. Writes what `trained` returns, or the
-    trace of an error, per case."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    torch.cuda.set_device(rank)
-    remaining = iter(ports)
-    for name in names:
-        layout, graphs = CASES[name]
-        found = []
-        for words in ("", *graphs):
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(next(remaining)))
-            faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-            found.append(trained(f"{layout} {words}"))
-            faulthandler.cancel_dump_traceback_later()
-        Path(folder, f"{name}.{rank}.pickle").write_bytes(pickle.dumps(found))

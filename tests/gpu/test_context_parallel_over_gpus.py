@@ -1,7 +1,6 @@
 """A sequence split over GPUs under NCCL: the numbers of one rank, and no waiting for the device."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,8 +69,8 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 @NUM_GPUS
-def test_every_exchange_matches_one_rank(num_gpus: int, tmp_path: Path) -> None:
-    by_rank = on_gpus(num_gpus, every_case, tmp_path)
+def test_every_exchange_matches_one_rank(num_gpus: int) -> None:
+    by_rank = on_gpus(num_gpus, every_case)
     for place, (name, config, batch, _) in enumerate(cases(num_gpus)):
         one = run(config, batch, ParallelContext.single())
         for results in by_rank:
@@ -79,6 +78,6 @@ def test_every_exchange_matches_one_rank(num_gpus: int, tmp_path: Path) -> None:
 
 
 @NUM_GPUS
-def test_exchanges_run_without_host_sync(num_gpus: int, tmp_path: Path) -> None:
-    for done in on_gpus(num_gpus, without_waiting, tmp_path):
+def test_exchanges_run_without_host_sync(num_gpus: int) -> None:
+    for done in on_gpus(num_gpus, without_waiting):
         assert done == [("p2p", True), ("allgather", True), ("a2a", True)]

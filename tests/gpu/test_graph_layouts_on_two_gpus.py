@@ -1,44 +1,48 @@
-"""CUDA graphs in the layouts of published recipes: 20 replays are 20 computed steps bit for bit."""
+"""CUDA graphs in the layouts of published recipes: 20 replays are 20 computed steps bit for bit.
 
-import pickle
-from pathlib import Path
+All cases use one process group. A case that fails or exceeds its time ends it, and the next case starts another one.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
-import torch.multiprocessing as mp
+import torch
 
-from tests.gpu.graph_layouts import CASES, run_cases
-from tests.helpers.ranks import free_port
+from megatron_moe.config.parallel import ParallelConfig
+from tests.gpu.graph_layouts import CASES, ENVIRONMENT, trained
+from tests.helpers.process_pool import start_pool
 from tests.helpers.tolerances import EXACT
 
 pytestmark = pytest.mark.gpu2
 
+LIMIT_S = 120.0
+Train = Callable[[str], list[dict[str, torch.Tensor]]]
+"""Flags -> losses and weights of every rank."""
+
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Folder with the results of the selected cases, and the errors of those that failed. Two processes run all cases;
-    if one fails, two new ones go on with the next."""
-    items = [item for item in request.session.items if item.path == request.path]
-    selected = {item.callspec.params["name"] for item in items}  # type: ignore[attr-defined]
-    folder, errors = tmp_path_factory.mktemp("cases"), {}
-    names = [name for name in CASES if name in selected]
-    while names:
-        ports = [free_port() for name in names for _ in range(1 + len(CASES[name][1]))]
-        try:
-            mp.spawn(run_cases, args=(names, ports, str(folder)), nprocs=2)
-            break
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            done = [all((folder / f"{name}.{rank}.pickle").exists() for rank in range(2)) for name in names]
-            failed = done.index(False)
-            errors[names[failed]] = str(error)
-            names = names[failed + 1 :]
-    return folder, errors
+def train() -> Iterator[Train]:
+    pool, both = start_pool("spawn"), ParallelConfig(world_size=2)
+
+    @cache
+    def run(words: str) -> list[dict[str, torch.Tensor]]:
+        begun = time.monotonic()
+        found = pool.run(both, trained, (words,), dtype=torch.bfloat16, seed=1, timeout=LIMIT_S, on_gpu=True)
+        print(f"{time.monotonic() - begun:.1f} s: {words}", flush=True)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield run
+        pool.close()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_replays_equal_computed_steps(name: str, results: tuple[Path, dict[str, str]]) -> None:
-    folder, errors = results
-    assert name not in errors, errors[name]
-    for rank in range(2):
-        expected, *found = pickle.loads((folder / f"{name}.{rank}.pickle").read_bytes())
-        for words, figures in zip(CASES[name][1], found, strict=True):
-            EXACT.check_all(figures, expected, f"{name}, {words}, rank {rank}")
+@pytest.mark.parametrize(("name", "graphs"), [(name, words) for name, (_, kinds) in CASES.items() for words in kinds])
+def test_replays_equal_computed_steps(name: str, graphs: str, train: Train) -> None:
+    layout, _ = CASES[name]
+    expected = train(layout)
+    for rank, figures in enumerate(train(f"{layout} {graphs}")):
+        EXACT.check_all(figures, expected[rank], f"{name}, {graphs}, rank {rank}")

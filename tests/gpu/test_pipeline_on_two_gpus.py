@@ -1,23 +1,23 @@
 """Pipelines under NCCL give the numbers of one GPU, in fp64 on the reference kernels."""
 
-import pickle
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from torch import Tensor
 
 from megatron_moe.config.model import MTPConfig
-from megatron_moe.config.parallel import ProcessInfo
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
 from tests.helpers.pipelines import laid_out, together, train
-from tests.helpers.ranks import free_port
+from tests.helpers.ranks import on_gpus
 from tests.helpers.tolerances import FP64_LAYOUT
 
 pytestmark = pytest.mark.gpu2
 
+LIMIT_S = 120.0
 BIASED = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=0.01)
 MODEL = tiny.model(
     num_layers=4, moe_config=tiny.moe(BIASED), tied_embeddings=True, embedding_dropout=0.1, mtp=MTPConfig(num_layers=1)
@@ -31,21 +31,19 @@ PLANS = {
 }
 
 
-def rank_main(rank: int, port: int, folder: str) -> None:
-    found = {}
-    for number, (name, plan) in enumerate(PLANS.items()):
-        launch = ProcessInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port + number)
-        context = ParallelContext.start(plan.parallel, launch, device="cuda", dtype="fp64")
-        found[name] = {key: value.cpu() for key, value in train(plan, context).items()}
-        context.stop()
-    if rank == 0:
-        alone = ParallelContext.single(dtype=torch.float64, device="cuda:0")
-        found["one GPU"] = {key: value.cpu() for key, value in train(PLAN, alone).items()}
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+def run(context: ParallelContext, name: str) -> dict[str, Tensor]:
+    plan = PLANS[name]
+    here = ParallelContext.within(plan.parallel, context.rank, device=context.device, handles=context.handles)
+    return {key: value.cpu() for key, value in train(plan, here).items()}
 
 
-def test_every_schedule_matches_one_gpu(tmp_path: Path) -> None:
-    mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=2)
-    first, second = (pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes()) for rank in range(2))
-    for name in PLANS:
-        FP64_LAYOUT.check_all(together([first[name], second[name]]), first["one GPU"], name)
+@cache
+def of_one_gpu() -> dict[str, Tensor]:
+    alone = ParallelContext.single(dtype=torch.float64, device="cuda:0")
+    return {key: value.cpu() for key, value in train(PLAN, alone).items()}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_schedule_matches_one_gpu(name: str) -> None:
+    by_rank = on_gpus(ParallelConfig(world_size=2), run, name, timeout=LIMIT_S)
+    FP64_LAYOUT.check_all(together(by_rank), of_one_gpu(), name)
