@@ -1,8 +1,10 @@
 """Derives values from flags by Megatron's rules, such as defaults that depend on other flags."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from arguments.flags import Flags
@@ -58,10 +60,7 @@ def moe_layers(
     feed-forward module other than auto overrides this."""
     if not num_experts:
         return (False,) * num_layers
-    if isinstance(moe_layer_freq, int):
-        selected = tuple(layer % moe_layer_freq == 0 for layer in range(num_layers))
-    else:
-        selected = tuple(entry == 1 for entry in moe_layer_freq)
+    selected = LAYER_PATTERNS["moe_layer_freq"](num_layers, moe_layer_freq)
     names = repeated(feed_forward, num_layers)
     return tuple(on if name == "auto" else name == "moe" for on, name in zip(selected, names, strict=True))
 
@@ -138,12 +137,34 @@ def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     return may_exchange and expert_transport(flags, ranks_per_host).transport.is_captured
 
 
-def _not_exempt(num_layers: int, pattern: LayerPattern, *, listed: int) -> tuple[bool, ...]:
-    """For each layer, whether it is not exempt: an interval n exempts layers n, 2n, ... (counted from 1), and a list
-    all layers whose entry is not `listed`."""
+def _every_nth(num_layers: int, pattern: LayerPattern | None) -> tuple[bool, ...]:
+    assert pattern is not None
+    if isinstance(pattern, int):
+        return tuple(layer % pattern == 0 for layer in range(num_layers))
+    return tuple(entry == 1 for entry in pattern)
+
+
+def _not_exempt(
+    num_layers: int, pattern: LayerPattern | None, *, listed: int = 1, unset: bool = True
+) -> tuple[bool, ...]:
+    """For each layer, whether it is not exempt: an interval n exempts layers n, 2n, ... (counted from 1), a list all
+    layers whose entry is not `listed`, and None all layers unless `unset`."""
+    if pattern is None:
+        return (unset,) * num_layers
     if isinstance(pattern, int):
         return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
     return tuple(entry == listed for entry in pattern)
+
+
+LAYER_PATTERNS: Mapping[str, Callable[[int, LayerPattern | None], tuple[bool, ...]]] = MappingProxyType(
+    {
+        "moe_layer_freq": _every_nth,
+        "window_attn_skip_freq": _not_exempt,
+        "linear_attention_freq": partial(_not_exempt, unset=False),
+        "no_rope_freq": partial(_not_exempt, listed=0),
+    }
+)
+"""Flags that select layers -> whether a value of the flag selects each of a number of layers."""
 
 
 def offloaded_modules(flags: Flags) -> tuple[str, ...]:
@@ -158,9 +179,7 @@ def windowed_layers(
     """For each layer, whether attention has a window. An integer n exempts layers n, 2n, ... (counted from 1)."""
     if window_size is None:
         return (False,) * num_layers
-    if window_attn_skip_freq is None:
-        return (True,) * num_layers
-    return _not_exempt(num_layers, window_attn_skip_freq, listed=1)
+    return LAYER_PATTERNS["window_attn_skip_freq"](num_layers, window_attn_skip_freq)
 
 
 DELTA_NETS = ("gated_delta_net", "gdn")
@@ -171,16 +190,14 @@ def linear_layers(
     num_layers: int, experimental_attention_variant: str | None, linear_attention_freq: LayerPattern | None
 ) -> tuple[bool, ...]:
     """For each layer, whether linear attention is its mixer. An integer n exempts layers n, 2n, ... (from 1)."""
-    if experimental_attention_variant not in DELTA_NETS or linear_attention_freq is None:
+    if experimental_attention_variant not in DELTA_NETS:
         return (False,) * num_layers
-    return _not_exempt(num_layers, linear_attention_freq, listed=1)
+    return LAYER_PATTERNS["linear_attention_freq"](num_layers, linear_attention_freq)
 
 
 def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[bool, ...]:
     """For each layer, whether it has rotary embeddings. An integer n exempts layers n, 2n, ... (counted from 1)."""
-    if no_rope_freq is None:
-        return (True,) * num_layers
-    return _not_exempt(num_layers, no_rope_freq, listed=0)
+    return LAYER_PATTERNS["no_rope_freq"](num_layers, no_rope_freq)
 
 
 def yarn_betas(flags: Flags) -> tuple[float, float]:

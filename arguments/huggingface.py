@@ -1,9 +1,9 @@
 """Derives flags from a Hugging Face config.json (`--from-hf-config`) or compares them (`--check-against-hf`)."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from arguments import derive
 from arguments.checks.run import MODEL_RULES, broken_rules, missing_flags
@@ -15,16 +15,10 @@ from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.checkpoint.huggingface.config_write import NoPublishedFamily, generated_config
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, RopeConfig, SoftmaxMixerConfig
 from megatron_moe.config.component import Component
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
-from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
-from megatron_moe.config.mamba import MambaConfig
-from megatron_moe.config.mla import MLAConfig
-from megatron_moe.config.mlp import ActivationConfig, MLPConfig
-from megatron_moe.config.model import LayerConfig, ModelConfig
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.text import aligned
 
@@ -33,13 +27,9 @@ _MAX_PERIOD = 8
 
 
 def model_flags(model: ModelConfig) -> dict[str, Any]:
-    """Returns flag name -> value for the flags that describe a model."""
-    first = model.layers[0]
-    moe = next(iter(model.moe_configs), None)
-    dense = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MLPConfig)), None)
-    blocks = [block for block in (dense, moe.experts if moe else None) if block]
-    biased = any(block.bias for block in blocks)
-    return {
+    """Returns flag name -> value for the flags that describe a model, most of which its components state."""
+    first, depth = model.layers[0], model.mtp and model.mtp.layer
+    found = {
         "num_layers": len(model.layers),
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
@@ -49,15 +39,60 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
         "apply_residual_connection_post_layernorm": first.residual_from_norm,
         "init_method_std": model.init.std,
         "mtp_num_layers": model.mtp.num_layers if model.mtp else None,
-        "add_bias_linear": biased,
-        "ffn_hidden_size": dense.ffn_hidden_size if dense else None,
-        "normalization": first.norm.kind,
-        "norm_epsilon": first.norm.eps,
-        "apply_layernorm_1p": first.norm.zero_centered,
-        **_activation(blocks[0].activation),
-        **_mixer(model, biased),
-        **(_moe(moe, model.layers) if moe else {"num_experts": None}),
+        "position_embedding_type": "learned_absolute" if model.position_embedding == "learned_absolute" else "none",
+        **first.norm.as_flags(),
     }
+    for kind in ("mixer", "feed_forward"):
+        if depth:
+            own: Component = getattr(depth, kind)
+            found |= {**_of_layers([own.as_flags()]), f"mtp_{kind}": own.registered_as}
+        found |= _component_flags(kind, [getattr(layer, kind) for layer in model.layers])
+    return found
+
+
+def _component_flags(kind: str, components: Sequence[Component]) -> dict[str, Any]:
+    """Flags of the mixers or of the feed-forward modules of all layers. `kind`: the flag that selects them by name."""
+    names = tuple(component.registered_as for component in components)
+    selections = [component.selected_by for component in components]
+    if all(selections) and not _contradict(selections):
+        return _of_layers([{**each.as_flags(), **each.selected_by} for each in components])
+    period = next(n for n in range(1, len(names) + 1) if derive.repeated(names[:n], len(names)) == names)
+    return {**_of_layers([component.as_flags() for component in components]), kind: names[:period]}
+
+
+def _contradict(selections: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether layers need different values of a flag that applies to all layers."""
+    needed = {item for each in selections for item in each.items() if item[0] not in derive.LAYER_PATTERNS}
+    return len(needed) > len(dict(needed))
+
+
+def _of_layers(stated: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins the flags that the components of all layers state: the first value that is not None, or a pattern."""
+    found: dict[str, Any] = {}
+    choices: dict[str, dict[int, bool]] = {}
+    for layer, flags in enumerate(stated):
+        for name, value in flags.items():
+            if name in derive.LAYER_PATTERNS:
+                choices.setdefault(name, {})[layer] = value
+            elif found.get(name) is None:
+                found[name] = value
+    return found | {name: _pattern(name, len(stated), selected) for name, selected in choices.items()}
+
+
+def _pattern(name: str, num_layers: int, selected: Mapping[int, bool]) -> LayerPattern | None:
+    """Value of a flag that selects layers: its default or the smallest interval if that agrees with `selected`, else a
+    tuple of 0s and 1s. Layers that `selected` does not contain may be selected or not."""
+    default = cast(LayerPattern | None, Registry.declared().flags[name].default)
+    if not any(selected.values()):
+        return default
+    entries = [int(selected.get(layer, True)) for layer in range(num_layers)]
+    lists: tuple[LayerPattern, ...] = tuple(entries), tuple(1 - entry for entry in entries)
+    values: list[LayerPattern | None] = [default, *range(1, _MAX_PERIOD + 1), *lists]
+    for value in values:
+        selection = derive.LAYER_PATTERNS[name](num_layers, value)
+        if all(selection[layer] == is_selected for layer, is_selected in selected.items()):
+            return value
+    raise AssertionError(f"no value of {name} selects {selected}")
 
 
 def described(model: ModelConfig) -> ModelConfig:
@@ -73,196 +108,10 @@ def _flags(values: Mapping[str, Any]) -> Flags:
     return flag_values({**defaults, **values})
 
 
-_GATED, _PLAIN = ("silu", "quick_gelu", "gelu"), ("squared_relu", "gelu_tanh", "gelu")
-_SWITCHED = (*((True, kind) for kind in _GATED), *((False, kind) for kind in _PLAIN))
-"""(gated, kind) of the activations that have a switch, or are the default."""
-
-
-def _activation(activation: ActivationConfig) -> dict[str, Any]:
-    kind, gated = activation.kind, activation.gated
-    return {
-        "swiglu": gated and kind == "silu",
-        "quick_geglu": gated and kind == "quick_gelu",
-        "geglu": gated and kind == "gelu",
-        "squared_relu": not gated and kind == "squared_relu",
-        "openai_gelu": not gated and kind == "gelu_tanh",
-        "activation_func": None if (gated, kind) in _SWITCHED else kind,
-        "gated_linear_unit": gated and (gated, kind) not in _SWITCHED,
-        "glu_linear_offset": activation.linear_offset,
-        "activation_func_clamp_value": activation.clamp,
-    }
-
-
-def _mixer(model: ModelConfig, biased: bool) -> dict[str, Any]:
-    mixer = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, SoftmaxMixerConfig)), None)
-    assert isinstance(mixer, AttentionConfig | MLAConfig), f"no flags describe {mixer}"
-    latent = isinstance(mixer, MLAConfig)
-    kind = "learned_absolute" if model.position_embedding == "learned_absolute" else "none"
-    rotations = [rope for layer in model.layers for rope in layer.mixer.rotary_tables]
-    windows = [layer.mixer.core.window for layer in model.layers if isinstance(layer.mixer, SoftmaxMixerConfig)]
-    return {
-        "num_attention_heads": mixer.num_heads,
-        "multi_latent_attention": latent,
-        "position_embedding_type": kind,
-        **_core(mixer.core, windows),
-        **(_latent(mixer) if isinstance(mixer, MLAConfig) else _grouped(mixer, biased)),
-        **(_rotation(rotations[0], mixer) if rotations else {}),
-        **({} if latent or not rotations else _unrotated(model.layers)),
-        **_other_mixers(model.layers),
-    }
-
-
-def _other_mixers(layers: Sequence[LayerConfig]) -> dict[str, Any]:
-    """Flags of layers with linear attention, and of layers with one module."""
-    found: dict[str, Any] = {}
-    mixers = [layer.mixer for layer in layers]
-    delta_net = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetConfig)), None)
-    mamba = next((mixer for mixer in mixers if isinstance(mixer, MambaConfig)), None)
-    if delta_net is not None:
-        found |= {
-            "linear_num_key_heads": delta_net.num_key_heads,
-            "linear_num_value_heads": delta_net.num_value_heads,
-            "linear_key_head_dim": delta_net.key_head_dim,
-            "linear_value_head_dim": delta_net.value_head_dim,
-            "linear_conv_kernel_dim": delta_net.conv_width,
-        }
-    if mamba is not None:
-        found |= {
-            "mamba_num_groups": mamba.num_key_heads,
-            "mamba_num_heads": mamba.num_value_heads,
-            "mamba_state_dim": mamba.key_head_dim,
-            "mamba_head_dim": mamba.value_head_dim,
-        }
-    if mamba is not None or any(len(layer.sublayers) < 2 for layer in layers):
-        feed_forwards = [layer.feed_forward for layer in layers]
-        found |= {"mixer": tuple(map(_name_of, mixers)), "feed_forward": tuple(map(_name_of, feed_forwards))}
-    elif delta_net is not None:
-        is_linear = tuple(isinstance(mixer, GatedDeltaNetConfig) for mixer in mixers)
-        variant = "gated_delta_net"
-        pattern = _pattern(is_linear, lambda every: derive.linear_layers(len(layers), variant, every))
-        found |= {"experimental_attention_variant": variant, "linear_attention_freq": pattern}
-    return found
-
-
-def _name_of(component: Component) -> str:
-    """Value of `--mixer` or `--feed-forward` that selects a component."""
-    names = {MambaConfig: "mamba", GatedDeltaNetConfig: "gated_delta_net", MLPConfig: "mlp", MoEConfig: "moe"}
-    return names.get(type(component), "auto") if component.present else "none"
-
-
-def _core(core: CoreAttentionConfig, windows: Sequence[tuple[int, int] | None]) -> dict[str, Any]:
-    window = next((window for window in windows if window), None)
-    pattern: LayerPattern | None = None
-    if window and not all(windows):
-        present = tuple(window is not None for window in windows)
-        pattern = _pattern(present, lambda every: derive.windowed_layers(len(windows), window, every))
-    return {
-        "attention_dropout": core.dropout,
-        "softmax_type": "learnable" if core.sinks else "off-by-one" if core.off_by_one else "vanilla",
-        "window_size": window,
-        "window_attn_skip_freq": pattern,
-    }
-
-
-def _grouped(mixer: AttentionConfig, biased: bool) -> dict[str, Any]:
-    grouped = mixer.num_query_groups != mixer.num_heads
-    return {
-        "group_query_attention": grouped,
-        "num_query_groups": mixer.num_query_groups if grouped else 1,
-        "kv_channels": mixer.head_dim,
-        "qk_layernorm": mixer.qk_norm in ("per_head", "full"),
-        "qk_l2_norm": mixer.qk_norm == "l2",
-        "qk_layernorm_over": "all-heads" if mixer.qk_norm == "full" else "head",
-        "add_qkv_bias": mixer.qkv_bias and not biased,
-        "attention_output_gate": mixer.output_gate,
-    }
-
-
-def _latent(mixer: MLAConfig) -> dict[str, Any]:
-    return {
-        "q_lora_rank": mixer.q_lora_rank,
-        "kv_lora_rank": mixer.kv_lora_rank,
-        "qk_head_dim": mixer.qk_head_dim,
-        "qk_pos_emb_head_dim": mixer.qk_rope_dim,
-        "v_head_dim": mixer.v_head_dim,
-        "qk_layernorm": mixer.qk_norm,
-    }
-
-
-def _rotation(rope: RopeConfig, mixer: AttentionConfig | MLAConfig) -> dict[str, Any]:
-    latent, yarn = isinstance(mixer, MLAConfig), rope.scaling == "yarn"
-    found: dict[str, Any] = {
-        "position_embedding_type": "yarn" if yarn and not latent else "rope",
-        "rotary_base": rope.base,
-        "use_rope_scaling": rope.scaling == "llama3",
-    }
-    if isinstance(mixer, MLAConfig):
-        found |= {"rope_type": "yarn" if yarn else "rope"}
-    else:
-        found |= {"rotary_percent": rope.dim / mixer.head_dim, "rotary_interleaved": rope.interleaved}
-    if rope.scaling == "llama3":
-        found |= {"rope_scaling_factor": rope.scaling_factor}
-    if rope.scaling == "linear":
-        found |= {"rotary_seq_len_interpolation_factor": round(rope.scaling_factor)}
-    return found | (_yarn(rope, latent) if yarn else {})
-
-
-def _yarn(rope: RopeConfig, latent: bool) -> dict[str, Any]:
-    """YaRN flags of `rope`. Hugging Face's default attention factor is written as mscale 1 and mscale_all_dim 0."""
-    length = "original_max_position_embeddings" if latent else "yarn_original_max_position_embeddings"
-    return {
-        "rotary_scaling_factor": rope.scaling_factor,
-        length: rope.original_max_positions,
-        "yarn_beta_fast": rope.beta_fast,
-        "yarn_beta_slow": rope.beta_slow,
-        "yarn_correction_range_round_to_int": rope.truncate,
-        "mscale": rope.mscale,
-        "mscale_all_dim": rope.mscale_all_dim,
-    }
-
-
-def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
-    softmax = (isinstance(layer.mixer, SoftmaxMixerConfig) for layer in layers)
-    rotated = tuple(not has or bool(layer.mixer.rotary_tables) for layer, has in zip(layers, softmax, strict=True))
-    if all(rotated):
-        return {"no_rope_freq": None}
-    pattern = _pattern(rotated, lambda every: derive.rotated_layers(len(layers), every))
-    # a list has 1 for each layer without rotary embedding
-    return {"no_rope_freq": pattern if isinstance(pattern, int) else tuple(1 - entry for entry in pattern)}
-
-
-def _pattern(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
-    """Writes `present` as the smallest interval n with `layers_of(n) == present`, else as a tuple of 0s and 1s."""
-    periods = (every for every in range(1, _MAX_PERIOD + 1) if layers_of(every) == present)
-    return next(periods, tuple(map(int, present)))
-
-
-def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
-    router, experts = moe.router, moe.experts
-    present = tuple(layer.is_moe for layer in layers)
-    return {
-        "num_experts": experts.num_experts,
-        "moe_layer_freq": _pattern(present, lambda every: derive.moe_layers(len(layers), experts.num_experts, every)),
-        "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        "moe_router_topk": router.topk,
-        "moe_router_score_function": router.score_function,
-        "moe_router_pre_softmax": router.pre_softmax,
-        "moe_router_num_groups": router.num_groups,
-        "moe_router_group_topk": router.group_topk,
-        "moe_router_topk_scaling_factor": router.scaling_factor,
-        "moe_router_enable_expert_bias": router.expert_bias,
-        "moe_router_dtype": router.dtype,
-        "moe_latent_size": moe.latent_size,
-        "moe_apply_probs_on_input": experts.probs_on_input,
-        "moe_shared_expert_intermediate_size": moe.shared.mlp.ffn_hidden_size if moe.shared else None,
-        "moe_shared_expert_gate": moe.shared is not None and moe.shared.gate,
-    }
-
-
 _MODEL_GROUPS = ("model", "attention", "moe")
 TRAINING_FLAGS = (
     *("attention_dropout", "hidden_dropout", "init_method_std"),
-    *("max_position_embeddings", "mtp_num_layers", "vocab_size"),
+    *("max_position_embeddings", "mtp_num_layers", "mtp_mixer", "mtp_feed_forward", "vocab_size"),
 )
 """Flags in which a run may differ from the published model and still use its published layer weights."""
 _HEADINGS = ("flag", "this run", "published")

@@ -36,6 +36,10 @@ class NormConfig:
     zero_centered: bool = False
     """Stores the weight as gamma - 1, initialised to 0 (`--apply-layernorm-1p`)."""
 
+    def as_flags(self) -> dict[str, Any]:
+        """See `Component.as_flags`."""
+        return {"normalization": self.kind, "norm_epsilon": self.eps, "apply_layernorm_1p": self.zero_centered}
+
     def parameters(
         self, name: str, width: int, parallel: ParallelConfig, *, over_heads: bool = False
     ) -> Iterator[ParamSpec]:
@@ -95,6 +99,26 @@ class RopeConfig:
     """yarn only: factor on cos and sin (GPT-OSS: 0.1 ln(scaling_factor) + 1). None means that the factor is
     yarn_mscale(scaling_factor, mscale) / yarn_mscale(scaling_factor, mscale_all_dim)."""
 
+    def as_flags(self) -> dict[str, Any]:
+        """Flags without those of the original context length and of `dim`, which differ between mixers; see
+        `Component.as_flags`. A `concentration` has no flag."""
+        found: dict[str, Any] = {"rotary_base": self.base, "use_rope_scaling": self.scaling == "llama3"}
+        match self.scaling:
+            case "llama3":
+                found |= {"rope_scaling_factor": self.scaling_factor}
+            case "linear":
+                found |= {"rotary_seq_len_interpolation_factor": round(self.scaling_factor)}
+            case "yarn":
+                found |= {
+                    "rotary_scaling_factor": self.scaling_factor,
+                    "yarn_beta_fast": self.beta_fast,
+                    "yarn_beta_slow": self.beta_slow,
+                    "yarn_correction_range_round_to_int": self.truncate,
+                    "mscale": self.mscale,
+                    "mscale_all_dim": self.mscale_all_dim,
+                }
+        return found
+
 
 def yarn_mscale(factor: float, mscale: float) -> float:
     """Attention scale of YaRN for a context extended by `factor` (arXiv 2309.00071 equation 22); 1 if not extended.
@@ -125,6 +149,15 @@ class CoreAttentionConfig:
     context_exchange: ContextExchange = "p2p"
     """Communication of context-parallel attention; has no effect with one context-parallel rank."""
 
+    def as_flags(self) -> dict[str, Any]:
+        """See `Component.as_flags`."""
+        return {
+            "attention_dropout": self.dropout,
+            "softmax_type": "learnable" if self.sinks else "off-by-one" if self.off_by_one else "vanilla",
+            "window_size": self.window,
+            "window_attn_skip_freq": self.window is not None,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxMixerConfig(MixerConfig):
@@ -133,6 +166,9 @@ class SoftmaxMixerConfig(MixerConfig):
     num_heads: int
     """Number of query heads (`--num-attention-heads`)."""
     core: CoreAttentionConfig
+
+    def as_flags(self) -> dict[str, Any]:
+        return {"num_attention_heads": self.num_heads, **self.core.as_flags()}
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:
@@ -330,9 +366,39 @@ class AttentionConfig(SoftmaxMixerConfig):
     """Multiplies the output by sigmoid(gate); the QKV projection also computes `gate` (`--attention-output-gate`)."""
 
     module: ClassVar[str] = "megatron_moe.model.attention:Attention"
+    registered_as: ClassVar[str] = "attention"
+    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"multi_latent_attention": False, "linear_attention_freq": False}
+    )
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",)}
     )
+
+    def as_flags(self) -> dict[str, Any]:
+        grouped = self.num_query_groups != self.num_heads
+        found = {
+            **super().as_flags(),
+            "group_query_attention": grouped,
+            "num_query_groups": self.num_query_groups if grouped else 1,
+            "kv_channels": self.head_dim,
+            "qk_layernorm": self.qk_norm in ("per_head", "full"),
+            "qk_l2_norm": self.qk_norm == "l2",
+            "qk_layernorm_over": "all-heads" if self.qk_norm == "full" else "head",
+            "add_bias_linear": self.out_bias,
+            "add_qkv_bias": self.qkv_bias,
+            "attention_output_gate": self.output_gate,
+            "no_rope_freq": self.rope is not None,
+        }
+        if self.rope is not None:
+            is_yarn = self.rope.scaling == "yarn"
+            found |= {
+                **self.rope.as_flags(),
+                "position_embedding_type": "yarn" if is_yarn else "rope",
+                "rotary_percent": self.rope.dim / self.head_dim,
+                "rotary_interleaved": self.rope.interleaved,
+                "yarn_original_max_position_embeddings": self.rope.original_max_positions if is_yarn else None,
+            }
+        return found
 
     @property
     def q_head_dim(self) -> int:

@@ -87,12 +87,25 @@ class Component:
 
     module: ClassVar[str]
     """Class of the module: "package.file:Class", imported when the model is built."""
+    registered_as: ClassVar[str]
+    """Name in registry `MIXERS` or `FEED_FORWARDS`, which is the value of `--mixer` or `--feed-forward`."""
+    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Flags with which the value "auto" of `--mixer` or `--feed-forward` selects the component, in the form of
+    `as_flags`; empty if "auto" never selects it."""
     present: ClassVar[bool] = True
     """False for `NoMixer` and `NoFeedForward`, which have no module, norm and residual branch."""
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Path of a submodule -> `SavedActivation.module` of what it allocates; empty path: the module itself."""
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     """Parameter name relative to the layer -> other names in Megatron checkpoints."""
+
+    def as_flags(self) -> Mapping[str, Any]:
+        """Values of the flags from which the registered function makes this config: {"kv_channels": 128}.
+
+        A flag that selects layers (`--window-attn-skip-freq`) has the value True if it selects this layer, else False.
+        The hidden size and training options, such as the load-balancing loss, are left out.
+        """
+        return {}
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:
@@ -202,6 +215,7 @@ class _Absent(Component):
     """Facts of a module that does not exist."""
 
     present: ClassVar[bool] = False
+    registered_as: ClassVar[str] = "none"
 
     def parameters(self, parallel: ParallelConfig) -> Iterable[ParamSpec]:
         return ()

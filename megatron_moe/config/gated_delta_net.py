@@ -1,8 +1,9 @@
 """Gated delta net: linear attention with a decay and the delta rule (Qwen3-Next, Qwen3.5)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from megatron_moe.config.component import NameRule, ParamSpec
 from megatron_moe.config.costs import ActivationSizes, SavedActivation, saved_tensor
@@ -18,7 +19,20 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
     """Gated delta net (arXiv 2412.06464) as in Qwen3-Next. The norm is over each head and before the gate."""
 
     module: ClassVar[str] = "megatron_moe.model.gated_delta_net:GatedDeltaNet"
+    registered_as: ClassVar[str] = "gated_delta_net"
+    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": True}
+    )
     solves_systems: ClassVar[bool] = True
+
+    def as_flags(self) -> dict[str, Any]:
+        return {
+            "linear_num_key_heads": self.num_key_heads,
+            "linear_num_value_heads": self.num_value_heads,
+            "linear_key_head_dim": self.key_head_dim,
+            "linear_value_head_dim": self.value_head_dim,
+            "linear_conv_kernel_dim": self.conv_width,
+        }
 
     @property
     def mixed_sections(self) -> tuple[int, ...]:

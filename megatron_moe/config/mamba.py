@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_moe.config.component import NameRule, ParamSpec
 from megatron_moe.config.costs import ActivationSizes, SavedActivation, saved_tensor
@@ -26,6 +26,7 @@ class MambaConfig(LinearAttentionConfig):
     """
 
     module: ClassVar[str] = "megatron_moe.model.mamba:Mamba"
+    registered_as: ClassVar[str] = "mamba"
     node: ClassVar[str] = "mamba"
     mixed_rows: ClassVar[bool] = True
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -34,6 +35,14 @@ class MambaConfig(LinearAttentionConfig):
             **{f"self_attention.{name}": (f"mixer.{name}",) for name in _NAMES},
         }
     )
+
+    def as_flags(self) -> dict[str, Any]:
+        return {
+            "mamba_num_groups": self.num_key_heads,
+            "mamba_num_heads": self.num_value_heads,
+            "mamba_state_dim": self.key_head_dim,
+            "mamba_head_dim": self.value_head_dim,
+        }
 
     @property
     def mixed_sections(self) -> tuple[int, ...]:

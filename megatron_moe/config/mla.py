@@ -33,12 +33,34 @@ class MLAConfig(SoftmaxMixerConfig):
     """Kind and epsilon of the norm that `qk_norm` enables."""
 
     module: ClassVar[str] = "megatron_moe.model.mla:MLA"
+    registered_as: ClassVar[str] = "mla"
+    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"multi_latent_attention": True, "linear_attention_freq": False}
+    )
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
             "self_attention.q_layernorm.weight": ("self_attention.linear_q_up_proj.layer_norm_weight",),
             "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight",),
         }
     )
+
+    def as_flags(self) -> dict[str, Any]:
+        is_yarn = self.rope.scaling == "yarn"
+        return {
+            **super().as_flags(),
+            **self.rope.as_flags(),
+            "multi_latent_attention": True,
+            "position_embedding_type": "rope",
+            "no_rope_freq": True,
+            "rope_type": "yarn" if is_yarn else "rope",
+            **({"original_max_position_embeddings": self.rope.original_max_positions} if is_yarn else {}),
+            "q_lora_rank": self.q_lora_rank,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_head_dim": self.qk_head_dim,
+            "qk_pos_emb_head_dim": self.qk_rope_dim,
+            "v_head_dim": self.v_head_dim,
+            "qk_layernorm": self.qk_norm,
+        }
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, indivisible, linear_parameters
@@ -9,6 +10,18 @@ from megatron_moe.config.costs import ActivationSizes, LowCopies, SavedActivatio
 from megatron_moe.config.functions import Options
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
+
+_SWITCHES = MappingProxyType(
+    {
+        (True, "silu"): "swiglu",
+        (True, "quick_gelu"): "quick_geglu",
+        (True, "gelu"): "geglu",
+        (False, "squared_relu"): "squared_relu",
+        (False, "gelu_tanh"): "openai_gelu",
+    }
+)
+"""(gated, kind) -> flag that selects the activation."""
+_DEFAULT = (False, "gelu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +38,19 @@ class ActivationConfig:
     """Offset that is added to the up projection (`--glu-linear-offset`). GPT-OSS uses 1."""
     options: Options = ()
     """Flags that the function requests."""
+
+    def as_flags(self) -> dict[str, Any]:
+        """See `Component.as_flags`."""
+        selected = (self.gated, self.kind)
+        named = selected not in (_DEFAULT, *_SWITCHES)
+        return {
+            **{switch: selected == each for each, switch in _SWITCHES.items()},
+            "activation_func": self.kind if named else None,
+            "gated_linear_unit": self.gated and named,
+            "glu_linear_offset": self.linear_offset,
+            "activation_func_clamp_value": self.clamp,
+            **dict(self.options),
+        }
 
     @property
     def fan(self) -> int:
@@ -44,6 +70,12 @@ class MLPConfig(FeedForwardConfig):
     """Adds biases to fc1 and fc2 (`--add-bias-linear`)."""
 
     module: ClassVar[str] = "megatron_moe.layers.mlp:MLP"
+    registered_as: ClassVar[str] = "mlp"
+    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_layer_freq": False})
+
+    def as_flags(self) -> dict[str, Any]:
+        width = {"ffn_hidden_size": self.ffn_hidden_size, "add_bias_linear": self.bias}
+        return {**width, **self.activation.as_flags()}
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ _WITHOUT_EFFECT = frozenset(
         *("expert_rank_capacity_factor", "transport_backend", "push"),
         *("hybridep", "row_alignment"),
         *("init", "max_positions", "vocab_size"),
+        "position_embedding",  # recorded as learned_positions; mixers record rotary embeddings
     )
 )
 """Config fields that are not compared, because they do not affect a trained model's output or, like `vocab_size`, may
@@ -47,6 +48,8 @@ def recorded(config: Any) -> Any:
         table = {field.name: recorded(getattr(_canonical(config), field.name)) for field in fields(config)}
         if isinstance(config, RouterConfig):
             table["selection"] = next((name for name in config.balancing if name in _SELECTIONS), "topk")
+        if isinstance(config, ModelConfig):
+            table["learned_positions"] = config.position_embedding == "learned_absolute"
         return {"type": type(config).__name__} | {k: v for k, v in table.items() if k not in _WITHOUT_EFFECT}
     return [recorded(each) for each in config] if isinstance(config, tuple | list) else config
 

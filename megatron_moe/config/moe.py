@@ -78,6 +78,20 @@ class RouterConfig:
     options: Options = ()
     """Flags that the score function, the balancing losses and registered metrics request."""
 
+    def as_flags(self) -> dict[str, Any]:
+        """See `Component.as_flags`."""
+        return {
+            "moe_router_topk": self.topk,
+            "moe_router_score_function": self.score_function,
+            "moe_router_pre_softmax": self.pre_softmax,
+            "moe_router_num_groups": self.num_groups,
+            "moe_router_group_topk": self.group_topk,
+            "moe_router_topk_scaling_factor": self.scaling_factor,
+            "moe_router_enable_expert_bias": self.expert_bias,
+            "moe_router_dtype": self.dtype,
+            **dict(self.options),
+        }
+
     @property
     def scores(self) -> ScoreFunction:
         entry: ScoreFunction = SCORE_FUNCTIONS.get(self.score_function)
@@ -233,6 +247,8 @@ class MoEConfig(FeedForwardConfig):
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 
     module: ClassVar[str] = "megatron_moe.moe.moe_layer:MoELayer"
+    registered_as: ClassVar[str] = "moe"
+    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_layer_freq": True})
     whole_module: ClassVar[str] = "moe"
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"": "mlp", "router": "router", "experts": "experts", "shared_experts": "shared"}
@@ -244,6 +260,20 @@ class MoEConfig(FeedForwardConfig):
             "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
         }
     )
+
+    def as_flags(self) -> dict[str, Any]:
+        experts, shared = self.experts, self.shared
+        return {
+            "num_experts": experts.num_experts,
+            "moe_ffn_hidden_size": experts.ffn_hidden_size,
+            "add_bias_linear": experts.bias,
+            **experts.activation.as_flags(),
+            **self.router.as_flags(),
+            "moe_latent_size": self.latent_size,
+            "moe_apply_probs_on_input": experts.probs_on_input,
+            "moe_shared_expert_intermediate_size": shared and shared.mlp.ffn_hidden_size,
+            "moe_shared_expert_gate": shared is not None and shared.gate,
+        }
 
     def choose_transport(self, parallel: ParallelConfig, *, has_peer_access: bool = True) -> TransportChoice:
         """Transport over the ranks of `parallel`; see the function."""

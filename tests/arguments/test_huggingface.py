@@ -53,6 +53,10 @@ ARCHITECTURES = (
     "--num-experts 0 --moe-aux-loss-coeff 0",
     "--hybrid-layer-pattern ME*- --position-embedding-type none --squared-relu --no-swiglu --mamba-num-groups 2 "
     "--mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 12 --moe-latent-size 32",
+    "--hybrid-layer-pattern G*M+E- --moe-layer-freq 1 --position-embedding-type rope --window-size 15,0 "
+    "--window-attn-skip-freq 2 --no-rope-freq [0,1,0,0,0,0] --mamba-num-heads 4 --mamba-head-dim 8 "
+    "--kv-lora-rank 24 --rope-type rope",
+    "--mixer gated_delta_net attention --feed-forward none mlp moe --linear-key-head-dim 24",
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-value-heads 16 "
     "--linear-key-head-dim 24 --linear-value-head-dim 20 --linear-conv-kernel-dim 3 --attention-output-gate",
 )
@@ -95,6 +99,16 @@ def test_flags_describe_every_model_of_the_public_table(row):
 @pytest.mark.parametrize("more", ARCHITECTURES)
 def test_flags_of_a_model_give_the_same_model(more):
     assert unsaid(plan_of(more).model) == []
+
+
+def test_flags_of_a_model_give_the_layer_of_multi_token_prediction():
+    model = plan_of(
+        "--mtp-num-layers 2 --mtp-mixer gated_delta_net --mtp-feed-forward mlp --linear-key-head-dim 24"
+    ).model
+    assert model.mtp is not None and model.mtp.layer is not None
+    assert model_flags(model)["mtp_mixer"] == "gated_delta_net"
+    again = described(model)
+    assert differences(replace(again, layers=(again.mtp_layer,)), replace(model, layers=(model.mtp_layer,))) == []
 
 
 def test_a_config_has_the_lowest_precedence_and_its_values_have_an_origin(tmp_path):

@@ -24,6 +24,10 @@ class SoftMixtureConfig(FeedForwardConfig):
     num_mlps: int = 2
 
     module = f"{__name__}:SoftMixture"
+    registered_as = "soft_mixture"
+
+    def as_flags(self):
+        return {"ffn_hidden_size": self.num_mlps * self.ffn_hidden_size}
 
     @property
     def linears(self):

@@ -30,6 +30,10 @@ class ShortConvConfig(MixerConfig):
     taps: int
 
     module = f"{__name__}:ShortConv"
+    registered_as = "short_conv"
+
+    def as_flags(self):
+        return {"short_conv_taps": self.taps}
 
     @property
     def linears(self):

@@ -3,17 +3,21 @@
 docs/development.md shows these files.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from arguments.huggingface import AnotherModel, described
+from arguments.read import read_plan
 from megatron_moe.build import build_model, build_trainer, record_steps
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.imports import import_file
 from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.model_differences import differences
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.registry import FEED_FORWARDS, MIXERS
@@ -141,6 +145,22 @@ def test_layouts_that_do_not_divide_the_modules_are_rejected():
     flags = "--ffn-hidden-size 254 --tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 32"
     (text,) = texts_of(" ".join(["--import", *FILES, *USE, flags]), environ=EIGHT_RANKS)
     assert text == "2 tensor-parallel ranks cannot share 127 channels equally"
+
+
+def test_flags_of_a_model_give_its_components():
+    more = "--short-conv-taps 5 --ffn-hidden-size 96 --router-temperature 2 --moe-router-score-function warm_sigmoid"
+    model = plan_of(" ".join(["--import", *FILES, str(FOLDER / "flag.py"), *USE[:-2], more])).model
+    assert differences(described(model), model) == []
+
+
+def test_flags_of_components_are_compared_with_a_published_model(tmp_path):
+    published = json.loads((FOLDER.parent / "data_files" / "hf_configs.json").read_text())["Qwen3-30B-A3B"]
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    words = ["--from-hf-config", str(tmp_path), "--check-against-hf", str(tmp_path), "--import", FILES[0]]
+    with pytest.raises(AnotherModel) as caught:
+        read_plan([*words, "--mixer", "short_conv", "--short-conv-taps", "3"], {})
+    rows = {line.split()[0]: line.split()[1:] for line in str(caught.value).splitlines() if line.startswith("  --")}
+    assert rows["--mixer"] == ["short_conv", "auto"] and rows["--short-conv-taps"] == ["3", "4"]
 
 
 def test_a_run_trains_and_resumes_on_two_ranks(data, tmp_path):

@@ -54,11 +54,14 @@ def test_training_does_not_import_unused_packages():
 
 
 GENERIC = (
-    "build", "cost_model", "checkpoint", "memory_emulation", "model.gpt", "model.mtp", "model.transformer_layer",
-    "planner", "precision", "resilience",
+    "arguments.huggingface", "build", "cost_model", "checkpoint", "memory_emulation", "model.gpt", "model.mtp",
+    "model.transformer_layer", "planner", "precision", "resilience",
 )  # fmt: skip
 """Packages and modules that treat all mixers and feed-forward modules alike, through the protocol of components."""
-COMPONENTS = frozenset("AttentionConfig SoftmaxMixerConfig MLAConfig MLPConfig Attention MLA MLP MoELayer".split())
+COMPONENTS = frozenset(
+    "AttentionConfig SoftmaxMixerConfig MLAConfig LinearAttentionConfig GatedDeltaNetConfig MambaConfig MLPConfig "
+    "Attention MLA GatedDeltaNet Mamba MLP MoELayer".split()
+)
 PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("map", "reader", "write"))
 """Modules that translate between configs and a config.json."""
 
