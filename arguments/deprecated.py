@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from arguments.hybrid_pattern import pattern_flags
+from arguments.hybrid_pattern import depth_flags, pattern_flags
 from arguments.values import BadValue, is_off, parse
 
 Words = tuple[str, ...]
@@ -82,6 +82,11 @@ def _hybrid_override_pattern(words: Sequence[str], _: ValueOf) -> Translated:
     return Translated(pattern_flags(words), "is now called --hybrid-layer-pattern")
 
 
+def _mtp_hybrid_override_pattern(words: Sequence[str], _: ValueOf) -> Translated:
+    """Translates the pattern of a depth beside `--mtp-num-layers`. Raises BadValue if it is not one."""
+    return Translated(depth_flags(words), "is now part of --hybrid-layer-pattern, as in MEM*E/*E")
+
+
 def _hybrid_ratio(words: Sequence[str], value_of: ValueOf) -> Translated:
     """Drops a ratio of attention or MLP layers, which the layer pattern implies. Raises BadValue without a pattern."""
     if parse(float, words) and "mamba" not in value_of("mixer"):
@@ -96,7 +101,7 @@ def depends_on_other_flags(option: str, words: Sequence[str]) -> int:
         return 2
     if option == "--cuda-graph-scope":
         return "full_iteration" in words
-    if option in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+    if option in ("--hybrid-layer-pattern", "--hybrid-override-pattern", "--mtp-hybrid-override-pattern"):
         return 1
     return option in ("--moe-layer-recompute", "--error-injection-rate", "--moe-enable-deepep", *_NUM_SMS)
 
@@ -212,6 +217,7 @@ _TRANSLATED: Mapping[str, tuple[Callable[[Sequence[str], ValueOf], Translated], 
         "--cuda-graph-scope": (_cuda_graph_scope, "--cuda-graph-modules or --cuda-graph-impl full_iteration"),
         "--hybrid-layer-pattern": (_hybrid_layer_pattern, _LAYERS),
         "--hybrid-override-pattern": (_hybrid_override_pattern, _LAYERS),
+        "--mtp-hybrid-override-pattern": (_mtp_hybrid_override_pattern, "--mtp-mixer with --mtp-feed-forward"),
         **dict.fromkeys(_RATIOS, (_hybrid_ratio, "no flag: the layer pattern implies it")),
         "--no-weight-decay-cond-type": (_no_weight_decay_cond_type, "--apply-wd-to-qk-layernorm"),
     }

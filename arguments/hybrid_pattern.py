@@ -44,10 +44,16 @@ def pattern_flags(words: Sequence[str]) -> Replacement:
         ends = "m" * len(depths) + "L"
         flags.append(("--pipeline-model-parallel-layout", ("E" + "|".join("t" * len(s) for s in stages) + ends,)))
     if depths:
-        mixer, feed_forward = _depth(depths)
         flags.append(("--mtp-num-layers", (str(len(depths)),)))
-        flags += [("--mtp-mixer", (mixer,)), ("--mtp-feed-forward", (feed_forward,))]
+        flags += _depth(depths)
     return tuple(flags)
+
+
+def depth_flags(words: Sequence[str]) -> Replacement:
+    """Flags that describe a depth of multi-token prediction, such as `*E`. Raises BadValue."""
+    if len(words) != 1 or not words[0]:
+        raise BadValue(f"takes the layers of one depth, such as *E, not {' '.join(words)!r}")
+    return _depth(words)
 
 
 def _modules(letter: str) -> tuple[str, str]:
@@ -57,12 +63,13 @@ def _modules(letter: str) -> tuple[str, str]:
     return _MODULES[letter]
 
 
-def _depth(depths: Sequence[str]) -> tuple[str, str]:
-    """(mixer, feed-forward module) of a depth of multi-token prediction."""
+def _depth(depths: Sequence[str]) -> Replacement:
+    """Flags for the mixer and the feed-forward module of a depth of multi-token prediction."""
     if len(set(depths)) > 1:
         raise BadValue(f"has different depths of multi-token prediction: {' and '.join(dict.fromkeys(depths))}")
     modules = [_modules(letter) for letter in depths[0]]
     mixers, feed_forwards = ([name for name in names if name != _NONE] for names in zip(*modules, strict=True))
     if len(mixers) > 1 or len(feed_forwards) > 1 or modules[0][0] == _NONE and mixers:
         raise BadValue(f"has the depth {depths[0]}; a depth has at most one mixer, and after it one MLP or experts")
-    return (*mixers, _NONE)[0], (*feed_forwards, _NONE)[0]
+    first_mixer, first_feed_forward = (*mixers, _NONE)[0], (*feed_forwards, _NONE)[0]
+    return ("--mtp-mixer", (first_mixer,)), ("--mtp-feed-forward", (first_feed_forward,))

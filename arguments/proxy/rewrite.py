@@ -335,6 +335,12 @@ def _fold_ranks(draft: Draft, sizes: Sizes) -> None:
     if draft.value("hierarchical_context_parallel_sizes") is not None:
         levels = (2, sizes.cp // 2) if sizes.cp % 2 == 0 else (1, sizes.cp)
         draft.put("hierarchical_context_parallel_sizes", levels, reason)
+    replicas = draft.value("num_distributed_optimizer_instances")
+    if replicas > 1:
+        replicas = gcd(replicas, sizes.dp, sizes.edp)
+        draft.put("num_distributed_optimizer_instances", replicas, reason)
+        if replicas == 1:
+            draft.reset("one replica of the sharded weights", "outer_dp_sharding_strategy")
     alltoall = sizes.ep * sizes.etp > 1 and draft.value("moe_token_dispatcher_type") == "alltoall"
     if alltoall and draft.value("moe_paged_stash"):
         draft.reset("alltoall buffers have no unused rows", "moe_paged_stash")

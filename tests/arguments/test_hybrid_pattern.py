@@ -4,7 +4,7 @@ import pytest
 
 from arguments.files import read_file
 from arguments.flags import Registry
-from arguments.hybrid_pattern import pattern_flags
+from arguments.hybrid_pattern import depth_flags, pattern_flags
 from arguments.parser import merge_settings, split
 from arguments.plan_settings import planned
 from arguments.values import BadValue
@@ -54,6 +54,13 @@ def test_a_file_and_the_deprecated_ratios_give_the_same_model(tmp_path):
     settings = merge_settings(REGISTRY, [split(SIZES.split())[0], read_file(path, REGISTRY, {}).flags])
     assert settings.problems == []
     assert planned(settings, ProcessInfo()).model == model_of("--hybrid-layer-pattern M-M*").model
+
+
+def test_the_old_pattern_of_a_depth_gives_the_same_model():
+    old = model_of("--hybrid-override-pattern ME --mtp-num-layers 2 --mtp-hybrid-override-pattern *E").model
+    assert old == model_of("--hybrid-layer-pattern ME/*E/*E").model and old.mtp.num_layers == 2
+    with pytest.raises(BadValue, match="takes the layers of one depth"):
+        depth_flags([""])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,11 @@ OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
 HYBRIDS = {
     "Nemotron-3-Nano-30B-A3B": ("31.58", "3.58"),
     "Nemotron-3-Super-120B-A12B": ("120.67", "12.77"),
+    "Nemotron-3-Ultra-550B-A55B": ("549.31", "56.06"),
+    "Nemotron-3.5-Lightning-30B-A3B": ("31.58", "3.58"),
+    "Nemotron-H-56B": ("56.32", "56.32"),
     "Qwen3-Next-80B-A3B": ("79.67", "3.87"),
+    "Qwen3.5-35B-A3B": ("34.66", "3.45"),
 }
 """Models with several kinds of mixers -> published billions of parameters without multi-token prediction, and of
 parameters that process a token."""

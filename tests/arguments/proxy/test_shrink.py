@@ -104,6 +104,15 @@ def test_any_layout_of_any_public_model_folds_to_any_number_of_ranks(case: tuple
     assert sum(stage.num_mtp for stage in plan.layout.stages) == row.integer("mtp-num-layers")
 
 
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 2), (3, 1), (4, 4)])
+def test_replicas_of_sharded_weights_are_folded(num_ranks: int, replicas: int):
+    words = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
+    words += " --num-distributed-optimizer-instances 4 --outer-dp-sharding-strategy optim"
+    plan = small(words, num_ranks=num_ranks)
+    assert plan.parallel.num_distributed_optimizer_instances == replicas
+    assert plan.data_parallel.fsdp.outer_dp_sharding_strategy == ("no_shard" if replicas == 1 else "optim")
+
+
 def test_every_rewrite_is_reported_with_both_values_and_its_reason():
     plan = small()
     lines = rewrites(plan)
