@@ -23,6 +23,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta, local_boxes
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.text import counted, divisors
+from megatron_moe.config.transport import TokenExchange
 
 UNSHARDED = ParallelConfig()
 """One rank, for properties of whole modules."""
@@ -197,6 +198,12 @@ class FeedForwardConfig(Component):
     @property
     def routed_experts(self) -> Any:
         """`MoEConfig` of the experts among which tokens are exchanged; None if there are none."""
+        return None
+
+    def exchange(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> TokenExchange | None:
+        """Exchange of tokens with other ranks; None if there is none. `low`: FP8 or FP4 recipe of the layer."""
         return None
 
     def delayed_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:

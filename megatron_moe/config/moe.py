@@ -28,6 +28,7 @@ from megatron_moe.config.transport import (
     HybridEPConfig,
     PushConfig,
     RowBound,
+    TokenExchange,
     TransportChoice,
     choose_transport,
 )
@@ -313,6 +314,27 @@ class MoEConfig(FeedForwardConfig):
     @property
     def routed_experts(self) -> "MoEConfig":
         return self
+
+    def exchange(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> TokenExchange | None:
+        num_ranks = parallel.ep * parallel.etp
+        if num_ranks == 1:
+            return None
+        transport, router = self.transport(parallel), self.router
+        buffer = 0.0 if transport.buffer_bytes is None else transport.buffer_bytes(self, num_ranks, sizes.activation)
+        return TokenExchange(
+            transport=transport,
+            width=self.experts.hidden_size,
+            num_experts=router.num_experts,
+            topk=router.topk,
+            num_groups=router.num_groups,
+            group_topk=router.group_topk,
+            rows=self.rows(parallel, sizes.residual, sizes.imbalance),
+            formats=self.exchange_formats(low),
+            sums_before_sending=transport.sums_before_sending or self.push.num_sms is not None,
+            buffer_bytes=buffer,
+        )
 
     def rows(self, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
         """Number of rows R (pairs of token and selected expert) that the experts of the most loaded rank process for

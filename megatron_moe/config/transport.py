@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.registry import TRANSPORTS
 
 
@@ -65,6 +66,28 @@ class ExpertTransport:
     """(`MoEConfig`, number of ranks, bytes of an activation) -> bytes of another buffer for the whole run."""
     sums_before_sending: bool = False
     """Combine sums the rows of all received tokens before it sends the sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenExchange:
+    """Exchange of tokens among the expert ranks of one layer, from which its memory and traffic follow."""
+
+    transport: ExpertTransport
+    width: int
+    """Channels of an exchanged token."""
+    num_experts: int
+    topk: int
+    num_groups: int | None = None
+    """Number of expert groups in group-limited routing; None means no group limit."""
+    group_topk: int | None = None
+    rows: float
+    """Number of rows that the experts of the most loaded rank process for one microbatch."""
+    formats: tuple[OperandFormat | None, OperandFormat | None] = (None, None)
+    """FP8 formats of exchanged tokens and gradients; None means the format of the activations."""
+    sums_before_sending: bool = False
+    """Combine sums the rows of all received tokens before it sends the sums."""
+    buffer_bytes: float = 0.0
+    """Bytes of a buffer of the transport, in addition to receive slots, for the whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)

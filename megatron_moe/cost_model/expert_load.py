@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, exp, lcm, log, sqrt
 from statistics import NormalDist
+from typing import Protocol
 
-from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.grid import split_by_host
 
@@ -26,6 +26,19 @@ class LoadSpread:
     std: float
 
 
+class RoutingSizes(Protocol):
+    """Numbers that decide how a router selects experts, of a `RouterConfig` or a `TokenExchange`."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def topk(self) -> int: ...
+    @property
+    def num_groups(self) -> int | None: ...
+    @property
+    def group_topk(self) -> int | None: ...
+
+
 @dataclass(frozen=True)
 class LoadChoice:
     """Random routing: a token selects `group_topk` of `num_groups` groups of experts, then `topk` of their experts."""
@@ -36,7 +49,7 @@ class LoadChoice:
     group_topk: int = 1
 
     @classmethod
-    def of(cls, router: RouterConfig) -> "LoadChoice":
+    def of(cls, router: RoutingSizes) -> "LoadChoice":
         """Random routing with the top-k and the numbers of experts and groups of `router`."""
         if not router.num_groups or not router.group_topk:
             return cls(router.num_experts, router.topk)
@@ -120,7 +133,7 @@ Destinations = Callable[[LoadChoice, int], LoadSpread]
 
 
 def token_copies(
-    router: RouterConfig,
+    router: RoutingSizes,
     parallel: ParallelConfig,
     destinations: Destinations = LoadChoice.destinations,
     *,

@@ -12,10 +12,9 @@ from types import MappingProxyType
 from megatron_moe.config.costs import ActivationSizes, num_bytes
 from megatron_moe.config.fsdp import FSDPConfig, unit_of
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.transport import SentCopies
+from megatron_moe.config.transport import SentCopies, TokenExchange
 from megatron_moe.cost_model.activations import activation_sizes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
@@ -95,7 +94,7 @@ class ExpertTraffic:
 
 
 def expert_traffic(
-    config: MoEConfig,
+    exchange: TokenExchange,
     num_ranks: int,
     num_domains: int,
     sizes: ActivationSizes,
@@ -105,15 +104,15 @@ def expert_traffic(
 ) -> ExpertTraffic:
     """Dispatch volume of uniformly random routing over `num_ranks` expert-parallel ranks in `num_domains` NVLink
     domains. `block`: channels per FP8 scale, 128 (4-byte scales) or 32 (MXFP8, 1-byte scales)."""
-    choice, tokens = LoadChoice.of(config.router), sizes.residual
+    choice, tokens = LoadChoice.of(exchange), sizes.residual
     ranks, domains = destinations(choice, num_ranks), destinations(choice, num_domains)
-    width = config.experts.hidden_size
+    width = exchange.width
     scale = 4 if block == 128 else 1
     other = (num_ranks - 1) / num_ranks
     return ExpertTraffic(
         ranks=ranks,
         domains=domains,
-        rows_sent=tokens * config.router.topk * other,
+        rows_sent=tokens * exchange.topk * other,
         copies_sent=tokens * ranks.mean * other,
         copies_between_domains=tokens * domains.mean * (num_domains - 1) / num_domains,
         rows_taken=choice.rows(num_ranks, num_ranks * tokens),
@@ -146,13 +145,17 @@ class Communication:
                 found[at] = each
         return list(found.values())
 
-    def expert_traffic(self, config: MoEConfig) -> ExpertTraffic:
-        """Dispatch volume of one rank for one MoE layer with this config and one microbatch."""
+    def exchange(self, layer: LayerConfig, low: LowPrecisionConfig | None = None) -> TokenExchange | None:
+        """Exchange of the layer's tokens; None if there is none. `low`: recipe of the layer's experts."""
+        return layer.feed_forward.exchange(self.plan.parallel, self._sizes, low)
+
+    def expert_traffic(self, exchange: TokenExchange) -> ExpertTraffic:
+        """Dispatch volume of one rank for one layer and one microbatch."""
         placement = self.placements["ep"]
         low = self.plan.precision.low_precision
         block = low.fused_block or 128 if low is not None else 128
         return expert_traffic(
-            config, placement.size, placement.domains[1], self._sizes, block=block, destinations=self.destinations
+            exchange, placement.size, placement.domains[1], self._sizes, block=block, destinations=self.destinations
         )
 
     @property
@@ -200,41 +203,41 @@ class Communication:
 
     def _experts(self, layer: LayerConfig, low: LowPrecisionConfig | None) -> Iterator[Traffic]:
         """Yields the traffic of the token dispatcher. `low`: recipe of the layer's experts."""
-        config, parallel, sizes = layer.moe, self.plan.parallel, self._sizes
-        if config is None or parallel.ep * parallel.etp == 1:
+        parallel, sizes, exchange = self.plan.parallel, self._sizes, self.exchange(layer, low)
+        if exchange is None:
             return
-        copies = config.transport(parallel).copies
+        copies = exchange.transport.copies
         if copies is SentCopies.ALL_RANKS:
-            yield from self._allgather_dispatch(config)
+            yield from self._allgather_dispatch(exchange)
             return
         if copies is SentCopies.PER_HOST:
-            yield from self._hierarchical_dispatch(config)
+            yield from self._hierarchical_dispatch(exchange)
             return
-        traffic, far = self.expert_traffic(config), 1 - self.placements["ep"].near
+        traffic, far = self.expert_traffic(exchange), 1 - self.placements["ep"].near
         group, rows, crossing = "ep", traffic.rows_sent, traffic.rows_sent * far
         if copies is SentCopies.PER_RANK:  # one row to every rank that holds a part of a selected expert
             ranks = parallel.ep * parallel.etp
             group = "ep" if parallel.etp == 1 else "etp_ep"
             rows = sizes.residual * traffic.ranks.mean * parallel.etp * (ranks - 1) / ranks
             crossing = min(rows, traffic.copies_between_domains)
-        for what, fmt in zip(("dispatch: rows", "combine: results"), config.exchange_formats(low), strict=True):
+        for what, fmt in zip(("dispatch: rows", "combine: results"), exchange.formats, strict=True):
             # forward and backward, one of which may be in FP8
             row_bytes = traffic.row_bytes + (traffic.row_bytes if fmt is None else traffic.low_row_bytes)
             sent, distant = rows * row_bytes, crossing * row_bytes
             yield Traffic(group=group, what=what, bytes=sent, network_bytes=distant, hidden=self.plan.pipeline.overlap)
         if copies is SentCopies.PER_CHOICE:
-            gathered_rows = float(parallel.etp * sizes.residual * config.router.topk)
-            size = gathered_rows * config.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
+            gathered_rows = float(parallel.etp * sizes.residual * exchange.topk)
+            size = gathered_rows * exchange.width * 2 * (sizes.activation + sizes.internal)
             yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
 
-    def _hierarchical_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
+    def _hierarchical_dispatch(self, exchange: TokenExchange) -> Iterator[Traffic]:
         """Yields the traffic between hosts, where a token is sent once per host, and within hosts, where it is sent
         once per rank. Ids and probabilities of all choices are sent with dispatched tokens, and the gradients of the
         probabilities with those of the tokens."""
-        sizes, topk = self._sizes, config.router.topk
-        copies = token_copies(config.router, self.plan.parallel, self.destinations)
+        sizes, topk = self._sizes, exchange.topk
+        copies = token_copies(exchange, self.plan.parallel, self.destinations)
         domains = self.placements["etp_ep"].domains[1]
-        row, hidden = config.experts.hidden_size * sizes.activation, self.plan.pipeline.overlap
+        row, hidden = exchange.width * sizes.activation, self.plan.pipeline.overlap
         for what, row_bytes in (("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal)), ("combine", 2 * row)):
             sent = copies.per_token * sizes.residual * row_bytes  # forward and backward
             between, far = sent * (1 - 1 / copies.num_hosts), sent * (1 - 1 / domains)
@@ -244,11 +247,11 @@ class Communication:
             within = copies.forwarded * sizes.residual * row_bytes * (1 - 1 / copies.ranks_per_host)
             yield Traffic(group="etp_ep", what=f"{what}: within hosts", bytes=within, network_bytes=0.0, hidden=hidden)
 
-    def _allgather_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
+    def _allgather_dispatch(self, exchange: TokenExchange) -> Iterator[Traffic]:
         """Yields the traffic of the all-gather dispatcher. Forward all-gathers tokens (in the activation format) and
         reduce-scatters outputs. Backward does the reverse. Outputs and gradients are sent in fp32 or wider."""
         sizes, ranks = self._sizes, self.plan.parallel.ep * self.plan.parallel.etp
-        elements = float(ranks * sizes.residual * config.experts.hidden_size)
+        elements = float(ranks * sizes.residual * exchange.width)
         placement = self.placements["etp_ep"]
         size = elements * (sizes.activation + sizes.internal)
         yield ring(ranks, size, placement, group="etp_ep", what="dispatch: tokens of all ranks")

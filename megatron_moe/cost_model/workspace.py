@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from megatron_moe.config.costs import ActivationSizes
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.transport import SentCopies
+from megatron_moe.config.transport import SentCopies, TokenExchange
 from megatron_moe.cost_model.expert_load import token_copies
 
 ATTENTION = ("input_norm", "attention")
@@ -51,8 +50,9 @@ def in_feed_forward(
 ) -> Workspace:
     """Peak workspace in the backward of a layer's feed-forward module. `low`: FP8 or FP4 recipe of the layer."""
     moments = [Workspace(other=layer.feed_forward.backward_workspace(parallel, sizes, low))]
-    if layer.moe is not None:
-        moments.append(_in_dispatch(layer.moe, parallel, sizes))
+    exchange = layer.feed_forward.exchange(parallel, sizes, low)
+    if exchange is not None:
+        moments.append(_in_dispatch(exchange, parallel, sizes))
     return max(moments, key=lambda moment: moment.total).and_more(_stream(layer.hidden_size, sizes))
 
 
@@ -69,28 +69,23 @@ def _stream(hidden: int, sizes: ActivationSizes) -> float:
     return 2.0 * sizes.residual * hidden * sizes.activation
 
 
-def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
+def _in_dispatch(exchange: TokenExchange, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
     """Workspace of the token dispatcher: buffers for sent rows, for received rows and for rows sorted by expert."""
-    ranks = parallel.ep * parallel.etp
-    if ranks == 1:
-        return Workspace()
-    width, tokens = config.experts.hidden_size, sizes.residual
-    held = config.rows(parallel, tokens, sizes.imbalance) * width * sizes.activation
-    transport = config.transport(parallel)
-    if transport.copies is SentCopies.ALL_RANKS:
+    width, tokens, copies = exchange.width, sizes.residual, exchange.transport.copies
+    held = exchange.rows * width * sizes.activation
+    if copies is SentCopies.ALL_RANKS:
         gathered = tokens * parallel.ep * parallel.etp
         return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
-    if transport.copies is SentCopies.PER_RANK:
+    if copies is SentCopies.PER_RANK:
         # sums, of this rank's tokens and, if they are computed before the push, of all tokens, as DeepEP receives them
-        sums_first = transport.sums_before_sending or config.push.num_sms is not None
-        summed = tokens * (1 + parallel.ep * parallel.etp if sums_first else 1)
+        summed = tokens * (1 + parallel.ep * parallel.etp if exchange.sums_before_sending else 1)
         return Workspace(dispatch=summed * width * sizes.activation, other=held)
-    if transport.copies is SentCopies.PER_HOST:
+    if copies is SentCopies.PER_HOST:
         # sums of rows, sums that the forwarding rank receives, and its sums; the choices are sent in the forward
-        copies = token_copies(config.router, parallel)
-        sums = tokens * (2 * copies.forwarded + copies.per_token)
+        of_token = token_copies(exchange, parallel)
+        sums = tokens * (2 * of_token.forwarded + of_token.per_token)
         return Workspace(dispatch=sums * width * sizes.activation, other=held)
-    sent = tokens * config.router.topk * width * sizes.activation
+    sent = tokens * exchange.topk * width * sizes.activation
     return Workspace(dispatch=sent + held, other=held)
 
 
@@ -105,16 +100,13 @@ def receive_slots(
     channels: dict[Hashable, float] = {}
     buffer = 0.0
     for layer, low in layers:
-        config = layer.moe
-        if config is None:
+        exchange = layer.feed_forward.exchange(parallel, sizes, low)
+        if exchange is None:
             continue
-        transport = config.transport(parallel)
-        if transport.buffer_bytes is not None:
-            buffer = max(buffer, transport.buffer_bytes(config, ranks, sizes.activation))
-        if not transport.has_channels:
+        buffer = max(buffer, exchange.buffer_bytes)
+        if not exchange.transport.has_channels:
             continue
-        width, topk = config.experts.hidden_size, config.router.topk
-        tokens, grads = config.exchange_formats(low)
+        width, topk, (tokens, grads) = exchange.width, exchange.topk, exchange.formats
         for content, in_backward, fmt in (
             ("tokens", False, tokens), ("tokens", True, grads), ("sums", False, None), ("sums", True, None)
         ):  # fmt: skip

@@ -202,18 +202,17 @@ def _traffic(traffic: Traffic, gpu: GPU) -> ReportValues:
 
 def _experts(plan: RunPlan, communication: Communication) -> ReportValues | None:
     """Expert load and dispatch volume for one MoE layer and microbatch; None without MoE or expert parallelism."""
-    if not plan.model.moe_configs or plan.parallel.ep == 1:
+    exchange = next(filter(None, map(communication.exchange, plan.model.layers)), None)
+    if exchange is None or plan.parallel.ep == 1:
         return None
-    config = plan.model.moe_configs[0]
-    traffic = communication.expert_traffic(config)
-    num_ranks = plan.parallel.ep
+    traffic, num_ranks = communication.expert_traffic(exchange), plan.parallel.ep
     megabytes = {
         "a row per choice": traffic.rows_sent * traffic.row_bytes / 1e6,
         "a copy per rank": traffic.copies_sent * traffic.row_bytes / 1e6,
     }
     return {
-        "transport": config.transport(plan.parallel).name,
-        "experts_per_rank": config.experts.num_experts // num_ranks,
+        "transport": exchange.transport.name,
+        "experts_per_rank": exchange.num_experts // num_ranks,
         "ranks_per_token": asdict(traffic.ranks),
         "nvlink_domains_per_token": asdict(traffic.domains),
         "rows_per_rank": asdict(traffic.rows_taken) | {"fullest": fullest(traffic.rows_taken, num_ranks)},

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.costs import ActivationSizes
+from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
@@ -20,11 +21,13 @@ from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.config.transport import HIERARCHICAL
+from megatron_moe.config.transport import HIERARCHICAL, NCCL, TokenExchange
+from megatron_moe.cost_model.activations import activation_sizes
 from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, fullest, token_copies
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
+from megatron_moe.cost_model.workspace import in_feed_forward
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.moe_layer import new_expert_comm
@@ -96,9 +99,10 @@ def test_estimated_load_of_the_fullest_rank():
 def test_a_row_carries_its_scales_in_fp8():
     config = replace(moe_config(), experts=replace(moe_config().experts, hidden_size=256))
     sizes = Communication(plan(layer_config(), ParallelConfig()), {})._sizes
-    blocks = expert_traffic(config, 4, 1, sizes, block=128)
+    exchange = config.exchange(ParallelConfig(ep=4, world_size=4), sizes, None)
+    blocks = expert_traffic(exchange, 4, 1, sizes, block=128)
     assert (blocks.row_bytes, blocks.low_row_bytes) == (256 * FP32 + 4, 256 + 2 * 4 + 4)
-    assert expert_traffic(config, 4, 1, sizes, block=32).low_row_bytes == 256 + 8 + 4
+    assert expert_traffic(exchange, 4, 1, sizes, block=32).low_row_bytes == 256 + 8 + 4
 
 
 def plan(layer: LayerConfig, parallel: ParallelConfig, **changes) -> RunPlan:
@@ -222,6 +226,28 @@ def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
     assert 0.95 < sent(changed, monkeypatch).total() / total < 1.05
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExchangingMLP(MLPConfig):
+    """Feed-forward module that is no MoE layer and sends every token to two of four ranks."""
+
+    def exchange(self, parallel, sizes, low):
+        return TokenExchange(transport=NCCL, width=10, num_experts=4, topk=2, rows=sizes.residual * 2)
+
+
+def test_exchange_of_any_feed_forward_module_is_counted():
+    parallel = ParallelConfig(ep=4, world_size=4)
+    module = ExchangingMLP(hidden_size=8, ffn_hidden_size=16, activation=ActivationConfig())
+    run = plan(layer_config(feed_forward=module), parallel)
+    traffic = Communication(run, placements(parallel)).of_rank(0)
+    sent = {each.what: each.bytes for each in traffic if each.group == "ep"}
+    num_layers, num_tokens = len(run.model.layers), BATCH * SEQ
+    of_results = num_layers * run.num_microbatches * 2 * num_tokens * 2 * 3 / 4 * (10 * FP32 + 4)
+    assert sent["combine: results"] == of_results
+    sizes = activation_sizes(run)
+    workspace = in_feed_forward(run.model.layers[0], parallel, sizes)
+    assert workspace.dispatch == 2 * 2 * num_tokens * 10 * FP32
+
+
 def rotated_choices(num_experts: int, num_tokens: int, ep: int) -> tuple[torch.Tensor, Destinations]:
     """Choices [T, 2] and their `Destinations`. They contain every rotation of a token's choices by the experts of a
     rank, so that all hosts and all ranks get the same number of tokens."""
@@ -254,7 +280,7 @@ def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold):
     communication = Communication(changed, placements(parallel), measured)
     found = [each for each in communication.of_rank(0) if each.group in ("ep", "etp", "etp_ep")]
     # dispatch, combine and the gradients of both, in two layers
-    rows = 4 * 2 * num_copies * communication.expert_traffic(config).row_bytes
+    rows = 4 * 2 * num_copies * communication.expert_traffic(communication.exchange(changed.model.layers[0])).row_bytes
     FP64_REF.check(sum(each.bytes for each in found), rows)
 
 
@@ -394,9 +420,11 @@ def test_the_example_of_the_document_is_what_the_formulas_give():
     router = RouterConfig(hidden_size=7168, num_experts=256, topk=8, num_groups=8, group_topk=4)
     experts = replace(moe_config().experts, num_experts=256, hidden_size=7168)
     sizes = ActivationSizes(residual=2048, inner=4096, activation=2, internal=4, length=4096)
-    traffic = expert_traffic(MoEConfig(router=router, experts=experts), 64, 8, sizes)
+    parallel = ParallelConfig(ep=64, world_size=64, ranks_per_host=8)
+    exchange = MoEConfig(router=router, experts=experts).exchange(parallel, sizes, None)
+    traffic = expert_traffic(exchange, 64, 8, sizes)
     rows = fullest(traffic.rows_taken, 64)
-    copies = token_copies(router, ParallelConfig(ep=64, world_size=64, ranks_per_host=8))
+    copies = token_copies(exchange, parallel)
     row = 2048 * (7168 * 2 + 8 * 8) * 7 / 8
     for figure in (
         f"{copies.per_token * row / 1e6:.0f} MB between hosts and {copies.forwarded * row / 1e6:.0f} MB within hosts",

@@ -64,25 +64,32 @@ COMPONENTS = frozenset(
 )
 PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("map", "reader", "write"))
 """Modules that translate between configs and a config.json."""
+ROUTED = frozenset("MoEConfig RouterConfig ExpertsConfig moe moe_configs routed_experts".split())
+"""Classes and attributes of MoE layers, in whose place the cost model uses `Component.exchange`."""
 
 
 def component_findings(files: Iterable[Source]) -> list[str]:
-    """Imports of single components in `GENERIC`."""
+    """Imports and attributes of single components in `GENERIC`."""
     findings = []
     for file in files:
         module = file.module.removeprefix("megatron_moe.")
         if module in PARSERS or not any(f"{module}.".startswith(f"{name}.") for name in GENERIC):
             continue
+        forbidden = COMPONENTS | ROUTED if module.startswith("cost_model.") else COMPONENTS
         for node in file.nodes:
             if isinstance(node, ast.ImportFrom):
-                names = COMPONENTS & {name.name for name in node.names}
+                names = forbidden & {name.name for name in node.names}
                 findings += [f"{file.path}:{node.lineno} imports {name}" for name in sorted(names)]
+            elif isinstance(node, ast.Attribute) and node.attr in forbidden:
+                findings.append(f"{file.path}:{node.lineno} uses {node.attr}")
     return findings
 
 
 def test_generic_packages_name_no_component():
     report(component_findings(sources(*PROGRAM)), "cost model, planner, checkpoints and builders use Component only")
     planted = source("megatron_moe/planner/work.py", "from megatron_moe.config.mla import MLAConfig")
+    assert len(component_findings([planted])) == 1
+    planted = source("megatron_moe/cost_model/work.py", "layer.moe.router")
     assert len(component_findings([planted])) == 1
 
 
