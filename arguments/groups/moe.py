@@ -24,7 +24,9 @@ class MoEFlags:
     moe_router_topk: int = flag(2, least=1, essential=True)
     """Number of experts each token is routed to."""
     moe_router_score_function: Annotated[str, SCORE_FUNCTIONS] = flag("softmax")
-    """Function that converts router logits to scores; imported files may add functions (see `--import`)."""
+    """Function that converts router logits to scores; imported files may add functions (see `--import`).
+    `renormalized_softmax` is softmax over all experts, whose selected scores are divided by their sum; it supports an
+    expert bias (not in Megatron-LM)."""
     moe_router_pre_softmax: bool = flag(False)
     """Apply softmax over all experts before the top-k selection, without renormalizing the selected probabilities."""
     moe_router_num_groups: int | None = flag(None, least=1)

@@ -39,8 +39,8 @@ class ScoreFunction(FunctionEntry):
 
     over_experts: bool = False
     """Whether the function normalises over experts, as softmax does. It is then applied to the K largest logits, or to
-    all logits with `--moe-router-pre-softmax`. If False, each score depends on one logit, and the K selected scores are
-    divided by their sum."""
+    all logits with `--moe-router-pre-softmax`. If False, experts are selected by their scores, to which a bias may be
+    added, and the K selected scores are divided by their sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,7 @@ _SCORES, _NONLINEARITIES = "megatron_moe.kernels.reference.routing", "megatron_m
 
 SCORE_FUNCTIONS.register("softmax", ScoreFunction(function=f"{_SCORES}:softmax", over_experts=True, fused=True))
 SCORE_FUNCTIONS.register("sigmoid", ScoreFunction(function="torch:sigmoid", fused=True))
+SCORE_FUNCTIONS.register("renormalized_softmax", ScoreFunction(function=f"{_SCORES}:softmax"))
 SCORE_FUNCTIONS.register("sqrtsoftplus", ScoreFunction(function=f"{_SCORES}:sqrtsoftplus", fused=True))
 
 ACTIVATIONS.register("silu", Activation(function="torch.nn.functional:silu", fused=True))

@@ -466,8 +466,9 @@ class MoEConfig(FeedForwardConfig):
             yield NameRule("experts.linear_fc1.bias", first[1:], "interleaved_gate_up")
             yield NameRule("experts.linear_fc2.weight", ("mlp.experts.down_proj",), "transposed")
             yield NameRule("experts.linear_fc2.bias", ("mlp.experts.down_proj_bias",))
-        elif model_type == "mixtral":
+        elif model_type in ("mixtral", "minimax_m2"):
             yield NameRule("router.weight", ("block_sparse_moe.gate.weight",))
+            yield NameRule("router.expert_bias", ("block_sparse_moe.e_score_correction_bias",))
             yield from mlp_names("experts.", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2"), num)
         elif model_type == "nemotron_h":
             yield from plain_mlp_names("experts.", "mixer.experts.{e}", num)
@@ -482,4 +483,7 @@ class MoEConfig(FeedForwardConfig):
             shared = "mlp.shared_expert" if model_type.startswith("qwen") else "mlp.shared_experts"
             yield from mlp_names("shared_experts.", shared)
             yield NameRule("shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",))
-            yield NameRule("router.expert_bias", ("mlp.gate.e_score_correction_bias",))
+            if model_type == "ernie4_5_moe":
+                yield NameRule("router.expert_bias", ("mlp.moe_statics.e_score_correction_bias",), "row")
+            else:
+                yield NameRule("router.expert_bias", ("mlp.gate.e_score_correction_bias",))

@@ -72,7 +72,14 @@ _LLAMA3 = _rope(
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
     """One or more configurations of every family, by a name for test ids."""
-    return {**_softmax_routers(), **_deepseek(), **_gpt_oss_and_glm(), **_delta_nets(), **_nemotron()}
+    return {
+        **_softmax_routers(),
+        **_deepseek(),
+        **_gpt_oss_and_glm(),
+        **_delta_nets(),
+        **_nemotron(),
+        **_later_families(),
+    }
 
 
 def _delta_nets() -> dict[str, transformers.PretrainedConfig]:
@@ -247,6 +254,80 @@ def _gpt_oss_and_glm() -> dict[str, transformers.PretrainedConfig]:
             n_shared_experts=2,
             use_qk_norm=False,
             rope_parameters=_rope("default", 1e4, partial_rotary_factor=0.5),
+        ),
+    }
+
+
+def _later_families() -> dict[str, transformers.PretrainedConfig]:
+    """dots.llm1, ERNIE 4.5, GLM-4.7-Flash and MiniMax-M2, each with an odd shape or another option."""
+    experts = {"intermediate_size": 40, "moe_intermediate_size": 12}
+    return {
+        "dots1, windows": transformers.Dots1Config(
+            **{**_COMMON, "num_hidden_layers": 3},
+            **experts,
+            num_key_value_heads=2,
+            head_dim=10,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+            routed_scaling_factor=2.5,
+            sliding_window=5,
+            max_window_layers=2,
+        ),
+        "dots1, groups": transformers.Dots1Config(
+            **{**_COMMON, "num_experts_per_tok": 4},
+            **experts,
+            num_key_value_heads=4,
+            n_routed_experts=12,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            sliding_window=None,
+            attention_bias=False,
+        ),
+        "ernie4_5_moe": transformers.Ernie4_5_MoeConfig(
+            **{**_COMMON, "num_hidden_layers": 3}, **experts, num_key_value_heads=2, moe_num_experts=8, moe_k=3
+        ),
+        "ernie4_5_moe, every other layer": transformers.Ernie4_5_MoeConfig(
+            **{**_COMMON, "num_hidden_layers": 4, "hidden_size": 40, "tie_word_embeddings": True},
+            **{**experts, "moe_intermediate_size": 7},
+            num_key_value_heads=4,
+            moe_num_experts=5,
+            moe_k=2,
+            moe_num_shared_experts=0,
+            moe_layer_interval=2,
+            rope_parameters=_rope("default", 1e4),
+            rms_norm_eps=1e-3,
+        ),
+        "glm4_moe_lite": transformers.Glm4MoeLiteConfig(
+            **{key: value for key, value in _MLA.items() if key != "first_k_dense_replace"}, q_lora_rank=16
+        ),
+        "glm4_moe_lite, odd": transformers.Glm4MoeLiteConfig(
+            **{**_MLA, "num_experts_per_tok": 4, "v_head_dim": 7, "rms_norm_eps": 1e-3},
+            q_lora_rank=9,
+            n_group=4,
+            topk_group=2,
+            rope_interleave=False,
+            mlp_layer_types=["dense", "dense", "sparse"],
+        ),
+        "minimax_m2": transformers.MiniMaxM2Config(
+            **_COMMON,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=8,
+            intermediate_size=12,
+            rope_parameters=_rope("default", 5e6, partial_rotary_factor=0.5),
+        ),
+        "minimax_m2, odd": transformers.MiniMaxM2Config(
+            **{**_COMMON, "num_experts_per_tok": 2, "num_hidden_layers": 3},
+            num_key_value_heads=1,
+            head_dim=10,
+            num_local_experts=5,
+            intermediate_size=7,
+            rms_norm_eps=1e-3,
+            rope_parameters=_rope("default", 1e4, partial_rotary_factor=0.4),
         ),
     }
 

@@ -81,6 +81,10 @@ def test_yarn_without_a_factor_stretches_to_the_longest_position():
     [
         ("Mixtral-8x7B", {"model_type": "llama"}, "model type llama; supported are mixtral,"),
         ("Mixtral-8x7B", {"model_type": "llama", "num_hidden_layers": "32"}, "model type llama; supported are"),
+        ("Mixtral-8x7B", {"model_type": "phimoe"}, "model type phimoe mixes two experts by thresholds"),
+        ("Mixtral-8x7B", {"model_type": "granitemoe"}, "multiplies embeddings, residual branches and logits"),
+        ("Mixtral-8x7B", {"model_type": "hunyuan_v1_moe"}, "normalises q and k after their rotation"),
+        ("Mixtral-8x7B", {"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias"),
         ("Mixtral-8x7B", {"hidden_act": "gelu"}, "activation gelu"),
         ("Mixtral-8x7B", {"hidden_size": None}, "has no hidden_size"),
         ("Mixtral-8x7B", {"hidden_size": "4096"}, "hidden_size = '4096'"),

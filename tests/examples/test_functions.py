@@ -205,7 +205,7 @@ def test_upcycling_uses_the_score_of_a_zero_logit():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--moe-router-score-function tangent", "is not one of softmax, sigmoid, sqrtsoftplus"),
+        ("--moe-router-score-function tangent", "is not one of softmax, sigmoid, renormalized_softmax, sqrtsoftplus"),
         ("--moe-router-load-balancing-type kl_loss", "is not one of aux_loss, seq_aux_loss"),
         ("--activation-func mish", "is not one of silu, gelu"),
         ("--import no_such.py", "--import no_such.py: there is no such Python file"),

@@ -80,7 +80,7 @@ def loop_logits(token_H: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
 
 def loop_scores(logits: list[Tensor], score_function: str) -> list[Tensor]:
     match score_function:
-        case "softmax":
+        case "softmax" | "renormalized_softmax":
             total = sum(torch.exp(x) for x in logits)
             return [torch.exp(x) / total for x in logits]
         case "sigmoid":

@@ -26,6 +26,7 @@ SCORES = {
     "softmax_before": {"pre_softmax": True},
     "sigmoid": {"score_function": "sigmoid"},
     "sigmoid_bias": {"score_function": "sigmoid", "expert_bias": True},
+    "renormalized_softmax_bias": {"score_function": "renormalized_softmax", "expert_bias": True},
     "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
     "sqrtsoftplus_bias": {"score_function": "sqrtsoftplus", "expert_bias": True},
 }

@@ -45,6 +45,7 @@ def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> Mod
 
 
 def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
+    hf_config.refuse_if(hf_config.model_type in _MISSING, _MISSING.get(hf_config.model_type, ""))
     read_family = FAMILIES.get(hf_config.model_type)
     if read_family is None:
         known = ", ".join(FAMILIES)
@@ -236,6 +237,73 @@ def glm4_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
     return read_layers(config, norm, mixer, _sigmoid_moe(config), lambda i: i < num_dense)
 
 
+def dots1(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of dots.llm1 (arXiv 2506.05767): q and k are normalised per head, DeepSeek-V3's MoE layer, first layers
+    dense, windows in some layers."""
+    norm, bias, num_dense = (
+        read_norm(config, 1e-6),
+        config.get("attention_bias", False),
+        config.get("first_k_dense_replace", 0),
+    )
+    full, windowed = (
+        _attention(config, norm, qk_norm="per_head", qkv_bias=bias, out_bias=bias, window=window)
+        for window in (None, config.get("sliding_window", None))
+    )
+    moe = _sigmoid_moe(config)
+    layers = read_layers(config, norm, full, moe, lambda i: i < num_dense)
+    mixers = {"sliding_attention": windowed, "full_attention": full}
+    first = config.get("max_window_layers", 62) if windowed.core.window else len(layers)
+    default = ["full_attention" if index < first else "sliding_attention" for index in range(len(layers))]
+    kinds = _layer_kinds(config, "layer_types", tuple(mixers), default)
+    return tuple(replace(layer, mixer=mixers[kind]) for layer, kind in zip(layers, kinds, strict=True))
+
+
+def ernie4_5_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of ERNIE 4.5: interleaved RoPE, softmax scores with an expert bias, shared experts, some layers dense."""
+    config.refuse_if(config.get("use_bias", False), "has biases in its linear layers (use_bias)")
+    config = HFConfig({**config.values, "num_experts_per_tok": config.require("moe_k")})
+    config.refuse_if(config.integer("num_experts_per_tok") == 1, "renormalises the score of a single expert")
+    norm = read_norm(config, 1e-5)
+    mixer = _attention(config, norm, 500000.0)
+    assert mixer.rope is not None, "_attention reads one"
+    mixer = replace(mixer, rope=replace(mixer.rope, interleaved=True))
+    width, num_shared = config.integer("moe_intermediate_size"), config.get("moe_num_shared_experts", 2)
+    moe = read_moe(
+        config,
+        config.integer("moe_num_experts"),
+        width,
+        shared=SharedExpertsConfig(mlp=read_mlp(config, num_shared * width)) if num_shared else None,
+        score_function="renormalized_softmax",
+        expert_bias=True,
+        dtype="fp32",
+    )
+    first, last, step = (config.get(f"moe_layer_{key}", 1) for key in ("start_index", "end_index", "interval"))
+    last = config.integer("num_hidden_layers") - 1 if last == -1 else last
+    return read_layers(config, norm, mixer, moe, lambda i: (i + 1) % step != 0 or not first <= i <= last)
+
+
+def glm4_moe_lite(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of GLM-4.7-Flash: multi-latent attention and experts of DeepSeek-V3, some layers dense."""
+    dense = {"dense": True, "sparse": False}
+    default = ["dense", *["sparse"] * (config.integer("num_hidden_layers") - 1)]
+    kinds = _layer_kinds(config, "mlp_layer_types", tuple(dense), default)
+    mixer = _mla(config, interleaved=config.get("rope_interleave", True))
+    return read_layers(config, read_norm(config, 1e-5), mixer, _sigmoid_moe(config), lambda i: dense[kinds[i]])
+
+
+def minimax_m2(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of MiniMax-M2: q and k are normalised over all heads, RoPE on part of each head, sigmoid scores with an
+    expert bias, no shared expert. Layers of multi-token prediction, which transformers does not load, are omitted."""
+    config.refuse_if(config.integer("num_experts_per_tok") == 1, "renormalises the score of a single expert")
+    norm, rotated = read_norm(config, 1e-6), config.get("rotary_dim", None)
+    # published folders have the number of rotated dims, transformers their fraction
+    factor = rotated / config.integer("head_dim") if rotated else 1.0
+    mixer = _attention(config, norm, 5e6, qk_norm="full", rotary_factor=factor)
+    num_experts, width = config.integer(_experts_key(config)), config.integer("intermediate_size")
+    moe = read_moe(config, num_experts, width, score_function="sigmoid", expert_bias=True)
+    return read_layers(config, norm, mixer, moe, lambda _: False)
+
+
 def deepseek_v2(config: HFConfig) -> tuple[LayerConfig, ...]:
     """Layers of DeepSeek-V2 (arXiv 2405.04434): softmax over all experts; top-k scores are scaled, not renormalised."""
     config.refuse_if(config.get("norm_topk_prob", False), "renormalises softmax probabilities (norm_topk_prob)")
@@ -284,6 +352,10 @@ FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingP
         "olmoe": olmoe,
         "gpt_oss": gpt_oss,
         "glm4_moe": glm4_moe,
+        "glm4_moe_lite": glm4_moe_lite,
+        "dots1": dots1,
+        "ernie4_5_moe": ernie4_5_moe,
+        "minimax_m2": minimax_m2,
         "deepseek_v2": deepseek_v2,
         "deepseek_v3": deepseek_v3,
         "kimi_k2": deepseek_v3,
@@ -291,6 +363,17 @@ FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingP
 )
 """Functions that build the layers, by `model_type`. A new family needs an entry here, name rules in `weight_map`, and a
 case in the logit parity test."""
+
+
+_MISSING: Mapping[str, str] = MappingProxyType(
+    {
+        "phimoe": "mixes two experts by thresholds around their scores (sparsemixer), with a bias of the output layer",
+        "granitemoe": "multiplies embeddings, residual branches and logits by constants",
+        "hunyuan_v1_moe": "normalises q and k after their rotation",
+        "minimax": "has attention with a constant decay, and scaled residuals of norms",
+    }
+)
+"""What families without an entry in `FAMILIES` compute otherwise, by `model_type`."""
 
 
 def _attention(

@@ -287,6 +287,42 @@ def _glm4_moe(model: ModelConfig, moe: MoEConfig) -> Values:
     return {**keys, **_sigmoid(model, moe), **options, "partial_rotary_factor": mixer.rope.dim / mixer.head_dim}
 
 
+def _dots1(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _grouped(model)
+    windows = [each.core.window for each in _softmax_mixers(model)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    options = {"attention_bias": mixer.qkv_bias, "sliding_window": _window(mixer), "layer_types": kinds}
+    return {**keys, **_sigmoid(model, moe), **options}
+
+
+def _ernie4_5_moe(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _grouped(model)
+    (dense, mlp), width = _dense(model), moe.experts.ffn_hidden_size
+    routed = [index for index in range(len(model.layers)) if index not in dense]
+    shared = moe.shared.mlp.ffn_hidden_size if moe.shared else 0
+    if keys.pop("head_dim") * mixer.num_heads != model.hidden_size or shared % width:
+        raise _NoFamily
+    return {
+        **keys,
+        "use_bias": mixer.qkv_bias,
+        "moe_k": moe.router.topk,
+        "moe_num_experts": moe.experts.num_experts,
+        "moe_num_shared_experts": shared // width,
+        "moe_intermediate_size": width,
+        "intermediate_size": mlp.ffn_hidden_size if mlp else width * moe.router.topk,
+        "moe_layer_start_index": routed[0],
+        "moe_layer_end_index": routed[-1],
+        "moe_layer_interval": routed[1] - routed[0] if len(routed) > 1 else 1,
+    }
+
+
+def _minimax_m2(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _grouped(model)
+    assert mixer.rope is not None, "checked by _grouped"
+    experts = {"num_local_experts": moe.experts.num_experts, "intermediate_size": moe.experts.ffn_hidden_size}
+    return {**keys, **experts, "partial_rotary_factor": mixer.rope.dim / mixer.head_dim}
+
+
 def _latent(model: ModelConfig, moe: MoEConfig) -> tuple[MLAConfig, Values]:
     mixer = model.layers[0].mixer
     if not isinstance(mixer, MLAConfig):
@@ -326,6 +362,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "olmoe": Family("OlmoeForCausalLM", _olmoe),
         "gpt_oss": Family("GptOssForCausalLM", _gpt_oss),
         "glm4_moe": Family("Glm4MoeForCausalLM", _glm4_moe),
+        "dots1": Family("Dots1ForCausalLM", _dots1),
+        "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", _ernie4_5_moe),
+        "minimax_m2": Family("MiniMaxM2ForCausalLM", _minimax_m2),
         "deepseek_v3": Family("DeepseekV3ForCausalLM", _deepseek_v3),
         "deepseek_v2": Family("DeepseekV2ForCausalLM", _deepseek_v2),
     }

@@ -27,6 +27,8 @@ class Transform:
 
 
 COPY = Transform(lambda tensors: tensors[0], lambda tensor: [tensor])
+ROW = Transform(lambda tensors: tensors[0].squeeze(0), lambda tensor: [tensor.unsqueeze(0)])
+"""Hugging Face [1, E] <-> our [E]."""
 GATE_UP = Transform(lambda tensors: torch.cat(list(tensors)), lambda tensor: tensor.chunk(2))
 """Hugging Face gate [F, ...] and up [F, ...] <-> our [2F, ...], gate rows first."""
 TRANSPOSED = Transform(lambda tensors: tensors[0].transpose(1, 2), lambda tensor: [tensor.transpose(1, 2)])
@@ -80,6 +82,7 @@ def padded_rows(num_rows: int, num_padded: int) -> Transform:
 TRANSFORMS: Mapping[str, Transform | Callable[..., Transform]] = MappingProxyType(
     {
         "copy": COPY,
+        "row": ROW,
         "gate_up": GATE_UP,
         "transposed": TRANSPOSED,
         "interleaved_gate_up": INTERLEAVED_GATE_UP,
