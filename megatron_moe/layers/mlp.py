@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.layers.components import FeedForward, Site
-from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.resources import ModelResources
 
 
@@ -13,18 +13,11 @@ class MLP(FeedForward):
 
     def __init__(self, config: MLPConfig, site: Site, resources: ModelResources) -> None:
         super().__init__()
-        ctx, kernels = resources.ctx, resources.kernels
         self.config = config
-        (_, (ffn, hidden), first), (_, _, second) = config.matrices()
+        declared = DeclaredParameters(config, resources)
         saves_input = resources.saved_tensors.is_recomputed("layernorm")
-        quantizers = (
-            resources.quantizers.new("mlp", "linear_fc1", saves_input=saves_input),
-            resources.quantizers.new("mlp", "linear_fc2"),
-        )
-        self.linear_fc1 = Linear(hidden, ffn, ctx, kernels, bias=config.bias, quantizer=quantizers[0], **first)
-        self.linear_fc2 = Linear(
-            config.ffn_hidden_size, hidden, ctx, kernels, bias=config.bias, quantizer=quantizers[1], **second
-        )
+        self.linear_fc1 = declared.linear("linear_fc1", saves_input=saves_input)
+        self.linear_fc2 = declared.linear("linear_fc2")
         self.input_linears = (self.linear_fc1,)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import AttentionConfig, RopeConfig, SoftmaxMixerConfig
-from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, QueryKeyTransform, internal_dtype
 from megatron_moe.layers.components import Mixer, Site
-from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.norm import Norm, UnitNorm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.core_attention import LogitMaxima, core_attention
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.tensor_parallel import all_gather
 
 
@@ -34,11 +33,6 @@ def local_heads(number: int, ctx: ParallelContext) -> int:
     num_ranks = ctx.group("tp").size
     assert number % num_ranks == 0, f"{num_ranks} tensor parallel ranks do not divide {number} heads or query groups"
     return number // num_ranks
-
-
-def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
-    """Attention sinks: one learned logit per head in the softmax denominator."""
-    return new_parameter((num_heads,), ParamMeta(role="sink", tp_dim=0, decay=False), ctx)
 
 
 def rotate(
@@ -100,31 +94,13 @@ class Attention(SoftmaxAttention):
         self.ranks_per_group = max(ctx.group("tp").size // config.num_query_groups, 1)
         self.num_groups = local_heads(config.num_query_groups * self.ranks_per_group, ctx)
         self.heads_per_group = self.num_heads // self.num_groups
-        self.linear_qkv = Linear(
-            config.hidden_size,
-            config.qkv_width,
-            ctx,
-            kernels,
-            bias=config.qkv_bias,
-            tp_dim=0,
-            splits=config.group_rows if self.ranks_per_group == 1 else (),
-            quantizer=resources.quantizers.new(
-                "qkv_linear", "linear_qkv", saves_input=self.saved_tensors.is_recomputed("layernorm")
-            ),
-        )
+        declared = DeclaredParameters(config, resources)
+        saves_input = self.saved_tensors.is_recomputed("layernorm")
+        self.linear_qkv = declared.linear("linear_qkv", saves_input=saves_input)
         self.input_linears = (self.linear_qkv,)
         # core attention saves its output, except where a gate multiplies it, or if it is recomputed
         saves_output = not config.output_gate and not self.saved_tensors.is_recomputed("core_attn")
-        self.linear_proj = Linear(
-            config.q_width,
-            config.hidden_size,
-            ctx,
-            kernels,
-            bias=config.out_bias,
-            tp_dim=1,
-            init="output",
-            quantizer=resources.quantizers.new("attn_proj", "linear_proj", saves_input=saves_output),
-        )
+        self.linear_proj = declared.linear("linear_proj", saves_input=saves_output)
         self.q_layernorm: Norm | UnitNorm
         self.k_layernorm: Norm | UnitNorm
         if config.qk_norm == "l2":
@@ -134,7 +110,7 @@ class Attention(SoftmaxAttention):
             widths = (config.q_width, config.kv_width) if full else (config.head_dim, config.head_dim)
             norms = (Norm(config.norm, width, ctx, kernels, over_heads=True) for width in widths)
             self.q_layernorm, self.k_layernorm = norms
-        self.sinks = new_sinks(config.num_heads, ctx) if config.core.sinks else None
+        self.sinks = declared.parameter("sinks") if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""

@@ -30,7 +30,7 @@ class GatedDeltaNet(LinearAttention):
     def __init__(self, config: GatedDeltaNetConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
         self.config = config
-        self.dt_bias = self.parameter_of("dt_bias")
+        self.dt_bias = self.declared.parameter("dt_bias")
         self.out_norm = Norm(config.norm, config.value_head_dim, self.ctx, self.kernels, over_heads=True)
 
     def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:

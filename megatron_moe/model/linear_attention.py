@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.components import Mixer, Site
-from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.context_parallel import by_rank, gather_heads, in_order, scatter_heads
-from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.parameter import Parameter
 
 
 class WeightAndBias(nn.Module):
@@ -33,29 +33,14 @@ class LinearAttention(Mixer):
         super().__init__(site, resources)
         self.local = config.shard(self.ctx.group("tp").size)
         """Config with the heads of this tensor-parallel rank."""
-        self._specs = {spec.name: spec for spec in config.parameters(self.ctx.config)}
-        hidden, ctx, kernels = config.hidden_size, self.ctx, self.kernels
-        saves_input, new = self.saved_tensors.is_recomputed("layernorm"), resources.quantizers.new
-        self.in_proj = Linear(
-            hidden,
-            sum(config.sections),
-            ctx,
-            kernels,
-            tp_dim=0,
-            splits=config.sections,
-            mixed_rows=config.mixed_rows,
-            quantizer=new("qkv_linear", "in_proj", saves_input=saves_input),
-        )
+        self.declared = DeclaredParameters(config, resources)
+        saves_input = self.saved_tensors.is_recomputed("layernorm")
+        self.in_proj = self.declared.linear("in_proj", saves_input=saves_input)
         self.input_linears = (self.in_proj,)
-        of_output = new("attn_proj", "out_proj")
-        self.out_proj = Linear(config.value_width, hidden, ctx, kernels, tp_dim=1, init="output", quantizer=of_output)
+        self.out_proj = self.declared.linear("out_proj")
         self.conv1d = WeightAndBias()
-        self.conv1d.weight = self.parameter_of("conv1d.weight")
-        self.A_log = self.parameter_of("A_log")
-
-    def parameter_of(self, name: str) -> Parameter:
-        """Creates this rank's shard of a parameter that the config declares."""
-        return new_parameter(self._specs[name].shape, self._specs[name].meta, self.ctx)
+        self.conv1d.weight = self.declared.parameter("conv1d.weight")
+        self.A_log = self.declared.parameter("A_log")
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""

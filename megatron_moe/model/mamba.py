@@ -26,10 +26,10 @@ class Mamba(LinearAttention):
     def __init__(self, config: MambaConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
         self.config = config
-        self.conv1d.bias = self.parameter_of("conv1d.bias")
-        self.dt_bias, self.D = self.parameter_of("dt_bias"), self.parameter_of("D")
+        self.conv1d.bias = self.declared.parameter("conv1d.bias")
+        self.dt_bias, self.D = self.declared.parameter("dt_bias"), self.declared.parameter("D")
         self.norm = WeightAndBias()
-        self.norm.weight = self.parameter_of("norm.weight")
+        self.norm.weight = self.declared.parameter("norm.weight")
 
     def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         sizes = (self.local.value_width, sum(self.local.mixed_sections), self.local.num_value_heads)

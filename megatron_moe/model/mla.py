@@ -9,7 +9,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,11 @@ from megatron_moe.config.mla import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import autograd
 from megatron_moe.layers.components import Site
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.linear import Linear, copy_format, products_of_whole, with_common_copy
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.model.attention import SoftmaxAttention, new_sinks, rotate
+from megatron_moe.model.attention import SoftmaxAttention, rotate
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
@@ -38,40 +38,32 @@ class MLA(SoftmaxAttention):
         super().__init__(config, site, resources)
         ctx, kernels = self.ctx, self.kernels
         self.config = config
-        hidden, heads, q_rank, kv_rank = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
+        declared, q_rank = DeclaredParameters(config, resources), config.q_lora_rank
         # q and kv projections read the same input; as shards, they read two copies of it
         shares_input = q_rank is not None or ctx.group("tp").size == 1
         saves_input = not shares_input or self.saved_tensors.is_recomputed("layernorm")
-        new = partial(resources.quantizers.new, "qkv_linear")
+        down = partial(declared.linear, saves_input=saves_input, common_input=True)
 
-        def down(name: str, outputs: int, tp_dim: Literal[0] | None = None) -> Linear:
-            quantizer = new(name, saves_input=saves_input, common_input=True)
-            return Linear(hidden, outputs, ctx, kernels, tp_dim=tp_dim, quantizer=quantizer)
-
-        def up(name: str, rank: int, outputs: int) -> tuple[nn.Module, Linear]:
-            linear = Linear(rank, outputs, ctx, kernels, tp_dim=0, quantizer=new(name))
+        def up(name: str, rank: int) -> tuple[nn.Module, Linear]:
+            linear = declared.linear(name)
             if not config.qk_norm:
                 return nn.Identity(), linear
             return Norm(config.norm, rank, ctx, kernels, copy_format=copy_format([linear])), linear
 
         if q_rank is None:
-            of_q = self.linear_q_proj = down("linear_q_proj", heads * config.q_head_dim, tp_dim=0)
+            of_q = self.linear_q_proj = down("linear_q_proj")
         else:
-            of_q = self.linear_q_down_proj = down("linear_q_down_proj", q_rank)
-            self.q_layernorm, self.linear_q_up_proj = up("linear_q_up_proj", q_rank, heads * config.q_head_dim)
-        self.linear_kv_down_proj = down("linear_kv_down_proj", kv_rank + config.qk_rope_dim)
+            of_q = self.linear_q_down_proj = down("linear_q_down_proj")
+            self.q_layernorm, self.linear_q_up_proj = up("linear_q_up_proj", q_rank)
+        self.linear_kv_down_proj = down("linear_kv_down_proj")
         self.gathers_input = config.gathers_input(ctx.config)
         if not self.gathers_input:
             self.input_linears = (of_q, self.linear_kv_down_proj)
-        kv_width = heads * (config.qk_head_dim + config.v_head_dim)
-        self.kv_layernorm, self.linear_kv_up_proj = up("linear_kv_up_proj", kv_rank, kv_width)
+        self.kv_layernorm, self.linear_kv_up_proj = up("linear_kv_up_proj", config.kv_lora_rank)
         # core attention saves its output, except if it is recomputed
         saves_output = not self.saved_tensors.is_recomputed("core_attn")
-        of_output = resources.quantizers.new("attn_proj", "linear_proj", saves_input=saves_output)
-        self.linear_proj = Linear(
-            heads * config.v_head_dim, hidden, ctx, kernels, tp_dim=1, init="output", quantizer=of_output
-        )
-        self.sinks = new_sinks(heads, ctx) if config.core.sinks else None
+        self.linear_proj = declared.linear("linear_proj", saves_input=saves_output)
+        self.sinks = declared.parameter("sinks") if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""

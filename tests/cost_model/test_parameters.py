@@ -6,11 +6,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_moe.config.attention import NormConfig
-from megatron_moe.config.component import ParamSpec
+from megatron_moe.config.component import NoFeedForward, NoMixer, ParamSpec
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig, with_experts
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline_layout import even_layout
+from megatron_moe.config.registry import FEED_FORWARDS, MIXERS
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
@@ -74,7 +77,19 @@ def megatron_defaults() -> ModelConfig:
     return model_config(layer, layer, norm=norm, **changes)
 
 
+def hybrid() -> ModelConfig:
+    heads = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 5, "conv_width": 3}
+    options = {"hidden_size": attention_config().hidden_size, "norm": NormConfig(kind="RMSNorm"), **heads}
+    none = NoMixer(hidden_size=attention_config().hidden_size)
+    return model_config(
+        layer_config(GatedDeltaNetConfig(**options)),
+        layer_config(MambaConfig(**options), NoFeedForward()),
+        layer_config(none, mlp_config()),
+    )
+
+
 MODELS = {
+    "linear attention and layers of one module": hybrid(),
     "dense, with a bias of the head": model_config(head_bias=True),
     "learned positions, LayerNorm, biases, tied": megatron_defaults(),
     "latent attention": model_config(layer_config(mla_config()), layer_config(mla_config(q_lora_rank=None))),
@@ -121,6 +136,12 @@ def specs_of(model: ModelConfig, parallel: ParallelConfig) -> dict[str, ParamSpe
     for depth in range(model.mtp.num_distinct_layers if model.mtp else 0):
         groups[f"mtp.layers.{depth}"] = model.mtp_parameters(parallel)
     return {f"{prefix}.{spec.name}": spec for prefix, specs in groups.items() for spec in specs}
+
+
+def test_the_models_have_all_registered_components():
+    layers = [layer for model in MODELS.values() for layer in model.layers]
+    assert {layer.mixer.registered_as for layer in layers} == {*MIXERS.names()} - {"auto"}
+    assert {layer.feed_forward.registered_as for layer in layers} == {*FEED_FORWARDS.names()} - {"auto"}
 
 
 def divides(model: ModelConfig, parallel: ParallelConfig) -> bool:

@@ -9,8 +9,7 @@ from megatron_moe.config.costs import saved_tensor
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.registry import FEED_FORWARDS
 from megatron_moe.layers.components import FeedForward
-from megatron_moe.layers.linear import Linear
-from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
@@ -30,22 +29,14 @@ class SoftMixtureConfig(FeedForwardConfig):
         return {"ffn_hidden_size": self.num_mlps * self.ffn_hidden_size}
 
     @property
-    def linears(self):
-        """Matrices by name: shape (outputs, inputs) and options."""
-        hidden, blocks = self.hidden_size, (self.ffn_hidden_size,) * self.num_mlps
-        return {
-            "linear_fc1": ((sum(blocks), hidden), {"tp_dim": 0, "splits": blocks}),
-            "linear_fc2": ((hidden, sum(blocks)), {"tp_dim": 1, "splits": blocks, "init": "output"}),
-        }
-
-    @property
     def recompute_modules(self):
         return ("mlp",)
 
     def parameters(self, parallel):
-        fields = {"counted": "dense_mlp", "low": "mlp", "recomputed_by": ("mlp",)}
-        for name, (shape, options) in self.linears.items():
-            yield from linear_parameters(name, shape, parallel, **fields, **options)
+        hidden, blocks = self.hidden_size, (self.ffn_hidden_size,) * self.num_mlps
+        fields = {"counted": "dense_mlp", "low": "mlp", "recomputed_by": ("mlp",), "splits": blocks}
+        yield from linear_parameters("linear_fc1", (sum(blocks), hidden), parallel, tp_dim=0, **fields)
+        yield from linear_parameters("linear_fc2", (hidden, sum(blocks)), parallel, tp_dim=1, init="output", **fields)
         meta = ParamMeta(role="gate", fan_in=self.hidden_size, partial_over_tp=parallel.sequence_parallel)
         yield ParamSpec(name="gate", shape=(self.num_mlps, self.hidden_size), meta=meta, counted="dense_mlp")
 
@@ -70,11 +61,9 @@ class SoftMixture(FeedForward):
     def __init__(self, config, site, resources):
         super().__init__()
         self.num_mlps, self.ctx = config.num_mlps, resources.ctx
-        for name, ((outputs, inputs), options) in config.linears.items():
-            quantizer = resources.quantizers.new("mlp", name)
-            self.add_module(name, Linear(inputs, outputs, self.ctx, resources.kernels, quantizer=quantizer, **options))
-        *_, gate = config.parameters(self.ctx.config)
-        self.gate = new_parameter(gate.shape, gate.meta, self.ctx)
+        declared = DeclaredParameters(config, resources)
+        self.linear_fc1, self.linear_fc2 = declared.linear("linear_fc1"), declared.linear("linear_fc2")
+        self.gate = declared.parameter("gate")
 
     def forward(self, hidden_SBH):
         # tp: as for a column-parallel layer, because every rank scales its own channels

@@ -1,6 +1,7 @@
 """Mixer: a gated causal depthwise convolution, `--mixer short_conv`."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -10,8 +11,7 @@ from megatron_moe.config.costs import TRAINING_FLOPS, FlopCount, saved_tensor
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.registry import FLAGS, MIXERS
 from megatron_moe.layers.components import Mixer
-from megatron_moe.layers.linear import Linear
-from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.parallel.tensor_parallel import all_gather
 
 
@@ -35,18 +35,10 @@ class ShortConvConfig(MixerConfig):
     def as_flags(self):
         return {"short_conv_taps": self.taps}
 
-    @property
-    def linears(self):
-        """Matrices by name: role in FP8 and FP4 recipes, shape (outputs, inputs), options."""
-        hidden = self.hidden_size
-        return {
-            "linear_in": ("qkv_linear", (2 * hidden, hidden), {"tp_dim": 0, "splits": (hidden, hidden)}),
-            "linear_out": ("attn_proj", (hidden, hidden), {"tp_dim": 1, "init": "output"}),
-        }
-
     def parameters(self, parallel):
-        for name, (low, shape, options) in self.linears.items():
-            yield from linear_parameters(name, shape, parallel, counted="attention", low=low, **options)
+        linear, hidden = partial(linear_parameters, parallel=parallel, counted="attention"), self.hidden_size
+        yield from linear("linear_in", (2 * hidden, hidden), low="qkv_linear", tp_dim=0, splits=(hidden, hidden))
+        yield from linear("linear_out", (hidden, hidden), low="attn_proj", tp_dim=1, init="output")
         meta = ParamMeta(role="vector", fan_in=self.taps, tp_dim=0)
         yield ParamSpec(name="taps", shape=(self.hidden_size, self.taps), meta=meta, counted="attention")
 
@@ -79,11 +71,9 @@ class ShortConvConfig(MixerConfig):
 class ShortConv(Mixer):
     def __init__(self, config, site, resources):
         super().__init__(site, resources)
-        for name, (role, (outputs, inputs), options) in config.linears.items():
-            quantizer = resources.quantizers.new(role, name)
-            self.add_module(name, Linear(inputs, outputs, self.ctx, self.kernels, quantizer=quantizer, **options))
-        *_, taps = config.parameters(self.ctx.config)
-        self.taps = new_parameter(taps.shape, taps.meta, self.ctx)
+        declared = DeclaredParameters(config, resources)
+        self.linear_in, self.linear_out = declared.linear("linear_in"), declared.linear("linear_out")
+        self.taps = declared.parameter("taps")
 
     def forward(self, hidden_SBH, mb):
         gate_SBC, value_SBC = self.linear_in(hidden_SBH).chunk(2, dim=-1)

@@ -166,10 +166,3 @@ def test_projections_survive_the_way_to_hugging_face_and_back(transform):
     tensors = transform.to_hf(rows)
     assert torch.equal(transform.from_hf(tensors), rows)
     assert sum(map(len, tensors)) == len(rows)
-
-
-@MIXERS
-def test_parameters_are_those_of_the_config(config):
-    module = make(config, ParallelContext.single())
-    specs = {spec.name: (spec.shape, spec.meta) for spec in config.parameters(ParallelConfig())}
-    assert {name: (p.global_shape, p.meta) for name, p in module.named_parameters()} == specs
