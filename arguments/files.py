@@ -48,7 +48,7 @@ class FlagFile:
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables required by the run."""
     bases: list[Path] = field(default_factory=list)
-    """Files listed in `base`, which this file includes."""
+    """Files listed in `base`, which this file includes, absolute or relative to this file."""
     about: dict[str, str] = field(default_factory=dict)
     """Entries of section `about`, which describes a recipe."""
     problems: list[Problem] = field(default_factory=list)
@@ -83,7 +83,8 @@ def read_files(
     named_in = f"`base` of {shown(above[-1])}" if above else "--config"
     file = read_file(path, registry, environ, needless, named_in, allowed)
     below = (*above, path.resolve())
-    bases = [read_files(base, registry, environ, below, needless, allowed) for base in file.bases]
+    paths = [Path(normpath(path.parent / base)) for base in file.bases]
+    bases = [read_files(base, registry, environ, below, needless, allowed) for base in paths]
     return [*(found for files in bases for found in files), file]
 
 
@@ -186,7 +187,7 @@ class _Reader:
         """Reads section `base`, which is one path or a list of paths."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             try:
-                self.file.bases.append(Path(normpath(self.file.path.parent / self._scalar(item))))
+                self.file.bases.append(Path(self._scalar(item)))
             except _Unusable as error:
                 self._report(error)
 

@@ -23,6 +23,7 @@ from arguments.groups.parallel import ParallelFlags, PipelineFlags
 from arguments.groups.precision import PrecisionFlags
 from arguments.groups.resilience import ResilienceFlags
 from arguments.groups.training import TrainingFlags
+from arguments.values import FilePath
 from megatron_moe.config.registry import FLAGS
 from megatron_moe.cost_model.hardware import GpuKind
 
@@ -33,16 +34,16 @@ T = TypeVar("T")
 class StartFlags:
     """Input files, reports and cluster size. These flags are allowed on the command line only."""
 
-    config: tuple[str, ...] = new_flag((), essential=True)
+    config: tuple[FilePath, ...] = new_flag((), essential=True)
     """YAML files with flags; later files override earlier ones, and the command line overrides all."""
     recipe: str | None = new_flag(None, essential=True)
     """Recipe to use, a file in scripts/recipes that is read before `--config`; docs/recipes.md lists all recipes."""
     print_config: Literal["yaml", "flags", "json"] | None = new_flag(None, essential=True, bare="yaml")
     """Print all values (json, or yaml with origins), or the given flags as a command line (flags), and exit."""
-    from_hf_config: str | None = new_flag(None)
+    from_hf_config: FilePath | None = new_flag(None)
     """Folder with a Hugging Face config.json from which model flags are derived. Flags in files and on the command line
     override the derived ones."""
-    check_against_hf: str | None = new_flag(None)
+    check_against_hf: FilePath | None = new_flag(None)
     """Folder with a Hugging Face config.json. Compare this config with the model that the flags define, print the
     differences, and exit with code 0 if there are none and 2 otherwise."""
     dry_run: Literal["text", "json"] | None = new_flag(None, essential=True, bare="text")
@@ -85,9 +86,9 @@ class StartFlags:
     or `all` for the first rank of every pipeline stage."""
     emulate_imbalance: float = new_flag(1.0, least=0)
     """With `--fake-init-process-group`: load of the rank's experts as a multiple of their load with even routing."""
-    emulate_json: str | None = new_flag(None)
+    emulate_json: FilePath | None = new_flag(None)
     """With `--fake-init-process-group`: JSON file to which the results are written."""
-    emulate_plot: str | None = new_flag(None)
+    emulate_plot: FilePath | None = new_flag(None)
     """With `--fake-init-process-group`: PNG file to which a plot of memory use during the step is written."""
     proxy: bool = new_flag(False, essential=True)
     """Shrink the run to fit this machine: fewer layers, experts and ranks, smaller widths, random tokens, 5 iterations,

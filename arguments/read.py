@@ -27,7 +27,7 @@ from arguments.dry_run.inputs import missing_inputs, missing_packages
 from arguments.emulation import emulation, planned
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
-from arguments.files import read_files
+from arguments.files import FlagFile, read_files
 from arguments.flags import Flags, Registry, flag_values, normal
 from arguments.hf_source import hf_source
 from arguments.huggingface import compared_with, exported_config, published_flags
@@ -139,6 +139,7 @@ class _Parsed:
 
     settings: Settings
     environment: dict[str, str] = field(default_factory=dict)
+    files: list[FlagFile] = field(default_factory=list)
     unfolded: FoldRequest | None = None
     """Full-size layout before folding; None without `--proxy`."""
 
@@ -167,8 +168,8 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
     settings.problems[:0] = problems
     environment = {name: value for file in files for name, value in file.environment.items()}
     if start.setting("proxy").value:
-        return _proxied(settings, environment, layers, environ)
-    return _Parsed(settings, environment)
+        return replace(_proxied(settings, environment, layers, environ), files=files)
+    return _Parsed(settings, environment, files)
 
 
 def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:
@@ -177,6 +178,13 @@ def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldReque
     unfolded = _parsed(argv, environ, flag_registry(argv, environ)).unfolded
     assert unfolded is not None, f"no --proxy in {argv}"
     return unfolded
+
+
+def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, list[FlagFile]]:
+    """Settings of a command line, and the files from which they come. Raises FlagErrors."""
+    parsed = _parsed(argv, environ, flag_registry(argv, environ))
+    _refuse(parsed.settings.problems)
+    return parsed.settings, parsed.files
 
 
 def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -202,7 +210,7 @@ def _proxied(
     full.values |= {name: setting for name, setting in pinned.items() if not full.known(name)}
     small, rewrites = proxied(full, pinned, launch_of(environ).world_size)
     small.notes = [*settings.notes, *rewrites]
-    return _Parsed(small, environment, fold_request(full, pinned))
+    return _Parsed(small, environment, unfolded=fold_request(full, pinned))
 
 
 def config_files(start: Settings) -> tuple[list[Path], list[Problem]]:

@@ -5,11 +5,11 @@ A script contains all resolved values: flags, number of ranks, and environment v
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from os.path import normpath
 from pathlib import Path
 
+from arguments.container import Mount
 from arguments.environment import Variable, misnamed, unprintable
 from arguments.errors import FlagErrors, Problem
 
@@ -44,10 +44,18 @@ class Job:
     """sbatch options as (option, value), which override the defaults. The value None removes a default option."""
     container: str | None = None
     """Container image, started with SLURM's pyxis plugin; None means no container."""
-    mounts: tuple[str, ...] = ()
-    """HOST:CONTAINER mounts in addition to `root`, `folder` and `run_dir`, which are always mounted."""
+    mounts: tuple[Mount, ...] = ()
+    """Mounts in addition to `root`, `folder` and `run_dir`, which are always mounted."""
     setup: str = ""
     """Shell commands before everything else, such as `module load` and `conda activate`."""
+
+    @property
+    def all_mounts(self) -> tuple[Mount, ...]:
+        folders: list[Path] = []
+        for path in (self.root, self.folder, self.run_dir):
+            if not any(path.is_relative_to(known) for known in folders):
+                folders.append(path)
+        return tuple(dict.fromkeys((*map(Mount.of, map(str, folders)), *self.mounts)))
 
     def __post_init__(self) -> None:
         """Raises FlagErrors if a name or value cannot be written safely into a script."""
@@ -75,7 +83,7 @@ class Job:
         yield from (("a word of the command line", word) for word in self.flags)
         yield from ((f"the environment variable {each.name}", each.value) for each in self.variables)
         yield from ((f"--slurm {option}", value or "") for option, value in self.slurm)
-        yield from (("--mounts", mount) for mount in self.mounts)
+        yield from (("--mounts", str(mount)) for mount in self.mounts)
 
 
 def slurm_script(job: Job, body: str) -> str:
@@ -200,36 +208,9 @@ def _container(job: Job) -> list[str]:
         return []
     return [
         f"--container-image={job.container}",
-        f"--container-mounts={','.join(_mounts(job))}",
+        f"--container-mounts={','.join(map(str, job.all_mounts))}",
         f"--container-workdir={job.folder}",
     ]
-
-
-def _mounts(job: Job) -> list[str]:
-    folders: list[Path] = []
-    for path in (job.root, job.folder, job.run_dir):
-        if not any(path.is_relative_to(known) for known in folders):
-            folders.append(path)
-    return [*(f"{path}:{path}" for path in folders), *job.mounts]
-
-
-def refuse_unmounted(job: Job, paths: Iterable[tuple[str, str]]) -> None:
-    """Raises FlagErrors if the job has a container and paths are in no folder that it mounts.
-
-    `paths`: (flag, path as in the container, absolute or relative to `Job.folder`).
-    """
-    inside = [Path((mount.split(":") * 2)[1]) for mount in _mounts(job)]  # HOST, HOST:INSIDE or HOST:INSIDE:OPTIONS
-    absolute = [(flag, Path(normpath(job.folder / path))) for flag, path in paths if job.container is not None]
-    problems = [
-        Problem(
-            what=f"{flag} {path} is in no folder that the container mounts",
-            remedy=f"add --mounts {path.parent}:{path.parent}",
-        )
-        for flag, path in absolute
-        if not any(path.is_relative_to(folder) for folder in inside)
-    ]
-    if problems:
-        raise FlagErrors(problems)
 
 
 def _needed_on_nodes(job: Job) -> list[str]:

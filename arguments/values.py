@@ -7,10 +7,15 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, NewType, Union, cast, get_args, get_origin
 
 from megatron_moe.config.registry import ComponentRegistry
 
+FilePath = NewType("FilePath", str)
+"""File or folder that a run reads or writes, maybe after a prefix such as `hf:`; empty: none."""
+DataPrefix = NewType("DataPrefix", str)
+"""Prefix of dataset files, or the blend weight of the prefix that follows."""
+_TEXTS = (str, FilePath, DataPrefix)
 LayerPattern = int | tuple[int, ...]
 """Interval n (every n-th layer), or one number per layer. Text form: an expression such as `([0]*3+[1]*58)`."""
 
@@ -97,7 +102,8 @@ def describe(annotation: Any) -> str:
         return f"{describe(items[0])} ..." if items[-1] is Ellipsis else " ".join(describe(item) for item in items)
     if choices(kind):
         return " | ".join(choices(kind))
-    return "text" if kind is str else str(kind.__name__)
+    names = {str: "text", FilePath: "path", DataPrefix: "path"}
+    return names.get(kind) or str(kind.__name__)
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,13 @@ def _allowed(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
+def path_kind(annotation: Any) -> Any:
+    """`FilePath` or `DataPrefix` if a flag of this type takes one or several of them, otherwise None."""
+    kind = without_none(annotation)
+    item = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    return item if item in (FilePath, DataPrefix) else None
+
+
 def is_optional(annotation: Any) -> bool:
     return types.NoneType in get_args(annotation)
 
@@ -144,7 +157,7 @@ def without_none(annotation: Any) -> Any:
 def _tuple(items: tuple[Any, ...], words: Sequence[str]) -> tuple[Any, ...]:
     parts = [part for word in words for part in word.strip("[]()").replace(",", " ").split()]
     if items[-1] is Ellipsis:
-        parts = list(words) if items[0] is str else parts
+        parts = list(words) if items[0] in _TEXTS else parts
         return tuple(_entry(items[0], strip_quotes(part), parts) for part in parts)
     if len(parts) != len(items):
         raise BadValue(f"takes {len(items)} values, not {len(parts)}")
@@ -167,7 +180,7 @@ def _scalar(kind: Any, word: str) -> Any:
         return _choice(allowed, word)
     if kind is bool:
         return _switch(word)
-    if kind is str:
+    if kind in _TEXTS:
         return word
     return _number(kind, word)
 

@@ -15,19 +15,21 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.dry_run.inputs import data_prefixes
+from arguments.container import ContainerPaths, Mount
 from arguments.environment import Variable
 from arguments.errors import FlagErrors, Problem
 from arguments.explain import derived
 from arguments.flags import normal
 from arguments.parser import split
-from arguments.read import read_plan
-from arguments.slurm import Job, refuse_unmounted, slurm_script, slurm_setting, torchrun_script
+from arguments.read import read_plan, settings_of
+from arguments.slurm import Job, slurm_script, slurm_setting, torchrun_script
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.tokenizer import vocab_size_of
@@ -56,9 +58,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the script only")
     parser.add_argument("--name", help="name of the job (default: that of the recipe or file)")
-    parser.add_argument("--slurm", nargs="+", default=[], metavar="X=Y", help="sbatch options; no-mem omits mem")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--slurm", **several, metavar="X=Y", help="sbatch options; no-mem omits mem")
     parser.add_argument("--container", help="image for pyxis")
-    parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="container mounts")
+    parser.add_argument("--mounts", **several, metavar="HOST[:INSIDE]", help="folders that the container sees")
     parser.add_argument("--setup", type=Path, metavar="FILE", help="shell commands before the run (modules, conda)")
     parser.add_argument("--grace", type=positive, default=300, help="seconds from SIGTERM to the end of the job (300)")
     parser.add_argument("--python", help="interpreter of the ranks (default: this one; python in a container)")
@@ -89,6 +92,8 @@ def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
     """Checks the flags and returns the job. Without --name, the job is named after the recipe or config file."""
+    if options.launcher == "torchrun" and options.container:
+        raise FlagErrors.of("--container needs --launcher slurm", "leave it out, or run this command in the container")
     given = {normal(each.option): each.words or () for each in split(flags)[0]}
     if "--no-exit-signal-handler" not in given:  # the signal before the end of a job would end it without a save
         flags = [*flags, "--exit-signal-handler"]
@@ -116,11 +121,20 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         grace=options.grace,
         slurm=tuple(map(slurm_setting, options.slurm)),
         container=options.container,
-        mounts=tuple(options.mounts),
+        mounts=tuple(map(Mount.of, options.mounts)),
         setup=setup_commands(options.setup),
     )
-    refuse_unmounted(job, used_paths(plan, given.get("--config", ())))
-    return job
+    return job if job.container is None else in_container(job, environ)
+
+
+def in_container(job: Job, environ: Mapping[str, str]) -> Job:
+    """The job with the paths of its container; prints those that differ. Raises FlagErrors if no mount covers one."""
+    paths = ContainerPaths(job.folder, job.all_mounts)
+    ranks = rank_0_of(job.nodes * job.ranks_per_node, job.ranks_per_node)
+    flags = paths.command_line(job.flags, *settings_of(job.flags, {**environ, **ranks}))
+    for note in paths.notes:
+        print(note, file=sys.stderr)
+    return replace(job, flags=tuple(flags), summary=(*job.summary, *paths.notes))
 
 
 def setup_commands(path: Path | None) -> str:
@@ -131,29 +145,6 @@ def setup_commands(path: Path | None) -> str:
         return f"# from {path}:\n{path.read_text(encoding='utf-8').rstrip()}\n\n"
     except (OSError, UnicodeDecodeError) as error:
         raise EnvironmentProblem(f"--setup {path} cannot be read: {error}") from error
-
-
-def used_paths(plan: RunPlan, configs: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields (flag, path) for the files and folders that the ranks read or write. `configs`: values of `--config`."""
-    yield from (("--config", path) for path in configs)
-    for flag, prefixes in data_prefixes(plan.data):
-        yield from ((flag, prefix) for prefix in prefixes)
-    tokenizer, checkpoint = plan.data.tokenizer, plan.checkpoint
-    for flag, path in (
-        ("--tokenizer-model", tokenizer.tokenizer_model),
-        ("--vocab-file", tokenizer.vocab_file),
-        ("--merge-file", tokenizer.merge_file),
-        ("--save", checkpoint.save),
-        ("--load", checkpoint.load and checkpoint.load.removeprefix("hf:")),
-        (
-            "--pretrained-checkpoint",
-            checkpoint.pretrained_checkpoint and checkpoint.pretrained_checkpoint.removeprefix("hf:"),
-        ),
-        ("--save-hf-config", checkpoint.save_hf_config),
-        ("--data-cache-path", plan.data.data_cache_path),
-    ):
-        if path:
-            yield flag, str(path)
 
 
 def write(job: Job, script: str, launcher: str) -> Path:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Literal
 
 from arguments.flag import differs, flag, new_flag, refused, unsupported
+from arguments.values import FilePath
 
 _non_persistent = partial(
     unsupported, note="only persistent checkpoints every --save-interval iterations are implemented", harmless=True
@@ -15,7 +16,7 @@ _non_persistent = partial(
 class CheckpointFlags:
     """Saving, resuming and loading checkpoints."""
 
-    save: str | None = flag(None)
+    save: FilePath | None = flag(None)
     """Checkpoint folder. Not set: checkpoints/ in the run folder. A run with `--mock-data` saves checkpoints there only
     if `--save-interval` or `--save-hf-interval` is set."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
@@ -29,19 +30,19 @@ class CheckpointFlags:
     save_hf_interval: int | None = new_flag(None, least=1)
     """Iterations between exports to Hugging Face format, which are written to hf/ in the checkpoint folder. The run
     also exports when it ends. Not set: no exports."""
-    save_hf_config: str | None = new_flag(None)
+    save_hf_config: FilePath | None = new_flag(None)
     """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder given by `--load`
     or `--pretrained-checkpoint`, or else files generated for the model and its tokenizer."""
     keep_last_checkpoints: int | None = new_flag(None, least=1)
     """Number of newest checkpoints to keep. Not set: 1 with `--save-retain-interval`, otherwise all."""
-    load: str | None = flag(None, essential=True)
+    load: FilePath | None = flag(None, essential=True)
     """Checkpoint folder to resume from, or hf:FOLDER for Hugging Face weights. Used only if the checkpoint folder of
     this run (`--save`) has no checkpoint."""
     fresh: bool = new_flag(False)
     """Start at iteration 0 even if the run's checkpoint folder contains checkpoints."""
     finetune: bool = flag(False)
     """Load weights only and start at iteration 0."""
-    pretrained_checkpoint: str | None = flag(None)
+    pretrained_checkpoint: FilePath | None = flag(None)
     """Checkpoint with initial weights, used if `--load` is not set or has no checkpoint."""
     ckpt_step: int | None = flag(None, least=0)
     """Iteration of the checkpoint to load. Not set: the newest."""
@@ -76,5 +77,5 @@ class CheckpointFlags:
     """Iterations between non-persistent checkpoints; each replaces the previous one."""
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = _non_persistent(None)
     """Storage of non-persistent checkpoints: a shared file system, a local one, or memory."""
-    non_persistent_global_ckpt_dir: str | None = _non_persistent(None)
+    non_persistent_global_ckpt_dir: FilePath | None = _non_persistent(None)
     """Folder for non-persistent checkpoints."""

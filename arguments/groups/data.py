@@ -4,30 +4,31 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag import differs, flag, refused, unsupported
+from arguments.values import DataPrefix, FilePath
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFlags:
     """Datasets, splits and blends, document masks, tokenizer."""
 
-    data_path: tuple[str, ...] = flag((), essential=True)
+    data_path: tuple[DataPrefix, ...] = flag((), essential=True)
     """Path prefixes of .bin/.idx files, each optionally preceded by its blend weight; `--split` divides the samples."""
-    train_data_path: tuple[str, ...] = flag(())
+    train_data_path: tuple[DataPrefix, ...] = flag(())
     """Path prefixes of the training data, as in `--data-path`."""
-    valid_data_path: tuple[str, ...] = flag(())
+    valid_data_path: tuple[DataPrefix, ...] = flag(())
     """Path prefixes of the validation data, as in `--data-path`."""
-    test_data_path: tuple[str, ...] = flag(())
+    test_data_path: tuple[DataPrefix, ...] = flag(())
     """Path prefixes of the test data, as in `--data-path`."""
-    data_args_path: str | None = flag(None)
+    data_args_path: FilePath | None = flag(None)
     """Text file that contains the values of `--data-path`."""
-    per_split_data_args_path: str | None = flag(None)
+    per_split_data_args_path: FilePath | None = flag(None)
     """JSON file with the values of `--train-data-path`, `--valid-data-path` and `--test-data-path` under the keys
     train, valid and test."""
     split: str | None = flag(None, essential=True)
     """Ratio of training, validation and test data, such as 99,1,0. Not set: 969,30,1."""
     mock_data: bool = differs(False, "--split applies; Megatron-LM always splits mock data into thirds", essential=True)
     """Use random documents instead of files."""
-    data_cache_path: str | None = flag(None)
+    data_cache_path: FilePath | None = flag(None)
     """Folder for index caches. Not set: PREFIX/cache/GPTDataset_indices for each prefix of `--data-path`."""
     mmap_bin_files: bool = flag(True)
     """Memory-map the token files."""
@@ -84,14 +85,14 @@ class DataFlags:
     )
     """Tokenizer. NullTokenizer accepts only token ids; Megatron-LM has no ByteTokenizer. Not set: GPT2BPETokenizer if
     --vocab-file and --merge-file are given."""
-    tokenizer_model: str | None = flag(None, essential=True)
+    tokenizer_model: FilePath | None = flag(None, essential=True)
     """Tokenizer file: a SentencePiece model, a tiktoken file, a folder with tokenizer.json, or the name of a Hugging
     Face repository in the local cache."""
     vocab_size: int | None = flag(None, least=1)
     """Vocabulary size before padding. Not set: the vocabulary size of the tokenizer."""
-    vocab_file: str | None = flag(None)
+    vocab_file: FilePath | None = flag(None)
     """JSON vocabulary file of GPT2BPETokenizer."""
-    merge_file: str | None = flag(None)
+    merge_file: FilePath | None = flag(None)
     """Merges file of GPT2BPETokenizer."""
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(None)
     """Version of the regular expression with which tiktoken splits text."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag import differs, new_flag
+from arguments.values import FilePath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class KernelsFlags:
     kernel_per_op: tuple[str, ...] = new_flag(())
     """Backends of individual ops, as OP=BACKEND; they override `--kernel-backend`."""
 
-    kernel_cache_dir: str | None = new_flag(None)
+    kernel_cache_dir: FilePath | None = new_flag(None)
     """Folder for compiled kernels, with one subfolder per node. Not set: megatron_moe in the user's cache folder."""
     compile_first: bool = new_flag(True)
     """On a GPU, run a small step with one layer of each kind before ranks connect, to compile kernels in advance."""

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag import differs, flag, new_flag, unsupported
+from arguments.values import FilePath
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingFlags:
     """Run folder, log line, TensorBoard, W&B, timers, profiler."""
 
-    run_dir: str | None = new_flag(None, essential=True)
+    run_dir: FilePath | None = new_flag(None, essential=True)
     """Folder of the run: configuration, logs, metrics, plots and checkpoints."""
     log_interval: int = flag(100, least=1, essential=True)
     """Iterations between log lines."""
@@ -53,7 +54,7 @@ class LoggingFlags:
     dispatch, experts, combine, head, ..., in forward and backward, by CUDA events that nothing waits for."""
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
     """Timer values to log: the maximum over ranks, the minimum and maximum, or the values of all ranks."""
-    tensorboard_dir: str | None = flag(None)
+    tensorboard_dir: FilePath | None = flag(None)
     """TensorBoard folder. Not set: tensorboard/ in the run folder."""
     tensorboard_log_interval: int = flag(1, least=1)
     """Iterations between TensorBoard writes."""
@@ -63,7 +64,7 @@ class LoggingFlags:
     """W&B run name."""
     wandb_entity: str | None = flag(None)
     """W&B entity: user or team that owns the project."""
-    wandb_save_dir: str | None = flag(None)
+    wandb_save_dir: FilePath | None = flag(None)
     """Folder for W&B files. Not set: the run folder."""
 
     profile: bool = flag(False)

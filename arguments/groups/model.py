@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from arguments.flag import REQUIRED, differs, flag, new_flag, refused, unsupported
-from arguments.values import LayerPattern
+from arguments.values import FilePath, LayerPattern
 from megatron_moe.config.registry import ACTIVATIONS, FEED_FORWARDS, MIXERS
 
 _GATED = "applies to all gated MLPs, dense ones included"
@@ -17,7 +17,7 @@ _hyper_connections = partial(unsupported, note="only one residual stream is impl
 class ModelFlags:
     """Layers, widths, positions, norms, activations, vocabulary, initial values and multi-token prediction."""
 
-    import_: tuple[str, ...] = new_flag((), repeats=True)
+    import_: tuple[FilePath, ...] = new_flag((), repeats=True)
     """Python files that register components or flags (docs/development.md). They are imported before the other flags
     are read, on every rank, in dry runs, and by tools that read the run.yaml of a run."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from arguments.flag import differs, flag, new_flag, unsupported
-from arguments.values import LayerPattern
+from arguments.values import FilePath, LayerPattern
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS, TRANSPORTS
 from megatron_moe.config.transport import SYMMETRIC
 
@@ -155,7 +155,7 @@ class MoEFlags:
     """SMs with which hybridep computes the layout of an exchange."""
     moe_n_hash_layers: int = unsupported(0, "every MoE layer has a learned router")
     """Number of layers, counted from the first, that route tokens by a hash of the token id."""
-    moe_routing_trace_path: str | None = differs(
+    moe_routing_trace_path: FilePath | None = differs(
         None, "also traces replays of CUDA graphs; records have the index of the microbatch in the global batch"
     )
     """Folder to which every rank writes the selected experts of each router call as JSON lines, in
@@ -163,7 +163,7 @@ class MoEFlags:
     moe_routing_trace_max_training_iters: int | None = flag(None, least=1)
     """Number of iterations after which tracing of routing decisions ends. Not set: all. A record takes about four bytes
     per token and selected expert."""
-    moe_routing_replay_path: str | None = new_flag(None)
+    moe_routing_replay_path: FilePath | None = new_flag(None)
     """Folder with the routing decisions of an earlier run (see `--moe-routing-trace-path`), which replace those of the
     routers in training. Probabilities follow from the logits. Expert- and tensor-parallel sizes may differ from those
     of the earlier run. Its iterations and microbatches are repeated if this run has more."""

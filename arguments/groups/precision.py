@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from arguments.flag import differs, flag, new_flag, refused
+from arguments.values import FilePath
 from megatron_moe.config.registry import QUANTIZATION_RECIPES
 
 _CUSTOM = "use one of the recipes of Megatron"
@@ -115,7 +116,7 @@ class PrecisionFlags:
         "fp32", f"{_BLOCKS} and holds the square root; fp8 uses stochastic rounding"
     )
     """Dtype of Adam's second moment."""
-    te_precision_config_file: str | None = differs(None, "training and evaluation recipes must be equal")
+    te_precision_config_file: FilePath | None = differs(None, "training and evaluation recipes must be equal")
     """YAML file with FP8 and FP4 recipes of single modules, selected by patterns of their names; see
     docs/low-precision.md."""
     output_logit_dtype: Literal["bf16", "fp32"] | None = differs(

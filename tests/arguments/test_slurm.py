@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from arguments.container import ContainerPaths, Mount
 from arguments.environment import Variable
 from arguments.errors import FlagErrors
-from arguments.slurm import Job, refuse_unmounted, slurm_options, slurm_script, slurm_setting, torchrun_script
+from arguments.slurm import Job, slurm_options, slurm_script, slurm_setting, torchrun_script
 
 BODY = '#!/usr/bin/env bash\n# What it is.\nset -uo pipefail\n\nprintf "%s\\n" "${flags[@]}" "${container[@]}"\n'
 JOB = Job(
@@ -35,7 +36,7 @@ def test_the_flags_reach_the_program_word_for_word():
 
 
 def test_a_container_gets_the_folders_that_the_run_needs_once():
-    job = replace(JOB, container="image.sqsh", mounts=("/data:/data",))
+    job = replace(JOB, container="image.sqsh", mounts=(Mount.of("/data:/data"),))
     assert lines_printed(slurm_script(job, BODY))[len(JOB.flags) :] == [
         "--container-image=image.sqsh",
         "--container-mounts=/opt/project:/opt/project,/usr:/usr,/data:/data",
@@ -43,20 +44,24 @@ def test_a_container_gets_the_folders_that_the_run_needs_once():
     ]
 
 
-def test_a_path_that_no_mount_covers_is_rejected():
-    job = replace(JOB, container="image.sqsh", mounts=("/lustre/data:/data:ro", "/models"))
-    covered = ("/data/a_document", "/models/m/tokenizer.json", "runs/x", "/opt/project/scripts/a.yaml")
-    refuse_unmounted(job, [("--data-path", path) for path in covered])
-    elsewhere = [("--save", "/scratch/runs/mine"), ("--data-path", "/lustre/data/a"), ("--load", "../usr2/x")]
-    with pytest.raises(FlagErrors) as caught:
-        refuse_unmounted(job, elsewhere)
-    where = "is in no folder that the container mounts"
-    assert [(problem.what, problem.remedy) for problem in caught.value.problems] == [
-        (f"--save /scratch/runs/mine {where}", "add --mounts /scratch/runs:/scratch/runs"),
-        (f"--data-path /lustre/data/a {where}", "add --mounts /lustre/data:/lustre/data"),
-        (f"--load /usr2/x {where}", "add --mounts /usr2:/usr2"),
-    ]
-    refuse_unmounted(JOB, elsewhere)
+def test_paths_are_those_of_the_container():
+    job = replace(JOB, mounts=tuple(map(Mount.of, ("/lustre/data:/data:ro", "/models", "/lustre:/all", "/models"))))
+    assert list(map(str, job.all_mounts[2:])) == ["/lustre/data:/data:ro", "/models:/models", "/lustre:/all"]
+    paths = ContainerPaths(job.folder, job.all_mounts)
+    for path, inside in (
+        ("/data/a_document", "/data/a_document"),
+        ("/lustre/data/a_document", "/data/a_document"),
+        ("/lustre/other", "/all/other"),
+        ("/models/m/../tokenizer.json", "/models/tokenizer.json"),
+        ("runs/x", "/usr/runs/x"),
+        ("/opt/project/scripts/a.yaml", "/opt/project/scripts/a.yaml"),
+        ("/scratch/runs/mine", None),
+        ("../usr2/x", None),
+    ):
+        assert paths.inside(path) == (inside and Path(inside)), path
+    for text in ("a:/b", "/a:b", ":/b"):
+        with pytest.raises(FlagErrors, match="absolute folders"):
+            Mount.of(text)
 
 
 def test_variables_have_reasons_and_keep_values_that_are_set(monkeypatch):
@@ -76,7 +81,7 @@ def test_variables_have_reasons_and_keep_values_that_are_set(monkeypatch):
         ({"folder": Path("/a\rb")}, r"the current folder is '/a\\rb', which contains the character U\+000D"),
         ({"python": "python\n"}, "--python is"),
         ({"container": "a\nb"}, "--container is"),
-        ({"mounts": ("/a:/a\n",)}, "--mounts is"),
+        ({"mounts": (Mount.of("/a:/a\n"),)}, "--mounts is"),
         ({"flags": ("--config", "a\nb.yaml")}, "a word of the command line is"),
         ({"flags": ("--config", "\udc80.yaml")}, r"which contains the character U\+DC80"),
         ({"slurm": (("comment", "a\nb"),)}, "--slurm comment is"),

@@ -80,6 +80,49 @@ def test_paths_outside_of_the_mounts_of_a_container_are_rejected(here, capsys, t
     assert main([*words, "--container", "image.sqsh"]) == ExitCode.CONFIG
     assert f"--save {elsewhere}/saves is in no folder that the container mounts" in capsys.readouterr().err
     printed(capsys, *words, "--container", "image.sqsh", "--mounts", f"{elsewhere}:{elsewhere}")
+    assert main([*words, "--container", "image.sqsh", "--launcher", "torchrun"]) == ExitCode.CONFIG
+
+
+def test_paths_of_every_kind_must_be_mounted(here, capsys, tmp_path_factory):
+    code, recipes, logs = (tmp_path_factory.mktemp(name) for name in ("code", "recipes", "logs"))
+    (code / "mine.py").write_text("")
+    (recipes / "base.yaml").write_text("tensorboard-dir: null\n")
+    Path("run.yaml").write_text(f"base: [{recipes}/base.yaml]\nimport: [{code}/mine.py]\ntensorboard-dir: {logs}/t\n")
+    words = ["--dry-run", "--gpus-per-node", "4", "--config", "run.yaml", *FLAGS, "--container", "image.sqsh"]
+    assert main(words) == ExitCode.CONFIG
+    message = capsys.readouterr().err
+    named = (f"--import {code}/mine.py", f"--tensorboard-dir {logs}/t", f"`base` of run.yaml: {recipes}/base.yaml")
+    assert all(each in message for each in named), message
+    mounts = message.partition("add --mounts ")[2].split()
+    assert sorted(mounts) == sorted(f"{each}:{each}" for each in (code, recipes, logs))
+    assert all(f",{each}" in printed(capsys, *words, "--mounts", *mounts) for each in mounts)
+    one_by_one = [word for mount in [*mounts, mounts[0]] for word in ("--mounts", mount)]
+    script = printed(capsys, *words, *one_by_one, "--slurm", "time=1:00", "--slurm", "partition=big")
+    assert f":{here},{','.join(mounts)}'" in script, "every mount once, in order"
+    assert "--time=1:00\n" in script and "--partition=big\n" in script
+
+
+def test_paths_of_renamed_mounts_are_those_of_the_container(here, capsys, tmp_path_factory):
+    host, code = tmp_path_factory.mktemp("host"), tmp_path_factory.mktemp("code")
+    for name in ("a.idx", "a.bin", "mine.py"):
+        (host / name).touch()
+    (code / "other.py").touch()
+    (host / "run.yaml").write_text(f"base: parts/base.yaml\nwandb-save-dir: {host}/w\n")
+    (host / "parts").mkdir()
+    (host / "parts" / "base.yaml").write_text("log-interval: 7\n")
+    words = ["--dry-run", "--gpus-per-node", "4", "--container", "image.sqsh", "--mounts", f"{host}:/data:ro"]
+    flags = [*FLAGS, "--config", f"{host}/run.yaml", "--data-path", "1", f"{host}/a", f"--import={host}/mine.py"]
+    assert main([*words, *flags]) == ExitCode.OK
+    out, err = capsys.readouterr()
+    renamed = ("--config /data/run.yaml", "--data-path 1 /data/a", "--import /data/mine.py", "--wandb-save-dir /data/w")
+    for line in renamed:
+        assert f"    {line}\n" in out, line
+    for text in (err, out.replace("# ", "")):
+        assert f"--data-path {host}/a is /data/a in the container\n" in text
+    for line in (f"base: {host}/parts/base.yaml", f"import: [{host}/mine.py]"):
+        (host / "run.yaml").write_text(line)
+        assert main([*words, *flags]) == ExitCode.CONFIG
+        assert "in the container" in capsys.readouterr().err
 
 
 def test_the_loop_over_learning_rates_of_the_readme_runs(here):
