@@ -68,6 +68,11 @@ class MemoryConfig:
 GraphModule = Literal["attn", "mamba", "mlp", "moe", "moe_router", "moe_preprocess"]
 
 
+def graph_module(node: str) -> str:
+    """Value of `--cuda-graph-modules` that captures the node of a mixer."""
+    return "attn" if node == "attention" else node
+
+
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
     """CUDA graphs, either of modules of the decoder layers or of the full iteration."""

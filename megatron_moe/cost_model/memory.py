@@ -4,7 +4,7 @@ Excluded: the CUDA context, NCCL buffers, cuBLAS workspaces and allocator fragme
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import mul
@@ -18,7 +18,7 @@ from megatron_moe.config.costs import (
     num_bytes,
     row_padding,
 )
-from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
+from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig, graph_module
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -45,6 +45,7 @@ from megatron_moe.cost_model.workspace import (
     in_feed_forward,
     in_loss,
     receive_slots,
+    stream_bytes,
 )
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
@@ -90,6 +91,11 @@ class RankBytes:
     """Symmetric memory of the flex dispatcher, allocated for the whole run."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
+    graphs: float = 0.0
+    """Memory of CUDA-graph pools beyond `kept`: the workspace of captured modules, which every microbatch in flight has
+    of its own, and activations of graphs that no microbatch uses at the peak."""
+    pools_persist: bool = False
+    """Whether the memory of forward and backward stays in a graph pool during the optimizer update."""
     staging: float = 0.0
     """Device memory for offloaded optimizer state during its update, at which time no activations are allocated."""
     on_host: float
@@ -103,8 +109,9 @@ class RankBytes:
     @property
     def total(self) -> float:
         """Peak bytes on the device, reached either in forward and backward or in the optimizer update."""
-        training = self.kept + self.dispatch + self.workspace + self.transfers
-        return self.state.total + self.receive_slots + max(training, self.staging)
+        training = self.kept + self.dispatch + self.workspace + self.graphs + self.transfers
+        at_peak = training + self.staging if self.pools_persist else max(training, self.staging)
+        return self.state.total + self.receive_slots + at_peak
 
 
 def state_bytes(
@@ -234,8 +241,9 @@ class RankMemory:
         if any(delayed):
             modules[LATE] = sum(map(mul, delayed, late))
         longest = max(len(stage.layers) for stage in stages)
-        candidates = [self._workspace(layer, longest) for layer in dict.fromkeys(layers)]
+        candidates = [self._workspace(layer, longest)[0] for layer in dict.fromkeys(layers)]
         workspace = max(candidates, key=lambda each: each.total, default=Workspace())
+        graphs = self._graph_bytes(rank, in_flight, longest)
         if any(stage.loss for stage in stages):
             arguments = plan.model, plan.parallel, self.sizes
             loss, heads = in_loss(*arguments), head_tensors(*arguments)
@@ -257,6 +265,8 @@ class RankMemory:
             workspace=workspace.other,
             receive_slots=receive_slots(layer_recipes(plan, rank), plan, self.sizes),
             transfers=self._transfers(),
+            graphs=graphs,
+            pools_persist=plan.cuda_graphs.full_iteration,
             staging=self._staging(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),
         )
@@ -383,8 +393,42 @@ class RankMemory:
         config = self.plan.precision.low_precision if low else None
         return layer.feed_forward.delayed_bytes(self.plan.parallel, self.sizes, config)
 
-    def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
-        """Peak temporary memory of a layer's backward. `longest`: number of layers of the largest model chunk."""
+    def _graph_bytes(self, rank: int, in_flight: Sequence[int], longest: int) -> float:
+        """Memory of the pools of captured modules beyond the activations of the microbatches `in_flight`. Each chunk
+        has one graph instance per microbatch that is in flight at any time. An instance keeps the activations of the
+        captured modules and the workspace of their backward, which starts in the last layer while all of them exist."""
+        modules, pipeline = self.plan.cuda_graphs.cuda_graph_modules, self.plan.pipeline
+        instances = [max(counts) for counts in zip(*(now for now, _ in self.moments(rank)), strict=True)]
+        deferred = pipeline.delay_wgrad_compute or pipeline.overlap_dispatch_backward_with_experts_wgrad
+        found = 0.0
+        for number, used, layers in zip(instances, in_flight, self.layers_of_chunks(rank), strict=True):
+            saved = sum(map(self._captured_by, layers))
+            # buffers of the gradients of a module's outputs, and the output of the last module
+            static = [stream_bytes(layer.hidden_size, self.sizes) for layer in layers if any(self._is_captured(layer))]
+            if deferred and modules:
+                # weight gradients of all layers may be computed last: gradients are kept, in about as much memory as
+                # the activations, and modules do not share buffers
+                found += number * (saved + len(modules) * sum(static))
+            else:
+                workspaces = [self._workspace(layer, longest)[1] for layer in layers]
+                found += number * (max(workspaces, default=0.0) + max(static, default=0.0))
+            found += (number - used) * saved
+        return found
+
+    def _captured_by(self, layer: LayerConfig) -> float:
+        """Bytes that the captured parts of a layer save for one microbatch."""
+        mixer, feed_forward = self._is_captured(layer)
+        saved = ((each, self._place(each).device) for each in self.tensors(layer))
+        return sum(size for each, size in saved if (mixer if each.module in ATTENTION else feed_forward))
+
+    def _is_captured(self, layer: LayerConfig) -> tuple[bool, bool]:
+        """Whether the mixer and the feed-forward part of a layer are captured as a whole."""
+        modules: Container[str] = self.plan.cuda_graphs.cuda_graph_modules
+        return graph_module(layer.mixer.node) in modules, layer.feed_forward.whole_module in modules
+
+    def _workspace(self, layer: LayerConfig, longest: int) -> tuple[Workspace, float]:
+        """Peak temporary memory of a layer's backward, and in one pool of captured modules. `longest`: number of layers
+        of the largest model chunk."""
         restored = {True: 0.0, False: 0.0}  # whether part of attention -> recomputed and reloaded bytes
         freed = 0.0  # bytes that the feed-forward part frees before the backward of attention
         for each in self.tensors(layer):
@@ -398,9 +442,15 @@ class RankMemory:
             restored = dict.fromkeys(restored, run * self._saved_by(layer))
         arguments = layer, self.plan.parallel, self.sizes
         low = self.plan.precision.low_precision
-        feed_forward = in_feed_forward(*arguments, low).and_more(restored[False] + self._transposed(layer))
+        captured = self._is_captured(layer)
+        if captured[0] != captured[1]:
+            freed = 0.0  # memory of a pool serves only graphs
         attention = in_attention(*arguments, low).and_more(restored[True] - freed)
-        return max(feed_forward, attention, key=lambda each: each.total)
+        feed_forward = in_feed_forward(*arguments, low).and_more(restored[False] + self._transposed(layer))
+        parts = list(zip(captured, (attention, feed_forward), strict=True))
+        outside = [part for in_graph, part in parts if not in_graph]
+        inside = [part.total for in_graph, part in parts if in_graph]
+        return max(outside, key=lambda each: each.total, default=Workspace()), max(inside, default=0.0)
 
     def _transposed(self, layer: LayerConfig) -> float:
         """Bytes of the transposed copy of a feed-forward part's largest weight stored in FP8 or FP4, made for

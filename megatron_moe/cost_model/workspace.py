@@ -42,7 +42,9 @@ def in_attention(
     layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
 ) -> Workspace:
     """Peak workspace in the backward of a layer's mixer. `low`: FP8 or FP4 recipe of the layer."""
-    return Workspace(other=layer.mixer.backward_workspace(parallel, sizes, low) + _stream(layer.hidden_size, sizes))
+    return Workspace(
+        other=layer.mixer.backward_workspace(parallel, sizes, low) + stream_bytes(layer.hidden_size, sizes)
+    )
 
 
 def in_feed_forward(
@@ -53,7 +55,7 @@ def in_feed_forward(
     exchange = layer.feed_forward.exchange(parallel, sizes, low)
     if exchange is not None:
         moments.append(_in_dispatch(exchange, parallel, sizes))
-    return max(moments, key=lambda moment: moment.total).and_more(_stream(layer.hidden_size, sizes))
+    return max(moments, key=lambda moment: moment.total).and_more(stream_bytes(layer.hidden_size, sizes))
 
 
 def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
@@ -64,7 +66,7 @@ def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes
     return Workspace(other=float(hidden + chunk * (model.vocab_size // parallel.tp) * sizes.activation))
 
 
-def _stream(hidden: int, sizes: ActivationSizes) -> float:
+def stream_bytes(hidden: int, sizes: ActivationSizes) -> float:
     """Bytes of two gradients [T, H]: of the residual stream, and of the input of attention or MLP."""
     return 2.0 * sizes.residual * hidden * sizes.activation
 

@@ -24,6 +24,7 @@ from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, sp
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.timers import Timers
+from megatron_moe.memory_emulation.graphs import EmulatedGraphRecorder
 from megatron_moe.memory_emulation.kernels import emulated_kernels
 from megatron_moe.memory_emulation.labels import label_links, label_model, mark_pages, mark_state
 from megatron_moe.memory_emulation.tracker import HOST, Phase, Timeline, Tracker
@@ -162,6 +163,11 @@ def _trainer(
     timers = _Spans(tracker, context.device)
     trainer = build.build_trainer(plan, context, model, kernels, timers, has_peers=load is None)
     label_links(trainer.pipeline, tracker)
+    if context.device.type == "meta":
+        # the first of the two steps runs eagerly; the second one captures and is the one whose memory counts
+        graphs = replace(plan.cuda_graphs, cuda_graph_warmup_steps=1)
+        recorder = EmulatedGraphRecorder(tracker)
+        build.record_steps(trainer, recorder, graphs, plan.memory.moe_expert_wgrad_interval)
     return trainer
 
 

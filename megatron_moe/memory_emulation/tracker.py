@@ -6,7 +6,7 @@ not modelled.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -42,12 +42,16 @@ class TrackedPiece:
     died: int | None = None
     outlived: bool = False
     """Whether a backward pass ran during the storage's lifetime."""
+    pool: int | None = None
+    """CUDA-graph pool of the storage. None: allocated outside captured graphs."""
 
     @property
     def category(self) -> str:
         """Memory category: `state` if set; otherwise derived from phase, label and lifetime of the storage."""
         if self.state:
             return self.state
+        if self.pool is not None:
+            return GRAPHS
         if self.phase == "setup" or self.died is None:
             return "other"
         if self.phase == "forward" and self.outlived:
@@ -55,7 +59,11 @@ class TrackedPiece:
         return "dispatch" if self.label == "dispatch" else "workspace"
 
 
-CATEGORIES = ("weights", "gradients", "master weights", "moments", "activations", "dispatch", "workspace", "other")
+GRAPHS = "graph pools"
+"""Category of the memory that captured graphs allocate and keep."""
+CATEGORIES = (
+    "weights", "gradients", "master weights", "moments", "activations", "dispatch", "workspace", GRAPHS, "other"
+)  # fmt: skip
 """Memory categories in display order."""
 HOST = "host"
 """Value of `TrackedPiece.state` for buffers in host memory. Categories and totals do not include them."""
@@ -75,7 +83,10 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All storages of a run and methods that compute live bytes. An event is an allocation or release of a storage."""
+    """All storages of a run and methods that compute live bytes. An event is an allocation or release of a storage.
+
+    The bytes of a CUDA-graph pool stay allocated: they count as live from the event at which the pool needed them.
+    """
 
     pieces: tuple[TrackedPiece, ...]
     begin: int
@@ -86,7 +97,20 @@ class Timeline:
 
     def totals(self) -> list[int]:
         """Live bytes after every event."""
-        return self._sums(piece for piece in self.pieces if piece.state != HOST)
+        outside = self._sums(piece for piece in self.pieces if piece.state != HOST and piece.category != GRAPHS)
+        return list(map(sum, zip(outside, *self._pools().values(), strict=True)))
+
+    def pool_bytes(self, pools: Container[int] | None = None) -> int:
+        """Memory of CUDA-graph pools at the end, in bytes. `pools`: their numbers; None means all."""
+        return sum(sizes[-1] for pool, sizes in self._pools().items() if pools is None or pool in pools)
+
+    def _pools(self) -> dict[int, list[int]]:
+        """CUDA-graph pool -> its bytes after every event, which never decrease."""
+        members: dict[int, list[TrackedPiece]] = defaultdict(list)
+        for piece in self.pieces:
+            if piece.category == GRAPHS and piece.pool is not None:
+                members[piece.pool].append(piece)
+        return {pool: list(accumulate(self._sums(pieces), max)) for pool, pieces in members.items()}
 
     def _sums(self, pieces: Iterable[TrackedPiece]) -> list[int]:
         """Live bytes of the given storages after every event."""
@@ -113,6 +137,10 @@ class Timeline:
                 # dispatched rows that are saved for backward are inputs of the experts
                 label = "experts" if (category, piece.label) == ("activations", "dispatch") else piece.label
                 modules[category, label] += piece.bytes
+        reserved = sum(sizes[event] for sizes in self._pools().values())
+        if reserved > categories[GRAPHS]:
+            modules[GRAPHS, "free for replays"] = reserved - categories[GRAPHS]
+            categories[GRAPHS] = reserved
         return MemoryPeak(event, sum(categories.values()), categories, dict(modules), self.phases[event])
 
     def curves(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
@@ -125,6 +153,8 @@ class Timeline:
         curves = {}
         for name in CATEGORIES:
             sums = self._sums(piece for piece in self.pieces if piece.category == name)
+            if name == GRAPHS:
+                sums = list(map(sum, zip(*self._pools().values(), strict=True))) or sums
             curves[name] = [sums[event] for event in events]
         return events, curves
 
@@ -146,6 +176,7 @@ class Tracker(TorchDispatchMode):
         self._last_backward = -1
         """Index of the latest event in a backward pass."""
         self._labels: list[str] = []
+        self._pool: int | None = None
         self._begin = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,6 +216,15 @@ class Tracker(TorchDispatchMode):
         finally:
             self._labels.pop()
 
+    @contextmanager
+    def in_pool(self, pool: int) -> Iterator[None]:
+        """Counts allocations in the body in a CUDA-graph pool."""
+        before, self._pool = self._pool, pool
+        try:
+            yield
+        finally:
+            self._pool = before
+
     def is_state(self, tensor: Tensor, kind: str) -> None:
         """Marks the storage of a tensor as persistent state of this kind, unless it is marked already."""
         self._see(tensor)
@@ -217,7 +257,7 @@ class Tracker(TorchDispatchMode):
             weakref.finalize(storage, self._end, key).atexit = False
 
     def _new(self, key: int, size: int, phase: Phase, label: str, state: str = "") -> None:
-        piece = TrackedPiece(size, phase, label, self._event(), state)
+        piece = TrackedPiece(size, phase, label, self._event(), state, pool=self._pool)
         self._alive[key] = piece
         self._pieces.append(piece)
 

@@ -44,6 +44,7 @@ def _expected(rank: RankBytes) -> Iterator[str]:
     rows = [*vars(rank.state).items(), *((f"activations of {name}", size) for name, size in rank.activations)]
     rows += [("dispatch buffers", rank.dispatch), ("workspace of the current layer", rank.workspace)]
     rows += [("dispatch receive slots", rank.receive_slots), ("pipeline buffers", rank.transfers)]
+    rows += [("graph pools", rank.graphs)]
     yield f"expected on pipeline rank {rank.rank}: {gib(rank.total)} without CUDA, NCCL and library workspaces:"
     listed = sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])
     yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in listed)

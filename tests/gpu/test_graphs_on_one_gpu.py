@@ -101,3 +101,24 @@ def test_garbage_collection_is_deferred_during_capture(eager_collector: None) ->
     recording = recorder.capture(work, recorder.pool())
     recording.replay()
     assert recording.outputs[0].tolist() == [1000.0] * 4
+
+
+@pytest.mark.parametrize("modules", [("attn", "moe_router"), ("attn", "mlp", "moe")], ids="+".join)
+def test_pools_do_not_grow_with_microbatches(modules: tuple[str, ...]) -> None:
+    """The microbatches of a step use the graphs of one microbatch in flight."""
+    flags = ["--recipe", "m8", *SMALL.split(), *LAYERS["m8"].split(), "--moe-expert-wgrad-interval", "1"]
+    found = []
+    for number in (2, 8):
+        plan = read_plan([*flags, "--global-batch-size", f"{2 * number}"], os.environ, vocab_size_of=vocab_size_of)
+        graphs = CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1)
+        run = TimedRun(replace(plan, cuda_graphs=graphs))
+        for _ in range(3):
+            run.step()
+        segments = (each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0))
+        found.append(sum(each["total_size"] for each in segments))
+        run.close()
+        del run
+        gc.collect()
+        torch.cuda.empty_cache()
+    print("+".join(modules), "pools in MiB:", [size >> 20 for size in found])
+    assert 0 < found[1] <= 1.05 * found[0]

@@ -91,8 +91,8 @@ class GraphInstance:
         self._captured: dict[tuple[CapturedModule, TreeSpec, TreeSpec, RecordedMetrics], _CapturedForward] = {}
         self._contexts: dict[TreeSpec, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
-        self._outputs: dict[int, Tensor] = {}
-        """Output tensors of the captured graphs, keyed by address."""
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        """Output tensors of the captured graphs, by `_location`."""
         self._static_grads: dict[tuple[Any, ...], Tensor] = {}
         self._held: list[object] = []
         """Operands of the weight gradients captured for this microbatch, whose memory no other graph may reuse."""
@@ -139,14 +139,14 @@ class GraphInstance:
 
     def static_input(self, tensor: Tensor, allocate: Callable[[Tensor], Tensor]) -> "_StaticInput":
         """Static input for `tensor`: `tensor` itself if a graph returned it, else a buffer from `allocate(tensor)`."""
-        known = self._outputs.get(tensor.data_ptr())
+        known = self._outputs.get(_location(tensor))
         if known is not None and known.shape == tensor.shape and known.stride() == tensor.stride():
             return _StaticInput(tensor.detach(), is_output=True)
         return _StaticInput(allocate(tensor), is_output=False)
 
     def add_outputs(self, tensors: Sequence[Tensor]) -> None:
-        """Registers output tensors of a graph by address, and keeps their memory allocated."""
-        self._outputs |= {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
+        """Registers output tensors of a graph by location, and keeps their memory allocated."""
+        self._outputs |= {_location(tensor): tensor for tensor in tensors if tensor.numel()}
 
     def static_buffer(self, like: Tensor) -> Tensor:
         """Allocates a static buffer (one at a fixed address) with the shape and dtype of `like`."""
@@ -174,6 +174,11 @@ class GraphInstance:
                 buffer.copy_(tensor)
             self._loaded = mb, static
         return self._loaded[1]
+
+
+def _location(tensor: Tensor) -> tuple[int, int]:
+    """Storage and offset of a tensor, which identify its memory while it is allocated, also without data."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class _StaticContext(NamedTuple):
@@ -431,7 +436,7 @@ class _StaticInput(NamedTuple):
 
     def load(self, tensor: Tensor, name: str) -> None:
         if self.is_output:
-            assert self.buffer.data_ptr() == tensor.data_ptr(), f"{name}: the output of the previous graph has moved"
+            assert _location(self.buffer) == _location(tensor), f"{name}: the output of the previous graph has moved"
         else:
             with torch.no_grad():
                 self.buffer.copy_(tensor)

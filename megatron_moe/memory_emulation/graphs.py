@@ -1,0 +1,42 @@
+"""Emulates the memory of CUDA graphs: captured work runs once and allocates from a pool that never shrinks."""
+
+import gc
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder, Work
+from megatron_moe.memory_emulation.tracker import Tracker
+
+
+class EmulatedGraphRecorder(CudaGraphRecorder):
+    """Runs captured work on `meta` tensors, which the tracker counts in a pool. Replays allocate nothing."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._numbers = count()
+
+    def pool(self) -> Any:
+        """Number of a new pool."""
+        return next(self._numbers)
+
+    def capture(self, work: Work, pool: Any) -> CapturedGraph:
+        with self._tracker.in_pool(pool):
+            return _EmulatedGraph(work())
+
+    def empty_cache(self) -> None:
+        gc.collect()
+
+    def pool_bytes(self, pools: Sequence[Any]) -> int:
+        """Memory of the pools so far, in bytes."""
+        return self._tracker.timeline().pool_bytes(pools)
+
+
+class _EmulatedGraph(CapturedGraph):
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self.outputs = outputs
+
+    def replay(self) -> None:
+        """Does nothing: the outputs have no values."""
