@@ -296,7 +296,7 @@ CASES = (
             title=f"M8, 1 million tokens a step, {title}",
             flags=f"--recipe m8 {BEST} --global-batch-size 256 {flags}",
             warmup=1,
-            steps=2,
+            steps=3,
             step_seconds=14.0,
         )
         for suffix, title, flags in (("", "AdamW", ""), ("-muon", "Muon", MUON))

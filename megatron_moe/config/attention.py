@@ -475,7 +475,8 @@ class AttentionConfig(SoftmaxMixerConfig):
             low="qkv_linear",
             bias=self.qkv_bias,
             tp_dim=0,
-            splits=() if self.shares_groups(parallel.tp) else self.group_rows,
+            splits=self.group_rows,
+            even_shards=self.shares_groups(parallel.tp),
         )
         yield from linear_parameters(
             "linear_proj",

@@ -252,6 +252,7 @@ def linear_metas(
     *,
     tp_dim: Literal[0, 1] | None = None,
     splits: tuple[int, ...] = (),
+    even_shards: bool = False,
     init: Literal["normal", "output"] = "normal",
     mixed_rows: bool = False,
 ) -> tuple[ParamMeta, ParamMeta]:
@@ -262,6 +263,7 @@ def linear_metas(
         fan_in=inputs,
         tp_dim=tp_dim,
         splits=splits,
+        even_shards=even_shards,
         mixed_rows=mixed_rows,
         partial_over_tp=parallel.sequence_parallel and tp_dim is None,
     )

@@ -32,6 +32,8 @@ class ParamMeta:
     """Global sizes of matrices that are concatenated along `tp_dim`. If they add up to the size of `tp_dim`, each
     matrix is sharded separately (gate and up). If they add up to less, this sequence of matrices repeats along `tp_dim`
     (q, k, v of each query group), and each rank gets whole repetitions."""
+    even_shards: bool = False
+    """True if each rank has an equal range of `tp_dim`, whatever `splits` are: ranks that share a query group."""
     mixed_rows: bool = False
     """True if the rows are inputs of unrelated operations (gate, state and time steps of Mamba). Rules for whole
     matrices leave such a matrix to their fallback, as Megatron-LM does."""
@@ -74,7 +76,7 @@ def local_boxes(shape: tuple[int, ...], meta: ParamMeta, *, tp: Part, ep: Part) 
     if dim is None or tp[1] == 1:
         return (ParamBox(tuple(offset), tuple(size)),)
     boxes = []
-    for start, width in _cuts(shape[dim], meta.splits, tp):
+    for start, width in _cuts(shape[dim], () if meta.even_shards else meta.splits, tp):
         offset[dim], size[dim] = start, width
         boxes.append(ParamBox(tuple(offset), tuple(size)))
     return tuple(boxes)

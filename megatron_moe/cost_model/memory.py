@@ -27,6 +27,7 @@ from megatron_moe.config.update_rules import is_elementwise, state_bytes_per_ele
 from megatron_moe.cost_model.activations import activation_sizes, head_tensors, layer_tensors, stage_tensors
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import (
+    GatheredElements,
     HeldElements,
     RuleState,
     gathered_elements,
@@ -119,7 +120,7 @@ def state_bytes(
     held: HeldElements,
     low: HeldElements,
     rules: RuleState | None = None,
-    gathered: HeldElements | None = None,
+    gathered: GatheredElements | None = None,
 ) -> StateBytes:
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
     GEMMs, for which the weights include their quantised copies.
@@ -155,35 +156,38 @@ def state_bytes(
         of_weight_bytes = weights / held.total if held.total else 0.0
         comm = num_bytes(precision.grads if fsdp.grad_comm is None else fsdp.grad_comm)
         parts = _sharded_parts(plan, held, gathered)
-        gradients = parts.shards * num_bytes(precision.grads) + parts.buffers * comm
+        gradients = parts.shards * num_bytes(precision.grads) + parts.grads * comm
         gradients += parts.whole * num_bytes(precision.grads)
         if fsdp.shards_weights:
-            weights = of_weight_bytes * (parts.shards + parts.whole + parts.buffers * fsdp.num_passes)
+            weights = of_weight_bytes * (parts.shards + parts.whole + parts.weights)
     return StateBytes(
         weights=weights + copies, gradients=gradients, master=masters * on_device, moments=rules.moments * on_device
     )
 
 
 class _ShardedParts(NamedTuple):
-    """Number of elements in shards, in buffers of layers, and of parameters without replicas, which are not sharded."""
+    """Number of elements in shards, in memory of gathered weights and of gradients, and of parameters without replicas,
+    which are not sharded."""
 
     shards: float
-    buffers: int
+    weights: int
+    grads: int
     whole: int
 
 
-def _sharded_parts(plan: RunPlan, held: HeldElements, gathered: HeldElements) -> _ShardedParts:
+def _sharded_parts(plan: RunPlan, held: HeldElements, gathered: GatheredElements) -> _ShardedParts:
     parallel = plan.parallel
-    shards, buffers, whole = 0.0, 0, 0
-    dense = parallel.dp * parallel.cp, held.attention, gathered.attention
-    grids = dense, (parallel.edp, held.expert, gathered.expert)
-    for replicas, elements, in_buffers in grids:
+    shards, weights, grads, whole = 0.0, 0, 0, 0
+    dense = parallel.dp * parallel.cp, held.attention, gathered.weights.attention, gathered.grads.attention
+    grids = dense, (parallel.edp, held.expert, gathered.weights.expert, gathered.grads.expert)
+    for replicas, elements, of_weights, of_grads in grids:
         if replicas == 1:
             whole += elements
         else:
             shards += elements * parallel.num_distributed_optimizer_instances / replicas
-            buffers += in_buffers
-    return _ShardedParts(shards, buffers, whole)
+            weights += of_weights
+            grads += of_grads
+    return _ShardedParts(shards, weights, grads, whole)
 
 
 class _ChunkActivations(NamedTuple):

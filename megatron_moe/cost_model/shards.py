@@ -83,21 +83,34 @@ def parameters_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, ParamSpe
             yield f"{prefix}.{spec.name}", spec
 
 
-def gathered_elements(plan: RunPlan, rank: int) -> HeldElements:
-    """Number of elements of the buffers to which a pipeline rank gathers sharded weights, or in which it computes
-    gradients before they are reduced: those of two layers per grid, and of embedding and head."""
+class GatheredElements(NamedTuple):
+    """Number of elements that a rank has in memory as a whole, at the same time."""
+
+    weights: HeldElements
+    """Gathered weights of layers in use, embedding and head."""
+    grads: HeldElements
+    """Gradients of a microbatch before their reduction."""
+
+
+def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
+    """Number of elements of the memory to which a pipeline rank gathers sharded weights, and in which it computes
+    gradients before they are reduced: those of two layers per grid and pass, and of embedding and head. Buffers have
+    the size of the largest layer that uses them; other memory that of the last layers, when most activations are saved.
+    """
     config, parallel = plan.data_parallel.fsdp, plan.parallel
     assert config is not None, "the run shards no weights or gradients"
     units: dict[tuple[Grid, str], int] = {}
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
         key = spec.meta.grid, unit_of(name, spec.meta.grid)
         units[key] = units.get(key, 0) + spec.held(parallel)
-    total = {"attention": 0, "expert": 0}
-    for grid in total:
+    weights, grads = {"attention": 0, "expert": 0}, {"attention": 0, "expert": 0}
+    for grid in grads:
         sizes = [size for (each, unit), size in units.items() if each == grid and "." in unit]
-        total[grid] = sum(size for (each, unit), size in units.items() if each == grid and "." not in unit)
-        total[grid] += sum(max(sizes[first::NUM_BUFFERS], default=0) for first in range(NUM_BUFFERS))
-    return HeldElements(**total)
+        ends = sum(size for (each, unit), size in units.items() if each == grid and "." not in unit)
+        buffers = sum(max(sizes[first::NUM_BUFFERS], default=0) for first in range(NUM_BUFFERS))
+        grads[grid] = ends + buffers
+        weights[grid] = ends + (buffers if config.fsdp_double_buffer else sum(sizes[: NUM_BUFFERS * config.num_passes]))
+    return GatheredElements(HeldElements(**weights), HeldElements(**grads))
 
 
 class RuleState(NamedTuple):

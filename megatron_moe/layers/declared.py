@@ -38,6 +38,7 @@ class DeclaredParameters:
             bias=f"{name}.bias" in self._specs,
             tp_dim=cast(Literal[0, 1] | None, meta.tp_dim),
             splits=meta.splits,
+            even_shards=meta.even_shards,
             init=meta.init,
             mixed_rows=meta.mixed_rows,
             quantizer=quantizer,

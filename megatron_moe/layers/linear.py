@@ -38,8 +38,8 @@ class Linear(QuantizedModule):
     - `tp_dim` = None: W is replicated. With sequence parallelism, each rank multiplies only its own positions.
 
     In all cases the residual stream on a rank contains all positions or, with sequence parallelism (arXiv 2205.05198
-    section 4.2.2), only the rank's own positions. `splits` and `mixed_rows`: see `ParamMeta`. `init`: "output" for a
-    matrix that writes to the residual stream.
+    section 4.2.2), only the rank's own positions. `splits`, `even_shards` and `mixed_rows`: see
+    `ParamMeta`. `init`: "output" for a matrix that writes to the residual stream.
     """
 
     weight: Parameter
@@ -55,6 +55,7 @@ class Linear(QuantizedModule):
         bias: bool = False,
         tp_dim: Literal[0, 1] | None = None,
         splits: tuple[int, ...] = (),
+        even_shards: bool = False,
         init: Literal["normal", "output"] = "normal",
         mixed_rows: bool = False,
         quantizer: LinearQuantizer | None = None,
@@ -64,7 +65,7 @@ class Linear(QuantizedModule):
         self.kernels = kernels
         self.tp_dim = tp_dim
         weight_meta, bias_meta = linear_metas(
-            inputs, ctx.config, tp_dim=tp_dim, splits=splits, init=init, mixed_rows=mixed_rows
+            inputs, ctx.config, tp_dim=tp_dim, splits=splits, even_shards=even_shards, init=init, mixed_rows=mixed_rows
         )
         self._set_weight(new_parameter((outputs, inputs), weight_meta, ctx), quantizer)
         self.bias = new_parameter((outputs,), bias_meta, ctx) if bias else None

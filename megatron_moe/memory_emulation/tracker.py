@@ -171,6 +171,8 @@ class Tracker(TorchDispatchMode):
         self._pieces: list[TrackedPiece] = []
         self._alive: dict[int, TrackedPiece] = {}
         """Live storages by the address of the storage object (`_cdata`)."""
+        self._emptied: dict[int, TrackedPiece] = {}
+        """Storages that were resized to no bytes and may grow again."""
         self._phases: list[Phase] = []
         self._phase: Phase = "setup"
         self._last_backward = -1
@@ -228,7 +230,8 @@ class Tracker(TorchDispatchMode):
     def is_state(self, tensor: Tensor, kind: str) -> None:
         """Marks the storage of a tensor as persistent state of this kind, unless it is marked already."""
         self._see(tensor)
-        piece = self._alive.get(tensor.untyped_storage()._cdata)
+        key = tensor.untyped_storage()._cdata
+        piece = self._alive.get(key) or self._emptied.get(key)
         if piece is not None and not piece.state:
             piece.state = kind
 
@@ -252,14 +255,22 @@ class Tracker(TorchDispatchMode):
                 self._end(key)
                 if size:
                     self._new(key, size, piece.phase, piece.label, piece.state)
+                else:
+                    self._emptied[key] = piece
+        elif size and (emptied := self._emptied.pop(key, None)) is not None:
+            self._new(key, size, emptied.phase, emptied.label, emptied.state)
         elif size:
             self._new(key, size, self.phase, self._labels[-1] if self._labels else "")
-            weakref.finalize(storage, self._end, key).atexit = False
+            weakref.finalize(storage, self._forget, key).atexit = False
 
     def _new(self, key: int, size: int, phase: Phase, label: str, state: str = "") -> None:
         piece = TrackedPiece(size, phase, label, self._event(), state, pool=self._pool)
         self._alive[key] = piece
         self._pieces.append(piece)
+
+    def _forget(self, key: int) -> None:
+        self._emptied.pop(key, None)
+        self._end(key)
 
     def _end(self, key: int) -> None:
         piece = self._alive.pop(key, None)

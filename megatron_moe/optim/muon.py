@@ -162,14 +162,13 @@ class Muon:
 
     def _scaled(self, piece: ParamPiece, shard: Tensor) -> tuple[Tensor, float]:
         """Returns (direction, factor) of a shard, whose parts are multiplied by the scale of their whole matrix."""
-        sizes = [1, 1]
-        if self._mode(piece) != "blockwise":
-            sizes[piece.meta.tp_dim or 0] = piece.shards.size
-        parts = self._parts(piece, shard)
-        scales = [scale_of(self._config, part.shape[-2] * sizes[0], part.shape[-1] * sizes[1]) for part in parts]
+        shape = piece.shape if self._mode(piece) == "blockwise" else piece.whole_shape
+        parts = self._parts(piece, shard.new_empty(1, 1, 1).expand(1, *shape))
+        scales = [scale_of(self._config, *part.shape[-2:]) for part in parts]
         if len(parts) == 1:
             return shard, scales[0]
-        return piece.join([part * scale for part, scale in zip(parts, scales, strict=True)]), 1.0
+        factors = piece.join([torch.full_like(part, scale) for part, scale in zip(parts, scales, strict=True)])
+        return shard * (factors if piece.shape == factors.shape[-2:] else piece.shard_of(factors)), 1.0
 
     def _parts(self, piece: ParamPiece, matrices: Tensor) -> list[Tensor]:
         """Parts of the matrices that are orthogonalised separately."""
@@ -179,7 +178,9 @@ class Muon:
         return self._config.muon_split_qkv and piece.name.endswith("linear_qkv.weight")
 
     def _mode(self, piece: ParamPiece) -> str:
-        return self._config.muon_tp_mode if piece.is_sharded else "blockwise"
+        if not piece.is_sharded:
+            return "blockwise"
+        return "duplicated" if self._splits(piece) and piece.meta.even_shards else self._config.muon_tp_mode
 
 
 def coefficients_of(name: str, num_steps: int) -> list[Coefficients]:

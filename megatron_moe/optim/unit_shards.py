@@ -50,12 +50,15 @@ class UnitMemory:
 
     def allocate(self) -> None:
         """Allocates the memory on the current stream after `free`. Existing views become valid again."""
-        storage = self._bytes.untyped_storage()
-        if storage.size() != self._bytes.numel():
-            storage.resize_(self._bytes.numel())
+        if self._bytes.untyped_storage().size() != self._bytes.numel():
+            self._resize(self._bytes.numel())
 
     def free(self) -> None:
-        self._bytes.untyped_storage().resize_(0)
+        self._resize(0)
+
+    def _resize(self, num_bytes: int) -> None:
+        self._bytes.untyped_storage().resize_(num_bytes)
+        self._bytes.detach()  # resizing is no operation: only the next one shows the new size to a dispatch mode
 
 
 def num_bytes_of(specs: Sequence[Spec]) -> int:

@@ -51,6 +51,7 @@ class GatheringStore(ParamStore):
         assert config is not None, "the run shards no weights or gradients"
         self._config: FSDPConfig = config
         self._streams = make_streams(buffers.device, "gather")
+        self._weight_grads = buffers.queue
         found: dict[str, list[UnitBuffer]] = {}
         self._buffer_of: dict[int, UnitBuffer] = {}
         """Buffer of each bucket with sharded gradients."""
@@ -227,6 +228,8 @@ class GatheringStore(ParamStore):
         memory = unit.grad_memory
         if memory.unit == unit.name:
             return
+        if memory.unit:
+            self._weight_grads.run()  # those of layers below the last exchange, or between two layers with experts
         assert not memory.unit, f"gradients of {memory.unit} are not complete, but {unit.name} needs their memory"
         self._streams.wait(memory.last_use)
         memory.last_use = None

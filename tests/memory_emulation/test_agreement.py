@@ -300,19 +300,35 @@ def test_memory_options_agree(memory: MemoryConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [FSDPConfig(fsdp_double_buffer=True), FSDPConfig(shards_weights=False, grad_comm="bf16")],
-    ids=["weights", "gradients"],
+    ("config", "axes"),
+    [
+        (FSDPConfig(), {"world_size": 2}),
+        (FSDPConfig(fsdp_double_buffer=True), {"world_size": 8, "num_distributed_optimizer_instances": 2}),
+        (FSDPConfig(outer_dp_sharding_strategy="optim"), {"world_size": 8, "num_distributed_optimizer_instances": 2}),
+        (FSDPConfig(fsdp_double_buffer=True), {"world_size": 4, "ep": 2, "pp": 2}),
+        (FSDPConfig(shards_weights=False, grad_comm="bf16"), {"world_size": 2}),
+        (FSDPConfig(num_passes=2), {"world_size": 4, "ep": 2}),
+    ],
+    ids=["weights", "double buffer and replicas", "outer", "stages", "gradients", "two passes"],
 )
-def test_sharded_gradients_and_weights_agree(config: FSDPConfig) -> None:
+def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str, int]) -> None:
     plan = plan_of("m8")
-    parallel = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=config)
-    memory = replace(plan.memory, moe_expert_wgrad_interval=1)
-    plan = replace(plan, parallel=replace(plan.parallel, world_size=2), data_parallel=parallel, memory=memory)
+    overlap = config.num_passes == 2
+    parallel = replace(plan.parallel, **axes)
+    plan = replace(
+        plan,
+        model=with_experts(plan.model, lambda moe: replace(moe, dispatcher="alltoall")),
+        parallel=parallel,
+        data_parallel=DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=config),
+        memory=replace(plan.memory, moe_expert_wgrad_interval=1),
+        pipeline=replace(plan.pipeline, overlap=overlap),
+        batch=replace(plan.batch, global_batch_size=4 * parallel.dp * plan.batch.micro_batch_size),
+    )
     found = compare(plan)
-    assert abs(found.ratio - 1) < WITHIN
+    # the exchange of an overlapped pair has a workspace that is bounded, not computed
+    assert abs(found.ratio - 1) < (WITHIN if overlap else 0.01)
     for name in ("weights", "gradients"):
-        assert found.emulated[name] == pytest.approx(getattr(found.closed.state, name), rel=0.01), name
+        assert found.emulated[name] == pytest.approx(getattr(found.closed.state, name), rel=0.02), name
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])

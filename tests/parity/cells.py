@@ -12,10 +12,11 @@ import torch
 
 from megatron_moe.config.attention import SoftmaxMixerConfig
 from megatron_moe.config.component import NoFeedForward, NoMixer
+from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConfig
-from megatron_moe.config.optimizer import OptimizerOffloadConfig
+from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.packing import PackingConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -34,7 +35,7 @@ from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny, tiny_models
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
-from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, Cell, cell_of, name_of, parallel_config
+from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, UNSHARDED, Cell, cell_of, name_of, parallel_config
 
 NUM_STEPS = 3
 REFERENCE = reference.bundle()
@@ -113,14 +114,17 @@ def plan_of(cell: Cell) -> RunPlan:
     plan = tiny.plan(model=model_of(cell), parallel=parallel_config(cell), pipeline=pipeline_of(cell))
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     micro = GLOBAL_BATCH // (int(cell["dp"]) * int(cell["accumulation"]))
+    fsdp = fsdp_of(cell)
+    instances = 2 if cell["zero"] in ("replicas", "outer") else 1
     return replace(
         plan,
-        parallel=replace(plan.parallel, embedding_ranks=holders),
+        parallel=replace(plan.parallel, embedding_ranks=holders, num_distributed_optimizer_instances=instances),
         data_parallel=DataParallelConfig(
-            use_distributed_optimizer=cell["zero"] == "on",
-            overlap_grad_reduce=cell["overlap"] in ("grads", "params"),
+            use_distributed_optimizer=cell["zero"] != "off",
+            overlap_grad_reduce=cell["overlap"] in ("grads", "params") or fsdp is not None,
             overlap_param_gather=cell["overlap"] == "params",
             ddp_num_buckets=3 if cell["overlap"] in ("grads", "params") else None,
+            fsdp=fsdp,
         ),
         data=replace(
             plan.data,
@@ -130,9 +134,28 @@ def plan_of(cell: Cell) -> RunPlan:
         ),
         batch=BatchConfig(micro_batch_size=micro, global_batch_size=GLOBAL_BATCH),
         loop=replace(plan.loop, calculate_per_token_loss=cell["loss"] == "token"),
-        optimizer=replace(plan.optimizer, adam_eps=STEADY_EPS, offload=STATE[cell["optimizer"]]),
+        optimizer=optimizer_of(cell, plan.optimizer),
         memory=MemoryConfig(recompute=recompute_of(cell)),
     )
+
+
+def fsdp_of(cell: Cell) -> FSDPConfig | None:
+    """Sharding of gradients and weights; None if every rank has all of them."""
+    if cell["zero"] in UNSHARDED:
+        return None
+    return FSDPConfig(
+        shards_weights=cell["zero"] != "grads",
+        fsdp_double_buffer=cell["zero"] == "buffers",
+        outer_dp_sharding_strategy="optim" if cell["zero"] == "outer" else "no_shard",
+        num_passes=2 if cell["overlap"] == "experts" else 1,
+    )
+
+
+def optimizer_of(cell: Cell, config: OptimizerConfig) -> OptimizerConfig:
+    """Update rule, and placement of its state."""
+    if cell["optimizer"] == "muon":
+        return replace(config, optimizer="muon", adam_eps=STEADY_EPS)
+    return replace(config, adam_eps=STEADY_EPS, offload=STATE[cell["optimizer"]])
 
 
 def recompute_of(cell: Cell) -> RecomputeConfig:
@@ -160,7 +183,7 @@ def pipeline_of(cell: Cell) -> PipelineConfig:
     return PipelineConfig(
         layout=layout,
         overlap=overlap,
-        delay_wgrad_compute=overlap or cell["wgrad"] == "delayed",
+        delay_wgrad_compute=(overlap and cell["zero"] in UNSHARDED) or cell["wgrad"] == "delayed",
         overlap_dispatch_backward_with_experts_wgrad=cell["wgrad"] == "exchange",
     )
 

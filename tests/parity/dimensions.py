@@ -30,7 +30,7 @@ DIMENSIONS = MappingProxyType(
         "etp": ("1", "2"),
         "order": ("dp-pp", "pp-dp"),
         "dispatcher": ("local", "allgather", "alltoall", "flex", "hierarchical"),
-        "zero": ("off", "on"),
+        "zero": ("off", "on", "grads", "params", "buffers", "replicas", "outer"),
         "overlap": ("off", "grads", "params", "experts"),
         "wgrad": ("fused", "delayed", "exchange"),
         "balance": ("aux", "none", "seq", "global", "bias"),
@@ -49,7 +49,7 @@ DIMENSIONS = MappingProxyType(
         "dropout": ("off", "on"),
         "accumulation": ("1", "2", "4"),
         "recompute": ("none", "full", "small", "moe"),
-        "optimizer": ("device", "cpu", "streamed"),
+        "optimizer": ("device", "cpu", "streamed", "muon"),
     }
 )
 """The first value of each dimension is the default."""
@@ -108,6 +108,19 @@ def _is_one(cell: Cell, *axes: str) -> bool:
     return all(cell[axis] == "1" for axis in axes)
 
 
+UNSHARDED = ("off", "on")
+"""Values of "zero" for which every rank has all gradients."""
+
+
+def _replicas_divide(cell: Cell) -> bool:
+    """Two replicas of the shards have equally many ranks on both grids."""
+    if cell["zero"] not in ("replicas", "outer"):
+        return True
+    ranks = num_ranks(cell)
+    assert ranks is not None, f"unknown number of ranks: {cell}"
+    return int(cell["dp"]) % 2 == 0 and ranks // prod(int(cell[axis]) for axis in ("pp", "ep", "etp")) % 2 == 0
+
+
 EXPERT_DIMENSIONS = ("ep", "etp", "dispatcher", "balance", "capacity", "shared", "experts", "latent")
 
 
@@ -155,7 +168,12 @@ RULES: tuple[Rule, ...] = (
     # overlap needs communication
     (("overlap", "dp"), lambda c: c["overlap"] != "grads" or c["dp"] != "1"),
     (("overlap", "dp"), lambda c: c["overlap"] != "params" or c["dp"] != "1"),
-    (("overlap", "zero"), lambda c: c["overlap"] != "params" or c["zero"] == "on"),
+    (("overlap", "zero"), lambda c: c["overlap"] != "params" or c["zero"] != "off"),
+    # gradients of a layer are reduced in its backward; two microbatches use more weights than two buffers hold
+    (("zero", "dp", "cp"), lambda c: c["zero"] in UNSHARDED or not _is_one(c, "dp", "cp")),
+    (("zero", "wgrad"), lambda c: c["zero"] in UNSHARDED or c["wgrad"] != "delayed"),
+    (("zero", "overlap"), lambda c: c["zero"] != "buffers" or c["overlap"] != "experts"),
+    (("zero", "tp", "cp", "pp", "dp", "ep", "etp"), _replicas_divide),
     (("overlap", "ep"), lambda c: c["overlap"] != "experts" or c["ep"] != "1"),
     (("overlap", "shared"), lambda c: c["overlap"] != "experts" or c["shared"] != "overlap"),
     (("overlap", "pp", "vpp"), lambda c: c["overlap"] != "experts" or c["pp"] == "1" or c["vpp"] != "1"),

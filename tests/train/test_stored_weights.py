@@ -242,16 +242,16 @@ CELLS = {
     cell: IN_FP8
     for cell in (
         "dp=2 zero=on overlap=params accumulation=2",
-        "dp=4 zero=on ep=2 dispatcher=alltoall shared=on",
-        "dp=2 zero=on ep=2 etp=2 tp=2 sp=on dispatcher=allgather accumulation=2",
-        "pp=2 vpp=2 dp=2 zero=on accumulation=2 mtp=on head=tied",
-        "cp=2 zero=on attention=mla latent=on",
+        "dp=4 zero=params ep=2 dispatcher=alltoall shared=on",
+        "dp=2 zero=params ep=2 etp=2 tp=2 sp=on dispatcher=allgather accumulation=2",
+        "pp=2 vpp=2 dp=2 zero=buffers accumulation=2 mtp=on head=tied",
+        "cp=2 zero=grads attention=mla latent=on",
         "dp=2 zero=on layers=dense wgrad=delayed",
     )
 } | {
     # inputs have one factor per tensor, so that ranks must process whole microbatches
     "dp=2 zero=on accumulation=2 loss=token": NVFP4,
-    "pp=2 dp=2 zero=on accumulation=2 head=tied loss=token": NVFP4,
+    "pp=2 dp=4 zero=replicas accumulation=2 head=tied loss=token": NVFP4,
 }
 
 
