@@ -124,6 +124,8 @@ class RuleState(NamedTuple):
 class _Matrices(NamedTuple):
     """Equal matrices of one parameter: an expert stack, or one matrix."""
 
+    unit: str
+    """Unit that is a bucket by itself; empty if buckets end at a size."""
     number: int
     cost: int
     elements: int
@@ -131,11 +133,13 @@ class _Matrices(NamedTuple):
 
 
 def rule_state(plan: RunPlan, rank: int) -> RuleState:
-    """Largest share of one GPU of a pipeline rank. Matrices are assigned to owners bucket by bucket, as `ParamLayout`
-    does; other parameters are divided evenly."""
-    parallel, precision = plan.parallel, plan.precision
+    """Largest share of one GPU of a pipeline rank. Matrices are assigned to owners bucket by bucket, or unit by unit,
+    as `ParamLayout` does; other parameters are divided evenly."""
+    parallel, precision, fsdp = plan.parallel, plan.precision, plan.data_parallel.fsdp
     sharded = plan.data_parallel.use_distributed_optimizer
     owners = {"attention": parallel.dp * parallel.cp if sharded else 1, "expert": parallel.edp if sharded else 1}
+    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":  # replicas of shards update them alike
+        owners = {grid: max(size // parallel.num_distributed_optimizer_instances, 1) for grid, size in owners.items()}
     matrices: dict[tuple[str, bool, bool], list[_Matrices]] = {}
     total = RuleState(0.0, 0.0)
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
@@ -148,7 +152,8 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
             moments += values * state.num_bytes(precision)
         if rule.alignment == "matrix":
             group = (spec.meta.grid, spec.meta.role == "router", spec.meta.tp_dim is None)
-            found = _Matrices(number, update_cost(rows, columns), held // number, moments / number)
+            unit = "" if fsdp is None else unit_of(name, spec.meta.grid)
+            found = _Matrices(unit, number, update_cost(rows, columns), held // number, moments / number)
             matrices.setdefault(group, []).append(found)
         else:
             total = _sum(total, RuleState(held / owners[spec.meta.grid], moments / owners[spec.meta.grid]))
@@ -165,7 +170,8 @@ def _largest_share(matrices: list[_Matrices], num_owners: int, bucket_size: int)
     for index, each in enumerate(matrices, start=1):
         bucket += [each] * each.number
         held += each.number * each.elements
-        if index == len(matrices) or held >= bucket_size:
+        is_last = index == len(matrices) or matrices[index].unit != each.unit
+        if is_last or (not each.unit and held >= bucket_size):
             first = first_matrices([matrix.cost for matrix in bucket], loads)
             for owner, (start, end) in enumerate(pairwise([*first, len(bucket)])):
                 for matrix in bucket[start:end]:

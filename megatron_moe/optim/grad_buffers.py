@@ -148,14 +148,21 @@ class FlatBuffer:
     """Two flat tensors with the same layout, one of parameters and one of their gradients."""
 
     def __init__(
-        self, layout: BufferLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
+        self,
+        layout: BufferLayout,
+        grad_dtype: torch.dtype,
+        context: ParallelContext,
+        *,
+        sharded: bool,
+        loads: list[float] | None = None,
     ) -> None:
+        """`loads`: see `BufferLayout.owner_ranges`."""
         device = context.device
         self.layout = layout
         self.group = self._sharding_group(context)
         """Data-parallel process group over which the parameters are sharded if `sharded`. Its ranks hold copies of the
         parameters and process different tokens."""
-        ranges = layout.owner_ranges(self.group.size)
+        ranges = layout.owner_ranges(self.group.size, loads)
         self.owned = ranges[self.group.rank] if sharded else ((0, layout.size),)
         """(start, end) ranges that this rank steps: its shard of every bucket if `sharded`, else the whole buffer."""
         self._shard_sizes = [tuple(end - start for start, end in bucket) for bucket in zip(*ranges, strict=True)]

@@ -10,7 +10,7 @@ range of every bucket. An update rule can require that no range boundary divides
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm, prod
 from typing import Literal
@@ -107,6 +107,11 @@ class BufferKey:
     shared_stages: bool = False
     """True if several stages hold the same elements. Their gradients are summed; norms use the first stage's copy."""
 
+    @property
+    def of_all_units(self) -> "BufferKey":
+        """Key of the buffer that would contain the parameters of all units."""
+        return replace(self, unit="")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlot:
@@ -149,29 +154,39 @@ class BufferLayout:
         """Number of elements between `start` and `end` that are not padding."""
         return sum(max(0, min(param.end, end) - max(param.start, start)) for param in self.params)
 
-    def owner_ranges(self, num_owners: int) -> tuple[tuple[Range, ...], ...]:
+    def owner_ranges(self, num_owners: int, loads: list[float] | None = None) -> tuple[tuple[Range, ...], ...]:
         """Range of each owner in each bucket, indexed [owner][bucket]. The ranges together cover the buffer.
 
         If the update rule has the alignment `element`, all ranges of a bucket have equal size. If it updates whole
         matrices, owners get matrices of about equal cost over all buckets. Otherwise a boundary inside a block is moved
-        to its start. Ranges can then differ in size and be empty.
+        to its start. Ranges can then differ in size and be empty. `loads`: cost of the matrices that each owner has in
+        other buffers, which is increased by that of this buffer.
         """
-        alignment = spec_of(self.key.rule).alignment
-        by_bucket, loads = [], [0.0] * num_owners
-        for index, (start, end) in enumerate(self.buckets):
-            size, rest = divmod(end - start, num_owners)
-            assert rest == 0, f"a bucket of {end - start} elements for {num_owners} ranks"
-            edges = [start + owner * size for owner in range(num_owners)]
-            params = [param for param in self.params if param.bucket == index]
-            if alignment == "matrix":
-                starts = [param.start + edge for param in params for edge in param.parameter.owner_edges(alignment)]
-                costs = [cost for param in params for cost in param.parameter.matrix_costs]
-                # the first owner also gets the padding before, the last one that after its matrices
-                edges = [start, *([*starts, end][first] for first in first_matrices(costs, loads)[1:])]
-            elif alignment != "element":
-                edges = [_owner_edge(params, edge, alignment) for edge in edges]
-            by_bucket.append(list(pairwise([*edges, end])))
+        loads = [0.0] * num_owners if loads is None else loads
+        by_bucket = [self.divided(bucket, num_owners, loads) for bucket in self.buckets]
         return tuple(tuple(ranges) for ranges in zip(*by_bucket, strict=True)) if by_bucket else ((),) * num_owners
+
+    def divided(self, bounds: Range, num_owners: int, loads: list[float]) -> list[Range]:
+        """Ranges of owners in a range of the buffer that divides no block or matrix (see `owner_ranges`)."""
+        (start, end), alignment = bounds, spec_of(self.key.rule).alignment
+        params = [self.params[index] for index in self.within(start, end)]
+        if alignment == "matrix":
+            found = [
+                (param.start + edge, cost)
+                for param in params
+                for edge, cost in zip(param.parameter.owner_edges(alignment), param.parameter.matrix_costs, strict=True)
+                if start <= param.start + edge < end
+            ]
+            starts = [*(edge for edge, _ in found), end]
+            # the first owner also gets the padding before, the last one that after its matrices
+            edges = [start, *(starts[first] for first in first_matrices([cost for _, cost in found], loads)[1:])]
+        else:
+            size, rest = divmod(end - start, num_owners)
+            assert rest == 0 or alignment != "element", f"a bucket of {end - start} elements for {num_owners} ranks"
+            edges = [start + owner * size for owner in range(num_owners)]
+            if alignment != "element":
+                edges = [start, *(_owner_edge(params, edge, alignment) for edge in edges[1:])]
+        return list(pairwise([*edges, end]))
 
     def within(self, start: int, end: int) -> range:
         """Indices of the parameters that have elements between `start` and `end`."""

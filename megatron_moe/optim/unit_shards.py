@@ -19,7 +19,7 @@ from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.param_meta import Grid
 from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, replica_group
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
-from megatron_moe.optim.param_layout import BufferLayout, ParamLayout, Range
+from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamLayout, Range
 from megatron_moe.parallel.collectives import Sizes, start_all_reduce_, start_reduce_scatter_, start_reduce_scatters_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, torch_dtype
 from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
@@ -80,14 +80,16 @@ class UnitBuffer(FlatBuffer):
         config: FSDPConfig,
         weights: tuple[UnitMemory, list[Tensor]] | None,
         grads: tuple[UnitMemory, Tensor],
+        loads: list[float],
     ) -> None:
-        """`weights`: memory and flat tensors of weights or codes; None: they are always in memory."""
+        """`weights`: memory and flat tensors of weights or codes; None: they are always in memory. `loads`: see
+        `BufferLayout.owner_ranges`."""
         self.weight_memory = None if weights is None else weights[0]
         self.grad_memory = grads[0]
         self._flats, self._flat_grads = [] if weights is None else weights[1], grads[1]
         for flat in self._flats:
             flat.zero_()  # padding is updated, too, and must be finite
-        super().__init__(layout, grad_dtype, context, sharded=True)
+        super().__init__(layout, grad_dtype, context, sharded=True, loads=loads)
         (self.shard,) = self.owned
         """(start, end) of the elements whose weights and gradients this rank permanently holds."""
         self.replicas = _group_of_replicas(layout.key.grid, context)
@@ -97,9 +99,7 @@ class UnitBuffer(FlatBuffer):
         self.replica_sizes: list[int] = []
         """Number of elements of the shard that each replica updates, if `shards_state`."""
         if self.replicas is not None and self.shards_state:
-            number = self.replicas.size
-            ranges = [parts[0] for parts in layout.owner_ranges(self.group.size * number)]
-            ranges = ranges[self.group.rank * number : (self.group.rank + 1) * number]
+            ranges = layout.divided(self.shard, self.replicas.size, [0.0] * self.replicas.size)
             self.owned, self.replica_sizes = (ranges[self.replicas.rank],), [end - start for start, end in ranges]
         elif self.replicas is not None:
             self.counts = self.counts and self.replicas.rank == 0
@@ -324,6 +324,8 @@ class UnitSharding(Sharding):
         if self.config.shards_weights:
             weights = _memories(shared, _stored_specs, context.device, share=self.config.fsdp_double_buffer)
         views: dict[str, tuple[Iterator[Tensor], Iterator[Tensor]]] = {}
+        loads: dict[BufferKey, list[float]] = {}
+        """Update costs of the matrices of earlier units, per owner."""
         for each in layout.buffers:
             unit = each.key.unit
             if unit not in shared:
@@ -337,8 +339,9 @@ class UnitSharding(Sharding):
                 stored = [] if memory is None else memory.views(specs)
                 sizes = [(member.size, comm) for member in units[unit]]
                 views[unit] = iter(stored), iter(grads[unit].views(sizes))
+            own = loads.setdefault(each.key.of_all_units, [0.0] * sharding_group(each.key.grid, context).size)
             held = None if memory is None else (memory, [next(views[unit][0]) for _ in _stored_specs(each)])
-            yield UnitBuffer(each, grad_dtype, context, self.config, held, (grads[unit], next(views[unit][1])))
+            yield UnitBuffer(each, grad_dtype, context, self.config, held, (grads[unit], next(views[unit][1])), own)
             if memory is not None and not self.config.fsdp_double_buffer:
                 memory.free()
 

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_moe.config.component import ParamSpec
 from megatron_moe.config.optimizer import OptimizerConfig
-from megatron_moe.config.parallel import DataParallelConfig
-from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta, local_boxes, local_shape
 from megatron_moe.config.registry import UPDATE_RULES
 from megatron_moe.config.update_rules import OwnerAlignment
+from megatron_moe.cost_model.shards import parameters_of_rank
 from megatron_moe.optim.param_layout import (
     BUCKET_ALIGN,
     ELEMENT_ALIGN,
@@ -21,6 +24,7 @@ from megatron_moe.optim.param_layout import (
     place_parameters,
     reduction_order,
 )
+from tests.memory_emulation.test_agreement import plan_of
 
 
 def parameter(name: str, *shape: int, **meta: object) -> ParamShape:
@@ -238,6 +242,43 @@ def test_owners_without_a_matrix_in_one_bucket_get_those_of_the_next() -> None:
     assert len(layout.buckets) == 4
     sizes = [sum(layout.elements(*part) for part in owned) for owned in layout.owner_ranges(4)]
     assert sizes == [3 * 64 * 64] * 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "owners", "dense", "experts"),
+    [("m27", (8, 2), 1.31, 1.01), ("m27", (32, 8), 2.54, 1.01), ("kimi-k2-h100-1024", (8, 2), 1.38, 1.02)],
+)
+def test_the_updates_of_whole_matrices_of_all_units_are_divided_evenly(
+    recipe: str, owners: tuple[int, int], dense: float, experts: float
+) -> None:
+    """Muon with sharded weights: the busiest owner has at most the mean and one matrix. A stage of Kimi-K2 has few
+    dense matrices, and few of Moonlight's are large. `dense`, `experts`: cost of the busiest owner over the mean."""
+    plan = plan_of(recipe)
+    optimizer = replace(plan.optimizer, optimizer="muon")
+    parameters = [
+        ParamShape(name=name, shape=held_shape(spec, plan.parallel), storage="bf16", meta=spec.meta)
+        for name, spec in parameters_of_rank(plan, plan.layout.pp // 2)
+    ]
+    num_shards = {"attention": owners[0], "expert": owners[1]}
+    layout = place_parameters(parameters, optimizer, num_shards=num_shards, by_unit=True)
+    loads = {buffer.key.of_all_units: [0.0] * num_shards[buffer.key.grid] for buffer in layout.buffers}
+    largest = dict.fromkeys(loads, 0)
+    for buffer in layout.buffers:
+        if buffer.key.rule == "muon":
+            key = buffer.key.of_all_units
+            buffer.owner_ranges(len(loads[key]), loads[key])
+            largest[key] = max(largest[key], *(c for param in buffer.params for c in param.parameter.matrix_costs))
+    for key, costs in loads.items():
+        if key.rule == "muon" and not key.router:
+            mean = sum(costs) / len(costs)
+            assert max(costs) <= mean + largest[key], key
+            if not key.replicated:
+                assert max(costs) <= mean * (experts if key.grid == "expert" else dense), (key, max(costs) / mean)
+
+
+def held_shape(spec: ParamSpec, parallel: ParallelConfig) -> tuple[int, ...]:
+    tp = 0, parallel.etp if spec.meta.grid == "expert" else parallel.tp
+    return local_shape(local_boxes(spec.shape, spec.meta, tp=tp, ep=(0, parallel.ep)), spec.meta)
 
 
 def test_units_are_the_dense_part_and_the_experts_of_each_layer() -> None:
