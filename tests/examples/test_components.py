@@ -4,40 +4,34 @@ docs/development.md shows these files.
 """
 
 import json
+import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 
 from arguments.huggingface import AnotherModel, described
 from arguments.read import read_plan
-from megatron_moe.build import build_model, build_trainer, record_steps
-from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.build import build_model
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.imports import import_file
-from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.registry import FEED_FORWARDS, MIXERS
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.memory import RankMemory, heaviest
 from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.train.train_state import TrainState
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, succeed
 from tests.helpers.check_cases import EIGHT_RANKS
 from tests.helpers.command_lines import plan_of, texts_of
-from tests.helpers.eager_graphs import EagerRecorder
-from tests.helpers.pipelines import KERNELS, run_steps
+from tests.helpers.example_proofs import COVER, check_layout, check_memory, check_replay, covering, with_fp8
+from tests.helpers.pipelines import KERNELS
 from tests.helpers.ranks import run_torchrun
-from tests.helpers.tolerances import EXACT
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
 
@@ -86,55 +80,49 @@ def test_declared_parameters_are_those_of_the_modules(parallel):
 @pytest.mark.parametrize(
     "cell",
     [
+        *covering("dispatcher=alltoall"),
         "tp=2 sp=on dp=2 balance=none recompute=small",
-        "tp=2 sp=on dp=2 ep=2 dispatcher=alltoall balance=none",
-        "cp=2 documents=packed balance=none",
         "cp=2 pp=2 accumulation=2 balance=none recompute=full",
         "tp=2 sp=on cp=2 documents=packed balance=none",
-        "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2 balance=none",
-        "tp=2 sp=on pp=2 vpp=2 accumulation=2 balance=none",
-        "cp=2 ep=2 dispatcher=alltoall balance=none",
-        "cp=2 pp=2 vpp=2 accumulation=2 balance=none",
     ],
 )
 def test_layouts_equal_one_rank(cell):
-    comparison = cells.compare_plan(with_examples(cells.plan_of(cell_of(cell))))
-    assert comparison.equal, comparison.text()
+    check_layout(with_examples(cells.plan_of(cell_of(cell))))
 
 
 def test_layouts_with_fp8_products_equal_one_rank():
-    plan = with_examples(cells.plan_of(cell_of("tp=2 sp=on balance=none")))
-    low = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
-    plan = replace(plan, precision=replace(plan.precision, low_precision=low))
-    comparison = cells.compare_plan(plan)
-    assert comparison.equal, comparison.text()
+    plan = with_fp8(with_examples(cells.plan_of(cell_of("tp=2 sp=on balance=none"))))
+    check_layout(plan)
     names = {quantizer.name for quantizer in quantizers_of(build_model(plan, ParallelContext.single(), KERNELS))}
     expected = {f"decoder.layers.0.self_attention.{name}" for name in ("linear_in", "linear_out")}
     assert expected | {"decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"} <= names
 
 
 def test_replayed_graphs_equal_eager_steps():
-    plan = with_examples(cells.plan_of(cell_of("balance=none")))
-
-    def steps(graphs: CudaGraphConfig | None):
-        trainer = build_trainer(plan, context := ParallelContext.single(), build_model(plan, context, KERNELS), KERNELS)
-        if graphs is not None:
-            record_steps(trainer, EagerRecorder(), graphs)
-        return run_steps(plan, trainer, TrainState(), 3)
-
-    modules = CudaGraphConfig(cuda_graph_modules=("attn", "mlp", "moe_router"), cuda_graph_warmup_steps=1)
-    EXACT.check_all(steps(modules), steps(None), "replayed steps")
+    check_replay(with_examples(cells.plan_of(cell_of("balance=none"))))
 
 
 @pytest.mark.parametrize("recompute", ["", "--recompute-granularity selective --recompute-modules mlp layernorm"])
 def test_emulated_memory_agrees_with_the_cost_model(recompute):
     words = " ".join(["--import", *FILES, "--mixer short_conv --feed-forward soft_mixture"])
     sizes = "--seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 8192 --bf16"
-    plan = plan_of(f"{words} {sizes} --transformer-impl local --micro-batch-size 2 {recompute}")
-    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    expected = heaviest(RankMemory(plan).all_ranks())
-    emulated = emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories
-    assert sum(emulated.values()) == pytest.approx(expected.total, rel=0.03)
+    check_memory(plan_of(f"{words} {sizes} --transformer-impl local --micro-batch-size 2 {recompute}"))
+
+
+def test_a_dry_run_counts_the_parameters_of_the_components(capsys):
+    def millions(taps: int) -> float:
+        sizes = ["--num-layers", "4", "--hidden-size", "192", "--short-conv-taps", str(taps)]
+        main(["--recipe", "quickstart", "--dry-run", "--import", *FILES, *USE[:-2], *sizes], {})
+        (number,) = re.findall(r"([\d.]+) M parameters", capsys.readouterr().out)
+        return float(number)
+
+    assert millions(1003) - millions(3) == pytest.approx(4 * 192 * 1000 / 1e6, abs=0.011)
+
+
+def test_every_pair_of_layouts_is_covered():
+    cover = [cell_of(f"{cell} dispatcher=alltoall") for cell in COVER]
+    for pair in combinations(("tp", "cp", "pp", "vpp", "ep"), 2):
+        assert any(all(cell[axis] == "2" for axis in pair) for cell in cover), pair
 
 
 def test_layouts_that_do_not_divide_the_modules_are_rejected():

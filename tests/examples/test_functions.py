@@ -9,31 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_moe.build import build_model, build_trainer, record_steps
-from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.imports import ImportProblem, import_file
-from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.moe import RouterConfig
-from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.registry import SCORE_FUNCTIONS, RegistrationProblem
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.memory import RankMemory, heaviest
 from megatron_moe.kernels.backends.triton.activation import activation as fused_activation
 from megatron_moe.kernels.backends.triton.routing.op import route as fused_route
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.moe.upcycling import expected_weight_sum
-from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.train.train_state import TrainState
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, generate, losses, records, succeed
 from tests.helpers.command_lines import calls_of, plan_of, texts_of
-from tests.helpers.eager_graphs import EagerRecorder
-from tests.helpers.pipelines import KERNELS, run_steps
+from tests.helpers.example_proofs import check_layout, check_memory, check_replay, covering, with_fp8
 from tests.helpers.ranks import run_torchrun
-from tests.helpers.tolerances import EXACT, FP64_REF
+from tests.helpers.tolerances import FP64_REF
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
 from tools.launch import main as launch
@@ -88,37 +79,24 @@ def test_the_documentation_shows_the_tested_files():
 @pytest.mark.parametrize(
     "cell",
     [
+        *covering("dispatcher=alltoall"),
         "tp=2 sp=on dp=2 ep=4 dispatcher=alltoall balance=none",
-        "cp=2 pp=2 accumulation=2 balance=none",
         "tp=2 sp=on cp=2 documents=packed balance=none recompute=moe",
         "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2 balance=none recompute=small",
     ],
 )
 def test_layouts_equal_one_rank(cell):
     plan = with_examples(cells.plan_of(cell_of(cell)))
-    comparison = cells.compare_plan(plan)
-    assert comparison.equal, comparison.text()
+    check_layout(plan)
     assert {"kl_loss", "moe/margin"} <= {name for name, _ in cells.record_one_rank(plan).metrics[0]}
 
 
 def test_layouts_with_fp8_products_equal_one_rank():
-    plan = with_examples(cells.plan_of(cell_of("tp=2 sp=on balance=none")))
-    low = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
-    comparison = cells.compare_plan(replace(plan, precision=replace(plan.precision, low_precision=low)))
-    assert comparison.equal, comparison.text()
+    check_layout(with_fp8(with_examples(cells.plan_of(cell_of("tp=2 sp=on balance=none")))))
 
 
 def test_replayed_graphs_equal_eager_steps():
-    plan = with_examples(cells.plan_of(cell_of("balance=none")))
-
-    def steps(graphs: CudaGraphConfig | None):
-        trainer = build_trainer(plan, context := ParallelContext.single(), build_model(plan, context, KERNELS), KERNELS)
-        if graphs is not None:
-            record_steps(trainer, EagerRecorder(), graphs)
-        return run_steps(plan, trainer, TrainState(), 3)
-
-    modules = CudaGraphConfig(cuda_graph_modules=("attn", "mlp", "moe_router"), cuda_graph_warmup_steps=1)
-    EXACT.check_all(steps(modules), steps(None), "replayed steps")
+    check_replay(with_examples(cells.plan_of(cell_of("balance=none"))))
 
 
 def test_fused_kernels_leave_registered_functions_to_plain_torch():
@@ -145,11 +123,7 @@ def test_fused_kernels_leave_registered_functions_to_plain_torch():
 def test_emulated_memory_agrees_with_the_cost_model():
     words = ["--import", *FILES, *USE, "--bf16", "--seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024"]
     sizes = "--ffn-hidden-size 4096 --moe-ffn-hidden-size 1024 --transformer-impl local --micro-batch-size 1"
-    plan = plan_of(f"{' '.join(words)} {sizes}", "--swiglu --moe-aux-loss-coeff")
-    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    closed = heaviest(RankMemory(plan).all_ranks()).total
-    emulated = sum(emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories.values())
-    assert emulated == pytest.approx(closed, rel=0.03)
+    check_memory(plan_of(f"{' '.join(words)} {sizes}", "--swiglu --moe-aux-loss-coeff"))
 
 
 def test_a_dry_run_needs_no_torch():

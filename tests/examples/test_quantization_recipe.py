@@ -6,26 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_moe.build import build_model, build_trainer, record_steps
-from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.imports import import_file
-from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.cost_model.memory import RankMemory, heaviest
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.memory_emulation.rank import emulate_rank
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
-from megatron_moe.train.train_state import TrainState
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, succeed
 from tests.helpers.command_lines import calls_of, plan_of
-from tests.helpers.eager_graphs import EagerRecorder
-from tests.helpers.pipelines import KERNELS, run_steps
+from tests.helpers.example_proofs import check_layout, check_memory, check_replay, covering
 from tests.helpers.ranks import run_torchrun
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.parity import cells
@@ -69,37 +61,17 @@ def test_linear_layers_multiply_dequantised_integers():
 
 
 @pytest.mark.parametrize(
-    "cell",
-    [
-        "tp=2 sp=on shared=on",
-        "cp=2 pp=2 accumulation=2 recompute=small",
-        "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2",
-        "tp=2 sp=on pp=2 vpp=2 accumulation=2",
-        "tp=2 sp=on cp=2",
-        "tp=2 sp=on dp=2 ep=2 dispatcher=alltoall",
-        "cp=2 pp=2 vpp=2 accumulation=2",
-        "cp=2 ep=2 dispatcher=alltoall",
-    ],
+    "cell", [*covering("dispatcher=alltoall"), "tp=2 sp=on shared=on", "cp=2 pp=2 accumulation=2 recompute=small"]
 )
 def test_layouts_equal_one_rank(cell):
     plan = cells.plan_of(cell_of(cell))
-    low = recipe(weight_grad=False)
-    comparison = cells.compare_plan(replace(plan, precision=replace(plan.precision, low_precision=low)))
-    assert comparison.equal, comparison.text()
+    check_layout(replace(plan, precision=replace(plan.precision, low_precision=recipe(weight_grad=False))))
 
 
 def test_replayed_graphs_equal_eager_steps():
     plan = cells.plan_of(cell_of("balance=none"))
     plan = replace(plan, precision=replace(plan.precision, low_precision=recipe()))
-
-    def steps(graphs: CudaGraphConfig | None):
-        trainer = build_trainer(plan, context := ParallelContext.single(), build_model(plan, context, KERNELS), KERNELS)
-        if graphs is not None:
-            record_steps(trainer, EagerRecorder(), graphs)
-        return run_steps(plan, trainer, TrainState(), 3)
-
-    modules = CudaGraphConfig(cuda_graph_modules=("attn", "moe_router"), cuda_graph_warmup_steps=1)
-    EXACT.check_all(steps(modules), steps(None), "replayed steps")
+    check_replay(plan, ("attn", "moe_router"))
 
 
 @pytest.mark.parametrize("policy", ["full recompute", "offload"])
@@ -109,11 +81,7 @@ def test_recomputed_and_offloaded_copies_give_the_same_bits(policy):
 
 def test_emulated_memory_agrees_with_the_cost_model():
     sizes = "--bf16 --seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096"
-    plan = plan_of(f"{USE} {sizes} --moe-ffn-hidden-size 1024 --transformer-impl local --micro-batch-size 1")
-    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    closed = heaviest(RankMemory(plan).all_ranks()).total
-    emulated = sum(emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories.values())
-    assert emulated == pytest.approx(closed, rel=0.03)
+    check_memory(plan_of(f"{USE} {sizes} --moe-ffn-hidden-size 1024 --transformer-impl local --micro-batch-size 1"))
 
 
 def test_it_needs_emulation():

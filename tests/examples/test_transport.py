@@ -4,19 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.imports import import_file
 from megatron_moe.config.model import with_experts
-from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.memory import RankMemory, heaviest
-from megatron_moe.memory_emulation.rank import emulate_rank
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, succeed
 from tests.helpers.command_lines import calls_of, plan_of, texts_of
+from tests.helpers.example_proofs import COVER, check_layout, check_memory, with_fp8
 from tests.helpers.ranks import run_torchrun
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
@@ -35,6 +31,7 @@ def plan_of_cell(name: str) -> RunPlan:
 @pytest.mark.parametrize(
     "cell",
     [
+        *COVER,
         "dp=2 ep=2 capacity=drop",
         "tp=2 sp=on ep=2 recompute=moe shared=overlap",
         "tp=2 sp=on dp=2 ep=2 etp=2 recompute=small accumulation=2",
@@ -42,25 +39,17 @@ def plan_of_cell(name: str) -> RunPlan:
     ],
 )
 def test_layouts_equal_one_rank(cell):
-    comparison = cells.compare_plan(plan_of_cell(cell))
-    assert comparison.equal, comparison.text()
+    check_layout(plan_of_cell(cell))
 
 
 def test_layouts_with_fp8_products_equal_one_rank():
-    plan = plan_of_cell("dp=2 ep=2")
-    low = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
-    comparison = cells.compare_plan(replace(plan, precision=replace(plan.precision, low_precision=low)))
-    assert comparison.equal, comparison.text()
+    check_layout(with_fp8(plan_of_cell("dp=2 ep=2")))
 
 
 def test_emulated_memory_agrees_with_the_cost_model():
     sizes = "--bf16 --seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096"
     words = f"{' '.join(USE)} {sizes} --moe-ffn-hidden-size 1024 --transformer-impl local --micro-batch-size 1"
-    plan = plan_of(f"{words} --expert-model-parallel-size 2", environ=EP2)
-    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    closed = heaviest(RankMemory(plan).all_ranks()).total
-    emulated = sum(emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories.values())
-    assert emulated == pytest.approx(closed, rel=0.05)
+    check_memory(plan_of(f"{words} --expert-model-parallel-size 2", environ=EP2), rel=0.05)
 
 
 def test_a_dry_run_needs_no_torch():

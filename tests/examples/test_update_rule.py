@@ -13,13 +13,15 @@ from megatron_moe.cost_model.memory import RankMemory
 from megatron_moe.memory_emulation.rank import emulate_rank
 from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.command_lines import plan_of as plan_of_flags
+from tests.helpers.example_proofs import check_layout, check_replay, covering, with_fp8
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
-from tests.parity.cells import compare_plan, plan_of
+from tests.parity.cells import plan_of
 from tests.parity.dimensions import cell_of
 from tests.train.test_resharding import resume, train_and_save
 
 FILE = Path(__file__).parent / "update_rule.py"
 LAYOUTS = (
+    *covering("dispatcher=alltoall zero=on"),
     "dp=2 zero=on",
     "dp=2",
     "tp=2 sp=on",
@@ -36,20 +38,26 @@ def imported() -> None:
 
 
 def plan(layout: str, *, overlapped: bool = False) -> RunPlan:
-    plan = plan_of(cell_of(f"balance=none {layout}"))
+    plan = plan_of(cell_of(f"{layout} balance=none"))
     optimizer = replace(plan.optimizer, optimizer="preconditioned_momentum", overlap_optimizer_step=overlapped)
     return replace(plan, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_equal_one_rank(layout: str) -> None:
-    comparison = compare_plan(plan(layout))
-    assert comparison.equal, comparison.text()
+    check_layout(plan(layout))
 
 
 def test_the_overlapped_step_equals_one_rank() -> None:
-    comparison = compare_plan(plan("dp=2 zero=on", overlapped=True))
-    assert comparison.equal, comparison.text()
+    check_layout(plan("dp=2 zero=on", overlapped=True))
+
+
+def test_layouts_with_fp8_products_equal_one_rank() -> None:
+    check_layout(with_fp8(plan("tp=2 sp=on dp=2 zero=on")))
+
+
+def test_replayed_graphs_equal_eager_steps() -> None:
+    check_replay(plan("accumulation=2"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Proofs that the additions of `tests/examples/` share: layouts, FP8 products, replayed graphs, memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_moe.build import build_model, build_trainer, record_steps
+from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.precision import low_precision_config
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.memory import RankMemory, heaviest
+from megatron_moe.memory_emulation.rank import emulate_rank
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.train_state import TrainState
+from tests.helpers.eager_graphs import EagerRecorder
+from tests.helpers.pipelines import KERNELS, run_steps
+from tests.helpers.tolerances import EXACT
+from tests.parity import cells
+
+COVER = (
+    "tp=2 sp=on cp=2 ep=2 balance=none",
+    "tp=2 sp=on pp=2 vpp=2 ep=2 accumulation=2 balance=none",
+    "cp=2 pp=2 vpp=2 ep=2 accumulation=2 balance=none",
+)
+"""Layouts that contain all pairs of two tensor-, context-, pipeline- and expert-parallel ranks and virtual stages."""
+
+
+def covering(more: str) -> list[str]:
+    """`COVER` with more settings."""
+    return [f"{cell} {more}" for cell in COVER]
+
+
+def check_layout(plan: RunPlan) -> None:
+    """Compares losses, gradients and the updated weights of all ranks with those of one rank, in fp64."""
+    comparison = cells.compare_plan(plan)
+    assert comparison.equal, comparison.text()
+
+
+def with_fp8(plan: RunPlan) -> RunPlan:
+    """Plan with emulated FP8 products."""
+    low = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
+    return replace(plan, precision=replace(plan.precision, low_precision=low))
+
+
+def check_replay(plan: RunPlan, modules: tuple[str, ...] = ("attn", "mlp", "moe_router")) -> None:
+    """Compares three steps with recorded and replayed modules with eager steps, bit for bit."""
+
+    def steps(graphs: CudaGraphConfig | None) -> dict[str, torch.Tensor]:
+        trainer = build_trainer(plan, context := ParallelContext.single(), build_model(plan, context, KERNELS), KERNELS)
+        if graphs is not None:
+            record_steps(trainer, EagerRecorder(), graphs)
+        return run_steps(plan, trainer, TrainState(), 3)
+
+    graphs = CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1)
+    EXACT.check_all(steps(graphs), steps(None), "replayed steps")
+
+
+def check_memory(plan: RunPlan, rel: float = 0.03) -> None:
+    """Compares the memory of the fullest rank in the cost model with that of rank 0 in an emulation."""
+    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
+    closed = heaviest(RankMemory(plan).all_ranks()).total
+    emulated = sum(emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories.values())
+    assert emulated == pytest.approx(closed, rel=rel)
