@@ -117,6 +117,7 @@ def _delta_net(flags: Flags) -> tuple[GatedDeltaNetConfig, ...]:
         flags,
         prefix="linear_",
         conv_width=flags.linear_conv_kernel_dim,
+        cp_mode=flags.linear_cp_mode,
         norm=NormConfig(kind="RMSNorm", eps=flags.norm_epsilon),
     )
     return (config,) * flags.num_layers
@@ -130,6 +131,7 @@ def _mamba(flags: Flags) -> tuple[MambaConfig, ...]:
         key_head_dim=flags.mamba_state_dim,
         value_head_dim=flags.mamba_head_dim,
         conv_width=_MAMBA_CONV_WIDTH,
+        cp_mode=flags.linear_cp_mode,
         norm=NormConfig(kind="RMSNorm", eps=flags.norm_epsilon),
     )
     return (config,) * flags.num_layers

@@ -18,6 +18,17 @@ def cp_divides_sequence(flags: RuleFlags) -> Violations:
         )
 
 
+def chunks_are_longer_than_convolutions(flags: RuleFlags) -> Violations:
+    """With --linear-cp-mode chunkwise, the convolution of a chunk sees tokens of only one chunk before it."""
+    chunk, cp = flags.seq_length // (2 * flags.context_parallel_size), flags.context_parallel_size
+    if flags.linear_cp_mode == "chunkwise" and cp > 1 and chunk < flags.linear_conv_kernel_dim - 1:
+        yield (
+            f"chunks of {counted(chunk, 'token')} on {cp} context-parallel ranks are shorter than the "
+            f"{flags.linear_conv_kernel_dim - 1} earlier tokens that a convolution sees",
+            "use fewer ranks, or --linear-cp-mode headwise",
+        )
+
+
 def cp_comm_type_matches_layers(flags: RuleFlags) -> Violations:
     """--cp-comm-type has one value for all layers or one per layer."""
     if len(flags.cp_comm_type) not in (1, flags.num_layers):

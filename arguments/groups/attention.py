@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from arguments.flag import REQUIRED, flag, new_flag, unsupported
+from arguments.flag import REQUIRED, differs, flag, new_flag, unsupported
 from arguments.values import LayerPattern
+from megatron_moe.config.linear_attention import CPMode
 
 _sparse_attention = partial(unsupported, note="only dense softmax attention is implemented")
 
@@ -88,6 +89,12 @@ class AttentionFlags:
     """Number of key heads of linear attention."""
     linear_num_value_heads: int = flag(32, least=1)
     """Number of value heads of linear attention."""
+    linear_cp_mode: CPMode = differs(
+        "headwise", "also for Mamba; Megatron-LM's default is chunkwise in its development version"
+    )
+    """Context parallelism of linear attention and Mamba. headwise: all-to-all exchanges make each rank compute some
+    heads on all positions. chunkwise: each rank computes all heads on its positions, and ranks gather the states that
+    the chunks of others add; numbers of heads only have to be multiples of the tensor-parallel size."""
 
     dsa_indexer_n_heads: int | None = _sparse_attention(None)
     """Number of heads of the sparse-attention indexer."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.component import MixerConfig, ParamSpec, indivisible, linear_parameters
@@ -12,6 +12,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig
 
+CPMode = Literal["headwise", "chunkwise"]
 CHUNK = 64
 """Tokens of a chunk, within which the kernels of linear attention compute matrix products."""
 
@@ -32,6 +33,9 @@ class LinearAttentionConfig(MixerConfig):
     """Tokens that the short convolution sees (`--linear-conv-kernel-dim`)."""
     norm: NormConfig
     """Norm of the gated output, without a bias. Its weight is never stored zero-centred."""
+    cp_mode: CPMode = "headwise"
+    """Context parallelism (`--linear-cp-mode`): all-to-all exchanges make each rank compute some heads on all positions
+    (headwise), or each rank computes all heads on its positions and passes on their states (chunkwise)."""
 
     mixed_rows: ClassVar[bool] = False
     """`ParamMeta.mixed_rows` of the input projection."""
@@ -87,15 +91,29 @@ class LinearAttentionConfig(MixerConfig):
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         options, num_ranks = "--tensor-model-parallel-size times --context-parallel-size", parallel.tp * parallel.cp
+        if self.cp_mode == "chunkwise":
+            options, num_ranks = "--tensor-model-parallel-size", parallel.tp
         return indivisible(options, num_ranks, self.num_key_heads, "key head") or indivisible(
             options, num_ranks, self.num_value_heads, "value head"
         )
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        """Bytes of the inputs of the recurrence, whose heads are scattered, and of its output, gathered again."""
+        """headwise: bytes of the recurrence's inputs, whose heads are scattered, and of its output, gathered again.
+        chunkwise: bytes of the states and transitions that are gathered, and of the last tokens of chunks."""
         shard = self.shard(parallel.tp)
+        if self.cp_mode == "chunkwise":
+            state = shard.num_value_heads * self.key_head_dim * self.value_head_dim
+            transition = shard.num_value_heads * (self.key_head_dim**2 if self.solves_systems else 1)
+            tokens = (self.conv_width - 1) * sum(shard.mixed_sections)
+            rows = self._chunk_rows(parallel, sizes) * (parallel.cp - 1)
+            return float(rows * (state + transition + tokens) * sizes.activation)
         # the gate stays on the ranks of its positions; the output has its width
         return 2 * sizes.inner * sum(shard.sections) * sizes.activation * (parallel.cp - 1) / parallel.cp
+
+    def _chunk_rows(self, parallel: ParallelConfig, sizes: ActivationSizes) -> int:
+        """Number of chunks of a rank in all sequences of the microbatch."""
+        batch_size = max(1, sizes.inner * parallel.cp // sizes.length)
+        return batch_size * (2 if parallel.cp_split == "zigzag" else 1)
 
     def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
@@ -106,12 +124,30 @@ class LinearAttentionConfig(MixerConfig):
         tensor, heads = partial(saved_tensor, "attention"), tokens * shard.num_value_heads
         mixed = tokens * sum(shard.mixed_sections)
         yield tensor("projection", "U C", tokens * sum(shard.sections), size)
-        if parallel.cp > 1:
-            yield tensor("input of whole sequences", "U C", mixed, size)
-        yield tensor("q, k and v", "U C", mixed, size)
-        yield from self.recurrence_tensors(heads, sizes)
+        if parallel.cp > 1 and self.cp_mode == "chunkwise":
+            yield from self._chunk_tensors(shard, self._chunk_rows(parallel, sizes), sizes)
+        else:
+            if parallel.cp > 1:
+                yield tensor("input of whole sequences", "U C", mixed, size)
+            yield tensor("q, k and v", "U C", mixed, size)
+            yield from self.recurrence_tensors(heads, sizes)
         yield tensor("output", "U N V", heads * self.value_head_dim, size)
         yield tensor("gated output", "U N V", heads * self.value_head_dim, size, {"low": "attn_proj"})
+
+    def _chunk_tensors(self, shard: Self, rows: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Inputs of the ops on `rows` chunks, to which tokens that read or write the state are added."""
+        keys, heads, size = self.key_head_dim, shard.num_value_heads, sizes.activation
+        tensor, channels = partial(saved_tensor, "attention"), sum(shard.mixed_sections)
+        yield tensor("chunks with tokens before", "U C", (sizes.inner + rows * (self.conv_width - 1)) * channels, size)
+        reading = sizes.inner + rows * keys
+        yield tensor("q, k and v", "U C", reading * channels, size)
+        yield from self.recurrence_tensors(reading * heads, sizes)
+        if self.solves_systems:
+            both = reading + rows * keys
+            yield tensor("q, k and v of the transition", "U C", both * (2 * shard.key_width + heads * keys), size)
+            yield from self.recurrence_tensors(both * heads, sizes)
+        yield tensor("outputs of the transition", "U N K", sizes.inner * heads * keys, size)
+        yield tensor("states", "N K V", rows * heads * keys * (keys + self.value_head_dim), size)
 
     def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Saved tensors besides q, k, v and output. `heads`: local tokens times value heads."""

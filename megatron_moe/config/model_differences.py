@@ -11,7 +11,7 @@ from megatron_moe.config.moe import RouterConfig
 
 _WITHOUT_EFFECT = frozenset(
     (
-        *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange"),
+        *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange", "cp_mode"),
         *("expert_rank_capacity_factor", "transport_backend", "push"),
         *("hybridep", "row_alignment"),
         *("init", "max_positions", "vocab_size"),

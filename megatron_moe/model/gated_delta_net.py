@@ -17,8 +17,8 @@ from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.layers.components import Site
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.model.linear_attention import LinearAttention, share_of
-from megatron_moe.parallel.context import ProcessGroup
+from megatron_moe.model.linear_attention import LinearAttention
+from megatron_moe.model.linear_scan import Scan
 
 KEY_EPS = 1e-6
 """Added to the squared norms by which rows of q and k are divided."""
@@ -38,23 +38,20 @@ class GatedDeltaNet(LinearAttention):
         mixed_SBC, gate_SBC, *others = projected_SBC.split(sizes, dim=-1)
         return mixed_SBC, gate_SBC, others
 
-    def recurrence(
-        self, mixed_SBC: Tensor, others: Sequence[Tensor], segments_BS: Tensor | None, group: ProcessGroup | None
-    ) -> Tensor:
+    def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
         (beta_SBM, decay_SBM), config = others, self.config
-        filters_CK = share_of(self.conv1d.weight, group, self.local.mixed_sections)
-        conv_SBC = self.kernels.short_conv(mixed_SBC, filters_CK, None, segments_BS)
-        widths = self.local.shard(1 if group is None else group.size).mixed_sections
+        filters_CK = scan.share_of(self.conv1d.weight, self.local.mixed_sections)
+        conv_SBC = scan.short_conv(mixed_SBC, filters_CK, None)
+        widths = self.local.shard(scan.num_shares).mixed_sections
         q_SBC, k_SBC, v_SBC = conv_SBC.split(widths, dim=-1)
         wide = internal_dtype(conv_SBC.dtype)
-        rate_SBM = F.softplus(decay_SBM.to(wide) + share_of(self.dt_bias, group).to(wide))
-        return self.kernels.linear_attention(
+        rate_SBM = F.softplus(decay_SBM.to(wide) + scan.share_of(self.dt_bias).to(wide))
+        return scan.linear_attention(
             q_SBC.unflatten(-1, (-1, config.key_head_dim)),
             k_SBC.unflatten(-1, (-1, config.key_head_dim)),
             v_SBC.unflatten(-1, (-1, config.value_head_dim)),
-            -share_of(self.A_log, group).to(wide).exp() * rate_SBM,
+            -scan.share_of(self.A_log).to(wide).exp() * rate_SBM,
             beta_SBM.to(wide).sigmoid(),
-            segments_BS,
             config.key_head_dim**-0.5,
             KEY_EPS,
         )

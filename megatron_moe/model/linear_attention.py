@@ -10,7 +10,7 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.components import Mixer, Site
 from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.parallel.context import ProcessGroup
+from megatron_moe.model.linear_scan import ChunksOverRanks, Scan, WholeSequences
 from megatron_moe.parallel.context_parallel import by_rank, gather_heads, in_order, scatter_heads
 from megatron_moe.parallel.parameter import Parameter
 
@@ -25,8 +25,9 @@ class WeightAndBias(nn.Module):
 class LinearAttention(Mixer):
     """Mixer with linear attention.
 
-    Heads are sharded over tensor-parallel ranks. Under context parallelism, an all-to-all gathers the positions and
-    scatters the heads before the convolution, and another one reverses this after the recurrence (arXiv 2309.14509).
+    Heads are sharded over tensor-parallel ranks. Under context parallelism, ranks pass on the states of their chunks
+    (`linear_scan`), or an all-to-all gathers the positions and scatters the heads before the convolution, and another
+    one reverses this after the recurrence (arXiv 2309.14509).
     """
 
     def __init__(self, config: LinearAttentionConfig, site: Site, resources: ModelResources) -> None:
@@ -45,8 +46,15 @@ class LinearAttention(Mixer):
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""
         mixed_SBC, gate_SBC, others = self.split_projection(self.in_proj(hidden_SBH))
-        part = mb.tokens.part
-        if part is not None and len(part.of_ranks) > 1:
+        tokens, part = mb.tokens, mb.tokens.part
+        if part is None or len(part.of_ranks) == 1:
+            assert part is not None or self.ctx.group("cp").size == 1, "TokenMeta.part is not set"
+            out_SBMV = self.recurrence(mixed_SBC, others, WholeSequences(self.kernels, tokens.segments_BS))
+        elif self.local.cp_mode == "chunkwise":
+            group, batch_size = self.ctx.group(part.group), mixed_SBC.shape[1]
+            chunks = ChunksOverRanks(self.kernels, part, group, tokens.whole_segments_BS, batch_size)
+            out_SBMV = self.recurrence(mixed_SBC, others, chunks)
+        else:
             group = self.ctx.group(part.group)
             # cp: S * B elements of all channels but the gate here, S * B * v back; backward: the same
             channels = (*mixed_SBC.split(self.local.mixed_sections, dim=-1), *others)
@@ -54,11 +62,9 @@ class LinearAttention(Mixer):
             own_SBC = in_order(scatter_heads(packed_SBNC, group).squeeze(2), part.of_ranks)
             widths = [x.shape[-1] // group.size for x in (mixed_SBC, *others)]
             mixed_SBC, *others = own_SBC.split(widths, dim=-1)
-            out_SBMV = self.recurrence(mixed_SBC, others, mb.tokens.whole_segments_BS, group)
+            whole = WholeSequences(self.kernels, tokens.whole_segments_BS, group)
+            out_SBMV = self.recurrence(mixed_SBC, others, whole)
             out_SBMV = gather_heads(by_rank(out_SBMV, part.of_ranks), group)
-        else:
-            assert part is not None or self.ctx.group("cp").size == 1, "TokenMeta.part is not set"
-            out_SBMV = self.recurrence(mixed_SBC, others, mb.tokens.segments_BS, None)
         return self.out_proj(self.gated_norm(out_SBMV, gate_SBC))
 
     def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
@@ -66,22 +72,10 @@ class LinearAttention(Mixer):
         inputs of the recurrence, whose channels are ordered by head. All are [S, B, C]."""
         raise NotImplementedError
 
-    def recurrence(
-        self, mixed_SBC: Tensor, others: Sequence[Tensor], segments_BS: Tensor | None, group: ProcessGroup | None
-    ) -> Tensor:
-        """Output [S, B, M, V] of convolution and linear attention on whole sequences. `group`: ranks that share the
-        local heads equally; None means that this rank has all of them."""
+    def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
+        """Output [S, B, M, V] of convolution and linear attention, which `scan` computes."""
         raise NotImplementedError
 
     def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:
         """Input [S, B, C] of the output projection."""
         raise NotImplementedError
-
-
-def share_of(parameter: Tensor, group: ProcessGroup | None, sections: Sequence[int] = ()) -> Tensor:
-    """Part of a parameter of the local heads for the heads of this rank of `group`. `sections`: sizes of parts of dim
-    0, each of which is divided equally; empty: the whole is."""
-    if group is None:
-        return parameter
-    parts = parameter.split(list(sections)) if sections else [parameter]
-    return torch.cat([part.chunk(group.size)[group.rank] for part in parts])

@@ -16,8 +16,8 @@ from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.layers.components import Site
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.model.linear_attention import LinearAttention, WeightAndBias, share_of
-from megatron_moe.parallel.context import ProcessGroup
+from megatron_moe.model.linear_attention import LinearAttention, WeightAndBias
+from megatron_moe.model.linear_scan import Scan
 
 
 class Mamba(LinearAttention):
@@ -36,26 +36,23 @@ class Mamba(LinearAttention):
         gate_SBC, mixed_SBC, step_SBM = projected_SBC.split(sizes, dim=-1)
         return mixed_SBC, gate_SBC, [step_SBM]
 
-    def recurrence(
-        self, mixed_SBC: Tensor, others: Sequence[Tensor], segments_BS: Tensor | None, group: ProcessGroup | None
-    ) -> Tensor:
+    def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
         (step_SBM,), config, mixed = others, self.config, self.local.mixed_sections
-        filters_CK, bias_C = (share_of(x, group, mixed) for x in (self.conv1d.weight, self.conv1d.bias))
-        conv_SBC = self.kernels.short_conv(mixed_SBC, filters_CK, bias_C, segments_BS)
-        widths = self.local.shard(1 if group is None else group.size).mixed_sections
+        filters_CK, bias_C = (scan.share_of(x, mixed) for x in (self.conv1d.weight, self.conv1d.bias))
+        conv_SBC = scan.short_conv(mixed_SBC, filters_CK, bias_C)
+        widths = self.local.shard(scan.num_shares).mixed_sections
         x_SBC, k_SBC, q_SBC = conv_SBC.split(widths, dim=-1)
         x_SBMV, wide = x_SBC.unflatten(-1, (-1, config.value_head_dim)), internal_dtype(conv_SBC.dtype)
-        step_SBM = F.softplus(step_SBM.to(wide) + share_of(self.dt_bias, group).to(wide))
-        out_SBMV = self.kernels.linear_attention(
+        step_SBM = F.softplus(step_SBM.to(wide) + scan.share_of(self.dt_bias).to(wide))
+        out_SBMV = scan.linear_attention(
             q_SBC.unflatten(-1, (-1, config.key_head_dim)),
             k_SBC.unflatten(-1, (-1, config.key_head_dim)),
             (x_SBMV * step_SBM[..., None]).to(x_SBMV.dtype),
-            -share_of(self.A_log, group).to(wide).exp() * step_SBM,
+            -scan.share_of(self.A_log).to(wide).exp() * step_SBM,
             None,
-            segments_BS,
             1.0,
         )
-        return out_SBMV + x_SBMV * share_of(self.D, group)[:, None]
+        return out_SBMV + x_SBMV * scan.share_of(self.D)[:, None]
 
     def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:
         groups = (self.local.num_key_heads, -1)

@@ -17,7 +17,7 @@ from megatron_moe.parallel.context import ParallelContext
 from tests.gpu.experts_over_gpus import ContextOf, on_gpus
 from tests.helpers.tiny_models import microbatch
 from tests.helpers.tolerances import FP64_LAYOUT
-from tests.model.test_context_parallel_gpt import MIXERS, SEQ, documents, model, run
+from tests.model.test_context_parallel_gpt import MIXERS, SEQ, documents, hybrid, model, run
 
 NUM_GPUS = pytest.mark.parametrize(
     "num_gpus", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
@@ -37,6 +37,10 @@ def cases(num_ranks: int) -> list[tuple[str, ModelConfig, MicroBatch, ParallelCo
             found.append((f"{exchange} {mixer}", config, batch, parallel))
             found.append((f"{exchange} {mixer} documents", config, packed, parallel))
         found.append((f"dynamic {mixer}", model(MIXERS[mixer], "p2p"), packed, dynamic))
+    contiguous = replace(plain, cp_split="contiguous")
+    for mode in ("headwise", "chunkwise"):
+        found.append((f"hybrid {mode}", hybrid(mode), batch, contiguous))
+        found.append((f"hybrid {mode} documents", hybrid(mode), packed, contiguous))
     return found
 
 

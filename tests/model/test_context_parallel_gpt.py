@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.linear_attention import CPMode
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicroBatch, split_sequence, to_device
@@ -110,10 +111,27 @@ def test_multi_token_prediction_across_chunk_boundaries(
     check(config, microbatch(2, SEQ, valid_BS=valid, **documents()), parallel, per_token=per_token)
 
 
-def test_packed_documents_are_separate_sequences() -> None:
-    """Four ranks with three documents in one sequence, against one rank that is given the documents one by one."""
-    config, packed = model(MIXERS["gqa"], "p2p"), microbatch(1, SEQ, **documents(1))
-    over_ranks = on_threads(CP4, lambda ctx: run(config, packed, ctx, per_token=True))
+def hybrid(cp_mode: CPMode) -> ModelConfig:
+    """Layers with a gated delta net, Mamba and softmax attention."""
+    linear = [replace(tiny_models.LINEAR_ATTENTION[name], cp_mode=cp_mode) for name in ("delta", "mamba")]
+    layers = [(linear[0], moe_config()), (linear[1], None), (MIXERS["gqa"], moe_config())]
+    return model_config(*(layer_config(mixer, feed_forward) for mixer, feed_forward in layers))
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel"),
+    [
+        (model(MIXERS["gqa"], "p2p"), CP4),
+        (hybrid("headwise"), CP2),
+        (hybrid("chunkwise"), CP2),
+        (hybrid("chunkwise"), replace(CP4, cp_split="contiguous")),
+    ],
+    ids=["attention", "hybrid by heads", "hybrid by chunks", "hybrid by contiguous chunks"],
+)
+def test_packed_documents_are_separate_sequences(config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Ranks with three documents in one sequence, against one rank that is given the documents one by one."""
+    packed = microbatch(1, SEQ, **documents(1))
+    over_ranks = on_threads(parallel, lambda ctx: run(config, packed, ctx, per_token=True))
     apart: list[Run] = []
     for start, end in ((0, 1), (1, 7), (7, 16)):
         alone = MicroBatch(

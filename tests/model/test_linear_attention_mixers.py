@@ -16,6 +16,7 @@ from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.linear_attention import LinearAttention
+from megatron_moe.model.linear_scan import ChunksOverRanks, WholeSequences
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_positions, take_positions
 from tests.helpers.ranks import on_threads
@@ -26,6 +27,9 @@ from tests.helpers.tolerances import FP32_MODEL, FP64_LAYOUT
 SEQ, BATCH = 12, 2
 DELTA_NET, MAMBA = LINEAR_ATTENTION["delta"], LINEAR_ATTENTION["mamba"]
 MIXERS = pytest.mark.parametrize("config", [DELTA_NET, MAMBA], ids=["gated delta net", "Mamba-2"])
+CHUNKWISE = pytest.mark.parametrize(
+    "config", [replace(mixer, cp_mode="chunkwise") for mixer in (DELTA_NET, MAMBA)], ids=["gated delta net", "Mamba-2"]
+)
 LAYOUTS = {
     "tp2": ParallelConfig(world_size=2, tp=2),
     "tp4 with sequence parallelism": ParallelConfig(world_size=4, tp=4, sequence_parallel=True),
@@ -81,6 +85,55 @@ def test_results_over_ranks_are_those_of_one_rank(config, layout, documents):
         for group in by_tp
     ]
     FP64_LAYOUT.check_all(whole(summed), whole([alone["grads"]]), "gradients")
+
+
+CHUNKED = {
+    "cp2": ParallelConfig(world_size=2, cp=2),
+    "cp4 in contiguous parts": ParallelConfig(world_size=4, cp=4, cp_split="contiguous"),
+    "tp2 cp2": ParallelConfig(world_size=4, tp=2, cp=2, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("layout", CHUNKED.values(), ids=CHUNKED)
+@CHUNKWISE
+def test_chunks_over_ranks_are_one_sequence(config, layout, documents):
+    test_results_over_ranks_are_those_of_one_rank(config, layout, documents)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_states_pass_through_many_chunks(num_ranks: int, delta: bool):
+    """Several chunks of the kernel per rank, one document over all ranks, and documents that end inside and at the end
+    of chunks; fp64."""
+    length, batch, eps = num_ranks * 80, 2, 1e-6 if delta else None
+    shapes = {"q": (3, 7), "k": (3, 7), "v": (6, 5), "decay": (6,), "beta": (6,)}
+    inputs = {name: randn(length, batch, *shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    inputs["decay"], inputs["beta"] = -inputs["decay"].abs() / 10, inputs["beta"].sigmoid()
+    probe, segments_BS = randn(length, batch, 6, 5, seed=9), torch.zeros(batch, length, dtype=torch.int64)
+    for end in (40, 90, 120):
+        segments_BS[1, end:] += 1
+    parts = split_positions("zigzag", length, num_ranks)
+
+    def results(ctx: ParallelContext) -> dict[str, Tensor]:
+        group = ctx.group("cp")
+        alone = group.size == 1
+        places = torch.arange(length) if alone else take_positions(torch.arange(length)[None], parts[group.rank])[0]
+        own = {name: x[places].clone().requires_grad_() for name, x in inputs.items()}
+        part = SequencePart(parts, group.rank)
+        scan = (
+            WholeSequences(KERNELS, segments_BS) if alone else ChunksOverRanks(KERNELS, part, group, segments_BS, batch)
+        )
+        beta = own["beta"] if delta else None
+        out = scan.linear_attention(own["q"], own["k"], own["v"], own["decay"], beta, 0.5, eps)
+        (out * probe[places]).sum().backward()
+        grads = {name: x.grad for name, x in own.items() if x.grad is not None}
+        return {"places": places, "out": out.detach(), **grads}
+
+    one = results(ParallelContext.single())
+    for rank in on_threads(ParallelConfig(world_size=num_ranks, cp=num_ranks), results):
+        places = rank.pop("places")
+        FP64_LAYOUT.check_all(rank, {name: one[name][places] for name in rank}, "results")
 
 
 def test_gated_delta_net_is_that_of_transformers():
