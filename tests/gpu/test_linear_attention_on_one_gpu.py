@@ -1,4 +1,4 @@
-"""Every output and gradient of linear attention on one GPU against fp64, at many shapes.
+"""Every output and gradient of linear attention and its convolution on one GPU against fp64, at many shapes.
 
 Triton 3.4 to 3.7.0 miscompiles products with the transposed result of another product on Hopper, for tiles of 64; so
 each gradient is compared with the reference, not only their use in a model.
@@ -7,9 +7,11 @@ each gradient is compared with the reference, not only their use in a model.
 import pytest
 
 from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention
+from megatron_moe.kernels.backends.triton.short_conv import short_conv
 from megatron_moe.kernels.reference.linear_attention import linear_attention as reference
-from tests.helpers.tolerances import LINEAR_ATTENTION_BF16
-from tests.kernels.test_linear_attention import inputs, results, segments_of
+from megatron_moe.kernels.reference.linear_attention import short_conv as reference_conv
+from tests.helpers.tolerances import FP32_REF, LINEAR_ATTENTION_BF16
+from tests.kernels.test_linear_attention import filters, inputs, results, segments_of
 
 pytestmark = pytest.mark.gpu1
 
@@ -38,3 +40,15 @@ def test_results_and_gradients_match_fp64(shape, delta, documents):
     for _ in range(3):  # repeated, because races differ from run to run
         actual = results(linear_attention, on_gpu, segments, shape[4] ** -0.5, eps)
         LINEAR_ATTENTION_BF16.check_all({name: x.double().cpu() for name, x in actual.items()}, expected)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("shape", [(1000, 2, 700, 4), (129, 3, 256, 3), (127, 1, 33, 2), (40, 1, 8, 1)], ids=str)
+def test_short_convolution_matches_fp64(shape, documents):
+    """Also with more tokens and channels than one program of the backward has."""
+    values = filters(*shape, bias=True)
+    segments = segments_of([5, 1, 1, 58, 64, 1, 3, 7], shape[1], shape[0]) if documents else None
+    expected = results(reference_conv, values, segments)
+    on_gpu = [x.float().cuda() for x in values]
+    actual = results(short_conv, on_gpu, None if segments is None else segments.cuda())
+    FP32_REF.check_all({name: x.double().cpu() for name, x in actual.items()}, expected)

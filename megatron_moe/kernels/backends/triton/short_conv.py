@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over a few tokens with SiLU, forward and backward in one pass each.
+"""Causal depthwise convolution over at most four tokens with SiLU, forward and backward in one pass each.
 
 Backward computes the convolution again instead of saving it.
 """
@@ -10,16 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, sum_of_shares
+from megatron_moe.kernels.backends.triton.launch import cdiv, sum_of_shares
+from megatron_moe.kernels.reference import linear_attention as reference
 
 _ROWS, _COLUMNS = 32, 64
 """Tokens and channels of a tile."""
-_TOKENS = 512
-"""Tokens for which one program sums the weight gradient."""
+_TOKENS, _CHANNELS = 128, 256
+"""Tokens and channels of a program of the backward."""
+_MAX_WIDTH = 4
+"""Largest width whose tokens the backward keeps in registers; wider convolutions run in torch."""
 
 
 def short_conv(x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:
     """See `Kernels.short_conv`."""
+    if weight_CK.shape[1] > _MAX_WIDTH:
+        return reference.short_conv(x_SBC, weight_CK, bias_C, segments_BS)
     out: Tensor = _ShortConv.apply(x_SBC, weight_CK, bias_C, segments_BS)  # type: ignore[no-untyped-call]
     return out
 
@@ -46,11 +51,11 @@ class _ShortConv(torch.autograd.Function):
         (length, batch, channels), width = x.shape, weight.shape[1]
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         # each program writes the sums over its tokens of the gradients of weight and bias
-        shares = torch.zeros(batch * cdiv(length, _TOKENS), width + 1, channels, device=x.device, dtype=torch.float32)
+        shares = torch.empty(batch * cdiv(length, _TOKENS), width + 1, channels, device=x.device, dtype=torch.float32)
         if x.numel():
-            _short_conv_backward[(cdiv(channels, _COLUMNS), cdiv(length, _TOKENS), batch)](
+            _short_conv_backward[(cdiv(channels, _CHANNELS), cdiv(length, _TOKENS), batch)](
                 grad, x, weight, bias, segments, grad_x, shares, length, batch, channels, grad.stride(1), x.stride(1),
-                WIDTH=width, TAPS=power_of_two(width + 1), ROWS=_ROWS, COLUMNS=_COLUMNS, TOKENS=_TOKENS, num_warps=4,
+                WIDTH=width, COLUMNS=_CHANNELS, TOKENS=_TOKENS, num_warps=2,
             )  # fmt: skip
         sums = sum_of_shares(shares.flatten(1), torch.float32).view(width + 1, channels)
         grad_bias = None if bias is None else sums[width].to(bias.dtype)
@@ -117,38 +122,107 @@ def _short_conv_forward(
 @triton.jit
 def _short_conv_backward(
     grad_ptr, x_ptr, weight_ptr, bias_ptr, segments_ptr, grad_x_ptr, shares_ptr, length, batch, channels,
-    grad_stride, stride, WIDTH: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    grad_stride, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of x for `TOKENS` tokens, and their sums for the gradients of weight (rows 0 .. WIDTH - 1) and bias."""
+    """Gradient of x for `TOKENS` tokens, and their sums for the gradients of weight (rows 0 .. WIDTH - 1) and bias.
+
+    Reads one token after the other: a thread keeps the last three inputs of its channels, and the unfinished gradients
+    of the last three tokens, in registers.
+    """
     columns, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(2)
-    held, taps = columns < channels, tl.arange(0, TAPS)
-    sums = tl.zeros((TAPS, COLUMNS), tl.float32)
-    for start in range(tl.program_id(1) * TOKENS, tl.minimum((tl.program_id(1) + 1) * TOKENS, length), ROWS):
-        tokens = start + tl.arange(0, ROWS)
-        exists = tokens < length
-        grad_x = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for ahead in tl.static_range(WIDTH):
-            later = tokens + ahead
-            seen = _seen(segments_ptr, later, tokens, exists & (later < length), row, length)
-            inner = _convolved(
-                x_ptr, weight_ptr, bias_ptr, segments_ptr, later, columns, row, length, batch, channels, stride, WIDTH
-            )
-            gate = tl.sigmoid(inner)
-            grad = _tile(grad_ptr, later, columns, seen, held, row, batch, grad_stride)
-            grad *= gate * (1.0 + inner * (1.0 - gate))
-            weight = tl.load(weight_ptr + columns * WIDTH + WIDTH - 1 - ahead, mask=held, other=0.0).to(tl.float32)
-            grad_x += weight[None, :] * grad
-            if ahead == 0:
-                sums += tl.where((taps == WIDTH)[:, None], tl.sum(grad, axis=0)[None, :], 0.0)
-            # token t reads x of token t - ahead: the same pairs of tokens as above
-            x = _tile(x_ptr, tokens, columns, seen, held, row, batch, stride)
-            of_tap = tl.sum(grad * x, axis=0)
-            sums += tl.where((taps == WIDTH - 1 - ahead)[:, None], of_tap[None, :], 0.0)
-        rows = (tokens.to(tl.int64) * batch + row) * channels
-        mask = exists[:, None] & held[None, :]
-        tl.store(grad_x_ptr + rows[:, None] + columns[None, :], grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-    offsets = (row * tl.num_programs(1) + tl.program_id(1)) * (WIDTH + 1) + taps
-    tl.store(
-        shares_ptr + offsets[:, None] * channels + columns[None, :], sums, mask=(taps <= WIDTH)[:, None] & held[None, :]
-    )
+    mask = columns < channels
+    first = tl.program_id(1) * TOKENS
+    end = tl.minimum(first + TOKENS, length)
+    weight_0 = _tap(weight_ptr, columns, mask, 0, WIDTH)
+    weight_1 = _tap(weight_ptr, columns, mask, 1, WIDTH)
+    weight_2 = _tap(weight_ptr, columns, mask, 2, WIDTH)
+    weight_3 = _tap(weight_ptr, columns, mask, 3, WIDTH)
+    bias = tl.zeros((COLUMNS,), tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    x_1 = _token(x_ptr, first - 1, columns, mask, length, row, batch, stride)
+    x_2 = _token(x_ptr, first - 2, columns, mask, length, row, batch, stride)
+    x_3 = _token(x_ptr, first - 3, columns, mask, length, row, batch, stride)
+    grad_1 = tl.zeros((COLUMNS,), tl.float32)
+    grad_2 = tl.zeros((COLUMNS,), tl.float32)
+    grad_3 = tl.zeros((COLUMNS,), tl.float32)
+    sum_0 = tl.zeros((COLUMNS,), tl.float32)
+    sum_1 = tl.zeros((COLUMNS,), tl.float32)
+    sum_2 = tl.zeros((COLUMNS,), tl.float32)
+    sum_3 = tl.zeros((COLUMNS,), tl.float32)
+    sum_bias = tl.zeros((COLUMNS,), tl.float32)
+    for step in tl.range(0, end - first + WIDTH - 1, loop_unroll_factor=4):
+        token = first + step
+        x = _token(x_ptr, token, columns, mask, length, row, batch, stride)
+        near_1 = _same_document(segments_ptr, token, 1, row, length)
+        near_2 = _same_document(segments_ptr, token, 2, row, length)
+        near_3 = _same_document(segments_ptr, token, 3, row, length)
+        inner = bias + weight_0 * x + weight_1 * (near_1 * x_1) + weight_2 * (near_2 * x_2) + weight_3 * (near_3 * x_3)
+        gate = tl.sigmoid(inner)
+        grad = _token(grad_ptr, token, columns, mask, length, row, batch, grad_stride)
+        grad *= gate * (1.0 + inner * (1.0 - gate))
+        own = tl.where(token < end, grad, 0.0)  # the next program adds the tokens from `end` on to the sums
+        sum_bias += own
+        sum_0 += own * x
+        sum_1 += own * (near_1 * x_1)
+        sum_2 += own * (near_2 * x_2)
+        sum_3 += own * (near_3 * x_3)
+        grad_0 = weight_0 * grad
+        grad_1 += weight_1 * (near_1 * grad)
+        grad_2 += weight_2 * (near_2 * grad)
+        grad_3 += weight_3 * (near_3 * grad)
+        if WIDTH == 1:
+            finished = grad_0
+        elif WIDTH == 2:
+            finished = grad_1
+        elif WIDTH == 3:
+            finished = grad_2
+        else:
+            finished = grad_3
+        target = token - (WIDTH - 1)
+        stored = mask & (target >= first) & (target < end)
+        offset = (target.to(tl.int64) * batch + row) * channels
+        tl.store(grad_x_ptr + offset + columns, finished.to(grad_x_ptr.dtype.element_ty), mask=stored)
+        x_3 = x_2
+        x_2 = x_1
+        x_1 = x
+        grad_3 = grad_2
+        grad_2 = grad_1
+        grad_1 = grad_0
+    shares_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * (WIDTH + 1) * channels + columns
+    tl.store(shares_ptr + (WIDTH - 1) * channels, sum_0, mask=mask)
+    if WIDTH > 1:
+        tl.store(shares_ptr + (WIDTH - 2) * channels, sum_1, mask=mask)
+    if WIDTH > 2:
+        tl.store(shares_ptr + (WIDTH - 3) * channels, sum_2, mask=mask)
+    if WIDTH > 3:
+        tl.store(shares_ptr + (WIDTH - 4) * channels, sum_3, mask=mask)
+    tl.store(shares_ptr + WIDTH * channels, sum_bias, mask=mask)
+
+
+@triton.jit
+def _tap(weight_ptr, columns, mask, back: tl.constexpr, WIDTH: tl.constexpr):
+    """Weights of the input `back` tokens earlier, in fp32; zeros from `WIDTH` on."""
+    out = tl.zeros((columns.shape[0],), tl.float32)
+    if back < WIDTH:
+        out += tl.load(weight_ptr + columns * WIDTH + WIDTH - 1 - back, mask=mask, other=0.0).to(tl.float32)
+    return out
+
+
+@triton.jit
+def _token(ptr, token, columns, mask, length, row, batch, stride):
+    """Loads the channels of one token in fp32; zeros outside of the sequence."""
+    offset = (token.to(tl.int64) * batch + row) * stride
+    return tl.load(ptr + offset + columns, mask=mask & (token >= 0) & (token < length), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _same_document(segments_ptr, token, back: tl.constexpr, row, length):
+    """1.0 if the token `back` earlier is in the same document, 0.0 otherwise."""
+    same = (token >= back) & (token < length)
+    if segments_ptr is not None:
+        same = same & (
+            tl.load(segments_ptr + row * length + token, mask=same, other=0)
+            == tl.load(segments_ptr + row * length + token - back, mask=same, other=0)
+        )
+    return same.to(tl.float32)
