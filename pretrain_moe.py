@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = None) -> int:
     """Runs the program for one command line and returns the exit code. `parent`: see `ProcessInfo`."""
-    from arguments.errors import Finished  # imported late: see `command`
+    from arguments.errors import Finished  # imported late, see `command`
     from arguments.read import read_plan
     from megatron_moe.config.exit_codes import ExitCode, RunError
     from megatron_moe.data.tokenizer import vocab_size_of
@@ -31,7 +31,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
     try:
         plan = read_plan(argv, environ, vocab_size_of=vocab_size_of)
         rank = f"rank {plan.process.rank}: "
-        os.environ.update(plan.environment)  # before importing torch, which reads them
+        os.environ.update(plan.environment)  # set before torch is imported, because torch reads them
         if plan.emulation is not None:
             from megatron_moe.memory_emulation.run import emulate
 
@@ -138,7 +138,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
 
 
 def tell(text: str, code: int = 0) -> int:
-    """Prints `text` to stdout and returns `code`. Ignores the error if the reader of a pipe (`| head`) has exited."""
+    """Prints `text` to stdout and returns `code`. Ignores the error of a closed pipe (`| head`)."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -152,7 +152,7 @@ def command() -> None:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     code = main(sys.argv[1:], os.environ, os.getppid())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a late signal must not replace the exit code
+        signal.signal(number, signal.SIG_IGN)  # keeps a late signal from replacing the exit code
     sys.exit(code)
 
 

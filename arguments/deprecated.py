@@ -13,7 +13,7 @@ _RATIOS = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
 _LAYERS = "--num-layers with --mixer and --feed-forward and flags of pipeline stages and multi-token prediction"
 _NUM_SMS = ("--moe-deepep-num-sms", "--moe-hybridep-num-sms")
 ValueOf = Callable[[str], Any]
-"""Function that takes the name of a current flag and returns its value, as set by the flags parsed so far."""
+"""Function that maps the name of a current flag to its value, as set by the flags parsed so far."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,16 @@ def _mtp_hybrid_override_pattern(words: Sequence[str], _: ValueOf) -> Translated
 
 
 def _hybrid_ratio(words: Sequence[str], value_of: ValueOf) -> Translated:
-    """Drops a ratio of attention or MLP layers, which the layer pattern implies. Raises BadValue without a pattern."""
+    """Ignores a ratio of attention or MLP layers, because the layer pattern determines it. Raises BadValue without a
+    pattern."""
     if parse(float, words) and "mamba" not in value_of("mixer"):
-        raise BadValue("needs a --hybrid-layer-pattern, which says which layers these are")
-    return Translated((), "has no effect beside --hybrid-layer-pattern")
+        raise BadValue("needs a --hybrid-layer-pattern, which determines the layers")
+    return Translated((), "has no effect with --hybrid-layer-pattern")
 
 
 def depends_on_other_flags(option: str, words: Sequence[str]) -> int:
-    """Order in which deprecated flags are translated: those above 0 after all other flags, because they use or change
-    them."""
+    """Position of a deprecated flag in the order of translation. Flags above 0 are translated after all others, because
+    they read or change them."""
     if option in _RATIOS:
         return 2
     if option == "--cuda-graph-scope":

@@ -22,12 +22,12 @@ YARN_LENGTH: Final = 4096
 
 
 FP8_WGRAD_ROWS: Final = 2048
-"""Rows per expert in a microbatch, on average, from which FP8 weight gradients may pay: writing gradients in fp32 takes
-as long as computing them in FP8 at about 900 rows on an H200."""
+"""Mean number of rows per expert in a microbatch from which FP8 weight gradients may be faster. On an H200, writing the
+gradients in fp32 takes as long as computing them in FP8 at about 900 rows."""
 FP8_WGRAD_WIDTH: Final = 1280
-"""Least hidden size x FFN width / (hidden size + FFN width) of experts for which FP8 weight gradients pay: the product
-saves time in proportion to hidden size x FFN width, and the casts take time in proportion to their sum. Estimated from
-the rates of single kernels on an H200, not from whole steps."""
+"""Minimum of hidden size x FFN width / (hidden size + FFN width) from which FP8 weight gradients of experts are faster:
+the product saves time in proportion to hidden size x FFN width, and the casts take time in proportion to their sum.
+Estimated from the rates of single kernels on an H200, not from whole steps."""
 
 
 def ffn_hidden_size(flags: Flags) -> int:
@@ -48,7 +48,8 @@ def mamba_heads(flags: Flags) -> int:
 
 
 def capacity_factor(flags: Flags) -> float | None:
-    """Expert capacity divided by an even share of the tokens; None if unlimited (flag not set or negative)."""
+    """Expert capacity as a multiple of the mean number of tokens per expert; None if unlimited (flag not set or
+    negative)."""
     factor = flags.moe_expert_capacity_factor
     return None if factor is None or factor < 0 else factor
 
@@ -101,7 +102,7 @@ def row_capacity_factor(flags: Flags) -> float:
 
 def shares_memory(flags: Flags) -> bool:
     """Whether GPUs of one host may exchange tokens through each other's memory."""
-    return flags.device != "cpu" and not flags.fp64  # the push kernels have no fp64
+    return flags.device != "cpu" and not flags.fp64  # the push kernels do not support fp64
 
 
 def transport_backend(flags: Flags) -> str:

@@ -24,11 +24,12 @@ _ALLOWED = (
 )
 """Prefixes of the environment variables that files may set: settings of the libraries that a run uses."""
 _NAMES_CODE = re.compile(r"(?!HF_|WANDB_).*(_PATH|_PLUGIN|_DIR|_HOME|_LIB)")
-"""Names of variables, such as NCCL_NET_PLUGIN and TRITON_PTXAS_PATH, from whose values libraries load or run code."""
+"""Names of variables, such as NCCL_NET_PLUGIN and TRITON_PTXAS_PATH, whose values name code that libraries load or
+run."""
 _ACTION = re.compile(r"[a-z]*")
 """Values of PYTHONWARNINGS that name an action only. Others may import modules."""
 _REFUSED = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "PYTHONINSPECT", "SHELLOPTS", "UID"})
-"""Variables that shells do not let scripts set, or that keep a rank from ending."""
+"""Variables that scripts cannot set in a shell, or that prevent a rank from exiting."""
 
 
 _TRANSFORMER_ENGINE = (
@@ -61,8 +62,8 @@ def misnamed(name: str) -> tuple[str, str]:
 
 
 def not_allowed(name: str, value: str, allowed: Collection[str]) -> tuple[str, str]:
-    """Returns (problem, remedy) if a file must not set the environment variable, else two empty strings: many variables
-    run code. `allowed`: names given with `--allow-environment`."""
+    """Returns (problem, remedy) if a file must not set the environment variable, else two empty strings. Many variables
+    make libraries run code. `allowed`: names given with `--allow-environment`."""
     known = name.startswith(_ALLOWED) and not _NAMES_CODE.fullmatch(name)
     if known or name in allowed or name == "PYTHONWARNINGS" and _ACTION.fullmatch(value):
         return misnamed(name)

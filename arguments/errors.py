@@ -25,7 +25,8 @@ class Problem:
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of each flag involved; the origin is the command line, a file or a default."""
     waits: Waits = ""
-    """Not empty if the flags are valid but an input or a feature is missing; a dry run reports this and continues."""
+    """What the run waits for, if the flags are valid but an input or a feature is missing; a dry run reports it and
+    continues."""
 
     def lines(self) -> list[str]:
         """Formats the problem as lines of text."""

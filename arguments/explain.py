@@ -70,7 +70,7 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
 
 
 def derived(plan: RunPlan) -> list[str]:
-    """Comment lines at the top of run.yaml with values derived from the flags, such as the number of microbatches."""
+    """Comment lines for the top of run.yaml, with values derived from the flags such as the number of microbatches."""
     parallel, batch, model, low = plan.parallel, plan.batch, plan.model, plan.precision.low_precision
     ranks, replicas = parallel.world_size, parallel.dp
     num_moe = sum(layer.is_moe for layer in model.layers)
@@ -179,7 +179,7 @@ def _searched(flag: Flag, text: str) -> list[str]:
 
 
 def recipes_with(flag: Flag) -> list[str]:
-    """Names of the recipe files that set a flag, including files shared by several recipes."""
+    """Names of all recipe files that set a flag, including files shared by several recipes."""
     spellings = {normal(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
     names = []
     for name, path in recipe_files():

@@ -220,7 +220,7 @@ class _Reader:
             if found and found[0].name in self.needless:
                 del self.file.problems[known:]
                 return
-            if not find_recognised(normal(option)):  # recognised flags need no value
+            if not find_recognised(normal(option)):  # recognised flags that are not implemented need no value
                 self._report(error)
             self.file.flags.append(Given(option, (), origin, state="unusable"))
             return

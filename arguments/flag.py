@@ -16,8 +16,9 @@ from typing import Any, Final, Literal, NamedTuple
 from arguments.values import words_of
 
 Status = Literal["same", "differs", "new", "unsupported", "refused"]
-"""Comparison of a flag with Megatron-LM's flag. "same": it has the same meaning; "differs": its meaning differs;
-"new": Megatron-LM has no such flag. "unsupported": some values are not available yet; "refused": some never will be."""
+"""Comparison of a flag with Megatron-LM's flag. "same": it has the same meaning; "differs": its meaning differs; "new":
+Megatron-LM has no such flag. "unsupported": some values are not available yet; "refused": some will not be
+implemented."""
 
 
 class _Required:
@@ -31,7 +32,7 @@ REQUIRED: Final = _Required()
 
 
 class FlagDeclaration(NamedTuple):
-    """Metadata that `flag()` adds to a dataclass field."""
+    """Metadata of a flag, which `flag()` attaches to a dataclass field."""
 
     names: tuple[str, ...]
     off: tuple[str, ...]
@@ -159,7 +160,8 @@ def _default(entry: Field[Any]) -> object:
 def docstrings(group_class: type) -> dict[str, str]:
     """Maps field names to docstrings, which are read from the source file; empty if the source is not available."""
     try:
-        # the module's source, because `getsource` of a class must tokenise the file to find the end of the class
+        # Parses the module's source, because `getsource` of a class must tokenise the file to find the end of the
+        # class.
         module = ast.parse(inspect.getsource(sys.modules[group_class.__module__]))
     except (KeyError, OSError, TypeError):
         return {}

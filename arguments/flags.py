@@ -96,7 +96,7 @@ class StartFlags:
     allow_ignored_flags: bool = new_flag(False)
     """Ignore unavailable flags that do not affect results, with a warning, instead of rejecting them."""
     allow_environment: tuple[str, ...] = new_flag(())
-    """Environment variables that files may set besides those of the libraries that a run uses."""
+    """Environment variables that files may set in addition to those of the libraries that a run uses."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,14 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class HFSource:
-    """Lowest layer of flags of a run that continues a published model."""
+    """Flags derived from the Hugging Face folder of a published model that a run continues. Files and the command line
+    override them."""
 
     folder: Path
     model: list[Given]
     """Flags of the model."""
     training: list[Given]
-    """Tokenizer, balancing loss, and values for required flags that a command line may leave out."""
+    """Flags of the tokenizer and the balancing loss, and values for required flags that the command line may omit."""
     notes: list[str]
 
     @property
@@ -37,7 +38,7 @@ class HFSource:
         return [*self.training, *self.model]
 
     def note(self, settings: Settings) -> str:
-        """Line that names every flag taken from the folder."""
+        """Formats a line that lists every flag taken from the folder."""
         taken = [given for given in self.layer if _setting_of(given, settings) == given.origin]
         words = " ".join(" ".join((given.option, *_words(given))) for given in taken)
         return f"--load hf:{self.folder}: {words}"
@@ -124,7 +125,8 @@ def _training(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[str, .
 
 
 def _has_mtp(folder: Path, values: Mapping[str, Any]) -> bool:
-    """Whether the weight files contain layers after the last decoder layer."""
+    """Whether the weight files contain layers of multi-token prediction, that is, layers after the last decoder
+    layer."""
     names: Mapping[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, struct.error):
         index = folder / "model.safetensors.index.json"

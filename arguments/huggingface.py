@@ -148,7 +148,7 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
 
 
 def described_with(layer: Sequence[Given], more: Given | None, registry: Registry) -> ModelConfig | None:
-    """Model of `published_flags`, with one flag changed; None if the flags describe none."""
+    """Model of `published_flags` with one flag changed; None if the flags do not describe a model."""
     settings = merge_settings(registry, [layer, [more] if more else []])
     flags = _flags({name: setting.value for name, setting in settings.values.items()})
     try:

@@ -12,7 +12,7 @@ _SRUN_SPECIAL_STEPS = 4294967290
 """First of the step numbers that SLURM reserves for interactive, batch and external steps."""
 _LAST_PORT = 65535
 _MOST_RANKS = 1_000_000_000
-"""Largest number of ranks; a larger one is a typo, with which checks of all ranks would take minutes."""
+"""Maximum number of ranks. A larger number is a typo, for which the checks of all ranks would take minutes."""
 
 
 def launch_of(environ: Mapping[str, str]) -> ProcessInfo:

@@ -33,8 +33,9 @@ class Given:
     origin: str
     """Where the flag was written: `command line`, `recipe.yaml:12`."""
     state: Literal["words", "one text", "unusable", "extends"] = "words"
-    """words: separate values. one text: one scalar of a file, which is split at blanks if the flag takes a list.
-    unusable: no value, because a file error was reported. extends: `words` repeat and extend the flag's old value."""
+    """State of `words`. "words": separate values. "one text": one scalar of a file, which is split at blanks if the
+    flag takes a list. "unusable": no value, because a file error was reported. "extends": the flag's old value followed
+    by further values."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +231,8 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
     before = layer.get(flag.name)
     if before and before.value != value and given.state != "extends":
         settings.notes.append(
-            f"{flag.option} is given twice: {flag.text(before.value)} ({before.origin}), then "
-            f"{flag.text(value)} ({given.origin}); the last one wins"
+            f"{flag.option} is given twice: {flag.text(before.value)} ({before.origin}), then {flag.text(value)} "
+            f"({given.origin}); the last value is used"
         )
     layer[flag.name] = Setting(value, given.origin)
 
@@ -263,7 +264,8 @@ def unknown_flag(option: str, registry: Registry) -> Problem:
 
 
 def _meant(option: str, registry: Registry) -> set[str]:
-    """Required flag that an unknown option probably misspells, as a set; it is then not reported as missing."""
+    """Returns the required flags that an unknown option probably misspells, at most one; they are not reported as
+    missing."""
     close = _near_options(option, registry)[:1]
     return {flag.name for flag, _ in (registry.spellings[f"--{name}"] for name in close) if flag.required}
 

@@ -1,4 +1,4 @@
-"""Plans of settings for the planner, and settings with the layout and memory options of a plan."""
+"""Converts settings to plans for the planner, and plans with their layout and memory options back to settings."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ PLANNER_FLAGS = (
 )
 """Start flags of pretrain_moe.py that tools/plan.py takes, too."""
 QUICKSTART_VOCABULARY = 4096
-"""Vocabulary size of the tokenizer that scripts/quickstart.sh trains; used for settings without `vocab-size`."""
+"""Vocabulary size of the tokenizer that scripts/quickstart.sh trains; used if `vocab-size` is not set."""
 
 
 def planned(settings: Settings, launch: ProcessInfo) -> RunPlan:
@@ -126,7 +126,8 @@ def legal(settings: Settings, plan: RunPlan, *, layout: bool = True) -> bool:
 
 
 def ways_out(plan: RunPlan, planner: Planner, settings: Settings) -> dict[str, Any]:
-    """Plans that fit, for a plan that does not: options, more GPUs, and the command to write them."""
+    """Suggests plans that fit into memory instead of one that does not: memory options, more GPUs, and the command that
+    writes them."""
     accepts = partial(legal, settings, layout=False)
     now = planner.estimator(plan).step().total
 
@@ -144,7 +145,7 @@ def ways_out(plan: RunPlan, planner: Planner, settings: Settings) -> dict[str, A
 
 
 def changes_text(before: RunPlan, after: RunPlan) -> str:
-    """Memory options of `after` that `before` lacks, as a phrase."""
+    """Formats the memory options that `after` has and `before` does not, as a phrase."""
     old, new = _options(before), _options(after)
     size = after.batch.micro_batch_size
     words = [f"--micro-batch-size {size}"] if size != before.batch.micro_batch_size else []
@@ -154,7 +155,7 @@ def changes_text(before: RunPlan, after: RunPlan) -> str:
 
 
 def _command(plan: RunPlan, gpu: GPU, registry: Registry) -> str:
-    """Command that writes plans with the layout of `plan` that fit."""
+    """Command line of tools/plan.py that writes plans with the layout of `plan` that fit into memory."""
     words, options = [], []
     for given in split(shlex.split(plan.command_line))[0]:
         found = registry.find(given.option)

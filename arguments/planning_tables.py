@@ -1,4 +1,4 @@
-"""Tables of docs/planning.md: estimated steps beside measured ones, and layouts found beside published ones."""
+"""Tables of docs/planning.md: estimated and measured steps, and found and published layouts."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -21,7 +21,7 @@ SEARCHED = (
 
 
 def with_rows(document: str, rows: Iterable[str]) -> str:
-    """Replaces the rows of the table in which the first of the new rows has its first cell."""
+    """Replaces the rows of a table in a document. The table is the one that contains the first cell of the new rows."""
     lines, new = document.splitlines(), list(rows)
     first = new[0].split("|")[1]
     begin = next(number for number, line in enumerate(lines) if line.startswith(f"|{first}|"))

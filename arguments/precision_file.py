@@ -46,7 +46,7 @@ def _override(name: str, matcher: Any, configs: Mapping[str, Any], options: Mapp
         raise ValueError(f"matcher {name} needs type glob, a pattern and a config")
     config = configs.get(str(matcher.get("config")))
     if not isinstance(config, dict) or not isinstance(config.get("training_recipe"), dict):
-        raise ValueError(f"matcher {name} needs a config with a training_recipe, {matcher.get('config')!r} is none")
+        raise ValueError(f"matcher {name} needs a config with a training_recipe; {matcher.get('config')!r} has none")
     recipe = config["training_recipe"]
     if config.get("evaluation_recipe", recipe) != recipe:
         raise ValueError(f"config {matcher['config']} has another recipe in evaluation, which is not available")

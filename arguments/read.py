@@ -54,10 +54,10 @@ def read_plan(
     """Builds the plan of a command line.
 
     Args:
-        argv: the arguments after the program's name.
-        environ: environment variables. They give the rank and world size and are substituted into files.
-        vocab_size_of: returns the vocabulary size of a tokenizer. Without it `--vocab-size` is not checked.
-        waiting: also return a plan that cannot start yet; its `blockers` and `missing_inputs` say why.
+        argv: the arguments after the program's name. environ: environment variables. They give the rank and world size
+        and are substituted into files. vocab_size_of: returns the vocabulary size of a tokenizer. Without it
+        `--vocab-size` is not checked. waiting: also returns a plan that cannot start yet; its `blockers` and
+        `missing_inputs` contain the reasons.
 
     Raises:
         FlagErrors: all problems of the command line.
@@ -123,7 +123,7 @@ def _reasons(problems: Sequence[Problem], kind: str) -> tuple[str, ...]:
 
 
 def _answer(parsed: "_Parsed") -> None:
-    """Raises Finished if the command line requests a text about its settings."""
+    """Raises Finished if the command line requests a report on its settings, such as `--print-config`."""
     fmt = parsed.settings.setting("print_config").value
     if fmt:
         _refuse(parsed.settings.problems)
@@ -234,7 +234,7 @@ def config_files(start: Settings) -> tuple[list[Path], list[Problem]]:
 def _checked(
     parsed: _Parsed, environ: Mapping[str, str], rules: Sequence[Rule], *, plan_only: bool, checks_packages: bool
 ) -> tuple[Flags, ProcessInfo, list[Problem]]:
-    """Returns flags, launch, and the problems that prevent a start but not a plan (empty unless `plan_only`).
+    """Returns (flags, launch, problems that prevent a start but not a plan, empty unless `plan_only`).
 
     Raises:
         FlagErrors: all other problems.
@@ -343,8 +343,8 @@ def _plan(
 
 
 def _replaced_transport(plan: RunPlan, *, checks_packages: bool) -> list[str]:
-    """Line about the transport that replaces the one of `--moe-flex-dispatcher-backend`, or that would if a package is
-    not installed."""
+    """Note on the transport that replaces that of `--moe-flex-dispatcher-backend`, or would replace it if a package
+    were missing."""
     if not plan.model.moe_configs:
         return []
     choice = plan.model.moe_configs[0].choose_transport(plan.parallel)

@@ -80,7 +80,7 @@ class Row:
 
 
 def option_of(problem: Problem) -> str:
-    """Extracts the unavailable flag and its value from the text of a problem."""
+    """Extracts the unavailable flag and its value from the message of a problem."""
     return problem.what.partition(_NOT_YET)[0]
 
 
@@ -174,7 +174,7 @@ def _size(count: ParamCount) -> str:
 
 
 def _numbers(row: Row) -> str:
-    """Number format, and `balanced` if balanced routing is forced."""
+    """Formats the number format of a recipe, and `balanced` if it forces balanced routing."""
     recipe = row.settings.setting("fp8_recipe").value
     low = quantization_recipe(recipe).label if row.settings.setting("fp8_format").value else ""
     balanced = "balanced" if row.settings.setting("moe_router_force_load_balancing").value else ""

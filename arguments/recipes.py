@@ -23,11 +23,11 @@ class About:
 
     model: str = ""
     gpu: str = ""
-    """GPU type, a value of `--gpu`; empty: any."""
+    """GPU type, a value of `--gpu`; empty if any type fits."""
     gpus: int | None = None
     """Number of ranks of the published run; None if it is not stated."""
     source: str = ""
-    """Publisher of the recipe; empty: this project."""
+    """Publisher of the recipe; empty if this project wrote it."""
     published: str = ""
     """Published measurements, if any."""
     corrections: str = ""

@@ -49,7 +49,7 @@ from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig, LoopConfig
 from megatron_moe.cost_model.stage_costs import flop_costs
 
-_MAX_TIMEOUT_S = 10**9  # threading timeouts overflow at about 300 years
+_MAX_TIMEOUT_S = 10**9  # larger threading timeouts (about 300 years) overflow
 
 
 def run_plan(flags: Flags, launch: ProcessInfo, vocab_size: int, **provenance: Any) -> RunPlan:
@@ -134,7 +134,7 @@ def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
 
 
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
-    # one expert-parallel rank has no expert communication to overlap
+    # with one expert-parallel rank, there is no expert communication to overlap
     overlap = flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1
     within = flags.overlap_dispatch_backward_with_experts_wgrad and derive.expert_ranks(flags) > 1
     return from_flags(
@@ -192,7 +192,7 @@ def _precision(flags: Flags) -> PrecisionConfig:
     main_params = flags.main_params_dtype
     if flags.use_megatron_fsdp and flags.megatron_fsdp_main_params_dtype != "auto":
         main_params = flags.megatron_fsdp_main_params_dtype
-    # a 16-bit remainder extends bf16 parameters to fp32 and exists for no other format
+    # 16-bit remainders exist only for bf16 parameters, which they extend to fp32
     has_remainders = flags.use_precision_aware_optimizer and flags.bf16
     return from_flags(
         PrecisionConfig,
@@ -321,7 +321,7 @@ def _loop(flags: Flags, batch: BatchConfig) -> LoopConfig:
         assert flags.train_samples is not None
         train_iters = batch.steps_for(flags.train_samples)
     eval_iters = derive.eval_iters(flags, train_iters=train_iters)
-    # NaN marks the rows that overflow the pages of a stash
+    # the check detects the NaNs of rows that overflow the pages of a stash
     check = flags.check_for_nan_in_loss_and_grad or flags.moe_paged_stash
     return from_flags(
         LoopConfig, flags, train_iters=train_iters, eval_iters=eval_iters, check_for_nan_in_loss_and_grad=check
@@ -386,7 +386,8 @@ def _watchdog_timeouts(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float
 def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
     signals = (flags.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if flags.exit_signal_handler else ()
     on_nonfinite, most_skipped = flags.on_nonfinite, flags.max_skipped_iterations
-    if flags.fp16 and flags.loss_scale is None:  # overflows are a part of the search for the scale
+    # overflows are expected while dynamic loss scaling searches for a scale
+    if flags.fp16 and flags.loss_scale is None:
         on_nonfinite = "skip"
         most_skipped += from_flags(LossScaleConfig, flags).most_overflows
     return from_flags(

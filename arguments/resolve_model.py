@@ -31,7 +31,7 @@ from megatron_moe.config.transport import HybridEPConfig, PushConfig
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Original context length in tokens of Llama 3's RoPE scaling. Megatron has no flag for it."""
 _MAMBA_CONV_WIDTH = 4
-"""Tokens that the convolution of Mamba-2 sees. Megatron has no flag for it."""
+"""Kernel size, in tokens, of the convolution of Mamba-2. Megatron has no flag for it."""
 _LOSS_CHUNK = 1024
 """Number of tokens per GEMM of the fused output layer and loss; enough to occupy a GPU."""
 

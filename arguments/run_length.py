@@ -38,7 +38,7 @@ class RunLength:
         } | cost
 
     def text(self, plan: RunPlan, step: StepEstimate) -> str:
-        """Sentence with duration and cost, or with the flags that they need."""
+        """Formats duration and cost as a sentence, or names the flags that they require."""
         if self.tokens is None and plan.loop.train_iters == 1:
             return "give --tokens or --train-iters for days, GPU hours and cost"
         return length_text(self.values(plan, step.total))

@@ -35,7 +35,7 @@ class Job:
     """Command-line arguments of pretrain_moe.py."""
     variables: tuple[Variable, ...] = ()
     summary: tuple[str, ...] = ()
-    """Lines that describe the plan; written into the script as comments."""
+    """Lines that describe the plan, which the script contains as comments."""
     waits: tuple[str, ...] = ()
     """Reasons why the run cannot start yet. A script with such reasons can be printed but not submitted."""
     grace: int = 300
@@ -97,7 +97,7 @@ def slurm_script(job: Job, body: str) -> str:
             *(f"#SBATCH {_option(name, value)}\n" for name, value in options.items()),
             _comment(job),
             job.setup,
-            _exports(job.variables),  # before the script's own variables, which must override equal names
+            _exports(job.variables),  # precedes the script's own variables, which override equal names
             *(f"{name}={shlex.quote(value)}\n" for name, value in settings.items()),
             _array("container", _container(job)),
             _array("needed", _needed_on_nodes(job)),
@@ -117,7 +117,7 @@ def torchrun_script(job: Job) -> str:
         (
             _SHEBANG,
             _comment(job),
-            job.setup,  # before the strict mode, which scripts of modules and conda may not survive
+            job.setup,  # precedes strict mode, under which the scripts of modules and conda may fail
             "set -euo pipefail\n",
             _exports(job.variables),
             _array("flags", job.flags),
@@ -220,7 +220,7 @@ def _needed_on_nodes(job: Job) -> list[str]:
 
 
 def _without_head(body: str) -> str:
-    """Returns `body` without its shebang and leading comments."""
+    """Removes the shebang and leading comments of `body`."""
     lines = body.splitlines(keepends=True)
     first = next(place for place, line in enumerate(lines) if not line.startswith("#"))
     return "".join(lines[first:])

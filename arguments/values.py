@@ -111,7 +111,7 @@ class Refused:
     """Annotation of a flag's type: values of Megatron-LM that will not be available."""
 
     names: tuple[tuple[str, str], ...]
-    """(value, verb phrase that says why and states the alternative, with the value as its subject)."""
+    """Pairs of (value, verb phrase with the reason and the alternative, whose subject is the value)."""
 
 
 def choices(annotation: Any) -> tuple[str, ...]:

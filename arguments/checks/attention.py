@@ -29,11 +29,12 @@ def linear_attention_has_layers(flags: RuleFlags) -> Violations:
     """A linear attention needs both its variant and the layers in which it replaces softmax attention."""
     if flags.experimental_attention_variant in derive.DELTA_NETS and flags.linear_attention_freq is None:
         variant = f"--experimental-attention-variant {flags.experimental_attention_variant}"
-        yield f"{variant} does not say which layers have it", "add --linear-attention-freq"
+        yield f"{variant} requires --linear-attention-freq, which selects its layers", "add --linear-attention-freq"
     if flags.linear_attention_freq is not None:
         if flags.experimental_attention_variant is None:
             yield (
-                "--linear-attention-freq does not say which linear attention the layers have",
+                "--linear-attention-freq requires --experimental-attention-variant, which selects the kind of linear "
+                "attention",
                 "add --experimental-attention-variant gated_delta_net",
             )
         yield from unfit_pattern("--linear-attention-freq", flags.linear_attention_freq, flags.num_layers)
@@ -77,7 +78,10 @@ def mla_rope_dim_is_even(flags: RuleFlags) -> Violations:
 def mla_has_no_query_groups(flags: RuleFlags) -> Violations:
     """In multi-latent attention every query head has its own key and value head."""
     if flags.multi_latent_attention and flags.group_query_attention:
-        yield "multi-latent attention has no query groups", "leave out --group-query-attention"
+        yield (
+            "--group-query-attention cannot be combined with --multi-latent-attention",
+            "leave out --group-query-attention",
+        )
 
 
 def mla_supports_rope_options(flags: RuleFlags) -> Violations:

@@ -8,7 +8,8 @@ from megatron_moe.config.text import counted
 
 
 def model_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
-    """The data-parallel size is the number of ranks / (tensor x context x pipeline-parallel size)."""
+    """The data-parallel size is the number of ranks divided by the product of tensor-, context- and pipeline-parallel
+    size, which must be an integer."""
     tp, cp, pp = flags.tensor_model_parallel_size, flags.context_parallel_size, flags.pipeline_model_parallel_size
     sizes = {"--pipeline-model-parallel-size": pp, "--context-parallel-size": cp, "--tensor-model-parallel-size": tp}
     product, ranks = tp * cp * pp, counted(flags.num_ranks, "rank")
@@ -18,7 +19,8 @@ def model_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
 
 
 def expert_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
-    """The number of expert replicas is the number of ranks / (expert-tensor x expert x pipeline-parallel size)."""
+    """The number of expert replicas is the number of ranks divided by the product of expert-tensor-, expert- and
+    pipeline-parallel size, which must be an integer."""
     etp = derive.expert_tensor_parallel_size(flags)
     ep, pp = flags.expert_model_parallel_size, flags.pipeline_model_parallel_size
     sizes = {"--expert-model-parallel-size": ep, "--pipeline-model-parallel-size": pp}
@@ -67,15 +69,18 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
 def expert_parallel_ranks_have_experts(flags: RuleFlags) -> Violations:
     """Expert parallelism shards the experts of MoE layers."""
     if not flags.num_experts and flags.expert_model_parallel_size > 1:
-        yield f"--expert-model-parallel-size {flags.expert_model_parallel_size} without experts", "set --num-experts"
+        yield (
+            f"--expert-model-parallel-size {flags.expert_model_parallel_size} cannot be used without experts",
+            "set --num-experts",
+        )
 
 
 def flex_library_has_peers(flags: RuleFlags) -> Violations:
-    """deepep and ncclep exchange tokens between expert ranks, of which they need more than one."""
+    """deepep and ncclep exchange tokens between expert-parallel ranks, so they need more than one such rank."""
     library, is_flex = flags.moe_flex_dispatcher_backend, flags.moe_token_dispatcher_type == "flex"
     if flags.num_experts and is_flex and library in ("deepep", "ncclep") and derive.expert_ranks(flags) == 1:
         yield (
-            f"--moe-flex-dispatcher-backend {library} with all experts on one rank",
+            f"--moe-flex-dispatcher-backend {library} cannot be used if all experts are on one rank",
             "set --expert-model-parallel-size above 1, or leave out the flags of the dispatcher",
         )
 
@@ -127,7 +132,8 @@ def step_batch_sizes_are_whole(flags: RuleFlags) -> Violations:
     sizes = [size for _, size in derive.step_batch_sizes(flags)]
     if not sizes:
         yield (
-            f"--step-batch-size-schedule {schedule!r} is no list of TOKENS:SIZE with rising TOKENS from 0",
+            f"--step-batch-size-schedule {schedule!r} is not a list of TOKENS:SIZE with increasing TOKENS that start "
+            "at 0",
             'write it like "0:768 250B:1536"',
         )
         return
@@ -154,7 +160,8 @@ def evaluation_batches_are_whole(flags: RuleFlags) -> Violations:
         )
     if micro != flags.micro_batch_size and flags.cuda_graph_impl != "none":
         yield (
-            f"--eval-micro-batch-size {micro} with CUDA graphs of {counted(flags.micro_batch_size, 'sequence')}",
+            f"--eval-micro-batch-size {micro} cannot be combined with CUDA graphs that were captured for "
+            f"{counted(flags.micro_batch_size, 'sequence')}",
             "leave out --eval-micro-batch-size",
         )
     full = derive.global_batch_size(flags, flags.data_parallel_size)
@@ -188,15 +195,21 @@ def train_samples_fill_one_batch(flags: RuleFlags) -> Violations:
 
 
 def lr_schedule_unit_matches_run(flags: RuleFlags) -> Violations:
-    """The learning-rate schedule uses the unit in which the length of the run is given."""
+    """The learning-rate schedule and the length of the run must be given in the same unit, iterations or samples."""
     if flags.train_iters is not None and (
         flags.lr_decay_samples or flags.lr_warmup_samples or flags.lr_wsd_decay_samples
     ):
-        yield "the run is counted in iterations, but its learning rate in samples", "use the --lr-*-iters flags"
+        yield (
+            "the run length is given in iterations, but the learning-rate schedule in samples",
+            "use the --lr-*-iters flags",
+        )
     elif flags.train_samples is not None and (
         flags.lr_decay_iters or flags.lr_warmup_iters or flags.lr_wsd_decay_iters
     ):
-        yield "the run is counted in samples, but its learning rate in iterations", "use the --lr-*-samples flags"
+        yield (
+            "the run length is given in samples, but the learning-rate schedule in iterations",
+            "use the --lr-*-samples flags",
+        )
 
 
 def warmup_given_once(flags: RuleFlags) -> Violations:
@@ -215,7 +228,7 @@ def warmup_ends_before_decay(flags: RuleFlags) -> Violations:
         if length is not None and end is not None and warmup >= end:
             yield (
                 f"warm-up of {warmup} {unit} does not end before the decay, which ends after {end}",
-                "warm up for less, or decay later",
+                "shorten the warm-up, or let the decay end later",
             )
 
 
@@ -238,7 +251,7 @@ def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
     smallest = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
     if flags.decoupled_lr is None:
         if flags.decoupled_min_lr is not None:
-            yield "--decoupled-min-lr without --decoupled-lr", "set --decoupled-lr"
+            yield "--decoupled-min-lr cannot be used without --decoupled-lr", "set --decoupled-lr"
     elif smallest > flags.decoupled_lr:
         yield (
             f"the smallest decoupled learning rate {smallest:g} is above the largest {flags.decoupled_lr:g}",
@@ -249,7 +262,10 @@ def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
 def wsd_decay_has_length(flags: RuleFlags) -> Violations:
     """WSD keeps the learning rate constant, then anneals it in a final phase, whose length must be given."""
     if flags.lr_decay_style == "WSD" and flags.lr_wsd_decay_iters is None and flags.lr_wsd_decay_samples is None:
-        yield "WSD without the length of its annealing", "set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+        yield (
+            "--lr-decay-style WSD requires the length of its annealing phase",
+            "set --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+        )
 
 
 def wsd_phases_fit_in_run(flags: RuleFlags) -> Violations:

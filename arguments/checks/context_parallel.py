@@ -61,8 +61,8 @@ def dynamic_cp_is_power_of_two(flags: RuleFlags) -> Violations:
         yield f"{cp} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
     elif flags.dynamic_context_parallel and (least.bit_count() != 1 or least > cp):
         yield (
-            f"--min-dynamic-context-parallel-size {least} is no power of two from 1 to {cp}, the number of "
-            "context-parallel ranks",
+            f"--min-dynamic-context-parallel-size {least} is not a power of two from 1 to {cp}, the context-parallel "
+            "size",
             "choose one of them",
         )
 

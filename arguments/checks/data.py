@@ -61,11 +61,14 @@ def tokenizer_is_complete(flags: RuleFlags) -> Violations:
     if kind is None:
         yield "the tokenizer is not given", "set --tokenizer-type, and --tokenizer-model for most types"
     elif kind in _NEEDS_A_MODEL and not flags.tokenizer_model:
-        yield f"{kind} without a file", "set --tokenizer-model"
+        yield f"{kind} cannot be used without a file", "set --tokenizer-model"
     elif kind == "GPT2BPETokenizer" and not (flags.vocab_file and flags.merge_file):
-        yield "GPT2BPETokenizer without its vocabulary or merges file", "set --vocab-file and --merge-file"
+        yield (
+            "GPT2BPETokenizer cannot be used without its vocabulary or merges file",
+            "set --vocab-file and --merge-file",
+        )
     elif kind == "NullTokenizer" and flags.vocab_size is None:
-        yield "NullTokenizer without a vocabulary size", "set --vocab-size"
+        yield "NullTokenizer cannot be used without a vocabulary size", "set --vocab-size"
 
 
 def null_token_ids_are_in_vocabulary(flags: RuleFlags) -> Violations:
@@ -82,13 +85,16 @@ def full_validation_has_no_weights(flags: RuleFlags) -> Violations:
     """Blend weights set how often each data set is sampled; full validation reads every data set exactly once."""
     words = flags.valid_data_path or flags.data_path
     if flags.full_validation and not flags.multiple_validation_sets and any(map(_is_number, words)):
-        yield "--full-validation with weighted validation data", "list prefixes without weights in --valid-data-path"
+        yield (
+            "--full-validation cannot be combined with weighted validation data",
+            "list prefixes without weights in --valid-data-path",
+        )
 
 
 def multiple_validation_sets_are_given(flags: RuleFlags) -> Violations:
     """--multiple-validation-sets applies only to the data sets of --valid-data-path."""
     if flags.multiple_validation_sets and not flags.valid_data_path:
-        yield "--multiple-validation-sets without --valid-data-path", "set --valid-data-path"
+        yield "--multiple-validation-sets cannot be used without --valid-data-path", "set --valid-data-path"
 
 
 def _is_number(word: str) -> bool:

@@ -8,7 +8,7 @@ _STRATEGY = "--data-parallel-sharding-strategy"
 
 
 def gradient_sharding_excludes_delayed_gradients(flags: RuleFlags) -> Violations:
-    """The gradients of a layer leave as soon as its backward has run."""
+    """Gradients of a layer are reduced as soon as its backward has run, so weight gradients cannot be delayed."""
     delayed = enabled(
         {
             "--delay-wgrad-compute": flags.delay_wgrad_compute,
@@ -20,13 +20,14 @@ def gradient_sharding_excludes_delayed_gradients(flags: RuleFlags) -> Violations
 
 
 def gradient_sharding_excludes_averaging(flags: RuleFlags) -> Violations:
-    """Gradients are summed over microbatches and replicas and scaled once."""
+    """Sharded gradients are summed over microbatches and replicas and then scaled, so collectives cannot average
+    them."""
     if derive.shards_gradients(flags) and flags.ddp_average_in_collective:
         yield _given(flags, "--ddp-average-in-collective"), "leave out --ddp-average-in-collective"
 
 
 def sharded_weights_are_captured_in_double_buffers(flags: RuleFlags) -> Violations:
-    """A graph reads weights at fixed addresses, and contains no gathers."""
+    """A graph reads weights at fixed addresses and contains no gathers, so gathered weights need fixed buffers."""
     if not derive.shards_gradients(flags) or flags.cuda_graph_impl == "none":
         return
     if flags.cuda_graph_impl == "full_iteration":
@@ -36,14 +37,18 @@ def sharded_weights_are_captured_in_double_buffers(flags: RuleFlags) -> Violatio
 
 
 def double_buffers_exclude_interleaved_microbatches(flags: RuleFlags) -> Violations:
-    """Forward and backward of two microbatches use the weights of four layers at the same time."""
+    """Forward and backward of two overlapped microbatches use the weights of four layers at once, more than two buffers
+    hold."""
     overlap = flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1
     if derive.shards_gradients(flags) and flags.fsdp_double_buffer and overlap:
-        yield "--fsdp-double-buffer with --overlap-moe-expert-parallel-comm", "leave out --fsdp-double-buffer"
+        yield (
+            "--fsdp-double-buffer cannot be combined with --overlap-moe-expert-parallel-comm",
+            "leave out --fsdp-double-buffer",
+        )
 
 
 def instances_divide_data_parallel_ranks(flags: RuleFlags) -> Violations:
-    """Every replica of the sharded weights has equally many ranks, on the dense and on the expert grid."""
+    """All replicas of the sharded weights must have the same number of ranks, for dense and for expert weights."""
     instances = flags.num_distributed_optimizer_instances
     if not derive.shards_gradients(flags) or instances == 1:
         return
@@ -59,26 +64,32 @@ def instances_divide_data_parallel_ranks(flags: RuleFlags) -> Violations:
 
 
 def outer_sharding_needs_replicas(flags: RuleFlags) -> Violations:
-    """Replicas of sharded weights shard the optimizer state further."""
+    """--outer-dp-sharding-strategy shards optimizer state over the replicas of sharded weights, which must exist."""
     if flags.outer_dp_sharding_strategy == "no_shard":
         return
     option = "--outer-dp-sharding-strategy optim"
     if derive.sharding_strategy(flags) != "optim_grads_params":
-        yield f"{option} without sharded weights", f"use --use-megatron-fsdp {_STRATEGY} optim_grads_params"
+        yield (
+            f"{option} cannot be used without sharded weights",
+            f"use --use-megatron-fsdp {_STRATEGY} optim_grads_params",
+        )
     elif flags.num_distributed_optimizer_instances == 1:
-        yield f"{option} with one replica of the weights", "set --num-distributed-optimizer-instances to 2 or more"
+        yield (
+            f"{option} has no effect with one replica of the weights",
+            "set --num-distributed-optimizer-instances to 2 or more",
+        )
     elif flags.fp8_param_gather or flags.fp4_param_gather:
-        yield f"{option} with weights stored in FP8 or FP4", "leave one of them out"
+        yield f"{option} cannot be combined with weights stored in FP8 or FP4", "leave one of them out"
 
 
 def meta_device_start_needs_gradient_sharding(flags: RuleFlags) -> Violations:
-    """Weights are created unit by unit, as their buffers are."""
+    """Creating the model unit by unit requires buffers per unit, which exist only with sharded gradients."""
     if flags.init_model_with_meta_device and not derive.shards_gradients(flags):
-        yield "--init-model-with-meta-device without sharded gradients", "use --use-megatron-fsdp"
+        yield "--init-model-with-meta-device cannot be used without sharded gradients", "use --use-megatron-fsdp"
 
 
 def sharded_weights_exclude_reads_between_steps(flags: RuleFlags) -> Violations:
-    """Between steps, no rank has the weights as a whole."""
+    """With ZeRO-3, no rank has all weights between steps, so nothing can read them there."""
     readers = enabled(
         {
             "--check-weight-hash-across-dp-replicas-interval": flags.check_weight_hash_across_dp_replicas_interval,
@@ -90,4 +101,4 @@ def sharded_weights_exclude_reads_between_steps(flags: RuleFlags) -> Violations:
 
 
 def _given(flags: RuleFlags, other: str) -> str:
-    return f"--use-megatron-fsdp {_STRATEGY} {flags.data_parallel_sharding_strategy} with {other}"
+    return f"--use-megatron-fsdp {_STRATEGY} {flags.data_parallel_sharding_strategy} cannot be combined with {other}"

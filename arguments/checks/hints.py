@@ -53,7 +53,7 @@ def router_groups_without_limit(flags: Flags) -> Iterator[str]:
 
 
 def rope_type_without_latent_attention(flags: Flags) -> Iterator[str]:
-    """Megatron reads --rope-type in multi-latent attention only."""
+    """Like Megatron, --rope-type has an effect only with multi-latent attention."""
     kind = flags.position_embedding_type
     if not flags.multi_latent_attention and flags.rope_type not in (None, kind):
         yield f"--rope-type {flags.rope_type} without effect: --position-embedding-type {kind} applies"
@@ -110,13 +110,13 @@ def exchange_overlap_without_gain(flags: Flags) -> Iterator[str]:
     num_sms, kind = flags.moe_flex_dispatcher_num_sms, flags.moe_token_dispatcher_type
     if kind == "flex" and flags.moe_flex_dispatcher_backend == "symmetric" and num_sms is not None:
         yield (
-            f"--moe-flex-dispatcher-num-sms {num_sms} is unlikely to gain: two H200 reached 466 TFLOP/s "
+            f"--moe-flex-dispatcher-num-sms {num_sms} is unlikely to increase speed: two H200 reached 466 TFLOP/s "
             "with 16 SMs and 475 with all SMs, because GEMMs and dispatch become slower; leave the flag out"
         )
     if kind == "alltoall" and flags.overlap_moe_expert_parallel_comm:
         yield (
-            "--overlap-moe-expert-parallel-comm is unlikely to gain with --moe-token-dispatcher-type alltoall: on four "
-            "H200 it gave 215 TFLOP/s instead of 361; flex never waits for the host"
+            "--overlap-moe-expert-parallel-comm is unlikely to increase speed with --moe-token-dispatcher-type "
+            "alltoall: on four H200 it gave 215 TFLOP/s instead of 361; flex never waits for the host"
         )
 
 

@@ -14,12 +14,12 @@ _SELECTIVE = "--recompute-granularity selective"
 def full_recompute_selects_layers(flags: RuleFlags) -> Violations:
     """--recompute-method and --recompute-num-layers select the layers of full recompute."""
     if flags.recompute_granularity == "full" and (not flags.recompute_method or not flags.recompute_num_layers):
-        remedy = "give --recompute-method uniform or block, and --recompute-num-layers"
+        remedy = "set --recompute-method uniform or block, and --recompute-num-layers"
         yield f"{_FULL} does not select layers", remedy
 
 
 def given_recompute_layer_flags(flags: Flags) -> list[str]:
-    """Returns those of --recompute-method and --recompute-num-layers that are set."""
+    """Returns the options --recompute-method and --recompute-num-layers that are set."""
     given = {"--recompute-method": flags.recompute_method, "--recompute-num-layers": flags.recompute_num_layers}
     return [name for name, value in given.items() if value is not None]
 
@@ -28,13 +28,16 @@ def recompute_method_needs_full(flags: RuleFlags) -> Violations:
     """Selective recompute applies to all layers, so layers cannot be selected."""
     names = " and ".join(given_recompute_layer_flags(flags))
     if flags.recompute_granularity == "selective" and names:
-        yield f"{names} with {_SELECTIVE}", f"leave out {names}, or give {_FULL}"
+        yield f"{names} cannot be combined with {_SELECTIVE}", f"leave out {names}, or give {_FULL}"
 
 
 def full_recompute_has_no_modules(flags: RuleFlags) -> Violations:
     """Full recompute recomputes whole layers; --recompute-modules applies only to selective recompute."""
     if flags.recompute_modules is not None and flags.recompute_granularity == "full":
-        yield f"--recompute-modules with {_FULL}", f"give {_SELECTIVE}, or leave out --recompute-modules"
+        yield (
+            f"--recompute-modules cannot be combined with {_FULL}",
+            f"give {_SELECTIVE}, or leave out --recompute-modules",
+        )
 
 
 def recompute_modules_exist(flags: RuleFlags) -> Violations:
@@ -52,7 +55,7 @@ def overlapped_shared_experts_are_not_recomputed(flags: RuleFlags) -> Violations
     """With overlap, the shared experts run in two separate steps, which cannot be recomputed as one module."""
     if "shared_experts" in (flags.recompute_modules or ()) and flags.moe_shared_expert_overlap:
         yield (
-            "--recompute-modules shared_experts with --moe-shared-expert-overlap",
+            "--recompute-modules shared_experts cannot be combined with --moe-shared-expert-overlap",
             "leave out --moe-shared-expert-overlap, or do not recompute shared_experts",
         )
 
@@ -62,12 +65,13 @@ def saved_activations_can_be_distributed(flags: RuleFlags) -> Violations:
     if not flags.distribute_saved_activations:
         return
     if flags.recompute_granularity != "full":
-        yield f"--distribute-saved-activations without {_FULL}", f"give {_FULL}, or leave it out"
+        yield f"--distribute-saved-activations cannot be used without {_FULL}", f"give {_FULL}, or leave it out"
     elif flags.tensor_model_parallel_size == 1:
         yield "--distribute-saved-activations needs several tensor-parallel ranks", "remove it"
     elif flags.sequence_parallel:
         yield (
-            "--distribute-saved-activations with --sequence-parallel, which already distributes them",
+            "--distribute-saved-activations cannot be combined with --sequence-parallel, which already distributes "
+            "them",
             "leave out --distribute-saved-activations",
         )
 
@@ -77,9 +81,9 @@ def offload_modules_match_switch(flags: RuleFlags) -> Violations:
     if flags.fine_grained_activation_offloading == bool(flags.offload_modules):
         return
     if flags.offload_modules:
-        yield f"--offload-modules without {_OFFLOAD}", f"give {_OFFLOAD}, or leave out --offload-modules"
+        yield f"--offload-modules cannot be used without {_OFFLOAD}", f"give {_OFFLOAD}, or leave out --offload-modules"
     else:
-        yield f"{_OFFLOAD} without modules", "give --offload-modules, such as expert_fc1 moe_act"
+        yield f"{_OFFLOAD} requires a list of modules", "give --offload-modules, such as expert_fc1 moe_act"
 
 
 def offloaded_modules_free_memory(flags: RuleFlags) -> Violations:
@@ -96,11 +100,12 @@ def offloaded_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
     if not flags.fine_grained_activation_offloading:
         return
     if flags.recompute_granularity == "full":
-        yield f"{_OFFLOAD} with {_FULL}, which saves layer inputs only", f"leave out {_OFFLOAD}"
+        yield f"{_OFFLOAD} cannot be combined with {_FULL}, which saves layer inputs only", f"leave out {_OFFLOAD}"
     inside = [name for name in derive.offloaded_modules(flags) if name in ("expert_fc1", "moe_act")]
     if flags.recompute_granularity == "selective" and "moe" in (flags.recompute_modules or ()) and inside:
         yield (
-            f"--offload-modules {' '.join(inside)} with --recompute-modules moe, which saves no inner activations",
+            f"--offload-modules {' '.join(inside)} cannot be combined with --recompute-modules moe, which saves no "
+            "inner activations",
             f"leave out {' '.join(inside)}, or recompute moe_act instead of moe",
         )
 
@@ -111,17 +116,19 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
     if not flags.moe_paged_stash:
         return
     if not flags.num_experts:
-        yield f"{_PAGED} without effect: no layer has experts", f"leave out {_PAGED}"
+        yield f"{_PAGED} has no effect: no layer has experts", f"leave out {_PAGED}"
     elif flags.moe_pad_expert_input_to_capacity:
         yield (
-            f"{_PAGED} with --moe-pad-expert-input-to-capacity: all rows of every expert count as used",
+            f"{_PAGED} cannot be combined with --moe-pad-expert-input-to-capacity: all rows of every expert count as "
+            "used",
             "leave out one of them",
         )
     ranks = derive.expert_ranks(flags)
     rows = derive.expert_transport(flags, flags.ranks_per_host).transport.rows
     if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall" and rows is RowBound.RECEIVED:
         yield (
-            f"{_PAGED} with --moe-token-dispatcher-type alltoall over NCCL, whose buffers hold only received rows",
+            f"{_PAGED} cannot be combined with --moe-token-dispatcher-type alltoall over NCCL, whose buffers hold "
+            "only received rows",
             f"leave out {_PAGED}, or use --moe-token-dispatcher-type allgather",
         )
 
@@ -136,7 +143,10 @@ def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
         "--no-moe-memory-efficient-permutation": not flags.moe_memory_efficient_permutation,
     }
     if any(others.values()):
-        yield f"{_PAGED} with {enabled(others)}, which saves additional tensors", "leave out one of them"
+        yield (
+            f"{_PAGED} cannot be combined with {enabled(others)}, which saves additional tensors",
+            "leave out one of them",
+        )
 
 
 @missing_feature
@@ -154,7 +164,7 @@ def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
         "--cuda-graph-modules moe": flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules,
     }
     if any(others.values()):
-        yield f"{_PAGED} with {enabled(others)}", "leave out one of them"
+        yield f"{_PAGED} cannot be combined with {enabled(others)}", "leave out one of them"
 
 
 def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:
@@ -163,7 +173,7 @@ def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:
     if flags.moe_expert_wgrad_interval == 1:
         return
     if not flags.num_experts:
-        yield f"{option} without effect: no layer has experts", "--moe-expert-wgrad-interval 1"
+        yield f"{option} has no effect: no layer has experts", "--moe-expert-wgrad-interval 1"
     elif flags.moe_paged_stash:
-        problem = f"{option} with {_PAGED}: the inputs of deferred GEMMs are not stored in pages"
+        problem = f"{option} cannot be combined with {_PAGED}: the inputs of deferred GEMMs are not stored in pages"
         yield problem, f"--moe-expert-wgrad-interval 1, or leave out {_PAGED}"

@@ -17,7 +17,7 @@ def sequence_fits_positions(flags: RuleFlags) -> Violations:
 
 
 def one_activation(flags: RuleFlags) -> Violations:
-    """A feed-forward block has one activation."""
+    """A feed-forward block has one activation, so only one activation flag may be set."""
     switches = flags.swiglu + flags.quick_geglu + flags.geglu + flags.squared_relu + flags.openai_gelu
     if switches + (flags.activation_func is not None) > 1:
         yield "several activations are requested", "use one of them; the default is GELU"

@@ -22,7 +22,10 @@ def shared_experts_have_no_bias(flags: RuleFlags) -> Violations:
 def gate_needs_shared_experts(flags: RuleFlags) -> Violations:
     """--moe-shared-expert-gate scales the output of the shared experts."""
     if flags.num_experts and flags.moe_shared_expert_gate and not flags.moe_shared_expert_intermediate_size:
-        yield "--moe-shared-expert-gate without shared experts", "set --moe-shared-expert-intermediate-size"
+        yield (
+            "--moe-shared-expert-gate cannot be used without shared experts",
+            "set --moe-shared-expert-intermediate-size",
+        )
 
 
 def capacity_is_positive(flags: RuleFlags) -> Violations:
@@ -34,7 +37,7 @@ def capacity_is_positive(flags: RuleFlags) -> Violations:
 def padding_needs_capacity(flags: RuleFlags) -> Violations:
     """Expert inputs are padded to the expert capacity, which must therefore be set."""
     if flags.moe_pad_expert_input_to_capacity and derive.capacity_factor(flags) is None:
-        yield "--moe-pad-expert-input-to-capacity without a capacity", "set --moe-expert-capacity-factor"
+        yield "--moe-pad-expert-input-to-capacity cannot be used without a capacity", "set --moe-expert-capacity-factor"
 
 
 def capacity_supports_balancing(flags: RuleFlags) -> Violations:
@@ -50,15 +53,18 @@ def capacity_supports_balancing(flags: RuleFlags) -> Violations:
 def probs_on_input_need_top1(flags: RuleFlags) -> Violations:
     """The input of a token is multiplied by one probability, so the token can have only one expert."""
     if flags.moe_apply_probs_on_input and flags.moe_router_topk != 1:
-        yield f"--moe-apply-probs-on-input with top-{flags.moe_router_topk}", "use --moe-router-topk 1"
+        yield (
+            f"--moe-apply-probs-on-input cannot be combined with top-{flags.moe_router_topk} routing",
+            "use --moe-router-topk 1",
+        )
 
 
 def probs_are_applied_once(flags: RuleFlags) -> Violations:
     """Routing probabilities are applied either to the expert inputs or to the expert outputs."""
     if flags.moe_apply_probs_on_input and not flags.moe_memory_efficient_permutation:
         yield (
-            "--moe-apply-probs-on-input with --no-moe-memory-efficient-permutation: one applies the probabilities "
-            "before the experts, the other after them",
+            "--moe-apply-probs-on-input cannot be combined with --no-moe-memory-efficient-permutation: one applies "
+            "the probabilities before the experts, the other after them",
             "leave out one of them",
         )
 
@@ -68,11 +74,11 @@ def upcycling_needs_dense_checkpoint(flags: RuleFlags) -> Violations:
     if not flags.moe_use_upcycling:
         return
     if not flags.num_experts:
-        yield "--moe-use-upcycling without experts", "set --num-experts"
+        yield "--moe-use-upcycling cannot be used without experts", "set --num-experts"
     elif not flags.load:
-        yield "--moe-use-upcycling without a dense checkpoint", "set --load"
+        yield "--moe-use-upcycling requires a dense checkpoint", "set --load"
     elif not flags.save and not flags.run_dir:
-        yield "--moe-use-upcycling without a directory for the new checkpoint", "set --save or --run-dir"
+        yield "--moe-use-upcycling requires a directory for the new checkpoint", "set --save or --run-dir"
 
 
 def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
@@ -82,7 +88,7 @@ def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
         return
     if flags.moe_latent_size:
         yield (
-            "--moe-use-upcycling with --moe-latent-size: a dense model has no latent projections",
+            "--moe-use-upcycling cannot be combined with --moe-latent-size: a dense model has no latent projections",
             "remove --moe-latent-size",
         )
     dense = derive.ffn_hidden_size(flags)
@@ -97,7 +103,8 @@ def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
 
 
 def upcycled_slices_make_whole_groups(flags: RuleFlags) -> Violations:
-    """Upcycling cuts every copy of a dense block into --moe-upcycling-granularity experts and uses all of them."""
+    """Upcycling splits each copy of a dense MLP into --moe-upcycling-granularity experts, so this number must divide
+    --num-experts."""
     if flags.moe_use_upcycling and flags.num_experts and flags.num_experts % flags.moe_upcycling_granularity:
         yield (
             f"--num-experts {flags.num_experts} cannot be divided into groups of "
@@ -125,7 +132,7 @@ def flex_needs_choices_of_tokens(flags: RuleFlags) -> Violations:
     chosen = "expert_choice" in flags.moe_router_load_balancing_type
     if flags.num_experts and flags.moe_token_dispatcher_type == "flex" and derive.expert_ranks(flags) > 1 and chosen:
         yield (
-            "--moe-token-dispatcher-type flex with --moe-router-load-balancing-type expert_choice",
+            "--moe-token-dispatcher-type flex cannot be combined with --moe-router-load-balancing-type expert_choice",
             "use --moe-token-dispatcher-type alltoall or allgather",
         )
 
@@ -138,9 +145,15 @@ def rank_capacity_has_bounded_buffers(flags: RuleFlags) -> Violations:
     factor = f"--moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g}"
     transport = derive.expert_transport(flags, flags.ranks_per_host).transport
     if transport is DEEPEP:
-        yield f"{factor} with --moe-flex-dispatcher-backend deepep", f"leave out {factor}, or use hybridep or symmetric"
+        yield (
+            f"{factor} cannot be combined with --moe-flex-dispatcher-backend deepep",
+            f"leave out {factor}, or use hybridep or symmetric",
+        )
     elif flags.moe_token_dispatcher_type == "allgather":
-        yield f"{factor} with --moe-token-dispatcher-type allgather", f"leave out {factor}, or use flex or alltoall"
+        yield (
+            f"{factor} cannot be combined with --moe-token-dispatcher-type allgather",
+            f"leave out {factor}, or use flex or alltoall",
+        )
 
 
 def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
@@ -150,7 +163,7 @@ def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
         return
     if flags.moe_latent_size:
         yield (
-            f"--moe-shared-expert-overlap with experts in a latent space of {flags.moe_latent_size}",
+            f"--moe-shared-expert-overlap cannot be combined with experts in a latent space of {flags.moe_latent_size}",
             "leave out --moe-shared-expert-overlap",
         )
     elif flags.overlap_moe_expert_parallel_comm:

@@ -9,7 +9,8 @@ from megatron_moe.config.text import counted, divisors
 
 
 def forced_routing_of_data_is_requested(flags: RuleFlags) -> Violations:
-    """A model with a forced router learns no routing, so that a recipe or file must not train one unnoticed."""
+    """With a forced router the model learns no routing. Files must therefore not force it in runs that train on
+    data."""
     if flags.forced_routing_of_files and not flags.mock_data and (flags.data_path or flags.train_data_path):
         option = flags.forced_routing_of_files
         off = ", or add --no-moe-router-force-load-balancing," if option.endswith("balancing") else ""
@@ -41,7 +42,7 @@ def group_limit_is_complete(flags: RuleFlags) -> Violations:
     """Group-limited routing selects --moe-router-group-topk of --moe-router-num-groups groups per token, so the number
     of groups must be set and at least as large."""
     if flags.moe_router_group_topk and not flags.moe_router_num_groups:
-        yield "--moe-router-group-topk without groups", "set --moe-router-num-groups"
+        yield "--moe-router-group-topk cannot be used without groups", "set --moe-router-num-groups"
     elif (
         flags.moe_router_group_topk
         and flags.moe_router_num_groups
@@ -135,7 +136,7 @@ def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
 
 
 def quantile_balancing_leaves_experts_out(flags: RuleFlags) -> Violations:
-    """Quantile balancing uses the (top-k + 1)-th largest score of a token, so it needs more than top-k experts."""
+    """Quantile balancing uses the (k + 1)-th largest score of a token, so there must be more than k experts."""
     if "quantile_balancing" in flags.moe_router_load_balancing_type and flags.num_experts == flags.moe_router_topk:
         yield (
             f"--moe-router-topk {flags.moe_router_topk} of {flags.num_experts} selects every expert",
@@ -157,33 +158,37 @@ def forced_skew_is_possible(flags: RuleFlags) -> Violations:
             f"use 1 or more, and less than {limit:g}",
         )
     if flags.moe_router_force_biased is not None:
-        yield "--moe-router-force-skew with --moe-router-force-biased", "leave one of them out"
+        yield "--moe-router-force-skew cannot be combined with --moe-router-force-biased", "leave one of them out"
 
 
 def traced_routing_is_per_token(flags: RuleFlags) -> Violations:
-    """Routing traces hold the experts of every token, and with expert choice the experts select tokens."""
+    """Routing traces contain the experts that every token selects, but with expert choice the experts select tokens."""
     paths = {
         "--moe-routing-trace-path": flags.moe_routing_trace_path is not None,
         "--moe-routing-replay-path": flags.moe_routing_replay_path is not None,
     }
     if flags.num_experts and any(paths.values()) and "expert_choice" in flags.moe_router_load_balancing_type:
-        yield f"{enabled(paths)} with --moe-router-load-balancing-type expert_choice", "use another load balancing"
+        yield (
+            f"{enabled(paths)} cannot be combined with --moe-router-load-balancing-type expert_choice",
+            "use another load balancing",
+        )
 
 
 def trace_and_replay_have_their_own_folders(flags: RuleFlags) -> Violations:
-    """A run would overwrite the trace that it replays."""
+    """If both folders were the same, a run would overwrite the trace that it replays."""
     trace, replay = flags.moe_routing_trace_path, flags.moe_routing_replay_path
     if trace is not None and replay is not None and os.path.realpath(trace) == os.path.realpath(replay):
         yield (
-            f"--moe-routing-trace-path {trace} and --moe-routing-replay-path {replay} are one folder",
+            f"--moe-routing-trace-path {trace} and --moe-routing-replay-path {replay} are the same folder",
             "write the trace to another folder",
         )
 
 
 def replayed_tokens_are_whole(flags: RuleFlags) -> Violations:
-    """The tokens of a context-parallel rank are not contiguous, so a trace of other ranks cannot be divided."""
+    """The tokens of a context-parallel rank are not contiguous, so a trace cannot be distributed over context-parallel
+    ranks."""
     if flags.moe_routing_replay_path is not None and flags.context_parallel_size > 1:
         yield (
-            f"--moe-routing-replay-path with --context-parallel-size {flags.context_parallel_size}",
+            f"--moe-routing-replay-path cannot be combined with --context-parallel-size {flags.context_parallel_size}",
             "use --context-parallel-size 1",
         )

@@ -18,7 +18,7 @@ def state_dtypes_need_precision_aware_optimizer(flags: RuleFlags) -> Violations:
     }
     narrow = ", ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
     if not flags.use_precision_aware_optimizer and narrow:
-        yield f"{narrow} without {_AWARE}", f"give {_AWARE}"
+        yield f"{narrow} cannot be used without {_AWARE}", f"give {_AWARE}"
 
 
 def narrow_main_dtypes_need_bf16(flags: RuleFlags) -> Violations:
@@ -26,14 +26,14 @@ def narrow_main_dtypes_need_bf16(flags: RuleFlags) -> Violations:
     named = {"--main-grads-dtype": flags.main_grads_dtype, "--main-params-dtype": flags.main_params_dtype}
     narrow = " and ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
     if not flags.bf16 and narrow:
-        yield f"{narrow} with parameters in a wider dtype", "set --bf16, or remove it"
+        yield f"{narrow} cannot be combined with parameters in a wider dtype", "set --bf16, or remove it"
 
 
 def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violations:
     """With --fp64, all optimizer state is fp64."""
     if flags.fp64 and (flags.exp_avg_dtype, flags.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield (
-            f"--fp64 with moments in {flags.exp_avg_dtype} and {flags.exp_avg_sq_dtype}",
+            f"--fp64 cannot be combined with moments in {flags.exp_avg_dtype} and {flags.exp_avg_sq_dtype}",
             "leave out --fp64, or --exp-avg-dtype and --exp-avg-sq-dtype",
         )
 
@@ -42,7 +42,7 @@ def main_grads_have_one_dtype(flags: RuleFlags) -> Violations:
     """The optimizer reads main gradients from the accumulation buffer, so they have the dtype of the buffer."""
     if flags.main_grads_dtype == "bf16" and flags.accumulate_allreduce_grads_in_fp32:
         yield (
-            "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32",
+            "--main-grads-dtype bf16 cannot be combined with --accumulate-allreduce-grads-in-fp32",
             "remove one of them: the optimizer reads the accumulation buffer",
         )
 
@@ -67,20 +67,24 @@ def one_way_to_offload_optimizer_state(flags: RuleFlags) -> Violations:
 
 
 def matrix_rules_need_state_on_the_gpu(flags: RuleFlags) -> Violations:
-    """Offloaded state is updated in chunks of elements, and master weights with scales are divided into blocks."""
+    """Update rules for whole matrices cannot use offloaded state, which is updated in chunks of elements, or fp16
+    master weights, whose blocks share a scale."""
     spec = UPDATE_RULES.get(flags.optimizer)
     offload = _state_offload(flags)
     if spec.alignment == "matrix" and offload:
-        yield f"--optimizer {flags.optimizer} updates whole matrices, with {offload}", f"leave out {offload}"
+        yield (
+            f"--optimizer {flags.optimizer} updates whole matrices, which {offload} does not support",
+            f"leave out {offload}",
+        )
     if spec.alignment == "matrix" and flags.main_params_dtype == "fp16":
         yield (
-            f"--optimizer {flags.optimizer} updates whole matrices, with --main-params-dtype fp16",
+            f"--optimizer {flags.optimizer} updates whole matrices, which --main-params-dtype fp16 does not support",
             "use --main-params-dtype fp32",
         )
 
 
 def qk_clip_scales_weights_that_set_the_logits(flags: RuleFlags) -> Violations:
-    """A norm of q and k after the projection removes every factor of the weights, so that logits stay as they are."""
+    """QK-clip scales the projection weights of q and k, which has no effect if a norm follows the projection."""
     if not flags.qk_clip:
         return
     if flags.qk_clip_alpha == 0 or flags.qk_clip_threshold == 0:
@@ -89,19 +93,25 @@ def qk_clip_scales_weights_that_set_the_logits(flags: RuleFlags) -> Violations:
     normed = flags.qk_l2_norm or (flags.qk_layernorm and not flags.multi_latent_attention)
     if normed:
         norm = "--qk-l2-norm" if flags.qk_l2_norm else "--qk-layernorm"
-        yield f"--qk-clip with {norm}: the norm removes every factor of the weights before it", "remove --qk-clip"
+        yield (
+            f"--qk-clip cannot be combined with {norm}: the norm cancels the scaling of the weights",
+            "remove --qk-clip",
+        )
     num_groups = flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads
     if not flags.multi_latent_attention and flags.tensor_model_parallel_size > num_groups:
         yield (
-            f"--qk-clip with {flags.tensor_model_parallel_size} tensor-parallel ranks, which divide the rows of "
-            f"{counted(num_groups, 'query group')}",
+            f"--qk-clip cannot be combined with {flags.tensor_model_parallel_size} tensor-parallel ranks, which "
+            f"divide the rows of {counted(num_groups, 'query group')}",
             f"use --tensor-model-parallel-size {num_groups} or less",
         )
     if offload := _state_offload(flags):
-        yield f"--qk-clip with {offload}: master weights in host memory are not rescaled", "leave one of them out"
+        yield (
+            f"--qk-clip cannot be combined with {offload}: master weights in host memory are not rescaled",
+            "leave one of them out",
+        )
     if flags.main_params_dtype == "fp16":
         yield (
-            "--qk-clip with --main-params-dtype fp16, whose blocks of elements share a scale",
+            "--qk-clip cannot be combined with --main-params-dtype fp16, whose blocks of elements share a scale",
             "use --main-params-dtype fp32",
         )
 
@@ -121,14 +131,17 @@ def fractions_are_at_most_one(flags: RuleFlags) -> Violations:
 def torch_cpu_optimizer_excludes_fp64(flags: RuleFlags) -> Violations:
     """torch's CPU optimizer updates fp32 state only."""
     if flags.fp64 and flags.optimizer_cpu_offload and flags.use_torch_optimizer_for_cpu_offload:
-        yield "--fp64 with torch's CPU optimizer", "leave out --use-torch-optimizer-for-cpu-offload"
+        yield "--fp64 cannot be combined with torch's CPU optimizer", "leave out --use-torch-optimizer-for-cpu-offload"
 
 
 def full_iteration_excludes_optimizer_offload(flags: RuleFlags) -> Violations:
     """A captured iteration runs no host code, and all its memory has fixed device addresses."""
     offload = _state_offload(flags)
     if flags.cuda_graph_impl == "full_iteration" and offload:
-        yield f"--cuda-graph-impl full_iteration with {offload}", "remove one of them, or capture modules of layers"
+        yield (
+            f"--cuda-graph-impl full_iteration cannot be combined with {offload}",
+            "remove one of them, or capture modules of layers",
+        )
 
 
 def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations:
@@ -138,14 +151,14 @@ def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations
     if not flags.overlap_param_gather or (sharded and reduces_early):
         return
     missing = "--overlap-grad-reduce" if sharded else "--use-distributed-optimizer"
-    yield f"--overlap-param-gather without {missing}", f"give {missing}"
+    yield f"--overlap-param-gather cannot be used without {missing}", f"give {missing}"
 
 
 def optimizer_overlap_excludes_offload(flags: RuleFlags) -> Violations:
     """--overlap-optimizer-step supports only state in GPU memory; offloaded state is copied during the step."""
     offload = _state_offload(flags)
     if flags.overlap_optimizer_step and offload:
-        yield f"--overlap-optimizer-step with {offload}", "leave one of them out"
+        yield f"--overlap-optimizer-step cannot be combined with {offload}", "leave one of them out"
 
 
 def _state_offload(flags: RuleFlags) -> str:
@@ -160,7 +173,8 @@ def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violations
     gathers_early = flags.overlap_param_gather or derive.sharding_strategy(flags) != "optim"
     if flags.overlap_optimizer_step and flags.use_distributed_optimizer and not gathers_early:
         yield (
-            "--overlap-optimizer-step with --use-distributed-optimizer, but without --overlap-param-gather",
+            "--overlap-optimizer-step cannot be combined with --use-distributed-optimizer without "
+            "--overlap-param-gather",
             "add --overlap-param-gather",
         )
 
@@ -177,14 +191,17 @@ def bucket_size_given_once(flags: RuleFlags) -> Violations:
 def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violations:
     """With a per-token loss, gradients are summed over ranks and divided by the number of tokens, not averaged."""
     if flags.ddp_average_in_collective and flags.calculate_per_token_loss:
-        yield "--ddp-average-in-collective with --calculate-per-token-loss", "remove --ddp-average-in-collective"
+        yield (
+            "--ddp-average-in-collective cannot be combined with --calculate-per-token-loss",
+            "remove --ddp-average-in-collective",
+        )
 
 
 def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violations:
     """fp32 accumulation sums gradients in shards, and only the distributed optimizer shards gradients."""
     if flags.ddp_reduce_scatter_with_fp32_accumulation and derive.sharding_strategy(flags) == "no_shard":
         yield (
-            "--ddp-reduce-scatter-with-fp32-accumulation without --use-distributed-optimizer",
+            "--ddp-reduce-scatter-with-fp32-accumulation cannot be used without --use-distributed-optimizer",
             "set --use-distributed-optimizer",
         )
 
@@ -192,4 +209,7 @@ def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violation
 def bf16_grad_reduce_needs_bf16(flags: RuleFlags) -> Violations:
     """The dtype of gradients must not be narrower than the dtype of the parameters."""
     if flags.grad_reduce_in_bf16 and not flags.bf16:
-        yield "--grad-reduce-in-bf16 with parameters in a wider dtype", "set --bf16, or remove --grad-reduce-in-bf16"
+        yield (
+            "--grad-reduce-in-bf16 cannot be combined with parameters in a wider dtype",
+            "set --bf16, or remove --grad-reduce-in-bf16",
+        )

@@ -4,7 +4,7 @@ from arguments.checks.violation import RuleFlags, Violations, enabled
 
 
 def packing_flags_have_sequences(flags: RuleFlags) -> Violations:
-    """Samples cut from concatenated documents fill their rows, so only --use-varlen-dataset has sequences to pack."""
+    """Packing applies only to --use-varlen-dataset, because samples of other datasets fill their rows."""
     given = {
         "--sequence-packing-scheduler": flags.sequence_packing_scheduler is not None,
         "--pad-packed-seq-alignment": flags.pad_packed_seq_alignment is not None,
@@ -12,20 +12,26 @@ def packing_flags_have_sequences(flags: RuleFlags) -> Violations:
         "--thd-max-packed-sequences": flags.thd_max_packed_sequences is not None,
     }
     if not flags.use_varlen_dataset and any(given.values()):
-        yield f"{enabled(given)} without --use-varlen-dataset", "give --use-varlen-dataset, or leave it out"
+        yield (
+            f"{enabled(given)} cannot be used without --use-varlen-dataset",
+            "give --use-varlen-dataset, or leave it out",
+        )
 
 
 def packed_loss_is_per_token(flags: RuleFlags) -> Violations:
-    """Rows hold unequal numbers of tokens, so a mean of the losses of microbatches would depend on the packing."""
+    """Packed rows have unequal numbers of tokens, so an average of microbatch losses would depend on the packing."""
     if flags.use_varlen_dataset and not flags.calculate_per_token_loss:
-        yield "--use-varlen-dataset without --calculate-per-token-loss", "give --calculate-per-token-loss"
+        yield (
+            "--use-varlen-dataset cannot be used without --calculate-per-token-loss",
+            "give --calculate-per-token-loss",
+        )
 
 
 def dynamic_packing_has_dynamic_cp(flags: RuleFlags) -> Violations:
-    """default_dynamic_cp separates long from short sequences for the sake of --dynamic-context-parallel."""
+    """default_dynamic_cp separates long from short sequences, which is useful only for --dynamic-context-parallel."""
     if flags.sequence_packing_scheduler == "default_dynamic_cp" and not flags.dynamic_context_parallel:
         yield (
-            "--sequence-packing-scheduler default_dynamic_cp without --dynamic-context-parallel",
+            "--sequence-packing-scheduler default_dynamic_cp cannot be used without --dynamic-context-parallel",
             "use dp_balanced, or give --dynamic-context-parallel",
         )
 
@@ -54,10 +60,10 @@ def alignment_of_sequences_is_valid(flags: RuleFlags) -> Violations:
 
 
 def rows_hold_a_sequence(flags: RuleFlags) -> Violations:
-    """--thd-max-packed-sequences includes the sequence of padding that append_dummy_seq adds."""
+    """--thd-max-packed-sequences includes the padding sequence that append_dummy_seq adds."""
     if flags.thd_max_packed_sequences == 1 and flags.thd_tail_padding_policy != "extend_last":
         yield (
-            "--thd-max-packed-sequences 1 leaves room only for the sequence of padding",
+            "--thd-max-packed-sequences 1 leaves room only for the padding sequence",
             "--thd-max-packed-sequences 2, or --thd-tail-padding-policy extend_last",
         )
 
@@ -69,4 +75,8 @@ def packed_steps_vary(flags: RuleFlags) -> Violations:
         "--moe-routing-replay-path": flags.moe_routing_replay_path is not None,
     }
     if flags.use_varlen_dataset and any(others.values()):
-        yield f"--use-varlen-dataset with {enabled(others)}, which needs equal steps", f"leave {enabled(others)} out"
+        yield (
+            f"--use-varlen-dataset cannot be combined with {enabled(others)}, which requires the same number of "
+            "microbatches in every step",
+            f"leave {enabled(others)} out",
+        )

@@ -74,12 +74,12 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
     """The expert all-to-all of one microbatch overlaps with computation of another. With pipeline parallelism,
     this overlap needs virtual stages."""
     if not flags.overlap_moe_expert_parallel_comm or flags.expert_model_parallel_size == 1:
-        return  # no exchange to overlap: the plain schedule runs
+        return  # nothing to overlap, so the plain schedule is used
     if not flags.num_experts:
         return  # checked by expert_parallel_ranks_have_experts
     if flags.moe_token_dispatcher_type == "allgather":
         yield (
-            "--overlap-moe-expert-parallel-comm with --moe-token-dispatcher-type allgather",
+            "--overlap-moe-expert-parallel-comm cannot be combined with --moe-token-dispatcher-type allgather",
             "use --moe-token-dispatcher-type alltoall",
         )
     elif flags.pipeline_model_parallel_size > 1 and flags.virtual_stages == 1:
@@ -91,14 +91,16 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
 
 
 def wgrad_overlap_is_the_only_order(flags: RuleFlags) -> Violations:
-    """Weight gradients are delayed until the next exchange of the microbatch, or as in the schedule."""
+    """Weight gradients can be delayed either until the next exchange of the microbatch or by the pipeline schedule, not
+    both."""
     others = {
         "--overlap-moe-expert-parallel-comm": flags.overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": flags.delay_wgrad_compute,
     }
     if flags.overlap_dispatch_backward_with_experts_wgrad and any(others.values()):
         yield (
-            f"--overlap-dispatch-backward-with-experts-wgrad with {enabled(others)}, which delays them too",
+            f"--overlap-dispatch-backward-with-experts-wgrad cannot be combined with {enabled(others)}, which delays "
+            "them too",
             "choose one of them",
         )
 
@@ -115,12 +117,13 @@ def ep_overlap_supports_recompute_and_mtp(flags: RuleFlags) -> Violations:
     if whole or "moe" in (flags.recompute_modules or ()):
         what = "whole layers" if whole else "whole MoE blocks"
         yield (
-            f"--overlap-moe-expert-parallel-comm with recompute of {what}",
+            f"--overlap-moe-expert-parallel-comm cannot be combined with recomputation of {what}",
             "recompute smaller modules: --recompute-granularity selective --recompute-modules core_attn moe_act",
         )
     elif flags.mtp_num_layers is not None and flags.mtp_num_layers > 1:
         yield (
-            f"--overlap-moe-expert-parallel-comm with {flags.mtp_num_layers} layers of multi-token prediction",
+            f"--overlap-moe-expert-parallel-comm cannot be combined with {flags.mtp_num_layers} layers of multi-token "
+            "prediction",
             "use --mtp-num-layers 1",
         )
 
@@ -129,7 +132,7 @@ def early_release_needs_ep_overlap(flags: RuleFlags) -> Violations:
     """Early release of attention memory reorders the steps of two microbatches that overlap."""
     if flags.ep_overlap_early_attn_memory_release and not flags.overlap_moe_expert_parallel_comm:
         yield (
-            "--ep-overlap-early-attn-memory-release without --overlap-moe-expert-parallel-comm",
+            "--ep-overlap-early-attn-memory-release cannot be used without --overlap-moe-expert-parallel-comm",
             "add --overlap-moe-expert-parallel-comm, or leave it out",
         )
 

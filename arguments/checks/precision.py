@@ -9,7 +9,7 @@ from megatron_moe.config.text import counted
 
 
 def _low_precision(flags: RuleFlags) -> str:
-    """The option that requests FP8 or FP4 GEMMs, or an empty string."""
+    """Returns the option that requests FP8 or FP4 GEMMs, or an empty string."""
     if flags.fp8_format:
         return f"--fp8-format {flags.fp8_format}"
     return f"--fp4-format {flags.fp4_format}" if flags.fp4_format else ""
@@ -18,27 +18,31 @@ def _low_precision(flags: RuleFlags) -> str:
 def one_low_precision_format(flags: RuleFlags) -> Violations:
     """GEMMs are computed either in FP8 or in FP4."""
     if flags.fp8_format and flags.fp4_format:
-        yield f"--fp8-format {flags.fp8_format} with --fp4-format {flags.fp4_format}", "leave one of them out"
+        yield (
+            f"--fp8-format {flags.fp8_format} cannot be combined with --fp4-format {flags.fp4_format}",
+            "leave one of them out",
+        )
 
 
 def fp8_recipe_is_for_fp8(flags: RuleFlags) -> Violations:
-    """Recipes for FP4 have a flag of their own."""
+    """FP4 recipes are selected by --fp4-recipe, not by --fp8-recipe."""
     if quantization_recipe(flags.fp8_recipe).family != "fp8":
         yield f"--fp8-recipe {flags.fp8_recipe}", f"use --fp4-format e2m1 --fp4-recipe {flags.fp8_recipe}"
 
 
 def loss_scaling_needs_the_nan_check(flags: RuleFlags) -> Violations:
-    """Overflows of scaled gradients reject the update, and the scale changes outside of captured steps."""
+    """Loss scaling for fp16 skips steps whose scaled gradients overflow, and changes the scale between steps."""
     if not flags.fp16:
         return
     if not flags.check_for_nan_in_loss_and_grad:
         yield (
-            "--fp16 without the NaN check, which finds the overflows of scaled gradients",
+            "--fp16 cannot be used without the NaN check, which finds the overflows of scaled gradients",
             "leave out --no-check-for-nan-in-loss-and-grad",
         )
     if flags.cuda_graph_impl == "full_iteration":
         yield (
-            "--fp16 with --cuda-graph-impl full_iteration: the loss scale is no input of a captured step",
+            "--fp16 cannot be combined with --cuda-graph-impl full_iteration: a captured step does not read the loss "
+            "scale",
             "use --bf16",
         )
     if flags.min_loss_scale > flags.initial_loss_scale:
@@ -51,38 +55,53 @@ def loss_scaling_needs_the_nan_check(flags: RuleFlags) -> Violations:
 def low_precision_needs_bf16(flags: RuleFlags) -> Violations:
     """FP8 and FP4 tensor cores read operands quantised from bf16 and return bf16. The emulation has no such limit."""
     if _low_precision(flags) and not flags.bf16 and not flags.emulate_low_precision:
-        yield f"{_low_precision(flags)} with parameters in a wider dtype", "add --bf16, or --emulate-low-precision"
+        yield (
+            f"{_low_precision(flags)} cannot be combined with parameters in a wider dtype",
+            "add --bf16, or --emulate-low-precision",
+        )
 
 
 def emulation_needs_low_precision(flags: RuleFlags) -> Violations:
     """--emulate-low-precision concerns FP8 and FP4 GEMMs only."""
     if flags.emulate_low_precision and not _low_precision(flags):
-        yield "--emulate-low-precision without effect: no GEMM is computed in FP8 or FP4", "add --fp8-format"
+        yield "--emulate-low-precision has no effect: no GEMM is computed in FP8 or FP4", "add --fp8-format"
 
 
 def low_precision_activations_need_weight_gradients(flags: RuleFlags) -> Violations:
-    """Inputs are saved in low precision only for weight gradients that are computed from these copies."""
+    """Saving inputs in low precision requires weight gradients that are computed from these copies."""
     option = "--low-precision-activation-modules"
     if flags.low_precision_activation_modules is None:
         return
     if not _low_precision(flags):
-        yield f"{option} without effect: all GEMMs use the dtype of the parameters", "add --fp8-format, or leave it out"
+        yield f"{option} has no effect: all GEMMs use the dtype of the parameters", "add --fp8-format, or leave it out"
     elif not flags.fp8_wgrad:
-        yield f"{option} with --no-fp8-wgrad, which reads the original inputs", "leave one of them out"
+        yield (
+            f"{option} cannot be combined with --no-fp8-wgrad, which reads the unquantised inputs",
+            "leave one of them out",
+        )
 
 
 def saved_activation_inputs_need_scales_per_row(flags: RuleFlags) -> Violations:
-    """Activations quantise their results, and save their inputs, in blocks of a row."""
+    """Saving activation inputs in FP8 requires a recipe that quantises blocks within a row."""
     option = "--activation-func-fp8-input-store"
     if not flags.activation_func_fp8_input_store:
         return
     if not flags.fp8_format or low_precision_config(flags.fp8_recipe).fused_block is None:
         given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "GEMMs in the dtype of the parameters"
-        yield f"{option} with {given}", "use --fp8-format and --fp8-recipe blockwise or mxfp8, or leave it out"
+        yield (
+            f"{option} cannot be combined with {given}",
+            "use --fp8-format and --fp8-recipe blockwise or mxfp8, or leave it out",
+        )
     elif flags.moe_paged_stash:
-        yield f"{option} with --moe-paged-stash, whose pages hold rows in bf16", "leave one of them out"
+        yield (
+            f"{option} cannot be combined with --moe-paged-stash, whose pages hold rows in bf16",
+            "leave one of them out",
+        )
     elif flags.add_bias_linear:
-        yield f"{option} with --add-bias-linear, whose activations save bf16", "leave one of them out"
+        yield (
+            f"{option} cannot be combined with --add-bias-linear, whose activations save bf16",
+            "leave one of them out",
+        )
 
 
 def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
@@ -91,20 +110,27 @@ def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
         return
     if not flags.fp8_format or flags.fp8_recipe != "mxfp8":
         given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "GEMMs in the dtype of the parameters"
-        yield f"--fp8-output-proj with {given}", "use --fp8-format and --fp8-recipe mxfp8, or leave it out"
+        yield (
+            f"--fp8-output-proj cannot be combined with {given}",
+            "use --fp8-format and --fp8-recipe mxfp8, or leave it out",
+        )
     elif flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear":
         yield (
-            "--fp8-output-proj with --cross-entropy-fusion-impl linear, which fuses the output layer into the loss",
+            "--fp8-output-proj cannot be combined with --cross-entropy-fusion-impl linear, which fuses the output "
+            "layer into the loss",
             "leave one of them out",
         )
 
 
 def bf16_layers_leave_other_layers(flags: RuleFlags) -> Violations:
-    """--first-last-layers-bf16 selects at most the layers of the first and of the last pipeline rank."""
+    """--first-last-layers-bf16 may select only layers of the first and the last pipeline rank."""
     if not flags.first_last_layers_bf16 or not flags.fp8_format:  # Megatron does not check them for FP4
         return
     if quantization_recipe(flags.fp8_recipe).has_history:
-        yield f"--first-last-layers-bf16 with --fp8-recipe {flags.fp8_recipe}", "use another recipe, such as tensorwise"
+        yield (
+            f"--first-last-layers-bf16 cannot be combined with --fp8-recipe {flags.fp8_recipe}",
+            "use another recipe, such as tensorwise",
+        )
     most = flags.num_layers // flags.pipeline_model_parallel_size
     for option, number in (
         ("--num-layers-at-start-in-bf16", flags.num_layers_at_start_in_bf16),
@@ -121,17 +147,23 @@ def router_padding_needs_low_precision(flags: RuleFlags) -> Violations:
         return
     if not _low_precision(flags):
         yield (
-            f"{padding} without effect: all GEMMs use the dtype of the parameters",
+            f"{padding} has no effect: all GEMMs use the dtype of the parameters",
             "add --fp8-format, or leave it out",
         )
     elif flags.num_experts and flags.moe_token_dispatcher_type == "allgather" and flags.expert_model_parallel_size > 1:
-        yield f"{padding} with --moe-token-dispatcher-type allgather", "use alltoall or flex, or leave it out"
+        yield (
+            f"{padding} cannot be combined with --moe-token-dispatcher-type allgather",
+            "use alltoall or flex, or leave it out",
+        )
     elif "expert_choice" in flags.moe_router_load_balancing_type:
-        yield f"{padding} with expert choice, which selects a fixed number of rows", "leave one of them out"
+        yield (
+            f"{padding} cannot be combined with expert choice, which selects a fixed number of rows",
+            "leave one of them out",
+        )
 
 
 def fp8_exchange_matches_the_recipe(flags: RuleFlags) -> Violations:
-    """Tokens are sent as the bytes that the experts multiply, so that they are quantised once."""
+    """Tokens are sent in the format that the expert GEMMs read, so the exchange format must match the recipe."""
     recipes = {
         dtype: name for name in QUANTIZATION_RECIPES.names() if (dtype := quantization_recipe(name).exchange_dtype)
     }
@@ -139,11 +171,12 @@ def fp8_exchange_matches_the_recipe(flags: RuleFlags) -> Violations:
         if not flags.fp8_format or quantization_recipe(flags.fp8_recipe).exchange_dtype != dtype:
             given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "experts that do not compute in FP8"
             needed = f"--fp8-format e4m3 --fp8-recipe {recipes[dtype]}"
-            yield f"{option} {dtype} with {given}", f"use {needed}, or {option} bf16"
+            yield f"{option} {dtype} cannot be combined with {given}", f"use {needed}, or {option} bf16"
 
 
 def fp8_exchange_has_a_transport(flags: RuleFlags) -> Violations:
-    """The flex dispatcher sends FP8 within one host, through symmetric memory, which replaces ncclep, or DeepEP."""
+    """Only the flex dispatcher can send FP8, within one host, through symmetric memory (which replaces ncclep) or
+    DeepEP."""
     options = " and ".join(f"{option} {dtype}" for option, dtype in _fp8_exchanges(flags).items())
     if not options:
         return
@@ -151,26 +184,31 @@ def fp8_exchange_has_a_transport(flags: RuleFlags) -> Violations:
     library, width = flags.moe_flex_dispatcher_backend, flags.moe_latent_size or flags.hidden_size
     transport = derive.expert_transport(flags, flags.ranks_per_host).transport
     if not flags.num_experts or ranks == 1:
-        yield f"{options} without effect: no token is sent to another rank", "leave them out"
+        yield f"{options} cannot have an effect: no token is sent to another rank", "leave them out"
     elif flags.moe_token_dispatcher_type != "flex":
-        yield f"{options} with --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}", remedy
+        yield f"{options} cannot be combined with --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}", remedy
     elif not transport.sends_fp8 and transport.name == library:
-        yield f"{options} with --moe-flex-dispatcher-backend {library}", "use symmetric or deepep, or bf16"
+        yield (
+            f"{options} cannot be combined with --moe-flex-dispatcher-backend {library}",
+            "use symmetric or deepep, or bf16",
+        )
     elif not transport.sends_fp8:
         yield f"{options} over {ranks} expert ranks, with {flags.ranks_per_host} on a host", remedy
     elif library == "deepep" and width % 128:
         yield (
-            f"{options} with --moe-flex-dispatcher-backend deepep and tokens of {width} elements, not multiples of 128",
+            f"{options} cannot be combined with --moe-flex-dispatcher-backend deepep and tokens of {width} elements, "
+            "not multiples of 128",
             "use --moe-flex-dispatcher-backend symmetric, or bf16",
         )
 
 
 def fp8_exchange_sends_what_experts_quantise(flags: RuleFlags) -> Violations:
-    """Experts multiply the received bytes only if nothing changes the rows before they would be quantised."""
+    """Expert GEMMs can read the received bytes only if the rows are not changed between the exchange and their
+    quantisation."""
     if flags.moe_dispatch_fwd_dtype != "bf16" and flags.moe_apply_probs_on_input:
         yield (
-            f"--moe-dispatch-fwd-dtype {flags.moe_dispatch_fwd_dtype} with --moe-apply-probs-on-input, which scales "
-            "received tokens",
+            f"--moe-dispatch-fwd-dtype {flags.moe_dispatch_fwd_dtype} cannot be combined with "
+            "--moe-apply-probs-on-input, which scales received tokens",
             "leave one of them out",
         )
     if flags.moe_combine_bwd_dtype == "bf16":
@@ -181,14 +219,14 @@ def fp8_exchange_sends_what_experts_quantise(flags: RuleFlags) -> Violations:
     }
     if any(changes.values()):
         yield (
-            f"--moe-combine-bwd-dtype {flags.moe_combine_bwd_dtype} with {enabled(changes)}, whose gradients need the "
-            "format of the activations",
+            f"--moe-combine-bwd-dtype {flags.moe_combine_bwd_dtype} cannot be combined with {enabled(changes)}, whose "
+            "gradients need the format of the activations",
             "add --disable-bias-linear and leave out --no-moe-memory-efficient-permutation, or use bf16",
         )
 
 
 def _fp8_exchanges(flags: RuleFlags) -> dict[str, str]:
-    """Options that request an exchange in FP8, with their values."""
+    """Maps each option that requests an FP8 exchange to its value."""
     dtypes = {
         "--moe-dispatch-fwd-dtype": flags.moe_dispatch_fwd_dtype,
         "--moe-combine-bwd-dtype": flags.moe_combine_bwd_dtype,
@@ -198,11 +236,14 @@ def _fp8_exchanges(flags: RuleFlags) -> dict[str, str]:
 
 @missing_feature
 def logits_have_the_dtype_of_the_parameters(flags: RuleFlags) -> Violations:
-    """The output layer is computed like all other layers outside of FP8 and FP4."""
+    """Logits have the dtype of the parameters, like the results of all other layers."""
     params = "fp64" if flags.fp64 else "bf16" if flags.bf16 else "fp32"
     if flags.output_logit_dtype not in (None, params):
         given = f"--output-logit-dtype {flags.output_logit_dtype}"
-        yield f"{given} with parameters in {params}", "leave it out; the loss is computed in fp32 or wider"
+        yield (
+            f"{given} cannot be combined with parameters in {params}",
+            "leave it out; the loss is computed in fp32 or wider",
+        )
 
 
 def precision_file_is_valid(flags: RuleFlags) -> Violations:
@@ -216,7 +257,7 @@ def precision_file_is_valid(flags: RuleFlags) -> Violations:
         yield f"{option}: {error}", "correct the file"
         return
     if not _low_precision(flags):
-        yield f"{option} without --fp8-format or --fp4-format", "add one of them"
+        yield f"{option} cannot be used without --fp8-format or --fp4-format", "add one of them"
         return
     own = f"{flags.fp4_recipe} e2m1" if flags.fp4_format else f"{flags.fp8_recipe} {flags.fp8_format}"
     others = sorted({each.config.name for each in overrides if each.config} - {own})
@@ -225,22 +266,24 @@ def precision_file_is_valid(flags: RuleFlags) -> Violations:
 
 
 def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
-    """The owners of master weights quantise them; the weights are those of FP8 or FP4 GEMMs."""
+    """Weights stored in FP8 or FP4 require FP8 or FP4 GEMMs and the distributed optimizer, whose ranks quantise their
+    master weights."""
     for option, is_on, low in (
         ("--fp8-param-gather", flags.fp8_param_gather, flags.fp8_format),
         ("--fp4-param-gather", flags.fp4_param_gather, flags.fp4_format),
     ):
         fmt = option.replace("param-gather", "format")
         if is_on and not low:
-            yield f"{option} without {fmt}", f"add {fmt}, or leave it out"
+            yield f"{option} cannot be used without {fmt}", f"add {fmt}, or leave it out"
         elif is_on and derive.sharding_strategy(flags) == "no_shard":
-            yield f"{option} without --use-distributed-optimizer", "add it"
+            yield f"{option} cannot be used without --use-distributed-optimizer", "add it"
 
 
 def reused_gradients_need_mxfp8(flags: RuleFlags) -> Violations:
-    """In Megatron-LM, only the two copies of mxfp8 weights are not gathered in place."""
+    """--reuse-grad-buf-for-mxfp8-param-ag applies only to mxfp8, the only recipe whose weights Megatron-LM does not
+    gather in place."""
     if flags.reuse_grad_buf_for_mxfp8_param_ag and flags.fp8_recipe != "mxfp8":
         yield (
-            f"--reuse-grad-buf-for-mxfp8-param-ag with --fp8-recipe {flags.fp8_recipe}",
+            f"--reuse-grad-buf-for-mxfp8-param-ag cannot be combined with --fp8-recipe {flags.fp8_recipe}",
             "leave it out, or use --fp8-recipe mxfp8",
         )

@@ -15,13 +15,13 @@ def experts_need_sequence_parallel(flags: RuleFlags) -> Violations:
     """If the sequence is not sharded, all tensor-parallel ranks send the same tokens to the experts."""
     if flags.num_experts and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
         ranks = f"{flags.tensor_model_parallel_size} tensor-parallel ranks"
-        yield f"experts and {ranks} without sequence parallelism", "add --sequence-parallel"
+        yield f"experts with {ranks} require sequence parallelism", "add --sequence-parallel"
 
 
 def overlap_needs_sequence_parallel(flags: RuleFlags) -> Violations:
-    """Only sequence parallelism has collectives that a product of the same matrix need not wait for."""
+    """Without sequence parallelism, tensor-parallel communication depends on the GEMMs that could hide it."""
     if flags.tp_comm_overlap and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
-        yield "--tp-comm-overlap without sequence parallelism", "add --sequence-parallel"
+        yield "--tp-comm-overlap cannot be used without sequence parallelism", "add --sequence-parallel"
 
 
 def tp_divides_sequence(flags: RuleFlags) -> Violations:

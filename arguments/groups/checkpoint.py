@@ -53,7 +53,7 @@ class CheckpointFlags:
     save_optim: bool = flag(True)
     """Save optimizer state."""
     load_main_params_from_ckpt: bool = unsupported(
-        False, "without optimizer state, master weights are always copied from the model weights"
+        False, "with --no-load-optim, master weights are always copied from the model weights"
     )
     """Initialize the optimizer's master weights from the model weights of the checkpoint."""
     use_checkpoint_args: bool = unsupported(
@@ -63,7 +63,7 @@ class CheckpointFlags:
     override_ckpt_iteration: int | None = differs(
         None, "ignored for the run's own checkpoints, so that a restarted run resumes at the right iteration", least=0
     )
-    """Iteration number to assign to the checkpoint loaded from `--load`."""
+    """Iteration number that replaces the one of the checkpoint loaded from `--load`."""
 
     ckpt_convert_format: Literal["torch", "torch_dist"] | None = refused(
         None, "only one checkpoint format is implemented"

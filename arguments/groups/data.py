@@ -105,25 +105,27 @@ class DataFlags:
     trust_remote_code: bool = differs(False, "no effect: no code is downloaded or executed")
     """Execute Python code that is part of a Hugging Face tokenizer."""
     null_tokenizer_pad_id: int = flag(-1, least=-1)
-    """Token id of padding for NullTokenizer; -1: none."""
+    """Token id of padding for NullTokenizer; -1 means no padding token."""
     dataloader_inter_document_masking: bool = differs(
         False, "equivalent to --reset-attention-mask --reset-position-ids"
     )
     """Treat sequences as packed documents: attention and positions restart at each document."""
 
-    use_varlen_dataset: bool = differs(False, "the documents of .bin/.idx files, not of text files")
+    use_varlen_dataset: bool = differs(False, "reads documents from .bin/.idx files, not from text files")
     """Make every document one sequence of the global batch, and pack these sequences into rows of --seq-length."""
     sequence_packing_scheduler: Literal["dp_balanced", "default_dynamic_cp"] | None = differs(
-        None, "rows have --seq-length positions and are dealt to the data-parallel ranks by their work"
+        None,
+        "every row has --seq-length positions; rows are distributed so that data-parallel ranks compute about "
+        "equally much",
     )
-    """Packing of sequences in their order (dp_balanced), or by falling length for --dynamic-context-parallel. Not set:
-    dp_balanced with --use-varlen-dataset."""
+    """Order in which the sequences of a step are packed into rows: as in the dataset (dp_balanced), or by decreasing
+    length (default_dynamic_cp, for --dynamic-context-parallel). Not set: dp_balanced with --use-varlen-dataset."""
     pad_packed_seq_alignment: str | None = differs(
-        None, "rows always have --seq-length positions, as with max; a number aligns the sequences in them"
+        None, "every row has --seq-length positions, as with max; a number only aligns the sequences in a row"
     )
-    """Positions of a row at which sequences start: multiples of this number. `max` or not set: 1."""
+    """Sequences in a row start at multiples of this number of tokens. `max` or not set: 1."""
     thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = flag(None)
     """Whether padding at the end of a row forms a separate sequence or extends the last one. Not set:
     append_dummy_seq."""
     thd_max_packed_sequences: int | None = flag(None, least=1)
-    """Maximum number of sequences per row, including the sequence of padding of append_dummy_seq. Not set: no limit."""
+    """Maximum number of sequences per row, including the padding sequence of append_dummy_seq. Not set: no limit."""

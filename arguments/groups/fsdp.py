@@ -15,26 +15,27 @@ class FSDPFlags:
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = flag(
         "optim_grads_params"
     )
-    """For --use-megatron-fsdp: shard nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2), or also weights
-    (ZeRO-3)."""
+    """What --use-megatron-fsdp shards: nothing (no_shard), optimizer state (optim, ZeRO-1), also gradients
+    (optim_grads, ZeRO-2), or also weights (optim_grads_params, ZeRO-3)."""
     num_distributed_optimizer_instances: int = differs(
         1, "without gradient sharding, optimizer state is sharded over all data-parallel ranks", least=1
     )
     """Number of replicas of sharded gradients and weights (hybrid sharding); it must divide the data-parallel size."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag("no_shard")
-    """optim: the replicas of sharded weights shard the optimizer state further."""
+    """With several replicas of the sharded weights, whether they also shard the optimizer state among each other
+    (optim)."""
     fsdp_double_buffer: bool = flag(False)
-    """Gather weights to two buffers at fixed addresses; CUDA graphs with sharded weights need it."""
-    init_model_with_meta_device: bool = differs(False, "with gradient sharding only")
-    """Create and initialise the model unit by unit, so that its weights are never in memory as a whole."""
+    """Gather weights into two buffers at fixed addresses. CUDA graphs with sharded weights require this flag."""
+    init_model_with_meta_device: bool = differs(False, "has an effect only with gradient sharding")
+    """Create and initialise the model unit by unit, so that the full weights are never in memory at the same time."""
     megatron_fsdp_main_params_dtype: Literal["fp32", "fp16", "auto"] = differs(
-        "auto", "auto is the value of --main-params-dtype; bf16 is not available"
+        "auto", "auto uses --main-params-dtype; bf16 is not available"
     )
     """Dtype of the master weights with --use-megatron-fsdp."""
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "auto"] = differs(
         "auto", "auto is fp32, or bf16 with --grad-reduce-in-bf16"
     )
-    """Dtype in which shards of gradients are accumulated over microbatches."""
+    """Dtype in which sharded gradients are accumulated over microbatches."""
     megatron_fsdp_grad_comm_dtype: Literal["fp32", "bf16", "auto"] = flag("auto")
     """Dtype in which gradients are computed and reduced; auto: the dtype in which they are accumulated."""
     suggested_communication_unit_size: int | None = differs(

@@ -24,7 +24,7 @@ class KernelsFlags:
     """On a GPU, run a small step with one layer of each kind before ranks connect, to compile kernels in advance."""
 
     cross_entropy_loss_fusion: bool = differs(
-        False, "selects a kernel but changes nothing else, except with --cross-entropy-fusion-impl linear"
+        False, "only selects a kernel, except with --cross-entropy-fusion-impl linear"
     )
     """Use a fused cross-entropy loss."""
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = differs(
@@ -35,7 +35,7 @@ class KernelsFlags:
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = differs(
         "none", "local and transformer_engine are equivalent; no effect on a CPU"
     )
-    """Run single modules (local, transformer_engine) or the full iteration as captured CUDA graphs."""
+    """Capture single modules (local, transformer_engine) or the full iteration (full_iteration) as CUDA graphs."""
     cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"], ...] = differs(
         (), "default: all modules that can be captured; moe can also be captured without a capacity factor"
     )

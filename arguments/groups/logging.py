@@ -44,14 +44,16 @@ class LoggingFlags:
     log_energy: bool = unsupported(False, "energy counters are not read", harmless=True)
     """Log the energy used per GPU."""
     log_max_attention_logit: bool = flag(False)
-    """Log the largest attention logit of all heads and layers, which takes one more product of queries and keys."""
+    """Log the largest attention logit over all heads and layers. Computes the product of queries and keys a second
+    time."""
     log_straggler: bool = differs(False, "times one attention layer and the data loading of every rank")
     """Report slow ranks in every log line."""
     straggler_minmax_count: int = differs(1, "lists only the slowest ranks, not the fastest", least=1)
     """Number of slow ranks that `--log-straggler` lists."""
     timing_log_level: Literal[0, 1, 2] = flag(0)
     """Level of detail of the timers. 1: forward and backward, gradient reduction, optimizer; 2: also attention, router,
-    dispatch, experts, combine, head, ..., in forward and backward, by CUDA events that nothing waits for."""
+    dispatch, experts, combine, head, ..., in forward and backward, measured with CUDA events, without
+    synchronisation."""
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
     """Timer values to log: the maximum over ranks, the minimum and maximum, or the values of all ranks."""
     tensorboard_dir: FilePath | None = flag(None)

@@ -16,10 +16,10 @@ class RecomputeFlags:
     recompute_granularity: Literal["full", "selective"] | None = flag(None)
     """Recompute whole layers, or the modules of `--recompute-modules`."""
     recompute_method: Literal["uniform", "block"] | None = flag(None)
-    """For `--recompute-granularity full`: recompute all layers in chunks (uniform), or the first layers of each virtual
-    stage (block)."""
+    """With `--recompute-granularity full`: recompute all layers in chunks (uniform), or only the first layers of each
+    virtual stage (block)."""
     recompute_num_layers: int | None = flag(None, least=1)
-    """For `--recompute-granularity full`: number of layers per recomputed chunk (uniform), or number of recomputed
+    """With `--recompute-granularity full`: number of layers per recomputed chunk (uniform), or number of recomputed
     layers per virtual stage (block). Only the input of each chunk is saved."""
     recompute_modules: (
         tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
@@ -72,8 +72,8 @@ class OffloadFlags:
     optimizer_state_offload_fraction: float = flag(1.0, least=0)
     """Fraction of the optimizer state offloaded by `--chunked-optimizer-state-offload`."""
     moe_paged_stash: bool = differs(False, "a step that overflows the buffer is rejected instead of repeated")
-    """Save expert activations for backward in pages of a shared buffer. Only rows in use take space, so the buffer is
-    smaller than the worst case."""
+    """Save expert activations for backward in pages of a shared buffer. Only rows in use take memory, so the buffer can
+    be smaller than for the worst case."""
     moe_paged_stash_page_size: int = flag(64, least=1)
     """Page size of `--moe-paged-stash`, in tokens."""
     moe_paged_stash_buffer_size_factor_cuda: float = differs(
@@ -83,9 +83,10 @@ class OffloadFlags:
     moe_paged_stash_buffer_size_factor_cpu: float = unsupported(0.0, _ON_DEVICE, harmless=True)
     """Size of the `--moe-paged-stash` host buffer, as a multiple of the size needed with evenly balanced experts."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
-    """Bytes by which each pipeline rank offloads less than the previous rank, per microbatch and model chunk."""
+    """Number of bytes, per microbatch and model chunk, that each pipeline rank offloads less than the previous rank."""
     activation_offload_fraction: float = flag(1.0, least=0)
-    """Offload saved tensors only in this fraction of the module calls of a forward, starting with the first call."""
+    """Fraction of the module calls in a forward pass whose saved tensors are offloaded, starting with the first
+    call."""
     pin_cpu_grads: bool = flag(True)
     """Use pinned host memory for the gradients of `--optimizer-cpu-offload`."""
     pin_cpu_params: bool = flag(True)

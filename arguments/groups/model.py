@@ -93,14 +93,14 @@ class ModelFlags:
     openai_gelu: bool = flag(False)
     """Use the tanh approximation of GELU."""
     activation_func: Annotated[str, ACTIVATIONS] | None = new_flag(None)
-    """Activation function of MLPs and experts, instead of one of the switches above; imported files may add functions
-    (see `--import`). Not set: GELU without a switch."""
+    """Activation function of MLPs and experts; replaces switches such as `--swiglu`. Imported files may add functions
+    (see `--import`). Not set: the function of the switch, or GELU without a switch."""
     gated_linear_unit: bool = new_flag(False)
-    """With `--activation-func`: apply the function to a gate, by which a second projection is multiplied."""
+    """With `--activation-func`: use gated MLPs, which multiply a second projection by the activated gate."""
     glu_linear_offset: float = differs(0.0, _GATED)
     """Offset added to the linear half of a gated MLP, e.g. 1 for GPT-OSS."""
     activation_func_clamp_value: float | None = differs(None, _GATED, least=0)
-    """Clamp the inputs of a gated activation: the gate to at most this value, the linear half to [-value, value]."""
+    """Clamp the inputs of gated activations: the gate to at most this value, the linear half to [-value, value]."""
     add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
     """Add biases to linear layers, experts and router."""
     hidden_dropout: float = flag(0.1, least=0, below=1)
@@ -117,7 +117,7 @@ class ModelFlags:
 
     init_method_std: float = flag(0.02, least=0)
     """Standard deviation of initial weights. For the output projections of attention and MLPs it is divided by sqrt(2 x
-    layers), or by sqrt(layers) if layers have one module each."""
+    layers), or by sqrt(layers) if every layer consists of one module."""
     embedding_init_method_std: float | None = flag(None, least=0)
     """Standard deviation of initial embedding weights. Setting it also excludes the embedding from weight decay."""
     init_method: Literal["normal", "unit_gain"] = new_flag("normal")
@@ -159,7 +159,7 @@ class ModelFlags:
     mamba_head_dim: int = flag(64, least=1)
     """Head dimension of Mamba layers."""
     mamba_num_groups: int = flag(8, least=1)
-    """Number of groups of Mamba layers, each of which shares B and C among its heads."""
+    """Number of groups of Mamba layers. The heads of a group share B and C."""
     mamba_num_heads: int | None = flag(None, least=1)
     """Number of heads of Mamba layers. Not set: 2 x hidden size / `--mamba-head-dim`."""
     num_residual_streams: int = _hyper_connections(4, names=("--mhc-num-residual-streams",))

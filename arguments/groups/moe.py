@@ -8,7 +8,7 @@ from arguments.values import FilePath, LayerPattern
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS, TRANSPORTS
 from megatron_moe.config.transport import SYMMETRIC
 
-_WIRE = "needs the flex dispatcher, over symmetric memory or deepep; Megatron-LM has only mxfp8, with ncclep"
+_WIRE = "requires the flex dispatcher with symmetric or deepep; Megatron-LM supports only mxfp8, with ncclep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class MoEFlags:
     """Replace router logits by random values under which the busiest expert receives this many times the mean load, to
     measure speed with unbalanced experts. Expert popularity is log-normal. Its order is drawn for every step and layer
     from the seed, and is the same for all layouts."""
-    moe_enable_routing_replay: bool = differs(False, "no effect: expert choices can always be recorded and given")
-    """Let a program record expert choices and give them to routers (`megatron_moe.moe.routing_replay`)."""
+    moe_enable_routing_replay: bool = differs(False, "no effect: expert choices can always be recorded and replayed")
+    """Let a program record expert choices and replay them (`megatron_moe.moe.routing_replay`)."""
 
     moe_router_load_balancing_type: tuple[Annotated[str, BALANCING], ...] = differs(
         ("aux_loss",),
@@ -65,7 +65,7 @@ class MoEFlags:
     """Coefficient of each balancing loss, in the order of `--moe-router-load-balancing-type`."""
     moe_z_loss_coeff: float | None = flag(None, least=0)
     """Coefficient of the router z-loss, which keeps logits small."""
-    moe_router_enable_expert_bias: bool = differs(False, "not updated in a skipped step")
+    moe_router_enable_expert_bias: bool = differs(False, "the bias is not updated in skipped steps")
     """Add a bias per expert to the selection scores, updated once per global batch to balance the load."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
     """Amount by which the expert bias changes per step. The bias increases for experts with fewer tokens than the
@@ -76,7 +76,8 @@ class MoEFlags:
     moe_expert_capacity_factor: float | None = flag(None)
     """Maximum number of tokens per expert as a multiple of the mean over experts. Not set or negative: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag("probs")
-    """Tokens to drop if an expert exceeds its capacity: the least probable (probs) or the last (position) tokens."""
+    """Tokens to drop if an expert exceeds its capacity: those with the lowest probability (probs) or at the last
+    positions (position)."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
     moe_expert_rank_capacity_factor: float | None = differs(
@@ -89,15 +90,15 @@ class MoEFlags:
     buffers. Not set: 1.25."""
 
     moe_router_padding_for_quantization: bool = differs(
-        False, "rows are padded on the experts' rank, after the exchange; results do not change"
+        False, "rows are padded on the rank of the expert, after the exchange; results do not change"
     )
-    """Pad the rows of every expert to a multiple of the block length of FP8 and FP4 GEMMs: 16, 32 for mxfp8, 128 for
-    blockwise and nvfp4."""
+    """Pad the rows of every expert to a multiple of the block length of FP8 and FP4 GEMMs: 128 for blockwise and nvfp4,
+    32 for mxfp8, 16 for other recipes."""
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""
     moe_expert_wgrad_interval: int = new_flag(1, least=1)
     """Number of microbatches whose expert weight gradients are computed in one GEMM: the gradient buffer is read and
-    written once, but the GEMM inputs of all these microbatches stay in memory."""
+    written only once, but the GEMM inputs of all these microbatches stay in memory."""
     moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
     """Total hidden size of the shared experts. Not set or 0: no shared experts."""
     moe_shared_expert_gate: bool = flag(False)
@@ -105,7 +106,8 @@ class MoEFlags:
     moe_shared_expert_overlap: bool = differs(False, "available with every dispatcher")
     """Overlap shared experts with expert-parallel communication."""
     moe_latent_size: int | None = flag(None, least=1)
-    """Input and output size of routed experts. Tokens are projected to this size before the experts, and back after."""
+    """Input and output size of routed experts. Tokens are projected to this size before the experts and back to the
+    hidden size after them."""
     moe_apply_probs_on_input: bool = flag(False)
     """Multiply tokens by their routing probability before the expert; requires top-1 routing."""
     moe_memory_efficient_permutation: bool = new_flag(True, "always on in Megatron-LM")
@@ -127,11 +129,13 @@ class MoEFlags:
     per selected expert (alltoall), or once per rank that holds selected experts (flex)."""
     moe_alltoall_backend: Literal["auto", "nccl"] = new_flag("auto")
     """Transport of `--moe-token-dispatcher-type alltoall`. auto: symmetric memory, as in flex, if the expert ranks are
-    GPUs of one host and no expert selects its tokens; otherwise NCCL. nccl: always one row per choice over NCCL."""
+    GPUs of one host and no expert selects its tokens; otherwise NCCL. nccl: always sends one row per choice over
+    NCCL."""
     moe_flex_dispatcher_backend: Annotated[str, TRANSPORTS] = differs(
         SYMMETRIC.name,
-        "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; it replaces ncclep, and "
-        "deepep and hybridep if the library is not installed or cannot serve the expert ranks",
+        "the default, symmetric, is not in Megatron-LM: it writes directly to the memory of the other GPUs. It "
+        "replaces ncclep, and also deepep and hybridep if their library is not installed or does not support the "
+        "expert ranks",
     )
     """Transport of the flex dispatcher. Between hosts, `symmetric` is `hierarchical`, which sends each token once per
     host, over NCCL. Imported files may add transports (see `--import`)."""
@@ -140,19 +144,21 @@ class MoEFlags:
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
     """Number of SMs that the flex dispatcher uses. Not set: all, or the library's default."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)
-    """Format in which dispatch sends tokens: bf16 (the format of the activations), or that of the FP8 recipe, with the
-    scales of its blocks: fp8 (blockwise) or mxfp8. Each token is quantised once, to the bytes that fc1 multiplies."""
+    """Format in which dispatch sends tokens: bf16 (the dtype of the activations), or with the blockwise (fp8) or mxfp8
+    recipe quantised elements and their scales. Each token is quantised once, and fc1 multiplies the received
+    elements."""
     moe_combine_bwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)
     """Format in which the backward of combine sends gradients; see `--moe-dispatch-fwd-dtype`. Expert outputs and the
     gradients of dispatched tokens are always sent in bf16."""
     moe_permute_fusion_into_hybridep: bool = flag(False)
-    """Let hybridep sort tokens by expert in the kernels that send and receive them."""
+    """Let hybridep sort tokens by expert in its send and receive kernels."""
     moe_hybridep_num_blocks_permute: int | None = flag(None, least=1)
-    """Thread blocks with which hybridep sorts received tokens. Not set: the library's default."""
+    """Number of thread blocks with which hybridep sorts received tokens. Not set: the library's default."""
     moe_hybridep_num_blocks_unpermute: int | None = flag(None, least=1)
-    """Thread blocks with which hybridep sums rows before it returns them. Not set: the library's default."""
+    """Number of thread blocks with which hybridep sums expert outputs before it returns them. Not set: the library's
+    default."""
     moe_hybridep_num_sms_preprocessing: int = flag(108, least=1)
-    """SMs with which hybridep computes the layout of an exchange."""
+    """Number of SMs with which hybridep computes the layout of an exchange."""
     moe_n_hash_layers: int = unsupported(0, "every MoE layer has a learned router")
     """Number of layers, counted from the first, that route tokens by a hash of the token id."""
     moe_routing_trace_path: FilePath | None = differs(
@@ -166,4 +172,4 @@ class MoEFlags:
     moe_routing_replay_path: FilePath | None = new_flag(None)
     """Folder with the routing decisions of an earlier run (see `--moe-routing-trace-path`), which replace those of the
     routers in training. Probabilities follow from the logits. Expert- and tensor-parallel sizes may differ from those
-    of the earlier run. Its iterations and microbatches are repeated if this run has more."""
+    of the earlier run. If this run has more iterations or microbatches, those of the earlier run are repeated."""

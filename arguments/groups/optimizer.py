@@ -9,18 +9,18 @@ from megatron_moe.config.registry import UPDATE_RULES
 
 _REFUSED = Refused(
     (
-        ("soap", "is not available: the eigenvectors of its statistics cost more than Newton-Schulz; use muon"),
-        ("sgd", "is not available: no MoE model is trained with it; use adam or lion"),
+        ("soap", "is not available, because computing eigenvectors costs more than Newton-Schulz iterations; use muon"),
+        ("sgd", "is not available, because MoE models are not trained with it; use adam or lion"),
     )
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
-    """AdamW, learning rate and weight decay."""
+    """Optimizer (AdamW, Lion or Muon), learning rate and weight decay."""
 
     optimizer: Annotated[str, UPDATE_RULES, _REFUSED] = differs("adam", "Megatron-LM also has sgd and soap")
-    """Update rule. adam is AdamW; lion moves every element by the sign of a momentum. muon (old name dist_muon)
+    """Update rule. adam is AdamW; lion updates every element by the sign of a momentum. muon (old name dist_muon)
     orthogonalizes the updates of matrices, adaptive_muon also divides them by the root of a second moment; AdamW
     updates embeddings, norms, biases and the output layer. Imported files may add rules (see `--import`)."""
     adam_beta1: float = flag(0.9, least=0, below=1)
@@ -30,7 +30,7 @@ class OptimizerFlags:
     adam_eps: float = flag(1e-8, least=0)
     """Adam epsilon."""
     lion_beta1: float = flag(0.95, least=0, below=1)
-    """Lion: share of the momentum in the sum whose sign is the update."""
+    """Lion: weight of the momentum in its sum with the gradient, whose sign is the update."""
     lion_beta2: float = flag(0.98, least=0, below=1)
     """Lion: decay rate of the momentum."""
     muon_momentum: float = flag(0.9, least=0, below=1)
@@ -40,10 +40,10 @@ class OptimizerFlags:
     muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",))
     """Muon: orthogonalize the q, k and v parts of a projection separately."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag("spectral")
-    """Muon: factor of a matrix's update: sqrt(max(outputs, inputs)), sqrt(outputs / inputs), or the latter but at
-    least 1."""
+    """Muon: factor by which the update of a matrix is multiplied: sqrt(max(outputs, inputs)) (spectral), sqrt(outputs /
+    inputs) (unit_rms_norm), or sqrt(max(1, outputs / inputs)) (shape_scaling)."""
     muon_extra_scale_factor: float = flag(1.0, least=0)
-    """Muon: further factor of the update; 0.2 with spectral gives the size of AdamW's updates."""
+    """Muon: additional factor of the update. With spectral, 0.2 makes updates about as large as AdamW's."""
     muon_num_ns_steps: int = flag(5, least=1)
     """Muon: number of Newton-Schulz iterations."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "cubic5", "deepseekv4"] = flag(
@@ -51,10 +51,11 @@ class OptimizerFlags:
     )
     """Muon: coefficients of the Newton-Schulz iterations."""
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium")
-    """Muon: operands of the products of the iterations: bf16 (low, medium) or fp32 (high)."""
+    """Muon: dtype of the matrix products in the Newton-Schulz iterations: bf16 (low, medium) or fp32 (high)."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("duplicated")
-    """Muon: treatment of matrices sharded by tensor parallelism: each shard alone, the gathered matrix on every rank,
-    or sums of the shards' products over the ranks."""
+    """Muon: how matrices sharded by tensor parallelism are orthogonalized: each shard separately (blockwise), the
+    gathered matrix on every rank (duplicated), or by summing the products of the shards over the ranks
+    (distributed)."""
     muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam")
     """Muon: update rule of embeddings, norms, biases and the output layer."""
     clip_grad: float = flag(1.0, least=0)

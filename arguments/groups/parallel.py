@@ -15,7 +15,9 @@ class ParallelFlags:
     sequence_parallel: bool = flag(False)
     """Shard the residual stream, norms and dropout along the sequence over tensor-parallel ranks."""
     tp_comm_overlap: bool = differs(
-        False, "overlaps the bulk collectives in the backward of column-parallel matrices in bf16, without user buffers"
+        False,
+        "overlaps only the all-gather and reduce-scatter in the backward of bf16 column-parallel layers, "
+        "without user buffers",
     )
     """Overlap tensor-parallel communication with matrix products."""
     context_parallel_size: int = flag(1, least=1)
@@ -35,16 +37,16 @@ class ParallelFlags:
     """Collective timeout in minutes."""
 
     overlap_moe_expert_parallel_comm: bool = differs(
-        False, "any precision; results do not change; no effect on one expert-parallel rank"
+        False, "supports every precision and does not change results; no effect with one expert-parallel rank"
     )
     """Overlap expert-parallel communication with computation of another microbatch."""
     delay_wgrad_compute: bool = differs(
-        False, "needs no other flag: a stage sends the gradient of its input before it computes weight gradients"
+        False, "requires no other flag: a pipeline stage sends its input gradient before it computes weight gradients"
     )
     """Compute weight gradients separately after the input gradients, instead of together with them."""
     overlap_dispatch_backward_with_experts_wgrad: bool = differs(
         False,
-        "the gradient of combine is overlapped too, with the other weight gradients; no effect on one expert-parallel "
+        "also overlaps the backward of combine with the other weight gradients; no effect with one expert-parallel "
         "rank",
     )
     """Overlap the dispatch backward with the weight gradients of the experts."""
@@ -59,7 +61,7 @@ class ParallelFlags:
     overlap_param_gather: bool = flag(False)
     """Overlap the parameter all-gather with the forward pass."""
     ddp_num_buckets: int | None = differs(
-        None, "approximate: parameters with different settings never share a bucket", least=1
+        None, "the number is approximate, because parameters with different settings never share a bucket", least=1
     )
     """Number of gradient buckets per rank."""
     ddp_bucket_size: int | None = differs(
@@ -75,10 +77,10 @@ class ParallelFlags:
 
     dynamic_context_parallel: bool = differs(
         False,
-        "one group size per microbatch; several groups divide the sequences of the microbatch",
+        "all sequences of a microbatch use the same group size and are divided among the groups",
         names=("--hybrid-context-parallel",),
     )
-    """Split each microbatch over only as many context-parallel ranks as the longest document in it needs."""
+    """Split each microbatch over the smallest number of context-parallel ranks that its longest document requires."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
     """For --dynamic-context-parallel: maximum number of tokens of one document on each rank. Not set: --seq-length
     divided by the context-parallel size, rounded up."""
@@ -97,8 +99,8 @@ class PipelineFlags:
     pipeline_model_parallel_layout: str | None = differs(
         None, "`auto` (not in Megatron-LM) computes a layout that balances FLOPs"
     )
-    """Contents of each stage, such as Et*3|(tt|)*29m|L, or `auto`. E: embedding, t: layer, m: MTP layer, L: loss, |:
-    end of a stage, *N: repeated N times."""
+    """Layers of each pipeline stage, such as Et*3|(tt|)*29m|L, or `auto`. E: embedding, t: layer, m: MTP layer, L:
+    loss, |: end of a stage, *N: repeated N times."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, least=1)
     """Number of layers per virtual stage."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, least=1)

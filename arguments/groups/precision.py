@@ -7,7 +7,7 @@ from arguments.flag import differs, flag, new_flag, refused
 from arguments.values import FilePath
 from megatron_moe.config.registry import QUANTIZATION_RECIPES
 
-_CUSTOM = "use one of the recipes of Megatron"
+_CUSTOM = "use one of the other recipes"
 _BLOCKS = "fp16 and fp8 state has one scale per 128 elements"
 
 
@@ -16,14 +16,16 @@ class PrecisionFlags:
     """Dtypes of parameters, gradients, optimizer state and low-precision GEMMs."""
 
     bf16: bool = flag(False, essential=True)
-    """Parameters and activations in bf16, master weights and gradients in fp32. Default: everything in fp32."""
+    """Parameters and activations in bf16, master weights and gradients in fp32. Without `--bf16`, `--fp16` or `--fp64`,
+    everything is fp32."""
     fp64: bool = new_flag(False)
     """Parameters, activations, gradients and optimizer state in fp64, to compare results without rounding effects."""
     fp16: bool = flag(False)
-    """Parameters and activations in fp16, master weights and gradients in fp32, with a scaled loss. On GPUs the
-    products of routed experts run on plain torch, which waits for the device: `--bf16` is faster."""
+    """Parameters and activations in fp16, master weights and gradients in fp32, with a scaled loss. On GPUs, expert
+    GEMMs run in plain torch and synchronise with the host, so `--bf16` is faster."""
     loss_scale: float | None = flag(None, least=1)
-    """fp16: constant loss scale. Not set: the scale is halved after overflows and doubled after steps without any."""
+    """fp16: constant loss scale. Not set: dynamic loss scaling, which halves the scale after overflows and doubles it
+    after `--loss-scale-window` steps without one."""
     initial_loss_scale: float = flag(2.0**32, least=1)
     """fp16: loss scale of the first step."""
     min_loss_scale: float = flag(1.0, least=1)
@@ -47,7 +49,7 @@ class PrecisionFlags:
     """Compute the GEMMs of linear layers in FP8: e4m3, or hybrid with output gradients in e5m2. Embedding, router,
     attention, norms and output layer keep the dtype of the parameters."""
     fp8_recipe: Annotated[str, QUANTIZATION_RECIPES] = differs(
-        "delayed", "no recipe custom; imported files add recipes"
+        "delayed", "custom is not available; imported files may add recipes instead"
     )
     """FP8 scaling recipe: one scale per tensor from its history (delayed) or its values (tensorwise), or one scale per
     block of 128 (blockwise) or 32 (mxfp8) elements; nvfp4 is for `--fp4-recipe`. Imported files may add recipes (see
@@ -55,21 +57,22 @@ class PrecisionFlags:
     fp8_wgrad: bool = differs(
         True, "Megatron ignores --no-fp8-wgrad with Transformer Engine 2.0 and later", off=("--disable-fp8-wgrad",)
     )
-    """Compute weight gradients in FP8 or FP4. Off: in the dtype of the parameters, from the original inputs."""
+    """Compute weight gradients in FP8 or FP4. Off: compute them in the dtype of the parameters from the unquantised
+    inputs."""
     fp8_expert_wgrad: Literal["auto", "always", "never"] = new_flag("auto")
-    """Compute weight gradients of routed experts in FP8 or FP4 too. auto: with the blockwise recipe only where it is
-    faster, by the experts' rows and widths (docs/low-precision.md)."""
+    """Compute weight gradients of routed experts in FP8 or FP4 too. auto: with the blockwise recipe only if it is
+    faster for the number of rows and the widths of the experts (docs/low-precision.md)."""
     low_precision_activation_modules: (
         tuple[Literal["qkv_linear", "attn_proj", "mlp", "experts", "shared_experts", "mtp"], ...] | None
     ) = new_flag(None, "inputs that are saved in the dtype of the parameters anyway are not saved twice")
-    """Modules whose linear layers save their inputs in FP8 or FP4 for the weight gradient; others save the original.
-    qkv_linear: all projections to queries, keys, values and their latents; mtp: projection of multi-token prediction.
-    Not set: all. Has no effect on results."""
+    """Modules whose linear layers save their inputs in FP8 or FP4 for the weight gradient; others save the unquantised
+    inputs. qkv_linear: all projections to queries, keys, values and their latents; mtp: projection of multi-token
+    prediction. Not set: all. Has no effect on results."""
     activation_func_fp8_input_store: bool = new_flag(
-        False, "a field of its configuration, which stores FP8 without scales"
+        False, "in Megatron-LM a field of the model configuration, which stores FP8 without scales"
     )
     """Save the inputs of the activation functions of MLPs and experts in FP8, with the scales of GEMM inputs. Backward
-    computes the activation and its gradient from them, so gradients change; for the blockwise and mxfp8 recipes."""
+    computes the activation and its gradient from them, so gradients change. Requires the blockwise or mxfp8 recipe."""
     fp8_margin: int = flag(0, least=0)
     """Divide the scales of delayed scaling by 2 to the power of the margin."""
     fp8_amax_history_len: int = differs(1, "the history has one entry per iteration, not per microbatch", least=1)
@@ -79,11 +82,11 @@ class PrecisionFlags:
     fp8_param_gather: bool = flag(False)
     """Store and all-gather the weights of FP8 GEMMs in FP8, instead of FP8 copies of weights in bf16."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = differs(
-        False, "no effect: ranks gather the bytes of both copies in place and need no other buffer"
+        False, "no effect: ranks gather the bytes of both copies in place, without another buffer"
     )
     """With `--fp8-param-gather` and recipe mxfp8, gather weights in bf16 in the memory of the gradients."""
     fp8_output_proj: bool = flag(False)
-    """Compute the output layer in FP8; recipe mxfp8 only."""
+    """Compute the output layer in FP8; requires the mxfp8 recipe."""
     first_last_layers_bf16: bool = flag(False)
     """Compute the first and last decoder layers in the dtype of the parameters."""
     num_layers_at_start_in_bf16: int = flag(1, least=0)
@@ -113,13 +116,13 @@ class PrecisionFlags:
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = differs("fp32", f"{_BLOCKS}; fp8 uses stochastic rounding")
     """Dtype of Adam's first moment."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = differs(
-        "fp32", f"{_BLOCKS} and holds the square root; fp8 uses stochastic rounding"
+        "fp32", f"{_BLOCKS} and contains the square root; fp8 uses stochastic rounding"
     )
     """Dtype of Adam's second moment."""
     te_precision_config_file: FilePath | None = differs(None, "training and evaluation recipes must be equal")
     """YAML file with FP8 and FP4 recipes of single modules, selected by patterns of their names; see
     docs/low-precision.md."""
     output_logit_dtype: Literal["bf16", "fp32"] | None = differs(
-        None, "only the dtype of the parameters; the loss is computed in fp32"
+        None, "must be the dtype of the parameters; the loss is computed in fp32"
     )
     """Dtype of the logits."""

@@ -11,7 +11,7 @@ class ResilienceFlags:
     """Signals, timeouts, non-finite values, replica checks."""
 
     check_for_nan_in_loss_and_grad: bool = flag(True)
-    """Check losses and gradients for non-finite values; `--on-nonfinite` selects the action. Weights are never updated
+    """Check losses and gradients for NaN and infinity; `--on-nonfinite` selects the action. Weights are never updated
     with non-finite gradients."""
     on_nonfinite: Literal["stop", "skip"] = new_flag("stop")
     """Action on a non-finite loss or gradient: stop with a report of its origin, or skip the step."""
@@ -57,7 +57,7 @@ class ResilienceFlags:
     """Compare kind, sizes, dtypes and order of each collective across ranks before it starts; on a mismatch the run
     ends and each rank reports its call. Slow, for debugging."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = differs(
-        "transient_error", "see --inject; transient_error and persistent_error both recur when the step is recomputed"
+        "transient_error", "transient_error and persistent_error both recur when the step is recomputed; see --inject"
     )
     """Kind of fault for `--error-injection-rate`."""
     inject: tuple[str, ...] = new_flag(())

@@ -17,7 +17,7 @@ class TrainingFlags:
     """START INCREMENT SAMPLES: ramp up the global batch size from START in steps of INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = flag(None)
     """Global batch size as a step function of the consumed tokens: `"0:768 250B:1536"` trains with 768 sequences up to
-    250 billion tokens. The last steps may have any size; `--global-batch-size` is the largest."""
+    250 billion tokens. Sizes may increase or decrease; `--global-batch-size` must be the largest of them."""
     decrease_batch_size_if_needed: bool = unsupported(False, "choose a divisible batch size")
     """Round the global batch size down to a multiple of microbatch size x data-parallel size."""
     train_iters: int | None = flag(None, least=1, essential=True)
@@ -29,9 +29,9 @@ class TrainingFlags:
     eval_iters: int | None = differs(None, "in Megatron-LM the default is 100, also on mock data", least=0)
     """Number of global batches per evaluation. Not set: 100, but on mock data not more than the training iterations."""
     eval_global_batch_size: int | None = flag(None, least=1)
-    """Number of sequences per batch of an evaluation over all ranks. Not set: `--global-batch-size`."""
+    """Number of sequences over all ranks per evaluation batch. Not set: `--global-batch-size`."""
     eval_micro_batch_size: int | None = flag(None, least=1)
-    """Number of sequences per microbatch of an evaluation, at most `--micro-batch-size`. Not set: the same."""
+    """Number of sequences per evaluation microbatch, at most `--micro-batch-size`. Not set: `--micro-batch-size`."""
     skip_train: bool = flag(False)
     """Evaluate without training."""
     exit_interval: int | None = flag(None, least=1)
@@ -39,9 +39,10 @@ class TrainingFlags:
     exit_duration_in_mins: int | None = flag(None, least=1)
     """Save and exit after this many minutes."""
     seed: int = differs(1234, "same data order, but other initial weights and dropout masks", least=0, below=2**32)
-    """Random seed."""
+    """Seed of initial weights, dropout masks and data order."""
     use_cpu_initialization: bool = flag(False)
-    """Draw the initial weights on the CPU, which is slower but independent of the GPU. Off: on the device."""
+    """Draw the initial weights on the CPU, which is slower but independent of the GPU model. Off: draw them on the
+    device."""
     data_parallel_random_init: bool = refused(False, "data-parallel replicas always start with identical weights")
     """Initialize weights differently on each data-parallel rank."""
     manual_gc: bool = flag(False)

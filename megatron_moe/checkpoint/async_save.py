@@ -60,7 +60,7 @@ def _with_torch_state(call: Callable[[], Result]) -> Callable[[], Result]:
 
 @dataclass(frozen=True)
 class _ExceptionTo:
-    """Context manager that stores an exception of its body in a future instead of raising it."""
+    """Context manager that stores an exception raised in its body in a future instead of propagating it."""
 
     future: Future[Any]
 

@@ -49,7 +49,7 @@ def as_checkpoint(path: Path) -> Candidate | None:
 
 
 def checkpoints_folder(folder: Path) -> Path:
-    """`folder`, or its subfolder `checkpoints` if `folder` is a run folder."""
+    """Returns the subfolder `checkpoints` if `folder` is a run folder, else `folder`."""
     inside = folder / RUN_FOLDER_CHECKPOINTS
     return inside if inside.is_dir() and not list_checkpoints(folder) else folder
 
@@ -61,7 +61,9 @@ def find_checkpoints(path: Path) -> tuple[Candidate, ...]:
     itself = as_checkpoint(path)
     found = (itself,) if itself and path.is_dir() else list_checkpoints(checkpoints_folder(path))
     if not found:
-        raise CheckpointProblem(f"{path} holds no checkpoint iter_NNNNNNN; give a checkpoint or a folder of them")
+        raise CheckpointProblem(
+            f"{path} contains no checkpoint iter_NNNNNNN; give a checkpoint or a folder of checkpoints"
+        )
     return found
 
 
@@ -116,7 +118,7 @@ def clean_up(folder: Path, storage: Storage, say: Callable[[str], None]) -> None
                 storage.remove(path)
                 say(f"removed stale {path.name} from {folder}")
         except OSError as error:
-            say(f"could not clean up {path}: {error.strerror}; it takes space but does no harm")
+            say(f"could not clean up {path}: {error.strerror}; it takes disk space but is otherwise harmless")
 
 
 def repair_tracker(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
@@ -130,7 +132,7 @@ def repair_tracker(folder: Path, storage: Storage, say: Callable[[str], None]) -
     try:
         write_tracker(folder, newest, storage)
     except OSError as error:
-        say(f"could not correct {folder / TRACKER}: {error.strerror}; nothing depends on it")
+        say(f"could not correct {folder / TRACKER}: {error.strerror}; the file is only a hint for users and tools")
 
 
 def remove(path: Path, storage: Storage, say: Callable[[str], None]) -> None:
@@ -138,7 +140,10 @@ def remove(path: Path, storage: Storage, say: Callable[[str], None]) -> None:
     try:
         storage.remove(path)
     except OSError as error:
-        say(f"could not remove {path}: {error.strerror}; it takes space, and the next start tries again")
+        say(
+            f"could not remove {path}: {error.strerror}; it takes disk space, and the next start tries again to "
+            "remove it"
+        )
 
 
 @dataclass(frozen=True)

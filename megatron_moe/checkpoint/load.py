@@ -61,9 +61,9 @@ class CheckpointSource:
     candidates: tuple[Candidate, ...]
     """Checkpoints to try, newest first; empty for a Hugging Face folder."""
     optimizer: bool = True
-    """True: load weights and optimizer state; False: weights only."""
+    """Whether to load optimizer state in addition to weights."""
     train_state: bool = True
-    """True: resume at the checkpoint's iteration; False: start at iteration 0 (`--finetune`)."""
+    """Whether to resume at the checkpoint's iteration; False starts at iteration 0 (`--finetune`)."""
 
     @property
     def is_hugging_face(self) -> bool:
@@ -95,7 +95,7 @@ def find(
             answer = _choose(config, say)
         except CheckpointProblem as problem:
             answer = str(problem)
-    # world: some hundred bytes
+    # world: a few hundred bytes
     (answer, *_) = gather_objects(answer, context.group("world"))
     if isinstance(answer, str):
         raise CheckpointProblem(answer)
@@ -124,7 +124,7 @@ def load(
     for candidate in source.candidates:
         outcome = _attempt(candidate, wanted, known, check_state, casting=not source.optimizer)
         shared = outcome.notes if isinstance(outcome, LoadedCheckpoint) else outcome
-        # world: some hundred bytes
+        # world: a few hundred bytes
         outcomes = gather_objects(shared, context.group("world"))
         mismatches = [mismatch.message for mismatch in outcomes if isinstance(mismatch, _Mismatch)]
         if mismatches:
@@ -155,8 +155,9 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
     own = list_checkpoints(config.save) if config.save is not None and not config.fresh else ()
     if own and same_folder and config.finetune:
         raise CheckpointProblem(
-            f"--finetune starts at iteration 0, but --save {config.save} is the folder it loads from and holds "
-            f"iteration {own[0].iteration}, which is newer than this run's checkpoints; give another --save folder"
+            f"--finetune starts at iteration 0, but --save {config.save} is the folder from which it loads, and "
+            f"contains iteration {own[0].iteration}, which is newer than this run's checkpoints; give another --save "
+            "folder"
         )
     if config.ckpt_step is not None:
         return _given_step(config, config.ckpt_step)
@@ -172,7 +173,7 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
             return source
     if config.pretrained_checkpoint is None:
         return None
-    # weights only, from iteration 0
+    # loads only weights and starts at iteration 0
     source = _source("--pretrained-checkpoint", config.pretrained_checkpoint, CheckpointConfig(finetune=True))
     if source is None:
         raise CheckpointProblem(
@@ -273,7 +274,7 @@ def _attempt(
         reader.check_sizes()
         manifest = reader.manifest
         if manifest.iteration != candidate.iteration:
-            raise CorruptCheckpoint(f"{MANIFEST}: iteration {manifest.iteration} in a folder of another iteration")
+            raise CorruptCheckpoint(f"{MANIFEST}: its iteration {manifest.iteration} differs from that of the folder")
         problems = mismatches(wanted, known, manifest, casting)
         if problems:
             return _Mismatch(
@@ -347,7 +348,7 @@ def scaling_differences(wanted: Mapping[str, TensorShard], known: Set[bytes], ma
     for key in wanted.keys() & saved.keys():
         now, then = wanted[key].shape[0], saved[key].shape[0]
         if key.endswith(FP8_AMAX_HISTORY) and now != then:
-            change = f"the {now} newest steps are used" if now < then else "the older steps start empty"
+            change = f"the {now} newest steps are used" if now < then else "the history of older steps starts empty"
             notes.append(f"amax histories of {then} steps in the checkpoint, --fp8-amax-history-len {now}: {change}")
     return frozenset(notes)
 
@@ -360,7 +361,12 @@ def rule_differences(
     missing, unknown = _other_keys(wanted, known, manifest.tensors)
     if casting or not _state_of_other_rules(missing, unknown, manifest.tensors):
         return frozenset()
-    return frozenset({"another update rule saved the optimizer state of some parameters; their state starts anew"})
+    return frozenset(
+        {
+            "the checkpoint contains optimizer state of another update rule for some parameters; their "
+            "state is initialised anew"
+        }
+    )
 
 
 def _state_of_other_rules(missing: Iterable[str], unknown: Iterable[str], saved: Mapping[str, Any]) -> set[str]:
@@ -387,5 +393,5 @@ def _none_verifies(source: CheckpointSource, reasons: list[str]) -> str:
         summary = "the checkpoint of --ckpt-step is damaged; no other iteration is tried"
     else:
         remedy = "--fresh to start over" if source.origin == "--save" else "another folder"
-        summary = f"none of the {len(reasons)} checkpoints of {source.location} verifies; give {remedy}"
+        summary = f"none of the {len(reasons)} checkpoints of {source.location} passes verification; give {remedy}"
     return f"{summary}:\n  {listed(reasons)}"

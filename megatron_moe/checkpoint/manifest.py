@@ -142,7 +142,8 @@ def encode(manifest: Manifest) -> bytes:
         "files": dict(manifest.files),
         "tensors": dict(manifest.tensors),
     }
-    text = json.dumps(body, separators=(",", ":"), default=vars).encode()[:-1]  # vars: the fields of an entry or piece
+    # `default=vars` encodes entries and pieces as their fields
+    text = json.dumps(body, separators=(",", ":"), default=vars).encode()[:-1]
     return text + f',"crc32":"{checksum(text)}"}}\n'.encode()
 
 
@@ -243,7 +244,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _decode_file(name: str, entry: Any) -> FileEntry:
     size, head = _number(entry, "size"), _number(entry, "head")
     if head > size or head > MAX_HEADER_BYTES:
-        raise CorruptCheckpoint(f"{MANIFEST}: {name}: a head of {head} bytes in a file of {size}")
+        raise CorruptCheckpoint(f"{MANIFEST}: {name}: its head of {head} bytes exceeds the file of {size} bytes")
     return FileEntry(size, head, _crc(entry))
 
 
@@ -254,7 +255,7 @@ def _decode_tensor(key: str, entry: Any) -> TensorEntry:
     shape = _sizes(entry, "shape")
     pieces = tuple(map(_decode_piece, _field(entry, "pieces", list)))
     if not pieces:
-        raise CorruptCheckpoint(f"{MANIFEST}: {key}: no pieces")
+        raise CorruptCheckpoint(f"{MANIFEST}: {key} has no pieces")
     return TensorEntry(dtype, shape, pieces)
 
 
@@ -269,7 +270,9 @@ def _check_boxes(manifest: Manifest) -> None:
         for piece in entry.pieces:
             dims = len(entry.shape)
             if len(piece.offset) != dims or len(piece.shape) != dims:
-                raise CorruptCheckpoint(f"{MANIFEST}: {key}: a box of {len(piece.shape)} dims in a tensor of {dims}")
+                raise CorruptCheckpoint(
+                    f"{MANIFEST}: {key}: a box has {len(piece.shape)} dims, but the tensor has {dims}"
+                )
             if any(o + n > size for o, n, size in zip(piece.offset, piece.shape, entry.shape, strict=True)):
                 raise CorruptCheckpoint(
                     f"{MANIFEST}: {key}: box {piece.offset} + {piece.shape} exceeds shape {entry.shape}"

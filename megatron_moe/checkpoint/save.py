@@ -276,7 +276,8 @@ class CheckpointSaver:
         return None if self._pending is None else self._pending.iteration
 
     def poll(self) -> SavedCheckpoint | None:
-        """Advances the unfinished save by one stage if all ranks have finished the current stage, else returns at once.
+        """Advances the unfinished save by one stage if all ranks have finished the current stage, else returns
+        immediately.
 
         All ranks call this method at every training step. It communicates only while a save is unfinished.
 
@@ -418,7 +419,7 @@ class CheckpointSaver:
         content = encode(manifest)
         messages: list[str] = []
         try:
-            decode(content)  # the boxes of all ranks cover every tensor exactly once
+            decode(content)  # checks that the boxes of all ranks cover every tensor exactly once
             self._storage.write_file(save.temporary / MANIFEST, [content])
             self._storage.sync_dir(save.temporary)
             self._rename(save, messages)
@@ -470,12 +471,15 @@ class CheckpointSaver:
         try:
             directory.write_tracker(self.folder, saved.iteration, self._storage)
         except OSError as error:
-            messages.append(f"could not write {self.folder / directory.TRACKER}: {error.strerror}; it is only a hint")
+            messages.append(
+                f"could not write {self.folder / directory.TRACKER}: {error.strerror}; the file is only a "
+                "hint for users and tools"
+            )
         protected = [saved.path, *([self.loaded_from] if self.loaded_from else [])]
         self.retention.apply(self.folder, protected, self._storage, messages.append)
 
     def _gather(self, value: Any) -> list[Any]:
-        # world: the manifest's entries of one rank, some hundred bytes per tensor
+        # world: the manifest entries of one rank, a few hundred bytes per tensor
         return gather_objects(value, self._group)
 
 

@@ -55,7 +55,7 @@ def open_regular(path: Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return open(descriptor, "rb")
 
 
@@ -64,5 +64,5 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
-            raise OSError(errno.EFBIG, f"{num_bytes} bytes, at most {max_bytes} are read", str(path))
+            raise OSError(errno.EFBIG, f"the file has {num_bytes} bytes, more than the limit of {max_bytes}", str(path))
         return file.read(num_bytes)

@@ -31,7 +31,7 @@ from megatron_moe.checkpoint.storage import Storage, open_regular
 from megatron_moe.config import param_meta
 
 FP8_AMAX_HISTORY = ".fp8_amax_history"
-"""Suffix of the keys of amax histories, whose length `--fp8-amax-history-len` decides."""
+"""Suffix of the keys of amax histories, whose length is set by `--fp8-amax-history-len`."""
 _HEADER_ALIGN = 8
 _READ_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 22
@@ -42,7 +42,7 @@ _MAX_THREADS = 3
 
 @dataclass(frozen=True)
 class TensorBox:
-    """Box (n-d slice) of a global tensor; this rank holds its values."""
+    """Box (n-d slice) of a global tensor, with its values on this rank."""
 
     offset: tuple[int, ...]
     """Start index of the box in each dim of the global tensor."""
@@ -186,7 +186,7 @@ def is_weight(key: str) -> bool:
 
 
 def is_scaling_state(key: str) -> bool:
-    """True for the state of delayed FP8 scaling, without which a run can start: scales of 1 and an empty history."""
+    """True for the state of delayed FP8 scaling. A run can start without it, with scales of 1 and an empty history."""
     return key.endswith((".fp8_scales", FP8_AMAX_HISTORY))
 
 

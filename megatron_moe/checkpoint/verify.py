@@ -62,7 +62,7 @@ def verify_checkpoint(
     problems: list[str] = []
     named = as_checkpoint(path)
     if named is not None and named.iteration != manifest.iteration:
-        problems.append(f"{MANIFEST}: iteration {manifest.iteration} in the folder {path.name}")
+        problems.append(f"{MANIFEST}: its iteration {manifest.iteration} differs from that of the folder {path.name}")
     with _collecting(problems):
         reader.check_sizes()
     num_bytes = _verify_files(reader, problems, check_state) + _verify_pieces(reader, problems, check_finite)

@@ -20,9 +20,11 @@ from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig
 
 _PAIR_GRADS = 2
-"""Values per query-key pair that the backward of attention with dropout needs in addition to the saved values."""
+"""Number of values per query-key pair that the backward of attention with dropout allocates in addition to the saved
+values."""
 _PAIRS_OF_A_BLOCK = 5
-"""Values per query-key pair if attention with dropout runs backward in blocks: probability, mask, 3 gradients."""
+"""Number of values per query-key pair in the backward of blockwise attention with dropout: probability, mask, 3
+gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +141,8 @@ class CoreAttentionConfig:
     softmax_scale: float
     causal: bool = True
     window: tuple[int, int] | None = None
-    """Sliding window (left, right): maximum number of visible keys before and after the query's position; -1: no limit.
-    (127, 0) is a causal window of 128 tokens. None means no window."""
+    """Sliding window (left, right): maximum number of visible keys before and after the query's position; -1 means no
+    limit. (127, 0) is a causal window of 128 tokens. None means no window."""
     sinks: bool = False
     """Adds one learned logit per head to the softmax denominator (`--softmax-type learnable`)."""
     off_by_one: bool = False
@@ -196,7 +198,7 @@ class SoftmaxMixerConfig(MixerConfig):
 
     @property
     def saves_output_in_full(self) -> bool:
-        """Whether another op than the output projection and the backward of attention reads attention's output."""
+        """Whether an op other than the output projection and the backward of attention reads the attention output."""
         return False
 
     @property
@@ -211,11 +213,11 @@ class SoftmaxMixerConfig(MixerConfig):
 
     @property
     def hides_context_exchange(self) -> bool:
-        """Whether the context-parallel exchange overlaps with attention: only that of the ring does."""
+        """Whether the context-parallel exchange overlaps with attention, which only the ring exchange does."""
         return self.core.context_exchange == "p2p"
 
     def sink_parameters(self) -> Iterator[ParamSpec]:
-        """One learned logit per head in the softmax denominator, if enabled."""
+        """Parameters of attention sinks: one learned logit per head, if enabled."""
         if self.core.sinks:
             meta = ParamMeta(role="sink", tp_dim=0, decay=False)
             yield ParamSpec(name="sinks", shape=(self.num_heads,), meta=meta, counted="attention")
@@ -247,7 +249,7 @@ class SoftmaxMixerConfig(MixerConfig):
         narrow, wide = sizes.inner * sizes.activation, sizes.inner * sizes.internal
         match self.core.context_exchange:
             case "p2p":
-                sums = narrow if cp == 2 else wide  # gradients of keys: one summand only between two ranks
+                sums = narrow if cp == 2 else wide  # key gradients are not summed in a ring of two ranks
                 return (cp - 1) * keys * (2 * narrow + sums)
             case "allgather":
                 return (cp - 1) * keys * (narrow + wide)
@@ -315,16 +317,16 @@ class SoftmaxMixerConfig(MixerConfig):
             return float(tokens * (pairs + 2 * q_width + self.out_width) * sizes.internal)
         if parallel.cp == 1 or exchange == "a2a":
             return float(tokens * (per_query + per_key))
-        # two ranks: one gradient is added to another, in the dtype of both
+        # with two ranks, one gradient is added to another, in the dtype of both
         is_one_sum = exchange != "allgather" and parallel.cp == 2 and self.core.window is None and not self.core.dropout
         per_query += 0 if is_one_sum else q_width * sizes.internal
         key_sums = self.keys_values_width * (sizes.activation if is_one_sum else sizes.internal)
-        # with dropout, the recomputed pairs of one block
+        # with dropout, backward also recomputes the query-key pairs of one block
         pairs = _PAIRS_OF_A_BLOCK * self.num_heads * sizes.length * sizes.internal if self.core.dropout else 0
         if exchange == "allgather":  # per chunk of queries, which may attend to the keys of all ranks
             chunk = tokens // 2 if parallel.cp_split == "zigzag" else tokens
             return float(chunk * (per_query + pairs) + tokens * parallel.cp * (per_key + key_sums))
-        # ring: key gradients being accumulated, received and sent; keys being received and sent
+        # a ring has key gradients that are accumulated, received and sent, and keys that are received and sent
         per_token = per_query + per_key + 3 * key_sums + 2 * self.keys_values_width * sizes.activation
         return float(tokens * (per_token + pairs / parallel.cp))
 
@@ -340,7 +342,8 @@ def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
 
 
 def _sharing_problem(option: str, num_ranks: int, groups: int) -> str | None:
-    """Sentence that says that ranks can neither divide nor share query groups; None if they can."""
+    """Returns an error message if the query groups can be neither divided among the ranks nor shared by them, else
+    None."""
     if groups % num_ranks == 0 or num_ranks % groups == 0:
         return None
     return f"{num_ranks} ranks ({option}) are neither a divisor nor a multiple of {groups} query groups"
@@ -498,8 +501,8 @@ class AttentionConfig(SoftmaxMixerConfig):
         return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """The output of the QKV projection is saved because v is a view of this output. If q and k have neither norm
-        nor rotation, k is also a view of this output; with one query group, q is too."""
+        """Tensors saved by attention. The output of the QKV projection is saved because v is a view of it. If q and k
+        have neither norm nor rotation, k is also a view of this output; with one query group, q is too."""
         shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation
         marks, several_groups = {"offloaded_by": "core_attn"}, shard.num_query_groups > 1
         # the fused kernel normalises, rotates and splits the projection's output, and reads it again in backward
@@ -520,7 +523,8 @@ class AttentionConfig(SoftmaxMixerConfig):
             yield saved_tensor("attention", "k", "U G D", tokens * shard.kv_width, size, marks)
         yield from shard.core_tensors(sizes)
         if self.output_gate:
-            # both factors in the internal format; the attention output is one of them if the formats are equal
+            # the gate saves both factors in the internal format; if it equals the activation format, one factor is the
+            # saved attention output
             count, factors = tokens * shard.q_width, 1 if size == sizes.internal else 2
             yield saved_tensor("attention", "gate and output", "U N D", factors * count, sizes.internal)
             yield saved_tensor("attention", "gated output", "U N D", count, size, {"low": "attn_proj"})
@@ -531,7 +535,7 @@ class AttentionConfig(SoftmaxMixerConfig):
     ) -> float:
         peak = self.attention_workspace(self.hidden_size, parallel, sizes, low)
         if self.shares_groups(parallel.tp):
-            # gradients of the local q, k and v, and of q, k and v of all heads before and after the reduce-scatter
+            # gradients of the local q, k and v, and of those of all heads before and after the reduce-scatter
             widths = self.shard(parallel.tp).qkv_width + 2 * self.qkv_width
             peak = max(peak, sizes.inner * sizes.activation * widths)
         return peak

@@ -59,13 +59,14 @@ class CheckpointConfig:
     save_hf_interval: int | None = None
     """Number of iterations between exports of the model as a Hugging Face folder. None means no exports."""
     save_hf_config: Path | None = None
-    """Folder whose config.json and tokenizer files are copied into each Hugging Face export. None: `hf_description`."""
+    """Folder whose config.json and tokenizer files are copied into each Hugging Face export. If None, they are
+    generated from `hf_description`."""
     hf_description: HFDescription | None = None
     """Describes exports whose config.json is generated from the model."""
 
     def largest_number(self, train_iters: int) -> int:
-        """Largest number of checkpoints that a run of `train_iters` iterations has in `save` at the same time. A new
-        checkpoint is complete before an old one is deleted."""
+        """Maximum number of checkpoints that exist in `save` at the same time during a run of `train_iters` iterations.
+        A new checkpoint is complete before an old one is deleted."""
         saves = -(-train_iters // (self.save_interval or train_iters)) if train_iters else 1
         if self.keep_last_checkpoints is None and self.save_retain_interval is None:
             return saves

@@ -26,7 +26,7 @@ from megatron_moe.config.text import counted, divisors
 from megatron_moe.config.transport import TokenExchange
 
 UNSHARDED = ParallelConfig()
-"""One rank, for properties of whole modules."""
+"""Parallel config of a single rank, for properties of unsharded modules."""
 Counted = Literal["embedding", "attention", "dense_mlp", "router", "experts", "shared", "latent", "norms", "head"]
 
 
@@ -42,8 +42,8 @@ class ParamSpec:
     counted: Counted
     """Field of `ParamCount` in which the parameter is counted."""
     low: str = ""
-    """Value of `--low-precision-activation-modules` of the linear layer; empty: never quantised by FP8 or FP4
-    recipes."""
+    """Value of `--low-precision-activation-modules` for the linear layer; empty if FP8 and FP4 recipes never quantise
+    it."""
     active_experts: int | None = None
     """Number of experts that process a token, for parameters with an expert dim."""
     recomputed_by: tuple[str, ...] = ()
@@ -68,23 +68,24 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class NameRule:
-    """Hugging Face tensors of one parameter. If `hf_names` contain the placeholder `{e}` (expert index), the rule maps
-    each expert's slice of our stacked tensor."""
+    """Mapping between a parameter and its Hugging Face tensors. If `hf_names` contain the placeholder `{e}` (expert
+    index), the rule maps each expert's slice of our stacked tensor."""
 
     name: str
-    """Name relative to the component."""
+    """Parameter name relative to the component."""
     hf_names: tuple[str, ...]
-    """Names relative to the layer."""
+    """Hugging Face tensor names relative to the layer."""
     transform: str = "copy"
     """Key of `TRANSFORMS` in checkpoint/huggingface/weight_map.py, or "package.module:name" of another `Transform`."""
     arguments: tuple[int, ...] = ()
-    """Arguments of a transform that depends on sizes."""
+    """Arguments of the transform, if it depends on sizes."""
     num_experts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Base of the configs of mixers and feed-forward modules. The defaults suit a module without the feature."""
+    """Base of the configs of mixers and feed-forward modules. The default of a method describes a module without the
+    feature."""
 
     module: ClassVar[str]
     """Class of the module: "package.file:Class", imported when the model is built."""
@@ -96,9 +97,10 @@ class Component:
     present: ClassVar[bool] = True
     """False for `NoMixer` and `NoFeedForward`, which have no module, norm and residual branch."""
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Path of a submodule -> `SavedActivation.module` of what it allocates; empty path: the module itself."""
+    """Maps the path of a submodule (empty for the module itself) to the `SavedActivation.module` of the tensors that it
+    allocates."""
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
-    """Parameter name relative to the layer -> other names in Megatron checkpoints."""
+    """Maps parameter names relative to the layer to their other names in Megatron checkpoints."""
 
     def as_flags(self) -> Mapping[str, Any]:
         """Values of the flags from which the registered function makes this config: {"kv_channels": 128}.
@@ -118,7 +120,7 @@ class Component:
         raise NotImplementedError
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterable[SavedActivation]:
-        """Tensors that the module saves for backward, without its input, which is the output of a norm."""
+        """Tensors that the module saves for backward, except its input, which is the output of a norm."""
         raise NotImplementedError
 
     def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
@@ -142,11 +144,11 @@ class Component:
         return 0
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
-        """Sentence that says why the sizes of the module cannot be sharded over these ranks; None if they can."""
+        """Returns an error message if the sizes of the module cannot be sharded over these ranks, else None."""
         return None
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
-        """Yields (flag, size, number of ranks that shard it) of GEMM dimensions that a user may choose badly."""
+        """Yields (flag, size, number of ranks that shard it) of GEMM dimensions whose size affects kernel speed."""
         yield from ()
 
     def name_rules(self, model_type: str) -> Iterable[NameRule]:
@@ -179,14 +181,14 @@ class MixerConfig(Component):
         return 0.0
 
     def published_as(self, own: "MixerConfig", norm: Any) -> "MixerConfig":
-        """This config, read from a config.json, with the settings of `own` that a config.json does not contain.
-        `norm`: norm of the layer."""
+        """Returns this config, which was read from a config.json, with the settings of `own` that a config.json does
+        not contain. `norm`: norm of the layer."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardConfig(Component):
-    """Base of the configs of feed-forward modules, which map every token on its own."""
+    """Base of the configs of feed-forward modules, which process every token independently."""
 
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({"": "mlp"})
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -207,19 +209,20 @@ class FeedForwardConfig(Component):
         return None
 
     def delayed_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
-        """Bytes that one microbatch keeps after its backward for delayed weight gradients of experts."""
+        """Bytes of the operands of delayed expert weight gradients that one microbatch keeps after its backward."""
         return 0.0
 
 
 def indivisible(option: str, num_ranks: int, size: int, noun: str) -> str | None:
-    """Sentence that says that the ranks of a flag do not divide `size`, a number of `noun`; None if they do."""
+    """Returns an error message if the number of ranks does not divide `size`, else None. `option`: flag of the ranks;
+    `noun`: what `size` counts."""
     if size % num_ranks == 0:
         return None
     return f"{num_ranks} ranks ({option}) do not divide {counted(size, noun)}; divisors: {divisors(size)}"
 
 
 class _Absent(Component):
-    """Facts of a module that does not exist."""
+    """Base of configs for absent modules, without parameters or costs."""
 
     present: ClassVar[bool] = False
     registered_as: ClassVar[str] = "none"
@@ -238,12 +241,12 @@ class _Absent(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class NoMixer(_Absent, MixerConfig):
-    """Mixer of a layer that has none."""
+    """Config for layers without a mixer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoFeedForward(_Absent, FeedForwardConfig):
-    """Feed-forward module of a layer that has none."""
+    """Config for layers without a feed-forward module."""
 
 
 def linear_metas(

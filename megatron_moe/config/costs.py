@@ -29,7 +29,8 @@ def bytes_per_fp8_element(config: LowPrecisionConfig) -> float:
 
 
 def row_padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:
-    """Size of a columnwise copy of expert rows, whose experts are padded to whole blocks, relative to its rows."""
+    """Number of rows in a columnwise copy, which pads each expert's rows to whole blocks, relative to the number of
+    expert rows."""
     length = config.inputs.block[1]
     return (num_rows // length + num_experts) * length / num_rows if length and num_rows else 1.0
 
@@ -109,38 +110,38 @@ class SavedActivation:
     """(number of rows, number of experts) if the rows are sorted by expert: quantised copies pad each expert's rows."""
     low: str = ""
     """Value of `--low-precision-activation-modules` with which the tensor is saved in the format of an FP8 or FP4
-    recipe, because only GEMMs read it; empty: it is never saved in that format."""
+    recipe, because only GEMMs read it; empty if it is never saved in that format."""
     shared: bool = False
-    """True if two layers save the tensor, which have a common copy in formats with `LowPrecisionConfig.fused_block`."""
+    """True if two layers save the tensor; in formats with `LowPrecisionConfig.fused_block` they share one copy."""
     read_unless: str = ""
-    """Module whose backward also reads the unquantised tensor unless `--recompute-modules` contains the module; empty:
-    only GEMMs read it."""
+    """Module whose backward also reads the unquantised tensor unless `--recompute-modules` contains the module; empty
+    if only GEMMs read the tensor."""
     is_activation_input: bool = False
     """Whether `LowPrecisionConfig.activation_inputs` applies to the tensor."""
     fused_bytes: int | None = None
-    """Bytes if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None if they are as
-    without fusion."""
+    """Bytes of the tensor if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None if
+    fusion does not change them."""
     recomputed_by: tuple[str, ...] = ()
     """Values of `--recompute-modules` that free this tensor after forward, and possibly `WHOLE_LAYER`."""
     offloaded_by: str = ""
-    """Value of `--offload-modules` that moves this tensor to host memory; empty: the tensor is never offloaded."""
+    """Value of `--offload-modules` that moves this tensor to host memory; empty if the tensor is never offloaded."""
     even_rows: int = 0
     """Number of rows at an even expert load, for sizing the paged stash. 0: the tensor is never stashed."""
     padding_rows: int = 0
     """Largest number of rows that pad the experts to whole blocks, in addition to `even_rows`."""
     row_width: int = 0
-    """Elements per row of a tensor that the paged stash may hold."""
+    """Number of elements per row, for tensors that the paged stash may store."""
 
     @property
     def even_bytes(self) -> int:
-        """Bytes of the tensor if the expert load is even."""
+        """Bytes of the tensor with an even expert load."""
         return self.even_rows * self.row_width * self.bytes // max(self.elements, 1)
 
 
 def saved_tensor(
     module: str, name: str, shape: str, elements: float, size: int, marks: Mapping[str, Any] = MappingProxyType({})
 ) -> SavedActivation:
-    """Tensor of `elements` elements of `size` bytes. `marks`: further fields of `SavedActivation`."""
+    """Creates the `SavedActivation` of a tensor with `elements` elements of `size` bytes. `marks`: further fields."""
     count = int(elements)
     return SavedActivation(module=module, name=name, shape=shape, bytes=count * size, elements=count, **marks)
 
@@ -149,9 +150,9 @@ class LowCopies(NamedTuple):
     """Bytes per element of the quantised copies of a tensor; 0 without FP8 or FP4."""
 
     row: float
-    """Rowwise copy."""
+    """Bytes per element of the rowwise copy."""
     column: float
-    """Columnwise copy, for weight gradients; 0 if these are not computed in FP8 or FP4."""
+    """Bytes per element of the columnwise copy, for weight gradients; 0 if these are not computed in FP8 or FP4."""
 
     @classmethod
     def of(cls, low: LowPrecisionConfig | None) -> "LowCopies":
@@ -161,5 +162,5 @@ class LowCopies(NamedTuple):
 
     @property
     def grad(self) -> float:
-        """Both copies, which one kernel makes of an output gradient."""
+        """Bytes per element of both copies of an output gradient, which one kernel makes."""
         return self.row + self.column

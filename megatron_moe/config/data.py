@@ -79,7 +79,7 @@ class DataConfig:
     mmap_bin_files: bool = True
     """Memory-maps .bin files instead of reading them."""
     num_workers: int = 0
-    """0: the training thread reads each batch. Above 0: one background thread per rank prefetches batches."""
+    """If 0, the training thread reads each batch. If above 0, one background thread per rank prefetches batches."""
     drop_last_partial_validation: bool = True
     """Drops the last sample of a validation dataset if it is shorter than `seq_length`."""
     multiple_validation_sets: bool = False

@@ -24,7 +24,7 @@ class EmulationConfig:
 
 @dataclass(frozen=True)
 class RoutedLoad:
-    """Assumed distribution of routed tokens over experts, which is the same for the tokens of every rank.
+    """Assumed distribution of routed tokens over experts, equal for the tokens of all source ranks.
 
     One expert-parallel rank receives `imbalance` times an even share, divided equally over its experts. The experts of
     all other ranks receive equal numbers of the remaining tokens.

@@ -27,7 +27,7 @@ KINDS = MappingProxyType(
         "disk-full": "no space left on the device during a save",
     }
 )
-"""Kind of fault -> description."""
+"""Maps each kind of fault to its description."""
 
 PHASES = ("step", "forward", "backward", "evaluation", "save", "exit")
 _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<phase>[a-z]+))?")
@@ -35,7 +35,7 @@ _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<pha
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """One fault for one rank. It is injected each time the rank reaches `iteration`, also after a restart."""
+    """One fault for one rank. It is injected every time the rank reaches `iteration`, including after a restart."""
 
     kind: str
     rank: int

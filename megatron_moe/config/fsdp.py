@@ -29,11 +29,13 @@ class FSDPConfig:
     shards_weights: bool = True
     """True: ZeRO-3, the weights of a layer are gathered before use. False: ZeRO-2, only gradients are sharded."""
     fsdp_double_buffer: bool = False
-    """Gathers weights to two buffers at fixed addresses (`--fsdp-double-buffer`), not to newly allocated memory."""
+    """Gathers weights into two buffers at fixed addresses (`--fsdp-double-buffer`) instead of newly allocated
+    memory."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """optim: the replicas of the shards (`--num-distributed-optimizer-instances`) shard the optimizer state."""
+    """"optim" also shards the optimizer state over the replicas of the shards
+    (`--num-distributed-optimizer-instances`)."""
     grad_comm: FloatName | None = None
-    """Dtype in which a microbatch's gradients are computed and reduced; None: the dtype of the accumulated gradients
-    (`--megatron-fsdp-grad-comm-dtype`)."""
+    """Dtype in which a microbatch's gradients are computed and reduced; None means the dtype of the accumulated
+    gradients (`--megatron-fsdp-grad-comm-dtype`)."""
     num_passes: Literal[1, 2] = 1
     """Number of passes that use weights at the same time: 2 if forward and backward of two microbatches interleave."""

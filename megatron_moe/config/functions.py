@@ -1,8 +1,8 @@
 """Score functions, activations, balancing methods and router metrics, which flags select by name.
 
-Every entry has properties and a function: a callable, which may use methods of tensors without importing
-torch, or a text "package.module:name". Functions compute with torch and are differentiated by autograd. Kernels that
-fuse the product's own functions leave all others to plain torch; the start log names these.
+Every entry has properties and a function: a callable, which may use methods of tensors without importing torch, or a
+text "package.module:name". Functions compute with torch and are differentiated by autograd. Fused kernels compute only
+built-in functions. Plain torch computes all others, which the start log lists.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionEntry:
-    """What all registered functions have in common."""
+    """Base class of the entries for registered functions."""
 
     function: Function | None = None
     options: tuple[str, ...] = ()
     """Names of flags, with underscores, whose values the function receives as keyword arguments."""
     fused: bool = False
-    """Whether the kernels of `kernels/backends` compute the function; without, it is computed by plain torch."""
+    """Whether fused kernels of `kernels/backends` compute the function; otherwise plain torch computes it."""
 
     def bound(self, values: Options) -> Callable[..., Any]:
         """The function with its options as keyword arguments, taken from `values`."""
@@ -50,8 +50,8 @@ class Activation(FunctionEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class Balancing(FunctionEntry):
-    """Load-balancing method (`--moe-router-load-balancing-type`). `function` computes its auxiliary loss; methods
-    without a loss, such as sinkhorn, have none."""
+    """Load-balancing method (`--moe-router-load-balancing-type`). `function` computes its auxiliary loss; it is None
+    for methods without a loss, such as sinkhorn."""
 
     metric: str = ""
     """Name of the loss in the log."""

@@ -23,11 +23,12 @@ def import_file(name: str) -> None:
     if str(path) in IMPORTED:
         return
     if path.suffix != ".py" or not path.is_file():
-        raise ImportProblem(f"--import {name}: there is no such Python file; correct the path")
+        raise ImportProblem(f"--import {name}: the Python file does not exist; correct the path")
     module_name = f"imported_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None, name
-    module = sys.modules[module_name] = module_from_spec(spec)  # dataclasses of the file look their module up
+    # registered in `sys.modules`, because dataclasses look up the module of their class
+    module = sys.modules[module_name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -38,5 +39,5 @@ def import_file(name: str) -> None:
 
 
 def digests(names: Iterable[str]) -> dict[str, str]:
-    """Imported file -> first digits of its SHA-256."""
+    """Maps each imported file to the first digits of its SHA-256."""
     return {name: IMPORTED.get(str(Path(name).resolve()))[:16] for name in names}

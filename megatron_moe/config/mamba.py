@@ -14,7 +14,7 @@ from megatron_moe.config.param_meta import ParamMeta
 _NAMES = (
     *("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"),
 )
-"""Parameters."""
+"""Names of the parameters, which are the same in Hugging Face and Megatron checkpoints."""
 _TRANSFORMS = "megatron_moe.checkpoint.huggingface.linear_attention"
 
 

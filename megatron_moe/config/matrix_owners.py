@@ -6,8 +6,8 @@ from itertools import accumulate
 
 _MEMORY_BOUND = 300
 """Smaller dim at which the products of an update take as long as its memory-bound operations. Five Newton-Schulz
-iterations take about 25 products per element and dim, the rest moves about 60 bytes per element (H100: 500 TFLOP/s and
-4 TB/s)."""
+iterations take about 25 multiply-adds per element and unit of the dim; the other operations move about 60 bytes per
+element (H100: 500 TFLOP/s and 4 TB/s)."""
 
 
 def update_cost(rows: int, columns: int) -> int:
@@ -19,7 +19,7 @@ def first_matrices(costs: Sequence[int], loads: list[float]) -> list[int]:
     """Divides consecutive matrices among owners: index of the first matrix of each owner.
 
     `loads` contains the cost that each owner already has from earlier buckets, and is increased. An owner's share is
-    what it lacks to the mean, so owners that got no matrix of one bucket get those of the next.
+    the difference between its load and the mean, so owners without a matrix of one bucket get matrices of the next one.
     """
     ends = list(accumulate(costs))
     total = ends[-1] if ends else 0

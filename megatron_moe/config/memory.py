@@ -38,7 +38,7 @@ class ActivationOffloadConfig:
     delay_offload_until_cuda_graph: bool = False
     """Starts copies to the host after the next replay of a captured module."""
     optimizer_fraction: float = 0.0
-    """Fraction of the master weights and optimizer moments that is in host memory during forward and backward."""
+    """Fraction of the master weights and optimizer moments that stays in host memory during forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class CudaGraphConfig:
     """CUDA graphs, either of modules of the decoder layers or of the full iteration."""
 
     cuda_graph_modules: tuple[GraphModule, ...] = ()
-    """Modules of the decoder layers to capture as CUDA graphs. Empty: none."""
+    """Modules of the decoder layers to capture as CUDA graphs. Empty if none are captured."""
     full_iteration: bool = False
     """Captures forward and backward of all microbatches of a step as one CUDA graph."""
     cuda_graph_warmup_steps: int = 3

@@ -88,8 +88,8 @@ class MLAConfig(SoftmaxMixerConfig):
         return (self.rope,)
 
     def gathers_input(self, parallel: ParallelConfig) -> bool:
-        """Whether each tensor-parallel rank computes the kv latent of all positions instead of gathering it: from the
-        hidden state that it gathers for q."""
+        """Whether each tensor-parallel rank computes the kv latent of all positions itself, from the hidden state that
+        it gathers for q, instead of gathering the latent."""
         return parallel.sequence_parallel and parallel.tp > 1 and self.q_lora_rank is None
 
     def shard(self, tp: int) -> "MLAConfig":
@@ -121,7 +121,7 @@ class MLAConfig(SoftmaxMixerConfig):
 
     def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         # with sequence parallelism, the input of a column-parallel matrix is saved as a shard, before quantisation; the
-        # two down projections save their common input once
+        # two down projections share one saved input
         low = (not parallel.sequence_parallel and parallel.tp == 1) or self.q_lora_rank is not None
         return {"low": "qkv_linear" if low else "", "shared": True}
 
@@ -149,7 +149,7 @@ class MLAConfig(SoftmaxMixerConfig):
             yield tensor("statistics of latents", letter, local * statistics, sizes.internal)
         yield tensor("q", "U N D", tokens * shard.q_width, size, marks)
         yield tensor("k", "U N D", tokens * shard.q_width, size, marks)
-        yield tensor("kv, of which v is a view", "U N (D-P+E)", tokens * shard.kv_up_width, size, marks)
+        yield tensor("kv latent output, of which v is a view", "U N (D-P+E)", tokens * shard.kv_up_width, size, marks)
         yield from shard.core_tensors(sizes)
         yield from shard.pair_tensors(parallel, sizes)
 
@@ -159,7 +159,7 @@ class MLAConfig(SoftmaxMixerConfig):
         return self.attention_workspace(self.q_lora_rank or self.kv_lora_rank, parallel, sizes, low)
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:
-        # the up projection of kv gathers nothing: 3 passes less over its input, where a gathered channel has 2
+        # the up-projection of kv gathers nothing, which saves 3 passes over its input; a gathered channel counts as 2
         return -3 * self.kv_lora_rank // 2 if self.gathers_input(parallel) else self.qk_rope_dim
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:

@@ -37,7 +37,7 @@ class ActivationConfig:
     linear_offset: float = 0.0
     """Offset that is added to the up projection (`--glu-linear-offset`). GPT-OSS uses 1."""
     options: Options = ()
-    """Flags that the function requests."""
+    """Values of the flags that the function requests."""
 
     def as_flags(self) -> dict[str, Any]:
         """See `Component.as_flags`."""
@@ -93,7 +93,7 @@ class MLPConfig(FeedForwardConfig):
         return self.parameters_as(parallel, counted="dense_mlp", low="mlp", recomputed_by=("mlp",))
 
     def parameters_as(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
-        """Parameters with these fields of `ParamSpec`."""
+        """Parameters of the MLP. `fields`: further fields of each `ParamSpec`."""
         for name, shape, options in self.matrices():
             yield from linear_parameters(name, shape, parallel, bias=self.bias, **fields, **options)
 
@@ -106,7 +106,8 @@ class MLPConfig(FeedForwardConfig):
     def saved_as(
         self, module: str, recomputed_by: str, parallel: ParallelConfig, sizes: ActivationSizes
     ) -> Iterator[SavedActivation]:
-        """Tensors that an MLP saves, which is `module` in reports and has this value of `--recompute-modules`."""
+        """Tensors that an MLP saves. `module`: its name in reports. `recomputed_by`: value of `--recompute-modules`
+        that recomputes it."""
         ffn, fan, mark = self.ffn_hidden_size // parallel.tp, self.activation.fan, {"recomputed_by": (recomputed_by,)}
         fused: dict[str, object] = {} if self.bias else {"fused_bytes": 0}
         shape, marks = "U 2F" if fan == 2 else "U F", {**mark, "is_activation_input": not self.bias}
@@ -117,10 +118,10 @@ class MLPConfig(FeedForwardConfig):
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """These tensors exist one after the other: (gathered output gradient, its copies, gradient of fc2's input),
-        (gradients of fc2's input and of fc1's output), (gathered input, its copy, gradient of fc1's output and its
-        copies). With fused casts, the first two exist at the same time, with the activation and its columnwise copy,
-        and the activation input if it was saved in FP8."""
+        """Peak bytes over the groups of tensors that exist at the same time: (gathered output gradient, its copies,
+        gradient of fc2's input), (gradients of fc2's input and of fc1's output), (gathered input, its copy, gradient of
+        fc1's output and its copies). With fused casts, the first two exist at the same time, with the activation and
+        its columnwise copy, and the activation input if it was saved in FP8."""
         tokens, gathered, copies = sizes.inner, sizes.gathered(parallel), LowCopies.of(low)
         hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size // parallel.tp, self.activation.fan
         products: float = tokens * (1 + fan) * ffn * sizes.activation
@@ -154,6 +155,6 @@ def mlp_names(
 
 
 def plain_mlp_names(name: str, hf_name: str, num_experts: int = 0) -> Iterator[NameRule]:
-    """Hugging Face names of an MLP `name` without a gate, as `mlp_names`."""
+    """Hugging Face names of an MLP `name` without a gate, in the form of `mlp_names`."""
     yield NameRule(f"{name}linear_fc1.weight", (f"{hf_name}.up_proj.weight",), num_experts=num_experts)
     yield NameRule(f"{name}linear_fc2.weight", (f"{hf_name}.down_proj.weight",), num_experts=num_experts)

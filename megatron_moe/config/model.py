@@ -12,7 +12,7 @@ from megatron_moe.config.param_meta import ParamMeta
 
 
 class Sublayer(NamedTuple):
-    """Residual branch of a layer."""
+    """Residual branch of a layer: a module with its norm."""
 
     name: str
     """Name of the module in the layer."""
@@ -65,7 +65,7 @@ class LayerConfig:
             yield from _within(name, component.parameters(parallel))
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
-        """See `Component.layout_problem`."""
+        """First problem of the mixer or feed-forward module; see `Component.layout_problem`."""
         return self.mixer.layout_problem(parallel) or self.feed_forward.layout_problem(parallel)
 
 
@@ -127,7 +127,7 @@ class ModelConfig:
     head_bias: bool = False
     loss_chunk: int | None = None
     """Number of tokens per chunk of the fused linear cross-entropy, which recomputes the logits of each chunk in
-    backward. None means that the logits of the whole microbatch are computed at once and saved."""
+    backward. None means that the logits of the whole microbatch are computed together and saved."""
     embedding_dropout: float = 0.0
     """Dropout probability of the embedding output (`--hidden-dropout`)."""
     mtp: MTPConfig | None = None
@@ -159,7 +159,7 @@ class ModelConfig:
         meta = ParamMeta(
             role="embedding",
             init="embedding",
-            # a tied head sums over hidden_size inputs, which decides the fan-in of unit-gain initialisation
+            # the fan-in is hidden_size, because a tied head sums over that many inputs
             fan_in=self.hidden_size if self.tied_embeddings else 1,
             tp_dim=0,
             # as in Megatron, the embedding has no weight decay with --embedding-init-method-std, which sets its scale
@@ -175,7 +175,7 @@ class ModelConfig:
             yield ParamSpec(name="position_embeddings.weight", shape=shape, meta=meta, counted="embedding")
 
     def head_parameters(self) -> Iterator[ParamSpec]:
-        """Parameters of the output layer, which has no weight if that of the embedding is tied to it."""
+        """Parameters of the output layer, without the weight if it is tied to the embedding."""
         if not self.tied_embeddings:
             meta = ParamMeta(role="head", fan_in=self.hidden_size, tp_dim=0)
             yield ParamSpec(name="weight", shape=(self.vocab_size, self.hidden_size), meta=meta, counted="head")

@@ -1,4 +1,5 @@
-"""Comparison of model configs: can weights of one model be used in another? Also the config that checkpoints record."""
+"""Compares model configs, to determine whether weights of one model can be used in another, and converts them to the
+form that checkpoints store."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ _TRAINING = frozenset(
         *("force_balancing", "force_biased", "force_skew"),
     )
 )
-"""Config fields that affect training but not the meaning of trained weights."""
+"""Config fields that affect training but not the output of a trained model."""
 _SELECTIONS = frozenset(("sinkhorn", "quantile_balancing", "expert_choice"))
 """Load-balancing methods (values in `RouterConfig.balancing`) that replace the top-k selection of experts."""
 
@@ -38,7 +39,7 @@ class ModelDifference(NamedTuple):
     line: str
     """Message that names the layers, the config field and its two values."""
     training: bool
-    """True if the field affects training but not the meaning of trained weights."""
+    """True if the field affects training but not the output of a trained model."""
 
 
 def recorded(config: Any) -> Any:
@@ -90,7 +91,8 @@ def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
 
 
 def compare_recorded(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[ModelDifference]:
-    """Yields the differences of two results of `recorded` at `path`. `name`: name of the other one in the messages."""
+    """Yields the differences of two results of `recorded` at `path`. `name`: name of the other model in the
+    messages."""
     if isinstance(value, Mapping) and isinstance(other, Mapping) and _kind(value) == _kind(other):
         for key in value:
             if key in other and key != "type":

@@ -69,15 +69,16 @@ class RouterConfig:
     """Replaces logits by random ones plus a random bias per expert, to benchmark uneven load. This number is the
     standard deviation of the biases. If it is negative, they are drawn only once (`--moe-router-force-biased`)."""
     force_skew: float | None = None
-    """Replaces logits by random ones, to benchmark uneven load: the load of the busiest expert over the mean load
-    (`--moe-router-force-skew`). Expert popularity is log-normal, in an order drawn for every step and layer."""
+    """Replaces logits by random ones, to benchmark uneven load. This number is the load of the busiest expert divided
+    by the mean load (`--moe-router-force-skew`). Expert popularity is log-normal, in an order drawn for every step and
+    layer."""
     linear_bias: bool = False
     """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
     quantile_ema: float = 0.0
     """Weight of old thresholds in quantile balancing's moving average (`--moe-router-quantile-balancing-ema`)."""
 
     options: Options = ()
-    """Flags that the score function, the balancing losses and registered metrics request."""
+    """Values of the flags that the score function, the balancing losses and registered metrics request."""
 
     def as_flags(self) -> dict[str, Any]:
         """See `Component.as_flags`."""
@@ -100,7 +101,8 @@ class RouterConfig:
 
     @property
     def selects_on_logits(self) -> bool:
-        """Whether experts are selected by their logits, and the score function is applied to the selected ones only."""
+        """Whether experts are selected by their logits, so that the score function is applied to the selected logits
+        only."""
         return self.scores.over_experts and not self.pre_softmax
 
     @property
@@ -150,7 +152,8 @@ class CapacityConfig:
     factor: float
     """Capacity, as a multiple of the number of tokens per expert at an even load (`--moe-expert-capacity-factor`)."""
     policy: Literal["probs", "position"] = "probs"
-    """Tokens that a full expert keeps: those of highest probability, or the earliest (`--moe-token-drop-policy`)."""
+    """Which tokens an expert at its capacity keeps: those with the highest probabilities, or the earliest
+    (`--moe-token-drop-policy`)."""
     pad: bool = False
     """Pads every expert's input to its capacity (`--moe-pad-expert-input-to-capacity`)."""
 
@@ -170,7 +173,7 @@ class ExpertsConfig(MLPConfig):
 
     @property
     def may_fuse(self) -> bool:
-        """Whether FP8 formats that ops can write are fused into the ops between the GEMMs, for an ffn size that is a
+        """Whether casts to FP8 can be fused into the ops between the GEMMs, which requires an ffn size that is a
         multiple of the block length."""
         return self.grouped and not self.bias and not self.probs_on_output
 
@@ -237,10 +240,10 @@ class MoEConfig(FeedForwardConfig):
     push: PushConfig = PushConfig()
     hybridep: HybridEPConfig = HybridEPConfig()
     fp8_dispatch: bool = False
-    """Dispatch sends the tokens of layers with FP8 experts as the bytes that fc1 multiplies
+    """Sends the tokens of layers with FP8 experts in dispatch as the bytes that fc1 multiplies
     (`--moe-dispatch-fwd-dtype`)."""
     fp8_combine_grad: bool = False
-    """The backward of combine sends the gradients of layers with FP8 experts as the bytes that the backward of fc2
+    """Sends the gradients of layers with FP8 experts in the backward of combine as the bytes that the backward of fc2
     multiplies (`--moe-combine-bwd-dtype`)."""
     row_alignment: int = 1
     """Multiple to which the rows of an expert are padded (`--moe-router-padding-for-quantization`)."""
@@ -277,7 +280,7 @@ class MoEConfig(FeedForwardConfig):
         }
 
     def choose_transport(self, parallel: ParallelConfig, *, has_peer_access: bool = True) -> TransportChoice:
-        """Transport over the ranks of `parallel`; see the function."""
+        """Chooses the transport over the ranks of `parallel`; see `transport.choose_transport`."""
         return choose_transport(
             self.dispatcher,
             self.transport_backend,
@@ -307,7 +310,8 @@ class MoEConfig(FeedForwardConfig):
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:
-        """Overlapped shared experts run in two nodes and cannot be recomputed alone."""
+        """Values of `--recompute-modules` that apply. Overlapped shared experts run in two nodes and cannot be
+        recomputed alone."""
         alone = self.shared is not None and not self.shared_overlap
         return ("moe_act", "shared_experts", "moe") if alone else ("moe_act", "moe")
 
@@ -385,7 +389,7 @@ class MoEConfig(FeedForwardConfig):
         even = {"even_rows": parallel.etp * sizes.residual * self.router.topk}
         even["padding_rows"] = num_local * (self.row_alignment - 1)
         padded = {"low": "experts", "rows_of_experts": (int(rows), num_local)}
-        # on one rank, fc1 gathers tokens that the router saves anyway
+        # on one rank, fc1 gathers tokens, which the router saves anyway
         fused = {"fused_bytes": 0} if experts.may_fuse else {}
         gathered = fused if parallel.ep * parallel.etp == 1 else {}
         marks = {**even, **padded, **gathered, "row_width": hidden, "offloaded_by": "expert_fc1"}
@@ -404,17 +408,17 @@ class MoEConfig(FeedForwardConfig):
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Peak of routed and shared experts, without the buffers of the token dispatcher."""
+        """Peak bytes in the backward of routed and shared experts, without the buffers of the token dispatcher."""
         shared = 0.0 if self.shared is None else self.shared.mlp.backward_workspace(parallel, sizes, low)
         return max(self._workspace_of_experts(parallel, sizes, low), shared)
 
     def _workspace_of_experts(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Gradient of fc1's output plus the larger of the gradients of fc2's and fc1's input. With fused casts: the
-        activation, gradients of the outputs of fc2, the activation and fc1, and their FP8 copies. With FP8 weight
-        gradients, most of them exist in FP8 only, on one rank also the gradient of fc2's output. Fused casts also
-        restore an activation input that was saved in FP8."""
+        """Peak bytes of routed experts: gradient of fc1's output plus the larger of the gradients of fc2's and fc1's
+        input. With fused casts: the activation, gradients of the outputs of fc2, the activation and fc1, and their FP8
+        copies. With FP8 weight gradients, most of them exist in FP8 only, on one rank also the gradient of fc2's
+        output. Fused casts also restore an activation input that was saved in FP8."""
         experts, size = self.experts, sizes.activation
         rows = self.rows(parallel, sizes.residual, sizes.imbalance)
         ffn, fan, hidden = experts.ffn_hidden_size // parallel.etp, experts.activation.fan, experts.hidden_size
@@ -428,7 +432,7 @@ class MoEConfig(FeedForwardConfig):
         return rows * (size * wide + bytes_per_fp8_element(low) * copied)
 
     def delayed_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
-        """Inputs and output gradients of fc1 and fc2."""
+        """Bytes of the inputs and output gradients of fc1 and fc2, which delayed weight gradients keep."""
         experts, rows = self.experts, self.rows(parallel, sizes.residual, sizes.imbalance)
         hidden = 2 * experts.hidden_size
         ffn, tokens = (1 + experts.activation.fan) * (experts.ffn_hidden_size // parallel.etp), 0.0

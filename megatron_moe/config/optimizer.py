@@ -42,10 +42,11 @@ class MuonConfig:
         "quintic"
     )
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = "medium"
-    """Precision of the products of an iteration: bf16 operands (low, medium) or fp32 operands (high)."""
+    """Precision of the matrix products in an iteration: bf16 operands (low, medium) or fp32 operands (high)."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
-    """Treatment of matrices that are sharded by tensor parallelism: every rank orthogonalises its shard alone, or the
-    whole gathered matrix, or the ranks sum the products of their shards."""
+    """Orthogonalisation of matrices that are sharded by tensor parallelism. blockwise: every rank orthogonalises its
+    shard separately. duplicated: every rank orthogonalises the gathered matrix. distributed: the ranks sum the products
+    of their shards."""
     muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
     """Update rule of the parameters that Muon does not cover."""
 
@@ -57,7 +58,7 @@ class QKClipConfig:
 
     qk_clip_threshold: float = 100.0
     qk_clip_alpha: float = 0.5
-    """q gets eta^alpha, k the rest."""
+    """Exponent alpha: weights of q are multiplied by eta^alpha, those of k by eta^(1 - alpha)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class LossScaleConfig:
     """Loss scaling of fp16 runs; see `optim/loss_scale.py`."""
 
     loss_scale: float | None = None
-    """Constant scale; None: the scale follows the overflows of gradients."""
+    """Constant loss scale; None means dynamic loss scaling."""
     initial_loss_scale: float = 2.0**32
     min_loss_scale: float = 1.0
     loss_scale_window: float = 1000.0
@@ -75,7 +76,7 @@ class LossScaleConfig:
 
     @property
     def most_overflows(self) -> int:
-        """Number of overflows in a row that bring the scale to its minimum."""
+        """Number of consecutive overflows that reduce the initial scale to the minimum."""
         return self.hysteresis + ceil(log2(max(self.initial_loss_scale / self.min_loss_scale, 1.0)))
 
 
@@ -92,7 +93,7 @@ class OptimizerConfig:
     """Lion: share of the momentum in the update's sign."""
     lion_beta2: float = 0.98
     clip_grad: float = 1.0
-    """Maximum global L2 norm of the gradient; 0: no clipping."""
+    """Maximum global L2 norm of the gradient; 0 disables clipping."""
     apply_wd_to_qk_layernorm: bool = False
     """Applies weight decay to q and k norms (`--apply-wd-to-qk-layernorm`)."""
     decoupled_lr: float | None = None
@@ -101,7 +102,7 @@ class OptimizerConfig:
     muon: MuonConfig = MuonConfig()
     qk_clip: QKClipConfig | None = None
     loss_scaling: LossScaleConfig | None = None
-    """None: the loss is not scaled."""
+    """Loss scaling of fp16 runs; None if the loss is not scaled."""
     offload: OptimizerOffloadConfig = OptimizerOffloadConfig()
     overlap_optimizer_step: bool = False
     """Updates weights bucket by bucket, overlapped with the next forward (`--overlap-optimizer-step`)."""

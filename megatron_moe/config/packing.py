@@ -9,10 +9,10 @@ class PackingConfig:
     """How the sequences of a global batch are packed into rows of `seq_length` positions (`--use-varlen-dataset`)."""
 
     sequence_packing_scheduler: Literal["dp_balanced", "default_dynamic_cp"] = "dp_balanced"
-    """dp_balanced: packs sequences in their order. default_dynamic_cp: packs them by falling length, so that rows with
-    long sequences share microbatches, and other microbatches need fewer context-parallel ranks."""
+    """dp_balanced: packs sequences in their order. default_dynamic_cp: packs them by decreasing length, so that rows
+    with long sequences share microbatches, and other microbatches need fewer context-parallel ranks."""
     thd_max_packed_sequences: int | None = None
-    """Maximum number of sequences per row, including the sequence of padding that `append_dummy_seq` adds. None: no
+    """Maximum number of sequences per row, including the padding sequence that `append_dummy_seq` adds. None: no
     maximum."""
     thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] = "append_dummy_seq"
     """Whether padding at the end of a row forms a separate sequence or extends the last one."""

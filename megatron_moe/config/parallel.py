@@ -22,9 +22,9 @@ class ProcessInfo:
     False if the user set the environment variables of the rank in a shell."""
     start_id: str = ""
     """Name of this start of the run, equal on all its ranks. It differs from the names of earlier starts, whose ranks
-    may have outlived their launcher, unless the launcher provides no such name."""
+    may still be alive. Empty if the launcher provides no such name."""
     parent: int = 0
-    """Process id of the parent when this process began; 0: not known."""
+    """Process id of the parent when this process started; 0 if unknown."""
     missing_libraries: tuple[str, ...] = ()
     """Modules of expert transports that are not installed on this machine. Empty if the plan must not depend on it."""
 
@@ -67,7 +67,7 @@ class ParallelConfig:
     """Number of ranks per host, which are filled in ascending order of ranks; None means that all ranks share one
     host."""
     shares_memory: bool = False
-    """GPUs of one host may exchange the tokens of experts through each other's memory."""
+    """Whether GPUs of one host may exchange the tokens of experts through each other's memory."""
     missing_libraries: tuple[str, ...] = ()
     """Modules of expert transports that are not installed; see `ProcessInfo`."""
     distributed_timeout_minutes: float = 10.0
@@ -92,7 +92,7 @@ class ParallelConfig:
 
     @property
     def experts_span_hosts(self) -> bool:
-        """True if some of the groups of etp x ep ranks, which are consecutive, are on several hosts."""
+        """True if a group of etp x ep ranks, which are consecutive, spans several hosts."""
         if self.ranks_per_host is None or self.world_size <= self.ranks_per_host:
             return False
         return self.ranks_per_host % (self.etp * self.ep) != 0
@@ -120,7 +120,8 @@ class DataParallelConfig:
     """Reduce-scatter communicates gradients in the format of the gradient buffers but sums them in fp32
     (`--ddp-reduce-scatter-with-fp32-accumulation`)."""
     fsdp: FSDPConfig | None = None
-    """Sharding of gradients and weights (ZeRO-2 and ZeRO-3); None: ranks have all gradients and weights."""
+    """Sharding of gradients and weights (ZeRO-2 and ZeRO-3); None means that every rank stores all gradients and
+    weights."""
 
 
 def default_bucket_size(num_ranks: int) -> int:

@@ -35,8 +35,8 @@ class ParamMeta:
     even_shards: bool = False
     """True if each rank has an equal range of `tp_dim`, whatever `splits` are: ranks that share a query group."""
     mixed_rows: bool = False
-    """True if the rows are inputs of unrelated operations (gate, state and time steps of Mamba). Rules for whole
-    matrices leave such a matrix to their fallback, as Megatron-LM does."""
+    """True if the rows are inputs of unrelated operations (gate, state and time steps of Mamba). Update rules for whole
+    matrices do not update it, but leave it to their fallback rule, as in Megatron-LM."""
     decay: bool = True
     """False excludes the parameter from weight decay."""
     partial_over_tp: bool = False
@@ -107,5 +107,5 @@ def _share(number: int, part: Part, what: str) -> tuple[int, int]:
     """Returns (start, count) of a rank's part of `number` items, which are divided equally. `what`: the items, for
     errors."""
     index, num_parts = part
-    assert number % num_parts == 0, f"{number} {what} do not divide among {num_parts} ranks"
+    assert number % num_parts == 0, f"{number} {what} cannot be divided equally among {num_parts} ranks"
     return index * (number // num_parts), number // num_parts

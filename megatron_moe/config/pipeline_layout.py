@@ -118,7 +118,8 @@ def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | N
     """Parses Megatron's layout language, for example `Et*3|(tt|)*29m|L`. Raises LayoutError.
 
     E is the embedding, t a decoder layer, m an MTP layer, L the loss; `|` ends a stage. `t*N` and `(...)*N` repeat a
-    letter or group N times. Commas are ignored. `num_layers`, `num_mtp`: required numbers of t and m (None: any).
+    letter or group N times. Commas are ignored. `num_layers`, `num_mtp`: required numbers of t and m; None allows any
+    number.
     """
     expanded = _expand(text)
     num_layers = expanded.count("t") if num_layers is None else num_layers
@@ -160,9 +161,9 @@ def _check_letters(text: str, stages: Sequence[str], num_layers: int, num_mtp: i
         if letters.count(letter) != expected:
             raise LayoutError(f"{text} has {letters.count(letter)} {meaning} ({letter}); the model has {expected}")
     if not stages[0].startswith("E"):
-        raise LayoutError(f"{text} must begin with E: the first stage has the embedding")
+        raise LayoutError(f"{text} must begin with E, because the first stage has the embedding")
     if not stages[-1].endswith("L"):
-        raise LayoutError(f"{text} must end with L: the last stage has the loss")
+        raise LayoutError(f"{text} must end with L, because the last stage has the loss")
     if "t" in letters[letters.find("m") :] and "m" in letters:
         raise LayoutError(f"{text} has a t after an m; multi-token prediction follows the last decoder layer")
 
@@ -194,8 +195,8 @@ def even_layout(
 ) -> PipelineLayout:
     """Layout with the same number of layers on every stage, and all MTP layers on the last. Raises LayoutError.
 
-    `first`, `last`: other numbers of layers for the first and last pipeline rank; all other ranks get equal numbers.
-    `account_for_*`: counts the embedding or loss as one layer of the first or last stage.
+    `first`, `last`: numbers of layers of the first and last pipeline rank, if they differ; all other ranks get equal
+    numbers. `account_for_*`: counts the embedding or loss as one layer of the first or last stage.
     """
     if first is not None or last is not None:
         if account_for_embedding or account_for_loss:

@@ -29,7 +29,7 @@ class ElementFormat:
     bits: int = 8
     """Bits per element. Several E2M1 elements share a byte."""
     is_integer: bool = False
-    """Whether casts to the dtype truncate, so that values are rounded to nearest before."""
+    """Whether casts to the dtype truncate, so that values must be rounded to nearest first."""
 
 
 ELEMENTS.register("e4m3", ElementFormat(dtype="torch:float8_e4m3fn", largest=448.0))
@@ -42,7 +42,7 @@ class OperandFormat:
     """Low-precision format of one kind of GEMM operand: inputs, weights or output gradients."""
 
     element: str
-    """Name of an `ElementFormat` in registry `ELEMENTS`."""
+    """Name of the element format in registry `ELEMENTS`."""
     block: tuple[int, int]
     """Shape of the blocks that share a scale: (1, n) along the GEMM's reduction dim, (n, n), or `WHOLE`."""
     scale: Literal["fp32", "power of 2", "e8m0", "e4m3"]
@@ -91,13 +91,13 @@ class LowPrecisionConfig:
     grads: OperandFormat
     """Format of the output gradients of linear layers."""
     weight_grad: bool = True
-    """Computes weight gradients from columnwise FP8 or FP4 copies. False: in the format of the parameters, from the
-    original inputs and gradients."""
+    """Computes weight gradients from columnwise FP8 or FP4 copies. If False, computes them in the format of the
+    parameters, from the unquantised inputs and gradients."""
     expert_weight_grad: bool = True
     """Includes the weight gradients of routed experts in `weight_grad` (`--fp8-expert-wgrad`)."""
     activation_modules: tuple[ActivationModule, ...] = ACTIVATION_MODULES
     """Modules whose linear layers save their inputs in low precision for the weight gradient, where this takes less
-    memory than the original (`--low-precision-activation-modules`). The others save the original."""
+    memory than the unquantised inputs (`--low-precision-activation-modules`). Other modules save unquantised inputs."""
     activation_inputs: bool = False
     """Saves the inputs of the activations of MLPs and experts in low precision, from which backward computes the
     activation and its gradient (`--activation-func-fp8-input-store`). Requires `fused_block`."""
@@ -134,7 +134,7 @@ class LowPrecisionConfig:
 
     @property
     def name(self) -> str:
-        """Recipe and format as in `blockwise e4m3`, `tensorwise hybrid` and `nvfp4 e2m1`."""
+        """Formats recipe and format, as in `blockwise e4m3`, `tensorwise hybrid` and `nvfp4 e2m1`."""
         return f"{self.recipe} {'hybrid' if self.grads.element == 'e5m2' else self.grads.element}"
 
 
@@ -149,7 +149,8 @@ class ModulePrecision:
     in_low_precision: bool = True
     """Whether `config` applies to modules that would use the recipe of the run."""
     in_params_dtype: bool = False
-    """Whether `config` applies to modules that would use the format of the parameters, as in excluded layers."""
+    """Whether `config` applies to modules that would use the format of the parameters, for example in layers that the
+    recipe excludes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +198,7 @@ class QuantizationRecipe:
     """Scaling recipe of FP8 or FP4 GEMMs, registered in `QUANTIZATION_RECIPES`."""
 
     formats: Callable[..., OperandFormats]
-    """`formats(hybrid=...)` returns the formats of operands. `hybrid`: gradients have more exponent bits."""
+    """Function that returns the operand formats. Its argument `hybrid` selects gradients with more exponent bits."""
     family: Literal["fp8", "fp4"] = "fp8"
     """Flag that selects the recipe: `--fp8-recipe` or `--fp4-recipe`."""
     label: str = "FP8"
@@ -209,7 +210,8 @@ class QuantizationRecipe:
     has_history: bool = False
     """Whether scales are computed from the magnitudes of earlier steps, instead of from the tensor."""
     exchange_dtype: str | None = None
-    """Value of `--moe-dispatch-fwd-dtype` for which tokens are sent in the format of inputs; None if they cannot be."""
+    """Value of `--moe-dispatch-fwd-dtype` for which tokens are sent in the format of inputs; None if they cannot be
+    sent in it."""
 
 
 def _block_formats(*, hybrid: bool, blocks: int = 128, power_of_2: bool = True) -> OperandFormats:

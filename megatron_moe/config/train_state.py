@@ -15,18 +15,18 @@ from megatron_moe.config.training import BatchConfig, LoopConfig
 
 _NOT_COMPARED = frozenset(
     (
-        # lengths and intervals, and the reaction to failed checks
+        # run length, intervals, and reactions to failed checks
         *("train_iters", "train_samples", "eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins"),
         *("skip_train", "check_for_nan_in_loss_and_grad", "iterations_to_skip", "use_cpu_initialization"),
         *("manual_gc", "manual_gc_interval", "manual_gc_eval", "moe_routing_replay_path"),
-        # compared with the learning rate schedule
+        # compared with the learning-rate schedule instead
         *("decoupled_lr", "decoupled_min_lr"),
-        # compared by the fingerprint of the samples
+        # compared by the fingerprint of the samples instead
         *("train_data_path", "valid_data_path", "test_data_path", "data_path", "split", "mock_data", "mock_documents"),
         *("data_cache_path", "seq_length", "tokenizer", "vocab_size", "mmap_bin_files", "num_workers"),
         *("drop_last_partial_validation", "multiple_validation_sets", "full_validation", "dataloader_type"),
         "mid_level_dataset_surplus",
-        # without effect on the numbers
+        # without effect on results
         *("offload", "overlap_optimizer_step", "deterministic_mode", "store_param_remainders", "low_precision_params"),
         *("activation_modules", "emulate"),
     )
@@ -62,7 +62,7 @@ def training_settings(
     `_NOT_COMPARED` names them."""
     flags = {
         "--" + field.name.replace("_", "-"): recorded(getattr(config, field.name))
-        for config in (data, loop, batch, optimizer)  # `seed` is that of `loop`; the data have their own
+        for config in (data, loop, batch, optimizer)  # the seed is that of `loop`; datasets have their own seed
         for field in fields(config)
         if field.name not in _NOT_COMPARED
     }

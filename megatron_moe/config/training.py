@@ -50,7 +50,7 @@ class BatchConfig:
         if self.step_sizes:
             steps = 0
             for (first, size), (end, _) in pairwise((*self.step_sizes, (samples, 0))):
-                if consumed < first:  # the samples end before
+                if consumed < first:  # the samples end before the first change of batch size
                     break
                 within = max(0, min(ceil((end - consumed) / size), (samples - consumed) // size))
                 steps, consumed = steps + within, consumed + within * size
@@ -95,7 +95,7 @@ class StepSize:
     num_samples: int
     """Number of sequences."""
     num_tokens: int
-    """Number of positions of these sequences; in rows of packed sequences, without padding."""
+    """Number of positions of these sequences; in packed rows, padding is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,8 @@ class LoopConfig:
     exit_duration_in_mins: float | None = None
     seed: int = 1234
     use_cpu_initialization: bool = True
-    """Draws the initial weights on the CPU (`--use-cpu-initialization`); False: on the device, with other values."""
+    """Draws the initial weights on the CPU (`--use-cpu-initialization`); If False, draws them on the device, which
+    gives other values."""
     moe_routing_replay_path: Path | None = None
     """Folder with a routing trace whose expert choices replace those of the routers in training
     (`--moe-routing-replay-path`). None means that the routers select."""

@@ -10,7 +10,7 @@ from megatron_moe.config.registry import TRANSPORTS
 
 
 class SentCopies(Enum):
-    """Copies of a token that dispatch sends; combine returns as many rows."""
+    """Number of copies of a token that dispatch sends; combine returns the same number of rows."""
 
     PER_CHOICE = "one per selected expert"
     PER_RANK = "one per rank with selected experts"
@@ -30,7 +30,7 @@ _MODULES = "megatron_moe.moe.token_dispatcher."
 
 
 def _no_options(config: Any) -> None:
-    """Options of a transport that has none."""
+    """Default of `ExpertTransport.options`, for a transport without options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,33 +39,37 @@ class ExpertTransport:
 
     name: str
     dispatcher: Any = _MODULES + "flex:FlexDispatcher"
-    """Class of its token dispatcher (`Dispatcher`), or the text "package.module:class"; None if it is not
+    """Class of the token dispatcher (`Dispatcher`), or its name "package.module:class"; None if the transport is not
     implemented."""
     transport: Any = None
-    """Class of the `Transport` that the flex dispatcher uses, or its text; None for other dispatchers."""
+    """Class of the `Transport` that the flex dispatcher uses, or its name "package.module:class"; None for other
+    dispatchers."""
     options: Callable[[Any], Any] = _no_options
-    """Returns the options of the transport in a `MoEConfig`."""
+    """Function that maps a `MoEConfig` to the options of the transport."""
     copies: SentCopies
     rows: RowBound
     can_gather_in_fc1: bool = False
-    """fc1 may gather its rows from the tokens (`RowFormats.gathers_in_fc1`); otherwise the transport delivers rows."""
+    """Whether fc1 can gather its rows from the tokens (`RowFormats.gathers_in_fc1`); otherwise the transport delivers
+    rows."""
     sends_fp8: bool = False
-    """Sends tokens and the gradient of combine in FP8 if asked to (`RowFormats`)."""
+    """Whether it can send tokens and the gradient of combine in FP8 (`RowFormats`)."""
     host_reads: int = 0
     """Maximum number of host synchronisations per dispatch."""
     library: str | None = None
     """Python module that must be installed."""
     spans_hosts: bool = False
     is_captured: bool = False
-    """CUDA graphs can contain the exchange: no host reads, no collectives, static shapes."""
+    """Whether CUDA graphs can contain the exchange, which requires static shapes and excludes host reads and
+    collectives."""
     pads_experts: bool = True
     """Whether it supports `--moe-pad-expert-input-to-capacity`: every expert receives as many rows as its capacity."""
     has_channels: bool = False
-    """Tokens arrive in slots for those of all ranks, which are allocated for the whole run."""
+    """Whether tokens arrive in slots for the tokens of all ranks, which are allocated for the whole run."""
     buffer_bytes: Callable[[Any, int, float], float] | None = None
-    """(`MoEConfig`, number of ranks, bytes of an activation) -> bytes of another buffer for the whole run."""
+    """(`MoEConfig`, number of ranks, bytes of an activation) -> bytes of an additional buffer, which exists for the
+    whole run."""
     sums_before_sending: bool = False
-    """Combine sums the rows of all received tokens before it sends the sums."""
+    """Whether combine sums the rows of all received tokens before it sends any sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ class PushConfig:
     """Options of symmetric memory and of DeepEP."""
 
     num_sms: int | None = None
-    """SMs of an exchange (`--moe-flex-dispatcher-num-sms`); None means all, or the default of DeepEP."""
+    """Number of SMs of an exchange (`--moe-flex-dispatcher-num-sms`); None means all, or the default of DeepEP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,7 @@ class HybridEPConfig:
     `deep_ep.HybridEPBuffer`. None means the library's default."""
 
     num_sms: int | None = None
-    """SMs of a dispatch or combine (`--moe-flex-dispatcher-num-sms`)."""
+    """Number of SMs of a dispatch or combine (`--moe-flex-dispatcher-num-sms`)."""
     fuse_permute: bool = False
     """Sorts rows in the kernels that send and receive them (`--moe-permute-fusion-into-hybridep`)."""
     num_blocks_permute: int | None = None
@@ -120,7 +124,7 @@ LOCAL = ExpertTransport(
     rows=RowBound.RECEIVED,
     is_captured=True,
 )
-"""One rank has all experts; nothing is sent."""
+"""Transport of a single rank, which has all experts and sends nothing."""
 ALLGATHER = ExpertTransport(
     name="allgather",
     dispatcher=_MODULES + "allgather:AllGatherDispatcher",
@@ -157,7 +161,7 @@ HIERARCHICAL = ExpertTransport(
     spans_hosts=True,
 )
 DEEPEP_SMS = 20
-"""SMs of DeepEP's kernels by default."""
+"""Default number of SMs of DeepEP's kernels."""
 _DEEPEP_SLOTS, _DEEPEP_SLOT_BYTES = 256, 8 + 128 * (8 + 4 + 4)
 """Tokens that a channel of DeepEP 1.2 receives from one rank at a time, and the bytes of each in addition to its row:
 its source, and up to 128 expert ids, weights and scales (`Config::get_nvl_buffer_size_hint`)."""
@@ -191,7 +195,7 @@ HYBRIDEP = ExpertTransport(
     has_channels=True,
 )
 NCCLEP = ExpertTransport(name="ncclep", dispatcher=None, copies=SentCopies.PER_RANK, rows=RowBound.BOUNDED)
-"""Library of Megatron-LM that has no backend here."""
+"""Library that Megatron-LM supports, for which this program has no backend."""
 for _transport in (SYMMETRIC, HIERARCHICAL, DEEPEP, HYBRIDEP, NCCLEP):
     TRANSPORTS.register(_transport.name, _transport)
 
@@ -207,7 +211,7 @@ class TransportChoice(NamedTuple):
 
     transport: ExpertTransport
     note: str | None = None
-    """Why it is not the one that a flag names, or which of several it is."""
+    """Log line with the reason, if the transport is not the one that a flag names or is one of several candidates."""
     replaces_request: bool = False
     """The transport replaces the one that `--moe-flex-dispatcher-backend` names."""
 
@@ -225,7 +229,7 @@ def choose_transport(
     pads_experts: bool = False,
     missing_libraries: Collection[str] = (),
 ) -> TransportChoice:
-    """Chooses the transport of a run; nothing else decides it.
+    """Chooses the transport of a run. This is the only place where the transport is decided.
 
     Args:
         dispatcher: `--moe-token-dispatcher-type`.
@@ -262,11 +266,11 @@ def choose_transport(
         return replacement
     requested: ExpertTransport = TRANSPORTS.get(backend)
     if requested.dispatcher is None:
-        reason = "there is no backend for this library"
+        reason = "this program has no backend for the library"
     elif spans_hosts and not requested.spans_hosts:
-        reason = f"it serves the ranks of one host, of which there are {ranks_per_host}"
+        reason = f"it supports only the ranks of one host, of which there are {ranks_per_host}"
     elif pads_experts and not requested.pads_experts:
-        reason = "it does not pad experts to their capacity"
+        reason = "it does not support padding experts to their capacity"
     elif requested.library in missing_libraries:
         reason = f"the module {requested.library} is not installed"
     else:

@@ -1,8 +1,8 @@
 """Declarations of update rules: their state, alignment and parameters. This module does not import torch.
 
-`OptimizerConfig.optimizer` names the rule of a run in `UPDATE_RULES`. It updates the parameters that it covers; its
-fallback updates the others, for example AdamW the embeddings and norms of a run with a rule for matrices. Layout,
-memory, emulation and checkpoints follow from the declarations.
+`OptimizerConfig.optimizer` names the rule of a run in `UPDATE_RULES`. The rule updates the parameters that it covers,
+and its fallback rule all others: with a rule for matrices, AdamW updates embeddings and norms. Layout, memory,
+emulation and checkpoints follow from the declarations.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class StateSpec(NamedTuple):
     format: StateName = "fp32"
     """Storage format. If the master weights are fp64, the state is fp64."""
     root: bool = False
-    """True if the formats fp16 and fp8 store the square root of the values."""
+    """True if the square root of the values is stored in the formats fp16 and fp8."""
     matrix_shape: Callable[[int, int], tuple[int, ...]] | None = None
     """Shape of the state of one matrix with the given rows and columns, before tensor parallelism; ranks that share a
     matrix have equal copies. None means that the state has one value per element of the parameter."""
@@ -49,16 +49,17 @@ class UpdateRuleSpec:
     """Declaration of an update rule, such as AdamW, Muon or Lion (`--optimizer`)."""
 
     rule: str | Callable[[OptimizerConfig, PrecisionConfig], Any]
-    """Returns the `optim.state.UpdateRule`; a text "package.module:name" is imported when the optimizer is built."""
+    """Function that returns the `optim.state.UpdateRule`, or its name "package.module:name", which is imported when the
+    optimizer is built."""
     states: Callable[[OptimizerConfig, PrecisionConfig], tuple[StateSpec, ...]]
-    """Returns the state that the rule stores."""
+    """Function that returns the state that the rule stores."""
     alignment: OwnerAlignment = "element"
     """Smallest part of a matrix that the rule can update independently of the rest."""
     covers: Callable[[str, ParamMeta], bool] = lambda name, meta: True
     """Whether the rule can update the parameter with this global name and metadata. A rule with the alignment `element`
     covers all parameters."""
     fallback: Callable[[OptimizerConfig], str] = lambda config: "adam"
-    """Returns the name of the rule that updates the parameters that this rule does not cover."""
+    """Function that returns the name of the rule that updates the parameters that this rule does not cover."""
 
     def new_rule(self, config: OptimizerConfig, precision: PrecisionConfig) -> Any:
         return resolve(self.rule)(config, precision)
@@ -75,7 +76,7 @@ def rule_of(name: str, meta: ParamMeta, config: OptimizerConfig) -> str:
 
 
 def is_elementwise(config: OptimizerConfig) -> bool:
-    """Whether the rule of a run updates every element on its own, and with it all parameters."""
+    """Whether the rule of a run updates every element independently, and therefore covers all parameters."""
     return spec_of(config.optimizer).alignment == "element"
 
 

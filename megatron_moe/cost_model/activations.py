@@ -17,7 +17,7 @@ from megatron_moe.config.run import RunPlan
 _NORMS = MappingProxyType(
     {"self_attention": ("input_norm", "attn_norm", {"offloaded_by": "qkv_linear"}), "mlp": ("mlp_norm", "mlp_norm", {})}
 )
-"""Module of a layer -> (label of its norm, value of `--offload-modules` for the norm's input, fields of
+"""Maps each module of a layer to (label of its norm, value of `--offload-modules` for the norm's input, fields of
 `SavedActivation` for its output)."""
 
 

@@ -100,7 +100,8 @@ class LoadChoice:
         return self.num_experts // self.num_groups * self.group_topk
 
     def _held(self, parts: Sequence[int], num_parts: int) -> list[tuple[int, float]]:
-        """Pairs (n, probability that n of the experts on `parts` are in the groups that a token selects)."""
+        """Distribution of the number of experts on `parts` that are in the groups that a token selects, as pairs (n,
+        probability)."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         experts = (expert for part in parts for expert in range(part * per_part, (part + 1) * per_part))
         by_group = Counter(expert // per_group for expert in experts)
@@ -118,7 +119,7 @@ class LoadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCopies:
-    """Mean number of copies of a token in the hierarchical exchange, of groups of etp x ep ranks on several hosts."""
+    """Mean number of copies of a token in the hierarchical exchange of an etp x ep group that spans several hosts."""
 
     num_hosts: int
     ranks_per_host: int
@@ -139,7 +140,8 @@ def token_copies(
     *,
     rank: int | None = None,
 ) -> TokenCopies:
-    """Copies of a token between the hosts of the etp x ep group of `rank`; None selects the group with most hosts."""
+    """Copies of a token between the hosts of the etp x ep group of `rank`; None selects the group with the most
+    hosts."""
     choice, num_hosts = LoadChoice.of(router), _num_hosts(parallel, rank)
     ranks_per_host = parallel.ep * parallel.etp // num_hosts
     if ranks_per_host % parallel.etp:  # parts of an expert are on different hosts
@@ -155,8 +157,8 @@ def token_copies(
 
 
 def _num_hosts(parallel: ParallelConfig, rank: int | None) -> int:
-    """Number of hosts into which the hierarchical exchange splits the group of `rank`, or the most of all groups. The
-    groups are consecutive ranks, so that their positions on the hosts repeat."""
+    """Number of hosts into which the hierarchical exchange splits the group of `rank`, or the maximum over all groups.
+    Groups consist of consecutive ranks, so their positions on the hosts repeat."""
     size, per_host = parallel.ep * parallel.etp, parallel.ranks_per_host or parallel.ep * parallel.etp
     starts = range(0, min(parallel.world_size, lcm(size, per_host)), size)
     if rank is not None:
@@ -175,7 +177,9 @@ def skewed_log_popularity(num_experts: int, topk: int, max_over_mean: float) -> 
 
     Each token selects an expert at most once, so `max_over_mean` must be below E / K.
     """
-    assert 1 <= max_over_mean < num_experts / topk, f"{max_over_mean} of the mean with {topk} of {num_experts}"
+    assert 1 <= max_over_mean < num_experts / topk, (
+        f"a maximum load of {max_over_mean} times the mean is impossible with top-{topk} of {num_experts} experts"
+    )
     normal = NormalDist()
     quantiles = [normal.inv_cdf((expert + 0.5) / num_experts) for expert in range(num_experts)]
     low, high = 0.0, 1.0

@@ -13,7 +13,7 @@ from megatron_moe.config.precision import FloatName
 _PROJECTIONS = MappingProxyType(
     {"attention": "attention", "dense_mlp": "dense_mlp", "experts": "experts", "latent": "experts", "shared": "shared"}
 )
-"""Field of `ParamCount` -> field of `FlopCount` for the products with its matrices."""
+"""Maps each field of `ParamCount` to the field of `FlopCount` that counts the GEMMs with its matrices."""
 
 
 def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
@@ -49,7 +49,8 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
 
 
 def product_flops(parameters: Iterable[ParamSpec], per_element: int) -> FlopCount:
-    """FLOPs of the products of tokens with matrices, `per_element` for every element that processes one token."""
+    """FLOPs of the products of tokens with matrices, with `per_element` FLOPs for every matrix element that processes a
+    token."""
     found: Counter[str] = Counter()
     for spec in parameters:
         if spec.meta.role == "matrix":

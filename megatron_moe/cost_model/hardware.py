@@ -16,7 +16,7 @@ GpuKind = Literal[
 GIB = 1 << 30
 LINK_EFFICIENCY = 0.7
 """Fraction of a link's peak rate that large collectives reach. Measured on the NVLink of H200, with rows of 4 KB: 0.54
-with NCCL, 0.76 with our kernels."""
+with NCCL, 0.76 with this project's kernels."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class GPU:
     @property
     def _of_data_sheet(self) -> float:
         peak = peak_flops(self.name, "bf16")
-        assert peak is not None, f"no bf16 rate of {self.name}"
+        assert peak is not None, f"the bf16 rate of {self.name} is not known"
         return peak
 
     def rate(self, dtype: FloatName) -> tuple[float, FloatName]:

@@ -125,8 +125,8 @@ def state_bytes(
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
     GEMMs, for which the weights include their quantised copies.
 
-    `rules`: share that the rank updates; None means an equal share, of a rule that updates all parameters elementwise.
-    `gathered`: see `gathered_elements`; None unless gradients or weights are sharded.
+    `rules`: share of the parameters that the rank updates; None means an equal share, with a rule that updates all
+    parameters elementwise. `gathered`: see `gathered_elements`; None unless gradients or weights are sharded.
 
     Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
     """
@@ -134,7 +134,8 @@ def state_bytes(
     sharded = plan.data_parallel.use_distributed_optimizer
     dense, expert = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
     fsdp = plan.data_parallel.fsdp
-    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":  # replicas of shards update them alike
+    # replicas of shards have equal optimizer state
+    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":
         dense, expert = (max(size // parallel.num_distributed_optimizer_instances, 1) for size in (dense, expert))
     if rules is None:
         owned = held.attention / dense + held.expert / expert
@@ -294,7 +295,7 @@ class RankMemory:
         return state_bytes(self.plan, *self._held_of(rank), rules, gathered)
 
     def held(self, rank: int) -> HeldElements:
-        """Number of parameters that one GPU of a pipeline rank stores."""
+        """Number of parameters that one GPU stores."""
         return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
@@ -386,7 +387,7 @@ class RankMemory:
         return sum(each.device + each.host for each in map(self._place, self.tensors(layer)))
 
     def _late_of(self, stage: StageLayout) -> float:
-        """Bytes per microbatch that a stage keeps after backward for delayed expert weight gradients."""
+        """Bytes that a stage keeps after the backward of a microbatch for delayed expert weight gradients."""
         layers = self.plan.model.layers
         own = sum(self._late(layers[index], low=is_low(self.plan, index)) for index in stage.layers)
         mtp = self._late(self.plan.model.mtp_layer, low=self.plan.precision.low_precision is not None)
@@ -490,7 +491,8 @@ def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
 
 
 def groups_of_moments(interval: int) -> int:
-    """Number of microbatch groups that `RankMemory.moments` simulates. `interval`: `--moe-expert-wgrad-interval`."""
+    """Returns the number of microbatch groups that `RankMemory.moments` simulates. `interval`:
+    `--moe-expert-wgrad-interval`."""
     return _FEW_GROUPS + interval - 1
 
 

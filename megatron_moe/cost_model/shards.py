@@ -114,7 +114,7 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
 
 
 class RuleState(NamedTuple):
-    """Share of the parameters that one GPU updates."""
+    """Share of the parameters and optimizer state that one GPU updates."""
 
     elements: float
     moments: float
@@ -164,7 +164,7 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
 
 
 def _largest_share(matrices: list[_Matrices], num_owners: int, bucket_size: int) -> RuleState:
-    """Share of the owner with the most state."""
+    """Returns the share of the owner with the most state."""
     loads, shares = [0.0] * num_owners, [RuleState(0.0, 0.0)] * num_owners
     bucket, held = list[_Matrices](), 0
     for index, each in enumerate(matrices, start=1):
@@ -196,7 +196,7 @@ def state_values(plan: RunPlan) -> int:
     total, seen = 0, set[str]()
     for rank in range(plan.layout.pp):
         for name, spec in parameters_of_rank(plan, rank):
-            if name in seen:  # a copy on another stage
+            if name in seen:  # a copy of this parameter on another stage has been counted
                 continue
             seen.add(name)
             number = 1 if spec.meta.num_experts is None else spec.shape[0]
@@ -256,6 +256,6 @@ def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
     if precision.low_precision is None:
         return StoredBytes(1.0, 0.0, 0.0)
     fmt = precision.low_precision.weights
-    copies = 2 if fmt.block[0] == 1 else 1  # blocks in rows differ for each direction
+    copies = 2 if fmt.block[0] == 1 else 1  # blocks within rows differ between the two directions
     scales = 0.0 if fmt.block == WHOLE else copies / (fmt.block[0] * fmt.block[1])
     return StoredBytes(copies * fmt.bits / 8, copies * fmt.scale_bytes, scales * amax, fmt.bits / 8)

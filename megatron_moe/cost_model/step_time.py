@@ -99,7 +99,9 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
                     done[task] = free[rank]
                 at[rank] += 1
                 moved = True
-    assert all(place == len(queue) for place, queue in zip(at, queues, strict=True)), f"{config} does not end"
+    assert all(place == len(queue) for place, queue in zip(at, queues, strict=True)), (
+        f"the schedule {config} has no end"
+    )
     return max(free)
 
 

@@ -215,7 +215,7 @@ class Communication:
             return
         traffic, far = self.expert_traffic(exchange), 1 - self.placements["ep"].near
         group, rows, crossing = "ep", traffic.rows_sent, traffic.rows_sent * far
-        if copies is SentCopies.PER_RANK:  # one row to every rank that holds a part of a selected expert
+        if copies is SentCopies.PER_RANK:  # one row to every rank that has a part of a selected expert
             ranks = parallel.ep * parallel.etp
             group = "ep" if parallel.etp == 1 else "etp_ep"
             rows = sizes.residual * traffic.ranks.mean * parallel.etp * (ranks - 1) / ranks

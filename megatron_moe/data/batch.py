@@ -58,7 +58,7 @@ class GivenRouting:
     (`moe.routing_replay`). Probabilities follow from the current scores of these experts."""
 
     ids: Mapping[int, Tensor]
-    """Index of a decoder layer -> int64 expert ids [T, K]; -1: no expert."""
+    """Maps the index of a decoder layer to int64 expert ids [T, K]; -1 means no expert."""
     given_T: Tensor | None = None
     """False for tokens whose experts the routers select; bool. None means that the experts of all tokens are given."""
 
@@ -187,7 +187,7 @@ def make_packed_microbatch(
             here = np.s_[number, start : start + len(text) - 1]
             tokens[here], labels[here], valid[here] = text[:-1], text[1:], ~padding[:-1]
             loss_mask[here] = ~padding[1:] & ~(ends[:-1] & masks.eod_mask_loss)
-            # up to the end of the row: a later sample overwrites what follows this one
+            # extends to the end of the row; later samples overwrite the rest
             positions[number, start:], segments[number, start:] = np.arange(seq_length - start), segment
             longest = max(longest, len(text) - 1)
             end, start = start + len(text) - 1, start + aligned(len(text) - 1, packing.pad_packed_seq_alignment)
@@ -285,7 +285,8 @@ def _longest(starts: np.ndarray) -> int:
 
 
 def _positions(starts: np.ndarray, reset: bool) -> np.ndarray:
-    """Position ids, int64 [B, S], counted from the start of the document if `reset`, else of the sample."""
+    """Position ids, int64 [B, S], counted from the start of the document if `reset`, else from the start of the
+    sample."""
     places = np.broadcast_to(np.arange(starts.shape[1], dtype=np.int64), starts.shape)
     if not reset:
         return places.copy()

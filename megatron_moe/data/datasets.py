@@ -202,7 +202,7 @@ def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -
     30 s, because the order of a large blend may take longer to compute than the timeout of one collective."""
     done = False
     problem: RunError | None = None
-    with ThreadPool(1) as pool:  # a daemon thread, which does not delay the end of the process
+    with ThreadPool(1) as pool:  # a daemon thread, which does not delay process exit
         first = pool.apply_async(build) if context.is_first else None
         while not done:
             if first is not None:
@@ -328,7 +328,7 @@ class _Builder:
         weights = None
         total = size
         if blend.weights is not None:
-            assert size is not None, "a weighted blend needs a size"
+            assert size is not None, "a weighted blend requires a size"
             weights = normalize(blend.weights)
             built = samples_per_dataset(weights, size, self.config.mid_level_dataset_surplus)
             total = sum(samples_per_dataset(weights, size))

@@ -78,7 +78,9 @@ class SampleOrder:
 def rank_share(step: np.ndarray, rank: int, *, ranks: int, micro: int) -> np.ndarray:
     """Samples that data-parallel rank `rank` of `ranks` takes from those of a step, [number of microbatches, micro].
     For each microbatch, rank 0 takes the next `micro` samples, rank 1 the `micro` after them, etc."""
-    assert len(step) and len(step) % (micro * ranks) == 0, f"{len(step)} sequences are no multiple of {micro} x {ranks}"
+    assert len(step) and len(step) % (micro * ranks) == 0, (
+        f"{len(step)} sequences are not a multiple of {micro} x {ranks}"
+    )
     return step.reshape(-1, ranks, micro)[:, rank]
 
 
@@ -90,10 +92,11 @@ class RowPacker:
     seq_length: int
     """Number of positions per row."""
     ranks: int
-    """Number of data-parallel ranks to which the rows are dealt. A loader with fewer ranks gives each of its ranks the
-    microbatches of several, in turn."""
+    """Number of data-parallel ranks to which the rows are distributed. A loader with fewer ranks gives each of its
+    ranks the microbatches of several of these ranks, one after the other."""
     group: int = 1
-    """The number of microbatches per step and rank is a multiple of this (the group of interleaved stages)."""
+    """Number that divides the number of microbatches per step and rank: the microbatch group size of interleaved
+    schedules."""
 
     def microbatches(self, samples: Samples, step: np.ndarray, micro: int) -> list[list[tuple[Row, ...]]]:
         """Microbatches of every rank, each `micro` rows of sample indices, for a step over the samples `step`."""
@@ -120,7 +123,7 @@ class _MicrobatchLoader:
     def __init__(
         self, samples: Samples, masks: MaskConfig, context: ParallelContext, micro: int, packer: RowPacker | None
     ) -> None:
-        """`packer`: None if every sample fills a row."""
+        """`packer`: packs samples into rows; None if every sample fills a row."""
         self.samples = samples
         self._masks = masks
         self._context = context

@@ -1,4 +1,4 @@
-"""Packs the variable-length sequences of one global batch into rows and deals the rows to data-parallel ranks.
+"""Packs the variable-length sequences of one global batch into rows and distributes the rows over data-parallel ranks.
 
 Every rank computes the same result from the same lengths, without communication. A row is a tuple of indices into the
 lengths; its sequences are placed one after the other.
@@ -14,10 +14,11 @@ Row = tuple[int, ...]
 def pack(lengths: Sequence[int], config: PackingConfig, capacity: int, *, ranks: int, unit: int) -> list[list[Row]]:
     """Rows of every data-parallel rank, in the order of its microbatches. All ranks have equally many rows.
 
-    Each sequence is in exactly one row. Sequences are packed in order until a row is full; then rows are split until
-    their number is a multiple of `ranks * unit`. Rows are empty only if there are fewer sequences than rows. Rows are
-    dealt in serpentine order by their work (`dp_balanced`) or by their longest sequence (`default_dynamic_cp`), so that
-    the ranks have similar work in every microbatch.
+    Each sequence is in exactly one row. Sequences are packed in order (`dp_balanced`) or longest first
+    (`default_dynamic_cp`) until a row is full; then rows are split until their number is a multiple of `ranks * unit`.
+    Rows are empty only if there are fewer sequences than rows. Rows are distributed in serpentine order by their work
+    (`dp_balanced`) or by their longest sequence (`default_dynamic_cp`), so that the ranks have similar work in every
+    microbatch.
 
     Args:
         lengths: number of positions of every sequence, at least 1 and at most `capacity`.
@@ -40,7 +41,7 @@ def work(row: Row, lengths: Sequence[int]) -> int:
 
 
 def serpentine(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
-    """Deals rows to ranks 0, 1, ..., n - 1, n - 1, ..., 1, 0, 0, 1, and so on."""
+    """Distributes rows over ranks in the order 0, 1, ..., n - 1, n - 1, ..., 1, 0, 0, 1, and so on."""
     dealt: list[list[Row]] = [[] for _ in range(ranks)]
     for start in range(0, len(rows), ranks):
         turn = rows[start : start + ranks]
@@ -60,7 +61,7 @@ def _fill(order: Sequence[int], lengths: Sequence[int], config: PackingConfig, c
     used = capacity
     for index in order:
         length = lengths[index]
-        assert 0 < length <= capacity, f"sequence {index} has {length} positions, a row {capacity}"
+        assert 0 < length <= capacity, f"sequence {index} has {length} positions, but a row has only {capacity}"
         if used + length > capacity or len(rows[-1]) == config.most_sequences:
             rows.append([])
             used = 0

@@ -100,7 +100,7 @@ class DocumentSamples:
             piece = self.source.get(document, offset, length)
             out[place : place + len(piece)] = piece
             place += len(piece)
-        if place and out[:place].min() < 0:  # would be treated as padding
+        if place and out[:place].min() < 0:  # negative ids would be treated as padding
             position = int(out[:place].argmin())
             raise DataProblem(
                 f"token id {out[position]} in {self.locate(index, position)} (sample {index}, position {position}) is "
@@ -281,7 +281,7 @@ class SamplesOfOneDataset(Samples, Protocol):
 
     name: str
     inputs: dict[str, Any]
-    """What the order of the samples depends on, as JSON values."""
+    """Values that determine the order of the samples, as JSON values."""
 
 
 class BlendedSamples:
@@ -305,7 +305,7 @@ class BlendedSamples:
             self._weights = None
             self._size = total if size is None else min(size, total)
         else:
-            assert size is not None, "a blend by weights needs a size"
+            assert size is not None, "a weighted blend requires a size"
             self._weights = normalize(weights)
             self._size = size
         self.inputs = {

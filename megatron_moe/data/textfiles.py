@@ -66,7 +66,7 @@ def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
     except (ValueError, RecursionError) as error:  # invalid JSON, numbers with thousands of digits, deep nesting
         raise BadLine(f"not JSON ({error})") from error
     if not isinstance(entry, dict):
-        raise BadLine(f"a JSON {type(entry).__name__} where an object is expected")
+        raise BadLine(f"the line is a JSON {type(entry).__name__} instead of an object")
     for key in keys:
         if not isinstance(entry.get(key), str):
             raise BadLine(f'no text under the key "{key}" (the line has {", ".join(entry) or "no key"})')
@@ -180,7 +180,7 @@ def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
             data = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("the last frame has no end")
+        raise EOFError("the last frame is incomplete")
 
 
 class _Joined(io.RawIOBase):

@@ -30,7 +30,7 @@ class WholeDocuments:
                 f"--split"
             )
         epochs = -(-(request.num_samples or 1) // len(usable))
-        # The number of epochs is excluded, because a longer run begins with the same epochs.
+        # The number of epochs is excluded, because a longer run starts with the same epochs.
         identity = {
             "class": "WholeDocuments",
             "dataset": name,

@@ -1,7 +1,7 @@
 """Attention mask between two parts of a sequence, as rectangles of query rows and keys with one diagonal band each.
 
 A part consists of chunks of consecutive positions. The mask between a query chunk and a key chunk is a band around the
-diagonal, given by two numbers. Fully masked rectangles are omitted and unmasked ones need no mask; the host detects
+diagonalthat two numbers describe. Fully masked rectangles are omitted and unmasked ones need no mask; the host detects
 both cases without a device synchronisation. Document boundaries are on the device and are applied by the kernels.
 """
 
@@ -49,7 +49,8 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tupl
         return (everything,)
     if left is None and right == 0:
         if query == key and _ascending(query) and _total(query) > 1:
-            return (replace(everything, right=0),)  # rows are sorted by position
+            # rows are sorted by position, so a causal mask hides every key after the row
+            return (replace(everything, right=0),)
         query, key = _cut_at_ends(query, key), _cut_at_ends(key, query)
     found = [
         pair
@@ -69,7 +70,8 @@ def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
 def _between(
     first_row: int, queries: range, first_key: int, keys: range, left: int | None, right: int | None
 ) -> MaskBlock | None:
-    """Mask between a query chunk and a key chunk, which start at the given row and key; None if fully masked."""
+    """Part of the mask between a query chunk and a key chunk, which start at the given row and key; None if it is fully
+    masked."""
     shift = queries.start - keys.start
     farthest_ahead, farthest_back = keys[-1] - queries[0], queries[-1] - keys[0]
     nearest_ahead, nearest_back = -farthest_back, -farthest_ahead

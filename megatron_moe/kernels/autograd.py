@@ -18,7 +18,7 @@ from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTens
 
 
 class ShardedInput(NamedTuple):
-    """Sequence-parallel input of `linear`. Only the shard is saved; backward gathers it again."""
+    """Sequence-parallel input of `linear`. Only the shard is saved for backward, which gathers it again."""
 
     shard: Tensor
     """This tensor-parallel rank's shard of the input, [S / tp, B, I]."""
@@ -27,8 +27,8 @@ class ShardedInput(NamedTuple):
 
 
 class SequenceShards(Protocol):
-    """Collectives along dim 0 of a tensor that sequence parallelism shards, not recorded by autograd. Those that are
-    started return a function that waits for the result."""
+    """Collectives along dim 0 of a tensor that sequence parallelism shards, not recorded by autograd. A method that
+    starts a collective returns a function that waits for its result."""
 
     @property
     def overlaps(self) -> bool:
@@ -41,14 +41,15 @@ class SequenceShards(Protocol):
 
 
 class ExpertRows(NamedTuple):
-    """Rows of experts that an activation processes, for `activation_linear`."""
+    """Rows of tokens sorted by expert, which `activation_linear` processes."""
 
     offsets_e: Tensor
-    """End of each expert's rows."""
+    """Index after the last row of each expert, int [e]."""
     probs_R: Tensor | None
-    """Factor of each row."""
+    """Probability by which each row is multiplied, [R]; None for no factor."""
     sums: RowIndex | None
-    """If set, the rows of each token are summed (`Kernels.unpermute`); None means that rows are returned."""
+    """Index of the rows of each token, by which the output rows of a token are summed (see `Kernels.unpermute`). If
+    None, the output has one row per expert row."""
     num_tokens: int
 
 
@@ -64,8 +65,8 @@ def linear(
     """Linear layer: x [..., I], weight [O, I], bias [O] -> [..., O].
 
     The weight gradient is added to `weight.grad_accumulator` if it is set, and otherwise returned to autograd. With
-    `sharded`, x must be the gathered tensor; x itself is not saved for backward. With `quantizer`, the GEMMs multiply
-    quantised operands.
+    `sharded`, x must be the gathered tensor, and only its shard is saved for backward. With `quantizer`, the GEMMs
+    multiply quantised operands.
     """
     if quantizer is None:
         out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
@@ -80,9 +81,10 @@ def linear(
 def linears_of_shard(
     kernels: Kernels, shard: Tensor, shards: SequenceShards, *layers: tuple[Tensor, Tensor | None]
 ) -> list[Tensor]:
-    """Linear layers, given as (weight, bias), of an input [S / tp, ..., I] that sequence parallelism shards: one output
-    [S, ..., O] per layer. Forward gathers the input, and backward gathers it again and scatters its gradient: once for
-    all layers, and with `shards.overlaps` during the products that need neither."""
+    """Linear layers that share a sequence-parallel input [S / tp, ..., I]. `layers` are (weight, bias); returns one
+    output [S, ..., O] per layer. Forward gathers the input, and backward gathers it again and reduce-scatters its
+    gradient, each once for all layers. With `shards.overlaps`, both are overlapped with GEMMs that do not depend on
+    them."""
     parameters = [parameter for layer in layers for parameter in layer]
     return list(_LinearsOfShard.apply(kernels, shard, shards, *parameters))  # type: ignore[no-untyped-call]
 
@@ -122,12 +124,12 @@ def activation_linear(
 ) -> Tensor:
     """Linear layer of activation(x, probs) with quantised operands; x is [..., F], or [..., 2F] if the activation is
     gated. With `rows`, a grouped GEMM of rows [R, F] or [R, 2F]. Equals `linear` or `grouped_linear` of
-    `Kernels.activation`, but the activation's result is quantised at once and not saved.
+    `Kernels.activation`, but the activation's result is quantised directly and not saved.
 
-    Backward computes the activation again, and its gradient as a `QuantizedGrad` for the layer that computed x, whose
-    quantizer is `producer`; with quantised weight gradients of expert rows, without the unquantised values.
-    With `quantizer.stores_activation_input`, it computes both from the rowwise copy of x, which is saved instead of x.
-    Requires `quantizer.fuses(activation, weight)`.
+    Backward recomputes the activation. The gradient of x is a `QuantizedGrad` for the layer that computed x, whose
+    quantizer is `producer`; it has no unquantised values if expert weight gradients are quantised. With
+    `quantizer.stores_activation_input`, the rowwise copy of x is saved instead of x. Requires
+    `quantizer.fuses(activation, weight)`.
     """
     offsets_e, probs_R = (None, None) if rows is None else (rows.offsets_e, rows.probs_R)
     arguments = (kernels, x, probs_R, weight, offsets_e, activation, quantizer, producer, rows)
@@ -175,7 +177,8 @@ class _LinearFunction(torch.autograd.Function):
         (grad,) = grads
         kernels, weight = ctx.kernels, ctx.weight
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[2]:  # before the input gradient is allocated, so that a gathered input is freed
+        # computed before the input gradient is allocated, so that the gathered input can be freed first
+        if ctx.needs_input_grad[2]:
             (x,) = ctx.saved_tensors
             grad_weight = _dense_weight_grad(kernels, weight, grad, x if ctx.gather is None else ctx.gather(x))
             del x
@@ -215,14 +218,14 @@ class _LinearsOfShard(torch.autograd.Function):
             if needed[4 + 2 * at]:
                 grad_parameters[2 * at + 1] = _grad_of_bias(grad, bias.dtype)
         if needed[1]:
-            if not shards.overlaps:  # after the gathered input has been freed
+            if not shards.overlaps:  # the gathered input has been freed by now
                 scattering = shards.start_reduce_scatter(_grad_of_input(kernels, grads, ctx.weights))
             grad_shard = scattering()
         return None, grad_shard, None, *grad_parameters
 
 
 def _grad_of_input(kernels: Kernels, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Gradient of an input that several linear layers share."""
+    """Gradient of an input that several linear layers share: the sum over the layers."""
     total = kernels.linear_input_grad(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
         total.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
@@ -263,7 +266,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """Linear layer with quantised operands. The input is quantised once in forward, the gradient once in backward."""
+    """Autograd function of a linear layer with quantised operands. The input is quantised once in forward, the gradient
+    once in backward."""
 
     @staticmethod
     def forward(
@@ -295,9 +299,9 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         low_weight_grad = wants_weight and quantizer.weight_grad
         grad_q = carried_grad(grads[0], quantizer.formats[1])
-        if grad_q is None or low_weight_grad:  # one kernel makes both copies
+        if grad_q is None or low_weight_grad:  # one kernel makes the rowwise and the columnwise copy
             grad_q = quantizer.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
-        if wants_weight:  # first, as in `_LinearFunction`
+        if wants_weight:  # computed before the input gradient, as in `_LinearFunction`
             x = _saved_input(ctx)
             if isinstance(x, Tensor):
                 x = (x if ctx.gather is None else ctx.gather(x)).flatten(0, -2)
@@ -316,7 +320,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 class _QuantizedGroupedLinear(torch.autograd.Function):
-    """Grouped GEMM with quantised operands."""
+    """Autograd function of a grouped GEMM with quantised operands."""
 
     @staticmethod
     def forward(
@@ -377,7 +381,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
 
 
 class _QuantizedActivationLinear(torch.autograd.Function):
-    """Activation and linear layer, or grouped GEMM, with quantised operands."""
+    """Autograd function of an activation and the linear layer or grouped GEMM after it, with quantised operands."""
 
     @staticmethod
     def forward(
@@ -397,7 +401,7 @@ class _QuantizedActivationLinear(torch.autograd.Function):
         ctx.in_columns = ctx.has_reader = False
         if producer is not None and producer.formats[1] == quantizer.formats[1]:
             ctx.in_columns = rows is not None and producer.weight_grad and producer.formats == quantizer.formats
-            # a producer that needs a columnwise copy too makes both in one cast
+            # If the producer also needs a columnwise copy, one cast makes both.
             ctx.has_reader = ctx.in_columns or not producer.weight_grad
         ctx.x_form, saved = None, [x]
         if quantizer.stores_activation_input and ctx.needs_input_grad[1]:
@@ -422,7 +426,7 @@ class _QuantizedActivationLinear(torch.autograd.Function):
             grad_q = carried_grad(grads[0], quantizer.formats[1])
             if grad_q is None or low_weight_grad:
                 grad_q = quantizer.grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
-        else:  # gathers the rows from tokens once per format
+        else:  # one gather from the tokens per format
             columnwise = low_weight_grad and not columns_later
             grad_q = kernels.quantize_permuted(grad, ctx.sums, quantizer.formats[1], columnwise=columnwise)
         weight_q = quantizer.with_columnwise(ctx.weight, ctx.weight_q)
@@ -465,15 +469,17 @@ class _QuantizedActivationLinear(torch.autograd.Function):
 
 
 class _Tokens(NamedTuple):
-    """Operand of a delayed weight gradient: tokens, whose rows are gathered when the gradient is computed."""
+    """Operand of a delayed weight gradient, stored as tokens. Its expert rows are gathered when the gradient is
+    computed."""
 
     tokens: Tensor
     make: Callable[[Tensor], MatrixOperand]
-    """Gathers the rows and, for weight gradients in FP8, quantises them."""
+    """Gathers the expert rows from the tokens and, for FP8 weight gradients, quantises them."""
 
 
 def _merges(weight: Tensor, num_tokens: int, index: RowIndex | None) -> bool:
-    """Whether the weight gradient may be computed in a later backward and tokens take less memory than expert rows."""
+    """Whether the operand should be stored as tokens: the weight gradient may be computed in a later backward, and
+    tokens take less memory than expert rows."""
     accumulator: GradAccumulator | None = getattr(weight, "grad_accumulator", None)
     if accumulator is None or index is None:
         return False
@@ -483,12 +489,13 @@ def _merges(weight: Tensor, num_tokens: int, index: RowIndex | None) -> bool:
 def _rows_or_tokens(
     weight: Tensor, tokens: Tensor, index: RowIndex | None, make: Callable[[Tensor], MatrixOperand]
 ) -> MatrixOperand | _Tokens:
-    """Operand of a weight gradient. Tokens are copied, because a later microbatch overwrites those of CUDA graphs."""
+    """Operand of a weight gradient: the expert rows, or the tokens if `_merges`. Tokens are copied, because CUDA graphs
+    overwrite them in a later microbatch."""
     return _Tokens(tokens.clone(), make) if _merges(weight, len(tokens), index) else make(tokens)
 
 
 def _grouped_product(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumulate: bool) -> None:
-    """Weight gradient of `parts`, tuples like `GroupedPart` whose operands may be `_Tokens`."""
+    """Computes an expert weight gradient from `parts`, tuples like `GroupedPart` whose operands may be `_Tokens`."""
 
     def operand(given: Any) -> Any:
         return given.make(given.tokens) if isinstance(given, _Tokens) else given
@@ -497,8 +504,8 @@ def _grouped_product(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumu
 
 
 def _operand_of_grads(kernels: Kernels, grad: Tensor, index: RowIndex, fmt: OperandFormat | None) -> MatrixOperand:
-    """Operand of a grouped weight gradient from output gradients of tokens. `fmt`: format; None if it is not
-    quantised."""
+    """Operand of a grouped weight gradient from output gradients of tokens. `fmt`: format in which it is quantised, or
+    None."""
     if fmt is None:
         return kernels.permute(grad, index)
     return kernels.quantize_permuted(grad, index, fmt, rowwise=False, columnwise=True)
@@ -527,7 +534,7 @@ def _save_input(ctx: Any, x: Tensor | QuantizedTensor, *others: Tensor) -> None:
 
 
 def _saved_input(ctx: Any, first: int = 0) -> Tensor | QuantizedTensor:
-    """The input saved by `_save_input` after `first` other tensors."""
+    """Returns the input that `_save_input` saved; it follows `first` other saved tensors."""
     x, *scales = ctx.saved_tensors[first:]
     if not scales:
         saved: Tensor = x

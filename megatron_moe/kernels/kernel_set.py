@@ -25,7 +25,8 @@ MATRIX_PRODUCTS = (
 )
 """Matrix multiplication ops. Their interface allows `QuantizedTensor` operands."""
 QUANTIZED_PRODUCTS = tuple(f"quantized_{op}" for op in MATRIX_PRODUCTS)
-"""Matrix multiplications of `QuantizedTensor`s. Backends implement, and users request, them under their own names."""
+"""Names of the matrix multiplications of `QuantizedTensor`s, under which backends implement them and `--kernel-per-op`
+selects them."""
 LOW_PRECISION_OPS = (
     "quantize_rows",
     "quantize_weight",
@@ -40,12 +41,12 @@ LOW_PRECISION_OPS = (
     "rms_norm_quantized",
     *QUANTIZED_PRODUCTS,
 )
-"""Ops that only runs with FP8 or FP4 GEMMs use."""
+"""Ops that are needed only with FP8 or FP4 GEMMs."""
 OPS: tuple[str, ...] = (
     *(name for name in (*vars(Kernels), *vars(UpdateOps), *vars(Quantizers)) if not name.startswith("_")),
     *QUANTIZED_PRODUCTS,
 )
-"""Names of all ops, in the order of the `Kernels` interface; last those that quantise, and the multiplications of
+"""Names of all ops in the order of the `Kernels` interface, followed by quantisation ops and multiplications of
 quantised operands."""
 
 
@@ -117,7 +118,8 @@ def _product(plain: Callable[..., Any], quantized: Callable[..., Any]) -> Callab
 
     @wraps(plain)
     def product(first: Any, *others: Any, **named: Any) -> Any:
-        # the first argument of grouped_weight_grad is a sequence of `GroupedPart`s; a generator takes more host time
+        # the first argument of grouped_weight_grad is a sequence of `GroupedPart`s; a loop takes less host time than a
+        # generator
         parts = first if isinstance(first, list | tuple) else ((first,),)
         operands = itertools.chain(*parts, others, named.values())
         return (quantized if QuantizedTensor in map(type, operands) else plain)(first, *others, **named)

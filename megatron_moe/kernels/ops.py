@@ -98,7 +98,8 @@ class AttentionInputs(NamedTuple):
     dropout_key: DropoutKey | None = None
     """Key of the random numbers of the dropout mask; None means no dropout."""
     head_part: Part = (0, 1)
-    """(index, count) of this rank's shard of the heads; the dropout mask is sliced from the mask of all heads."""
+    """(index, count) of this rank's shard of the heads, by which its dropout mask is sliced from the mask of all
+    heads."""
 
     @property
     def has_sinks(self) -> bool:
@@ -182,7 +183,7 @@ class WeightPart(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     dtype: torch.dtype
-    """Dtype to which the values are rounded first, with `round_weights`."""
+    """Parameter dtype, to which `round_weights` rounds the values before they are quantised."""
 
 
 class QuantizedActivationGrads(NamedTuple):
@@ -210,7 +211,8 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     """Interface of the kernel set that modules receive: one method per op, including those of `Quantizers`."""
 
     fuses_norms: bool
-    """Whether `rms_norm_quantized` has the backend of `rms_norm` and `add_rms_norm`, whose numbers it then returns."""
+    """Whether `rms_norm_quantized` uses the same backend as `rms_norm` and `add_rms_norm`, so that results are bitwise
+    equal."""
 
     # matrix multiplications: forward, input gradient and weight gradient are three ops, so that quantised operands and
     # delayed weight gradients need no other interface
@@ -255,7 +257,8 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     def quantize_permuted(
         self, tokens_TH: Tensor, index: RowIndex, fmt: OperandFormat, *, rowwise: bool = True, columnwise: bool = False
     ) -> QuantizedTensor:
-        """Copies of `permute(tokens_TH, index)`; the columnwise copy has the blocks of each expert."""
+        """Quantised copies of `permute(tokens_TH, index)`. In the columnwise copy, each expert has its own scale
+        blocks."""
         ...
 
     def permute_quantized(self, tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -297,8 +300,8 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     def rms_norm_quantized(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, fmt: OperandFormat
     ) -> tuple[Tensor, Tensor, QuantizedTensor]:
-        """Returns the results of `add_rms_norm`, or x and `rms_norm` of x without `residual`, both differentiable, and
-        the rowwise copy [R, H] of the norm."""
+        """Fused `add_rms_norm` and quantisation. Returns (sum, norm, rowwise copy [R, H] of the norm); the sum is x
+        without `residual`. Sum and norm are differentiable."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -344,7 +347,7 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     def attention(self, inputs: AttentionInputs) -> Tensor:
         """Attention over a whole sequence -> [S, B, N, E]."""
 
-    # attention between two parts of a sequence; the backward of one needs the output and log-sum-exp over all parts
+    # Attention between two parts of a sequence. Its backward needs the output and log-sum-exp over all parts.
     def attention_block(
         self, block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -359,11 +362,12 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         self, block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the block's q, k and v, in the internal dtype or rounded to that of q. With `into` (contiguous,
-        internal dtype), adds them to these tensors and returns those. `found`: results over all keys."""
+        internal dtype), adds them to these tensors and returns these. `found`: results of forward over all keys."""
         ...
 
     def max_logits_(self, block: AttentionBlock, lse_SBN: Tensor, maxima_N: Tensor, least: float) -> None:
-        """Raises `maxima_N` to each head's largest logit if it exceeds `least`. `lse_SBN`: of these keys or more."""
+        """Raises `maxima_N` to each head's largest logit if it exceeds `least`. `lse_SBN`: log-sum-exp over these keys
+        or more."""
         ...
 
     # linear attention: differentiable
@@ -411,7 +415,7 @@ class Kernels(UpdateOps, Quantizers, Protocol):
 
         With `shard`, the logits are this rank's part of the vocabulary, labels are ids of the whole vocabulary, and all
         ranks get the same loss. Backward needs no communication. It may overwrite the logits with their gradient, so
-        nothing else may read them after it. It runs once."""
+        nothing may read them afterwards. Backward can run only once."""
         ...
 
     # routing

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 NONE, NO_ROOM = -1, -2
-"""Page table entries without a page: NONE if their rows are not valid, NO_ROOM if too few pages were free."""
+"""Page table entries of row blocks without a page: NONE if the rows are not valid, NO_ROOM if too few pages were
+free."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

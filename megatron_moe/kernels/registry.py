@@ -48,7 +48,7 @@ class Backend:
         return tuple(name for name in self.needs if not is_installed(name))
 
     def for_recipe(self, recipe: str) -> "Backend":
-        """The backend without `LOW_PRECISION_OPS` if it does not implement the recipe."""
+        """Returns this backend, without `LOW_PRECISION_OPS` if it does not implement the recipe."""
         return self if recipe in self.recipes else replace(self, provides=())
 
     def load(self) -> ModuleType:

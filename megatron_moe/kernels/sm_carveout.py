@@ -45,12 +45,12 @@ def ends_reservation(product: Callable[..., Any]) -> Callable[..., Any]:
 
 def _set(number: int | None) -> None:
     torch._C._set_sm_carveout_experimental(number)
-    # cuBLAS ignores the number; without it, both libraries choose the same kernels
+    # cuBLAS, unlike cuBLASLt, ignores the carve-out; without a carve-out, both choose the same kernels
     torch.backends.cuda.preferred_blas_library("default" if number is None else "cublaslt")
 
 
 def ignore_warnings() -> None:
-    """Ignores torch's warnings, one per process, that both settings are experimental. In a backward they are issued
-    later than the settings, so the filters are permanent; to be called once per run."""
+    """Ignores torch's warnings, one per process, that both settings are experimental. Backward issues them later, so
+    the filters are permanent. Call it once per run."""
     for start in ("Setting the SM carveout", "torch.backends.cuda.preferred_blas_library is an experimental"):
         warnings.filterwarnings("ignore", message=start)

@@ -52,7 +52,7 @@ class UpdateOps(Protocol):
 
     # elementwise, over flat buffers
     def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """Sum of the squared elements: scalar in the internal dtype."""
+        """Sum of the squared elements as a scalar in the internal dtype."""
         ...
 
     def adamw_(
@@ -93,11 +93,11 @@ class UpdateOps(Protocol):
     def descend_(
         self, master: PackedState, direction: Tensor, factor: float, move: MatrixStep, weights: Tensor | None = None
     ) -> None:
-        """Sets flat master weights (plain or remainder) to master * (1 - lr * weight_decay) - lr * factor * direction
-        and, if given, `weights` to their rounded values."""
+        """Applies an update direction: sets flat master weights (plain or remainder) to master * (1 - lr *
+        weight_decay) - lr * factor * direction and, if given, `weights` to their rounded values."""
         ...
 
     def symmetric_product(self, x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-        """alpha * x x^T + beta * base of matrices x [n, M, K] and symmetric matrices `base` [n, M, M], accumulated in
-        fp32 or wider and rounded to the dtype of x. x may have any strides."""
+        """Returns alpha * x x^T + beta * base for matrices x [n, M, K] and symmetric matrices `base` [n, M, M],
+        accumulated in fp32 or wider and rounded to the dtype of x. x may have any strides."""
         ...

@@ -30,7 +30,7 @@ class Mixer(nn.Module):
     """
 
     input_linears: tuple[Linear, ...] = ()
-    """Linear layers that read the module's input soon, for which the norm before it may write an FP8 copy."""
+    """Linear layers that read the module's input, for which the preceding norm may write an FP8 copy."""
 
     def __init__(self, site: Site, resources: ModelResources) -> None:
         super().__init__()
@@ -53,11 +53,12 @@ class FeedForward(nn.Module):
     """Node chain, which computes `LayerState.out_SBH` from `normed_SBH`. By default, one node that calls `forward`."""
 
     def node_chain(self) -> tuple[Node, ...]:
-        """`nodes`, or the default."""
+        """Returns `nodes`, or by default one node that calls `forward`."""
         return self.nodes or (Node("mlp", "experts", self._run, parameters_of(self)),)
 
     def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
-        """Random logits that replace those of a router (`--moe-router-force-load-balancing`); None means no logits."""
+        """Draws random logits that replace those of a router (`--moe-router-force-load-balancing`); None if they are
+        not replaced."""
         return None
 
     def _run(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
@@ -66,5 +67,5 @@ class FeedForward(nn.Module):
 
 
 def new_module(config: Component, site: Site, resources: ModelResources) -> Any:
-    """Module of a component. Its resources name the quantizers of its linear layers by its path."""
+    """Creates the module of a component. The quantizers of its linear layers are named by its path."""
     return resolve(config.module)(config, site, resources.at(site.path, site.layer))

@@ -81,8 +81,8 @@ class Linear(QuantizedModule):
         return out if self.bias is None else out + self.bias
 
     def of_activation(self, x: Tensor, activation: ActivationConfig, producer: "Linear") -> Tensor:
-        """`forward` of activation(x), for `tp_dim` = 1. If possible, the activation quantises its result, and backward
-        computes it again. `producer`: layer whose output is x."""
+        """Applies the layer to activation(x), for `tp_dim` = 1. If possible, the activation quantises its result and is
+        recomputed in backward. `producer`: layer whose output is x."""
         quantizer = self.quantizer
         if quantizer is None or self.bias is not None or not quantizer.fuses(activation, self.weight):
             return self.forward(self.kernels.activation(x, None, activation))
@@ -91,17 +91,18 @@ class Linear(QuantizedModule):
 
 
 def copy_format(linears: Sequence[Linear]) -> OperandFormat | None:
-    """Format in which linear layers read a rowwise copy of their common input, in which a norm can write it; None if
-    none reads one, or if a layer saves a columnwise copy: one cast that makes both copies has the memory traffic of a
-    norm that makes one and a cast that makes the other."""
-    # with tensor parallelism, shards read a gathered or copied tensor
+    """FP8 format in which a norm can write the rowwise copy that linear layers read of their common input. None if no
+    layer reads one. Also None if a layer saves a columnwise copy, because one cast that makes both copies has no more
+    memory traffic than a norm that makes one copy and a cast that makes the other."""
+    # with tensor parallelism, sharded layers read a gathered or copied tensor
     whole = [linear for linear in linears if linear.tp_dim is None or linear.ctx.group("tp").size == 1]
     low = [linear.quantizer for linear in whole if linear.quantizer is not None and linear.quantizer.fused_block]
     return low[0].formats[0] if low and all(quantizer.save_input for quantizer in low) else None
 
 
 def with_common_copy(x: Tensor, *linears: Linear) -> Tensor:
-    """`x` with the FP8 copy that all of these linear layers read; `x` itself if they read separate copies."""
+    """Adds to `x` the FP8 copy that all of these linear layers read; returns `x` itself if they read separate
+    copies."""
     quantizers = [linear.quantizer for linear in linears]
     first = quantizers[0]
     for linear, quantizer in zip(linears, quantizers, strict=True):
@@ -139,9 +140,9 @@ def column_product(
 
 
 def products_of_whole(hidden_SBH: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-    """Outputs of several linear layers for all positions of a residual stream that sequence parallelism shards. It is
-    gathered once for all of them. The weight gradients of a replicated layer must be partial sums over tp, as those of
-    sequence parallelism are."""
+    """Applies several linear layers to all positions of a sequence-parallel residual stream, which is gathered once for
+    all of them. The weight gradients of a replicated layer must be partial sums over tp, as those of sequence
+    parallelism are."""
     ctx, kernels = linears[0].ctx, linears[0].kernels
     if all(linear.quantizer is None for linear in linears):
         layers = [(linear.weight, linear.bias) for linear in linears]

@@ -39,8 +39,8 @@ CAPTURED_NODES = MappingProxyType(
         "moe": ("router", "residual"),
     }
 )
-"""Module of `--cuda-graph-modules` -> names of the first and the last node in its graph. The module "moe" can be
-captured if `ExpertTransport.is_captured`, "moe_preprocess" only if every rank has all experts."""
+"""Maps each module of `--cuda-graph-modules` to the names of the first and the last node in its graph. The module "moe"
+can be captured if `ExpertTransport.is_captured`, "moe_preprocess" only if every rank has all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,8 @@ class Node:
     """Store from which `run_nodes` acquires `units` before it calls `run`; None if parameters are always available."""
     units: tuple[str, ...] = ()
     acquiring: Callable[[UnitStore | None], "Node"] | None = None
-    """Returns this node, changed so that the nodes inside it acquire their units; None if there are none inside it."""
+    """Function that returns a copy of this node in which the nodes inside it acquire their units; None if it contains
+    no nodes."""
 
 
 def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
@@ -139,9 +140,9 @@ def _run_node(node: Node, state: Any, mb: MicrobatchContext) -> Any:
 
 
 def _run_timed(nodes: Iterable[Node], state: Any, mb: MicrobatchContext, timers: Timers) -> Any:
-    """`run_nodes`, with the time of every node in forward and backward. The backward of a node is the time between the
-    gradients of the tensors that it made and those of the tensors that the node before it made: the state also passes
-    tensors on, whose gradients are complete only after the nodes that read them first."""
+    """Variant of `run_nodes` that measures the time of every node in forward and backward. The backward of a node lasts
+    from the gradients of the tensors that it computed to the gradients of the tensors that the previous node computed.
+    Tensors that a node only passes on do not count, because their gradients are complete later."""
     made: dict[int, Tensor] = {}
     for node in nodes:
         name, given = node.name.partition("_")[0], _differentiable(state)
@@ -154,13 +155,13 @@ def _run_timed(nodes: Iterable[Node], state: Any, mb: MicrobatchContext, timers:
         if span is not None:
             _mark(span, inputs={key: inputs[key] for key in inputs if key not in found} or inputs, outputs=outputs)
         made = outputs or {key: made[key] for key in made if key in found}
-        del given, found, inputs, outputs  # the next node may be the last to read them
+        del given, found, inputs, outputs  # dropped here, because the next node may be the last to read them
     return state
 
 
 def _mark(span: Span, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-    """Makes the gradients of `outputs` begin a span, and those of `inputs` end it, or the end of backward if there are
-    none."""
+    """Makes a span begin with the gradients of `outputs` and end with those of `inputs`, or with the backward if there
+    are no inputs."""
 
     def begin_last(grad: Tensor) -> None:
         span.mark_begin()
@@ -173,7 +174,7 @@ def _mark(span: Span, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor
 
 
 def _differentiable(state: Any) -> dict[int, Tensor]:
-    """The tensors of a state that get a gradient, by their identity."""
+    """Maps `id(tensor)` to each tensor of a state that gets a gradient."""
     found: dict[int, Tensor] = {}
 
     def find(tensor: Tensor) -> Tensor:
@@ -200,7 +201,7 @@ def _run_acquired(node: Node, store: UnitStore, state: Any, mb: MicrobatchContex
     if not in_backward:
         return state
     if isinstance(state, LayerState) and state.discard is not discard:
-        # the norm whose output is discarded runs again in the backward of nodes with other units
+        # a norm with discarded output is recomputed in the backward of nodes with other units
         state = state.evolve(discard=state.discard.guarded(partial(_acquired, store, node.units)))
     return _at_backward(state, partial(_begin_backward, store, node.units, has_inputs))[0]
 
@@ -253,7 +254,8 @@ class _CallInBackward(torch.autograd.Function):
 
 
 def acquire_nodes(nodes: Iterable[Node], store: UnitStore | None) -> tuple[Node, ...]:
-    """Returns the nodes, changed to acquire their parameters from `store`, or not to acquire them if it is None."""
+    """Returns copies of the nodes that acquire their parameters from `store`; None means that they do not acquire
+    them."""
     return tuple(_acquiring(node, store) for node in nodes)
 
 

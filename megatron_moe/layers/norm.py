@@ -53,7 +53,7 @@ class Norm(nn.Module):
         return (total, normed) if keeps_input or residual is not None else normed
 
     def unquantized(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """`forward` without the quantised copy."""
+        """Variant of `forward` without the quantised copy."""
         eps, zero_centered = self.config.eps, self.config.zero_centered
         if self.bias is None and residual is not None:
             return self.kernels.add_rms_norm(residual, x, self.weight, eps, zero_centered)

@@ -10,9 +10,9 @@ class QuantizedModule(nn.Module):
     """Module with one weight, or one stack of weights, that GEMMs multiply."""
 
     weight: Parameter | None
-    """None: the caller of `forward` passes the weight."""
+    """Weight of the module; None if the caller of `forward` passes it."""
     quantizer: LinearQuantizer | None
-    """FP8 or FP4 operands of the GEMMs; None means that they use the dtype of the weight."""
+    """Quantizer of the FP8 or FP4 operands of the GEMMs; None means that they use the dtype of the weight."""
 
     def _set_weight(self, weight: Parameter | None, quantizer: LinearQuantizer | None) -> None:
         """Sets the weight and its quantizer, whose state becomes buffers of the module. Called by the constructor."""
@@ -33,7 +33,7 @@ def quantizers_of(model: nn.Module) -> list[LinearQuantizer]:
 
 
 def quantizers_by_weight(model: nn.Module) -> dict[nn.Parameter, LinearQuantizer]:
-    """Quantizers of all modules that have a weight of their own."""
+    """Maps the weight of each module that has one to its quantizer."""
     modules = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     return {
         module.weight: module.quantizer

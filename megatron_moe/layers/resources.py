@@ -24,9 +24,9 @@ class ModelResources(NamedTuple, Generic[ExpertComm]):
 
     @classmethod
     def alone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":
-        """Resources of a module outside a model, without recompute and offload."""
+        """Creates resources for a module outside a model, without recompute and offload."""
         return cls(ctx, kernels, SavedTensorPolicy())
 
     def at(self, path: str, layer: int) -> "ModelResources":
-        """Resources of the module `path` of a transformer layer."""
+        """Returns these resources for the module `path` of a transformer layer."""
         return self._replace(quantizers=self.quantizers.within(path, layer))

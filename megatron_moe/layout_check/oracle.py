@@ -94,7 +94,7 @@ def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
     microbatches, which data-parallel ranks route at the same time. Keys identify microbatch and MTP depth."""
 
     def group_of(key: RNGKey | None) -> tuple[int, Key]:
-        assert key is not None, "a microbatch has no key"
+        assert key is not None, "the microbatch has no RNG key"
         return key.microbatch // dp, key.scope
 
     of_groups: dict[tuple[int, Key], Tensor] = {}
@@ -119,7 +119,8 @@ class _Partition:
         """Token indices of each rank, int64, in the order in which that rank stores its tokens."""
 
     def adopt_degree(self, model: nn.Module, arguments: tuple[MicroBatch, ...]) -> None:
-        """Forward pre-hook: adapts `parts` to the microbatch, whose documents determine the context-parallel degree."""
+        """Forward pre-hook: adapts `parts` to the context-parallel degree of the microbatch, which its documents
+        determine."""
         self.parts = self._over(context_degree(arguments[0], self._plan.parallel))
 
     def _over(self, degree: int) -> list[Tensor]:

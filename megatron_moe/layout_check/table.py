@@ -155,7 +155,7 @@ def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> t
         write_part(whole, _merged([held.value for _, held in group]), boxes, first.meta)
         remarks.append(_about_copies(group, expected))
     if torch.isnan(whole).any():
-        remarks.append(f"{int(torch.isnan(whole).sum())} elements are held by no rank")
+        remarks.append(f"{int(torch.isnan(whole).sum())} elements exist on no rank")
     return whole, next((remark for remark in remarks if remark), "")
 
 
@@ -185,7 +185,7 @@ def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor)
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:
-    """Whether two copies differ in an element that is NaN in neither of them."""
+    """Whether two copies differ in an element that is not NaN in both of them."""
     both = ~torch.isnan(one) & ~torch.isnan(other)
     return _error(one[both], other[both]) > COPY_TOLERANCE
 
@@ -238,7 +238,7 @@ def _count_rows(oracle: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Com
         right = bool(held) and all(torch.equal(each, bias) for each in held)
         error = max((_error(each, bias) for each in held), default=float("inf"))
         yield ComparisonRow(
-            "expert bias", f"layer {layer}", "", error, None, "" if right else "not the same bits", bad=not right
+            "expert bias", f"layer {layer}", "", error, None, "" if right else "the bits differ", bad=not right
         )
 
 

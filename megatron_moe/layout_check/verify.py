@@ -66,7 +66,7 @@ class RankProcesses:
     """One process on this host for each rank of a plan; the constructor starts them."""
 
     def __init__(self, plan: RunPlan, *, num_steps: int, fault_seed: FaultSeed | None) -> None:
-        # a fork server imports everything once; ranks are forked from it in milliseconds, without shared threads
+        # A fork server imports all modules once; ranks are forked from it in milliseconds and inherit no threads.
         host = get_context("forkserver")
         host.set_forkserver_preload([__name__])
         self._port = _reserved_port()
@@ -112,7 +112,7 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
         record = pickle.loads(pipe.recv_bytes())
     except EOFError:
         raise RankFailure(f"rank {rank} ended before its last step; see its error above") from None
-    assert isinstance(record, RankRecord), f"rank {rank} sent {type(record)}"
+    assert isinstance(record, RankRecord), f"rank {rank} sent a {type(record)} instead of its record"
     return record
 
 

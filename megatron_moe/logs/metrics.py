@@ -53,7 +53,7 @@ class _PendingRows:
 
 
 _Total = tuple[Reduction, Tensor]
-"""Kind of reduction of an entry, and its value over all ranks of a pipeline stage (fp64 tensor in host memory)."""
+"""(reduction of an entry, its value over all ranks of a pipeline stage as fp64 tensor in host memory)."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def read_metrics(path: Path) -> list[Record]:
     Raises DataProblem if any other line is not a JSON object.
     """
     records = []
-    *lines, rest = path.read_bytes().split(b"\n")  # the rest after the last newline is empty or incomplete
+    *lines, rest = path.read_bytes().split(b"\n")  # `rest`, after the last newline, is empty or an incomplete line
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
         if record is None:

@@ -120,7 +120,7 @@ def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
 
 
 def latest_loads(records: list[Record]) -> dict[int, list[float]]:
-    """Layer index -> number of tokens of each expert, from the last record that has expert loads."""
+    """Maps the layer index to the number of tokens of each expert, from the last record with expert loads."""
     last = next(filter(_has_load, reversed(records)), {})
     return dict(sorted((int(match[1]), value) for key, value in last.items() if (match := _LAYER_LOAD.match(key))))
 

@@ -13,7 +13,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 FOLDER = "profile"
 MARKED = ("embedding", "self_attention", "mlp", "router", "experts", "shared_experts", "output_layer")
-"""Modules that get a profiler range, given by the last part of the name, such as "mlp" for "layers.0.mlp"."""
+"""Modules that get a profiler range, given by the last component of their name, such as "mlp" for "layers.0.mlp"."""
 _MOST_ALLOCATIONS = 1_000_000
 """Maximum number of allocations recorded for a memory snapshot; each takes a few hundred bytes of host memory."""
 

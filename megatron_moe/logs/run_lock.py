@@ -1,4 +1,5 @@
-"""File lock that admits one job per run folder or checkpoint folder; the system releases it when the process ends."""
+"""File lock that allows only one job per run folder or checkpoint folder. The operating system releases it when the
+process ends."""
 
 import fcntl
 import json
@@ -75,7 +76,8 @@ class RunLock:
 
     def release(self) -> None:
         if self._works:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would not release it if a forked process has the file
+            # closing the file would not release the lock if a forked process has the file open
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
 
@@ -108,4 +110,4 @@ def _holder(file: int) -> str:
         holder = json.loads(os.pread(file, 1000, 0))
         return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
     except (ValueError, KeyError, TypeError):
-        return "its lock file names no owner"
+        return "the lock file does not name its owner"

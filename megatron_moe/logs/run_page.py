@@ -22,7 +22,7 @@ _COLOURS = ("#2f6db3", "#d1603d", "#3c8d5a", "#7b4ea3", "#b8860b", "#4f9fa8", "#
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 270, 64, 14, 12, 36
 _MOST_POINTS, _MOST_COLUMNS = 1200, 240
 _FULL_SCALE = 3.0
-"""Load, as a multiple of the mean, that has the darkest colour."""
+"""Load, as a multiple of the mean, from which on the colour is darkest."""
 _LAYER_LOAD = re.compile(r"moe/tokens_per_expert_layer_(\d+)$")
 _ENTRY = re.compile(r"^  ([\w-]+): (.*?)(?:  +# .*)?$")
 _NOT_COMPARED = ("run-dir", "save", "load", "local-rank")
@@ -50,7 +50,7 @@ _CHARTS: Mapping[str, tuple[str, str, float]] = MappingProxyType(
         "moe/max_violation": ("Load of the busiest expert / mean - 1", "the model has no experts", 1.0),
     }
 )
-"""Key in metrics.jsonl -> (title, note if no run has it, factor)."""
+"""Maps keys of metrics.jsonl to (title, note if no run has the key, factor)."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class RunRecords:
         return cls(name, read_metrics(folder / "metrics.jsonl"), found)
 
     def points(self, key: str, factor: float = 1.0) -> Points:
-        """Returns (iteration, value) of every iteration with a finite value of the key: the last one, if there are
-        several."""
+        """Returns (iteration, value) of every iteration with a finite value of the key. If an iteration has several
+        records, the last one is used."""
         pairs = {record["iteration"]: record[key] for record in self.records if key in record}
         return [(x, y * factor) for x, y in pairs.items() if isinstance(y, int | float) and math.isfinite(y)]
 
@@ -100,7 +100,7 @@ def _colour(index: int) -> str:
 
 
 def _summary(runs: Sequence[RunRecords]) -> str:
-    """Table with the last value of every curve."""
+    """HTML table with the last value of every curve."""
     used = [(key, *_CHARTS[key]) for key in _CHARTS if any(run.points(key) for run in runs)]
     rows = ["<tr><th>last value</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"]
     iterations = "".join(f"<td>{max((r['iteration'] for r in run.records), default=0)}</td>" for run in runs)
@@ -126,7 +126,8 @@ def _missing(runs: Sequence[RunRecords]) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunRecords]) -> Iterator[str]:
-    """Flags of all runs whose values differ, and the training loss of each run minus that of the first run."""
+    """Yields HTML with the flags that differ between runs, and the training loss of each run minus that of the first
+    run."""
     first, *others = runs
     names = dict.fromkeys(name for run in runs for name in run.flags if name not in _NOT_COMPARED)
     differing = [name for name in names if len({run.flags.get(name) for run in runs} - {None}) > 1]
@@ -144,7 +145,7 @@ def _differences(runs: Sequence[RunRecords]) -> Iterator[str]:
 
 
 def _loads(run: RunRecords) -> Iterator[str]:
-    """Pictures of the load of every layer with experts."""
+    """Yields HTML with an image of the expert load of every MoE layer."""
     keys = {int(match[1]): key for record in run.records for key in record if (match := _LAYER_LOAD.match(key))}
     if not keys:
         return
@@ -165,7 +166,7 @@ def _loads(run: RunRecords) -> Iterator[str]:
 
 
 def load_picture(columns: Sequence[Sequence[float]]) -> bytes:
-    """PNG of loads: one column of pixels per interval (or mean of several), one row per expert."""
+    """PNG image of expert loads, with one row per expert and one column per interval (or mean of several intervals)."""
     per_pixel = -(-len(columns) // _MOST_COLUMNS)
     groups = [columns[start : start + per_pixel] for start in range(0, len(columns), per_pixel)]
     loads = [[sum(values) for values in zip(*group, strict=True)] for group in groups]
@@ -186,7 +187,7 @@ def _shade(load: float) -> bytes:
 
 
 def chart(curves: Sequence[Points], title: str) -> str:
-    """SVG of curves over iterations, in the colours of their places; empty curves are omitted."""
+    """SVG chart of curves over iterations. The index of a curve determines its colour; empty curves are omitted."""
     drawn = [point for curve in curves for point in curve]
     x_ticks, y_ticks = _ticks([x for x, _ in drawn]), _ticks([y for _, y in drawn])
 

@@ -26,7 +26,7 @@ class Moment:
             self._event.record()
 
     def wait(self) -> None:
-        """Blocks the host until the GPU has reached the event; returns at once on a CPU."""
+        """Blocks the host until the GPU has reached the event; returns immediately on a CPU."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -42,8 +42,8 @@ class Moment:
 
 
 class Span:
-    """Named time between two moments. One of a backward begins at the last call of `mark_begin` before the first call
-    of `mark_end`, and ends at the last one; without both, it does not count."""
+    """Named time between two moments. A backward span begins at the last call of `mark_begin` before the first call of
+    `mark_end`, and ends at the last call of `mark_end`. Without calls of both, it is not counted."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Span:
         return self._end is None or self._end.has_come()
 
     def seconds(self) -> float:
-        """0 for a backward that did not run."""
+        """Duration in seconds; 0 for a backward that did not run."""
         return 0.0 if self._begin is None or self._end is None else self._end.seconds_since(self._begin)
 
 
@@ -102,7 +102,7 @@ class Timers:
             self._steps[-1].append(span)
 
     def backward_span(self, name: str, level: int) -> Span | None:
-        """Span of the current step that backward marks; None where `span` does nothing."""
+        """Returns a span of the current step whose moments the backward marks; None if `span` would do nothing."""
         if level > self._level or self._captures():
             return None
         self._steps[-1].append(Span(name, self._device))
@@ -125,7 +125,7 @@ class Timers:
         seconds: dict[str, float] = {}
         for span in chain.from_iterable(ended):
             seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds() / num_steps
-        # host: some hundred bytes per rank
+        # world, in host memory: a few hundred bytes per rank
         ranks = gather_objects(seconds, context.host_group())
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: [rank.get(name, 0.0) for rank in ranks] for name in names}

@@ -39,7 +39,8 @@ class BufferPool:
         self.bytes_to_device = 0
 
     def offload(self, flat: Tensor) -> tuple[Tensor, Event]:
-        """Starts a copy of `flat` to the host; returns (host buffer, end event). The caller may free `flat` at once."""
+        """Starts a copy of `flat` to the host; returns (host buffer, end event). The caller may free `flat`
+        immediately."""
         free = self._free[flat.numel(), flat.dtype]
         if free:
             buffer, read = free.pop()
@@ -53,7 +54,7 @@ class BufferPool:
         """Starts a copy of `buffer` to the device after the event `written`; returns (device tensor, end event)."""
         self.bytes_to_device += buffer.nbytes
         flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=device)
-        # work queued before this point may still use the memory that was just allocated
+        # work queued so far may still use the memory that was just allocated
         allocated = self.copies.record()
         return flat, self.copies.to_device(flat, buffer, allocated, written, free_into=True)
 
@@ -84,7 +85,7 @@ class OffloadedTensor:
     def reload(self) -> None:
         """Starts the copy to the device, unless the data are on the device or the copy has been started."""
         if self._flat is None:
-            assert self._buffer is not None, "neither on the device nor on the host"
+            assert self._buffer is not None, "offloaded tensor is neither on the device nor on the host"
             self._flat, self._copied = self._pool.reload(self._buffer, self._copied, self._device)
 
     def on_device(self) -> Tensor:
@@ -114,7 +115,7 @@ class OffloadGroup:
     nbytes: int = 0
 
     def alive(self) -> list[OffloadedTensor]:
-        """Tensors that the autograd graph still references."""
+        """Tensors of the group that the autograd graph still references."""
         return [tensor for tensor in (reference() for reference in self.tensors) if tensor is not None]
 
     def reload(self) -> None:
@@ -158,7 +159,7 @@ class MicrobatchOffloads:
     known: dict[tuple[int, torch.dtype], tuple[StorageWeakRef, ReferenceType[OffloadedTensor]]] = field(
         default_factory=dict
     )
-    """Tensors by (storage identifier, dtype). The StorageWeakRef keeps the identifier from being used again."""
+    """Tensors by (storage identifier, dtype). The StorageWeakRef prevents reuse of the identifier."""
     selected: frozenset[int] | None = None
     """Indices of the groups to offload. None means that all groups are offloaded."""
 
@@ -185,7 +186,7 @@ class ActivationOffload:
         """Model chunk -> (module name, bytes) of every group, measured in the chunk's last forward."""
         self._next_backward: Mapping[At, At] = {}
         self._immediate: frozenset[At] = frozenset()
-        """Pairs (microbatch, chunk) whose backward is the rank's next computation after their forward."""
+        """(microbatch, chunk) pairs whose backward immediately follows their forward on this rank."""
         self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
         self._delayed: list[OffloadGroup] = []
         """Selected groups whose copies start after the next replay."""
@@ -234,7 +235,7 @@ class ActivationOffload:
             self._start(group)
 
     def after_replay(self) -> None:
-        """Starts the copies that were delayed until the replay of a captured module. Called after each of them."""
+        """Starts the copies that were delayed until the replay of a captured module. Called after every replay."""
         delayed, self._delayed = self._delayed, []
         for group in delayed:
             self._start(group)

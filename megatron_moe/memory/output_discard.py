@@ -59,7 +59,8 @@ class DiscardedOutput:
         self._indices = {(storage_of(output), output.dtype): index for index, output in enumerate(outputs)}
         self._num_packed = 0
         self._recomputed: tuple[Tensor, ...] | None = None
-        """Recomputed outputs, kept from the first to the last unpack so that they are computed once; otherwise None."""
+        """Recomputed outputs, kept from the first to the last unpack so that they are computed only once; None at other
+        times."""
 
     def guarded(self, guard: Callable[[], AbstractContextManager[object]]) -> "DiscardedOutput":
         """Copy of this policy that recomputes inside the context manager `guard()`, which provides the weights. Call it

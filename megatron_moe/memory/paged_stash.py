@@ -71,7 +71,7 @@ class _RowsPolicy:
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
         rows_RW = self._rows_RW
-        assert rows_RW is not None, "rows are saved after the end of their scope"
+        assert rows_RW is not None, "rows were saved after the end of their scope"
         same = storage_of(tensor) == storage_of(rows_RW) and tensor.shape == rows_RW.shape
         if not same or tensor.stride() != rows_RW.stride() or tensor.dtype != rows_RW.dtype:
             return None

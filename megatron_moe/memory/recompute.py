@@ -62,17 +62,17 @@ class _Checkpoint(torch.autograd.Function):
 
 
 def _shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Copy of this rank's shard of the flattened tensor; the tensor itself if `group` is None."""
+    """Returns a copy of this rank's shard of the flattened tensor, or the tensor itself if `group` is None."""
     if group is None:
         return without_copy(tensor)
     size = tensor.numel()
-    assert size % group.size == 0, f"{size} elements do not divide among {group.size} ranks"
+    assert size % group.size == 0, f"{size} elements cannot be divided equally among {group.size} ranks"
     return shard_of(tensor.detach().flatten(), group).clone()
 
 
 def _gather(shard: Tensor, shape: torch.Size, group: ProcessGroup | None) -> Tensor:
-    """Tensor of the given shape, all-gathered from the shards that `_shard` made."""
+    """All-gathers the shards that `_shard` made into a tensor of the given shape."""
     if group is None:
         return shard
-    # tp: all-gather of the elements of one hidden state; no gradient flows through it
+    # tp: one hidden state, not differentiable
     return all_gather_flat(shard.new_empty(shape.numel()), shard, group).view(shape)

@@ -26,7 +26,7 @@ class Policy(Protocol):
     """Interface of a saved-tensor policy, which decides how tensors that autograd saves for backward are stored."""
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
-        """Packed form of the tensor; None if the policy does not apply to this tensor."""
+        """Returns the packed form of the tensor, or None if the policy does not apply to it."""
         ...
 
     def close(self) -> None:
@@ -113,7 +113,8 @@ class SavedTensorPolicy:
         return _Scope(self.pack, self._policies, self.stash.open(rows_RW, valid))
 
     def pack(self, tensor: Tensor) -> PackedTensor:
-        """Packed form of the tensor by the innermost open policy that applies to it; the tensor itself if none does."""
+        """Packs the tensor with the innermost open policy that applies to it; returns the tensor itself if none
+        does."""
         for policy in reversed(self._policies):
             packed = policy.pack(tensor)
             if packed is not None:
@@ -144,7 +145,7 @@ class DiscardScope(nullcontext[None]):
     discarded."""
 
     def guarded(self, guard: Callable[[], Scope]) -> "DiscardScope":
-        """Scope whose recomputation runs inside `guard()`, which provides the weights that it reads."""
+        """Returns a scope whose recomputation runs inside `guard()`, which provides the weights."""
         return self
 
 

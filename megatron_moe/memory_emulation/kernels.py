@@ -31,7 +31,9 @@ def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
         name, function = _selected(op, requests.get(op, config.kernel_backend), dtype)
         functions[op] = function
         choices.append(
-            Selection(op, name, "emulates memory, computes nothing" if name != reference.NAME else "plain torch")
+            Selection(
+                op, name, "allocates the same memory, but computes nothing" if name != reference.NAME else "plain torch"
+            )
         )
     return KernelSet.of(functions, tuple(choices))
 
@@ -71,4 +73,5 @@ _FAKED = ("triton", torch_native.NAME)
 _HOST_READS: Mapping[str, str] = MappingProxyType(
     {"grouped_forward": torch_native.NAME, "grouped_input_grad": torch_native.NAME, "grouped_weight_grad": "triton"}
 )
-"""Op whose reference implementation reads row offsets on the host -> backend whose fake is used instead."""
+"""Maps each op whose reference implementation reads row offsets on the host to the backend whose fake is used
+instead."""

@@ -120,7 +120,7 @@ def enough_microbatches(plan: RunPlan) -> int:
 
 
 class _Spans(Timers):
-    """Timers that measure no time but set the phase of the memory tracker."""
+    """Stand-in for the timers that sets the phase of the memory tracker instead of measuring time."""
 
     def __init__(self, tracker: Tracker, device: torch.device) -> None:
         super().__init__(0, device)
@@ -235,7 +235,7 @@ class _AssumedHierarchical(HierarchicalTransport):
 
 
 def transport_without_peers(load: RoutedLoad, transport: ExpertTransport, config: MoEConfig) -> ExpertTransport:
-    """Transport that stands in for another one on a single emulated rank, with the same shapes."""
+    """Returns a transport that replaces another one on a single emulated rank and has the same shapes."""
     if transport.library is not None:
         return SYMMETRIC
     if transport is NCCL:

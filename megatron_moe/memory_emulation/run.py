@@ -114,7 +114,7 @@ def _head(values: ReportValues) -> Iterator[str]:
         "even routing" if values["imbalance"] == 1 else f"its experts get {values['imbalance']:g} times an even share"
     )
     yield f"Emulation of {world:,} rank{'s' * (world != 1)}: {how}; {load}"
-    yield f"  pipeline layout {values['layout']}; peak of a step in GiB"
+    yield f"  pipeline layout {values['layout']}; peak memory of a step in GiB"
 
 
 def _table(ranks: Sequence[ReportValues]) -> Iterator[str]:

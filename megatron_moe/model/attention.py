@@ -31,7 +31,9 @@ from megatron_moe.parallel.tensor_parallel import all_gather
 def local_heads(number: int, ctx: ParallelContext) -> int:
     """Number of heads or query groups on this tensor-parallel rank; `number`: total over all ranks."""
     num_ranks = ctx.group("tp").size
-    assert number % num_ranks == 0, f"{num_ranks} tensor parallel ranks do not divide {number} heads or query groups"
+    assert number % num_ranks == 0, (
+        f"{number} heads or query groups cannot be divided among {num_ranks} tensor-parallel ranks"
+    )
     return number // num_ranks
 
 
@@ -61,13 +63,13 @@ class SoftmaxAttention(Mixer):
         self._least_logit = -math.inf
 
     def track_max_logits(self, least: float) -> None:
-        """Makes training forwards record the largest logits. `least`: logits below may be missing."""
+        """Makes training forwards record the largest logits. `least`: maxima below it may be missing."""
         self._least_logit, dtype = least, internal_dtype(self.ctx.dtype)
         self.max_logits = torch.full((self.num_heads,), -math.inf, dtype=dtype, device=self.ctx.device)
 
     def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
         """Yields (parameter, factor of each row of this rank's shard) that multiply the logits of head n by eta_N[n],
-        or by less if another head shares its keys. q gets eta^alpha and k the rest."""
+        or by less if another head shares its keys. q gets eta^alpha and k gets eta^(1 - alpha)."""
         raise NotImplementedError
 
     def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ class Attention(SoftmaxAttention):
         saves_input = self.saved_tensors.is_recomputed("layernorm")
         self.linear_qkv = declared.linear("linear_qkv", saves_input=saves_input)
         self.input_linears = (self.linear_qkv,)
-        # core attention saves its output, except where a gate multiplies it, or if it is recomputed
+        # core attention saves its output anyway, unless a gate multiplies it or it is recomputed
         saves_output = not config.output_gate and not self.saved_tensors.is_recomputed("core_attn")
         self.linear_proj = declared.linear("linear_proj", saves_input=saves_output)
         self.q_layernorm: Norm | UnitNorm
@@ -176,7 +178,8 @@ class Attention(SoftmaxAttention):
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
     def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor, num_copies: int = 1) -> Tensor:
-        """Normalises q or k. `num_copies`: number of adjacent tensor-parallel ranks that hold the same heads."""
+        """Applies the norm of q or k. `num_copies`: number of adjacent tensor-parallel ranks that hold the same
+        heads."""
         if self.config.qk_norm != "full":
             return norm(x_SBND)
         tp = self.ctx.group("tp")

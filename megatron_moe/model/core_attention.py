@@ -61,11 +61,11 @@ class Heads(NamedTuple):
 
 
 class LogitMaxima(NamedTuple):
-    """Largest logits of the heads of this rank, which attention raises in place."""
+    """Largest logits of the heads of this rank, which attention updates in place."""
 
     values_N: Tensor
     least: float
-    """Smallest logit of interest: smaller maxima may be missing."""
+    """Smallest logit of interest; smaller maxima may be missing."""
 
 
 def core_attention(
@@ -81,7 +81,7 @@ def core_attention(
     maxima: LogitMaxima | None = None,
 ) -> Tensor:
     """Attention output [S, B, N, E] of this rank's N heads in G query groups. `site`: module path, for dropout keys.
-    `maxima`: largest logits to raise; None if they are not computed."""
+    `maxima`: largest logits to update; None if they are not computed."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
     part = mb.tokens.part
     is_split = part is not None and len(part.of_ranks) > 1
@@ -95,11 +95,11 @@ def core_attention(
 
 @dataclass(frozen=True)
 class _CoreAttention:
-    """Core attention of one microbatch."""
+    """Computes the core attention of one microbatch."""
 
     config: CoreAttentionConfig
     segments_BS: Tensor | None
-    """Document ids of all positions, also those of other ranks; None if every sequence is one document."""
+    """Document ids of all positions, including those of other ranks; None if every sequence is one document."""
     dropout_key: Key | None
     ctx: ParallelContext
     kernels: Kernels
@@ -107,7 +107,7 @@ class _CoreAttention:
 
     def whole(self, heads: Heads) -> Tensor:
         """Attention over whole sequences: `heads` contains all positions in ascending order."""
-        if self.maxima is not None:  # needs the log-sum-exps
+        if self.maxima is not None:  # the fused kernel does not return the log-sum-exps, which maxima need
             span = self._span((range(len(heads.q_SBND)),))
             return self._blockwise(Ring(None), span, (span,), heads)
         (q_SBND, k_SBGD, v_SBGE, sinks_N), tp = heads, self.ctx.group("tp")
@@ -185,7 +185,7 @@ def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
     num_groups = x_SBGD.shape[2]
     if num_groups % num_ranks == 0:
         return x_SBGD
-    assert num_ranks % num_groups == 0, f"{num_groups} query groups do not divide {num_ranks} ranks"
+    assert num_ranks % num_groups == 0, f"{num_groups} query groups do not divide {num_ranks} context-parallel ranks"
     return x_SBGD.repeat_interleave(num_ranks // num_groups, dim=2)
 
 
@@ -243,13 +243,13 @@ class _BlockAttention(torch.autograd.Function):
             if out_SBNE is None or lse_SBN is None:
                 out_SBNE, lse_SBN = blocks.kernels.attention_block(given)
             else:
-                if num_left:  # later blocks are added too; a result of two blocks is rounded only once
+                if num_left:  # later blocks are added in the internal dtype, so the result is rounded only once
                     out_SBNE = out_SBNE.to(lse_SBN.dtype)
                 blocks.kernels.attention_block(given, out_SBNE[rows], lse_SBN[rows])
             if blocks.maxima is not None:
                 blocks.kernels.max_logits_(given, lse_SBN[rows], *blocks.maxima)
         ctx.blocks = blocks
-        assert out_SBNE is not None, "queries see keys of their own rank"
+        assert out_SBNE is not None, "queries must see keys of their own rank"
         out_SBNE = out_SBNE.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
         return out_SBNE
@@ -263,7 +263,7 @@ class _BlockAttention(torch.autograd.Function):
         of_own: tuple[Tensor, Tensor] | None = None
         landing: Wait | None = None
         num_left = len(blocks.visible)
-        # in a ring of two a sum has one summand only, which a kernel may have rounded already
+        # in a ring of two ranks, only one gradient is sent, which a kernel may have rounded already
         sent_dtype = q_SBND.dtype if ring.size == 2 else wide
         for source, held in ring.circulate(k_SBGD, v_SBGE):
             grads_kv: tuple[Tensor, Tensor] | None = None
@@ -289,7 +289,7 @@ class _BlockAttention(torch.autograd.Function):
             if landing is not None:
                 total += landing()
             landing = ring.pass_on(total)
-        assert grad_q_SBND is not None and of_own is not None, "queries see keys of their own rank"
+        assert grad_q_SBND is not None and of_own is not None, "queries must see keys of their own rank"
         grad_k, grad_v = of_own
         if landing is not None:
             for own, sent in zip(of_own, unpack(landing(), k_SBGD.shape[-1]), strict=True):
@@ -304,7 +304,7 @@ class _BlockAttention(torch.autograd.Function):
 def _before_keys(
     q_SBND: Tensor, value_width: int, sinks_N: Tensor | None, config: CoreAttentionConfig
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Output and log-sum-exp [S, B, N] before the first keys: those of the sinks, or None without sinks."""
+    """Initial output and log-sum-exp [S, B, N] of the online softmax: those of the sinks, or None without sinks."""
     if sinks_N is None and not config.off_by_one:
         return None, None
     wide, (seq, batch, heads) = internal_dtype(q_SBND.dtype), q_SBND.shape[:3]
@@ -315,7 +315,7 @@ def _before_keys(
 
 
 def _of_all_rows(part: Tensor, rows: slice, like: Tensor) -> Tensor:
-    """`part`, which has the given rows of a tensor shaped as `like`, with zeros in the other rows."""
+    """Expands `part`, the given rows of a tensor shaped like `like`, with zeros for the other rows."""
     if len(part) == len(like):
         return part
     whole = part.new_zeros(like.shape)
@@ -345,8 +345,8 @@ def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tup
 
 
 def _near(chunk: range, other: range, *, before: int, after: int) -> range:
-    """Positions p of `chunk` with other.start - before <= p < other.stop + after. If `before` or `after` is -1, the
-    limit on that side does not apply."""
+    """Range of positions p of `chunk` with other.start - before <= p < other.stop + after. If `before` or `after` is
+    -1, the limit on that side does not apply."""
     first = chunk.start if before < 0 else max(chunk.start, other.start - before)
     end = chunk.stop if after < 0 else min(chunk.stop, other.stop + after)
     return range(first, max(first, end))

@@ -21,7 +21,7 @@ from megatron_moe.model.linear_attention import LinearAttention
 from megatron_moe.model.linear_scan import Scan
 
 KEY_EPS = 1e-6
-"""Added to the squared norms by which rows of q and k are divided."""
+"""Epsilon of the L2 normalisation of q and k, added to the squared norms."""
 
 
 class GatedDeltaNet(LinearAttention):

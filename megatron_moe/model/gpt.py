@@ -144,7 +144,7 @@ class GPT(nn.Module):
         self.chunks = tuple(chunks) or even_layout(len(config.layers), num_mtp=config.num_mtp).stages
         has_loss = any(chunk.loss for chunk in self.chunks)
         has_mtp = any(chunk.num_mtp for chunk in self.chunks)
-        # A tied head and multi-token prediction read the embedding too.
+        # Tied heads and multi-token prediction also read the embedding.
         if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and config.tied_embeddings:
             self.embedding = Embedding(config, ctx, kernels)
         self.decoder = Decoder(config, self.chunks, resources)
@@ -193,7 +193,7 @@ class GPT(nn.Module):
         prediction are not captured."""
         wanted, quantizers = frozenset(modules), quantizers_by_weight(self)
         if self.ctx.group("etp_ep").size > 1:
-            wanted -= {"moe_preprocess"}  # its graph would end between the halves of the exchange's autograd functions
+            wanted -= {"moe_preprocess"}  # its graph would end between the two autograd functions of the exchange
         for layer in self.decoder.by_index.values():
             layer.nodes = capture_nodes(
                 layer.nodes, sorted(wanted), layer.site, quantizers, self.saved_tensors.after_replay
@@ -237,9 +237,12 @@ class GPT(nn.Module):
         return [BoundNodes(first, mb), *self.decoder.chain(chunk, mb, by_node=by_node)]
 
     def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, mb: MicrobatchContext) -> LayerState:
-        """State before the stage's first layer, made from the embedding or from the tensor of the previous stage."""
+        """Returns the state before the stage's first layer, from the embedding or from the tensor of the previous
+        stage."""
         stage = self.chunks[chunk]
-        assert stage.embedding == (received is None), "exactly the first stage receives no tensor"
+        assert stage.embedding == (received is None), (
+            "the first stage must receive no tensor, and all other stages must receive one"
+        )
         if received is None:
             return LayerState(hidden_SBH=self.embedding(tokens_BS, mb.tokens.positions_BS, mb))
         depths = self.config.mtp.num_layers if self.config.mtp and stage.loss and mb.training else 0
@@ -283,7 +286,8 @@ class GPT(nn.Module):
 
 
 def _sent(state: LayerState, mb: MicrobatchContext) -> Tensor:
-    """Tensor to send to the next stage: the hidden states of the model and of all depths, concatenated along S."""
+    """Returns the tensor to send to the next stage: the hidden states of the model and of all depths, concatenated
+    along S."""
     return torch.cat([*state.earlier, state.hidden_SBH]) if state.earlier else state.hidden_SBH
 
 

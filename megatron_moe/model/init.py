@@ -34,7 +34,7 @@ _UNIFORM = MappingProxyType(
         "time_step": _time_step,
     }
 )
-"""`ParamMeta.init` -> function of numbers uniform in 0 to 1, whose result is divided by sqrt(fan_in)."""
+"""Maps `ParamMeta.init` to a function of uniform random numbers in [0, 1); its result is divided by sqrt(fan_in)."""
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def init_parameters(model: nn.Module, seed: int, config: InitConfig, device: Dev
     """Initialises all parameters in place, except those without memory, with values drawn on `device`. Unit-gain
     initialisation also sets the expert biases of the routers."""
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
+        assert isinstance(parameter, Parameter), f"{name} was not created by new_parameter"
         if not parameter.is_meta:
             parameter.copy_(initial_part(parameter, name, seed, config, device))
     if config.method == "unit_gain":
@@ -84,5 +84,5 @@ def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
 
 
 def normal(shape: tuple[int, ...], key: rng.Key, device: Device) -> Tensor:
-    """Standard normal values in fp32."""
+    """Draws standard normal values in fp32."""
     return torch.randn(shape, generator=rng.generator(key, device), dtype=torch.float32, device=device)

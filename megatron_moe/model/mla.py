@@ -30,8 +30,9 @@ class MLA(SoftmaxAttention):
     """Multi-latent self-attention.
 
     Every tensor-parallel rank computes q, k and v of its N heads, and the latents that all heads share. With sequence
-    parallelism, it computes the latents only for its local positions, except without a q latent: then it needs the
-    hidden state of all positions for q, and computes the kv latent for all of them too instead of gathering it.
+    parallelism, it computes the latents only for its local positions, except without a q latent: q then needs the
+    hidden state of all positions, from which the rank also computes the kv latent of all positions instead of gathering
+    it.
     """
 
     def __init__(self, config: MLAConfig, site: Site, resources: ModelResources) -> None:
@@ -78,7 +79,7 @@ class MLA(SoftmaxAttention):
             return self.linear_proj(context_SBNE.flatten(2))
 
     def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
-        """See `SoftmaxAttention`. The rotated key part, which all heads share, keeps its length: the rotated part of q
+        """See `SoftmaxAttention`. The rotated key part, which all heads share, is not scaled; the rotated part of q
         gets the whole factor."""
         config, eta_N1 = self.config, eta_N[:, None]
         one = torch.ones_like(eta_N1)
@@ -118,7 +119,7 @@ class MLA(SoftmaxAttention):
         latent, key = kv_latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
         normed, kv_up = self.kv_layernorm(latent), self.linear_kv_up_proj
         if self.gathers_input:
-            # of all positions; the gradient is partial, and summed over tp with that of the hidden state
+            # the latent of all positions has a partial gradient, which is summed over tp with that of the hidden state
             kv = autograd.linear(self.kernels, normed, kv_up.weight, quantizer=kv_up.quantizer)
         else:
             # tp: S * B * rope elements in backward; the gradient is partial: each rank's heads read the shared key

@@ -70,8 +70,8 @@ class MTPLayer(nn.Module):
 
     def _join(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Sets the transformer layer's input to the projection of the normed embedding and hidden state."""
-        # The head reads the hidden state too. With a view, its gradients are summed in an order that does not depend on
-        # the order of the nodes.
+        # The head also reads the hidden state. The view makes the order in which its gradients are summed independent
+        # of the order of the nodes.
         hidden_SBH = state.hidden_SBH.view_as(state.hidden_SBH)
         joined = torch.cat([self.enorm(state.embedded_SBH), self.hnorm(hidden_SBH)], dim=-1)
         return state.evolve(hidden_SBH=columns_to_residual(self.eh_proj(joined), self.ctx), embedded_SBH=None)

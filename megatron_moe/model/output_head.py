@@ -47,11 +47,11 @@ class Head(QuantizedModule):
         """Returns logits [S, B, V / tp]; with labels, the loss [B, S]. `detach`: weight and bias get no gradient."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
-        assert weight_VH is not None, "a tied head needs the word embedding weight"
+        assert weight_VH is not None, "a tied head must be called with the word embedding weight"
         if detach:
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         if labels_BS is not None and self.loss_chunk is not None:
-            assert self.quantizer is None, "the loss in chunks has no FP8 products"
+            assert self.quantizer is None, "the chunked loss does not support FP8"
             return self._chunked_loss(hidden_SBH, weight_VH, bias_V, labels_BS, self.loss_chunk)
         logits_SBV = column_product(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels, self.quantizer)
         return logits_SBV if labels_BS is None else self.loss(logits_SBV, labels_BS)
@@ -117,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         work = _Gradients(ctx, grads[0])
         grad_weight = accumulate_grad(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
-        if work.grad_hidden_TH is None:  # no weight gradient, or it is deferred
+        if work.grad_hidden_TH is None:  # the weight needs no gradient, or its gradient is deferred
             work.run(None, False)
         grad_bias = work.grad_bias_V if ctx.needs_input_grad[2] else None
         return work.grad_hidden_TH, grad_weight, grad_bias, None, None, None, None
@@ -165,7 +165,7 @@ class _Gradients:
             store(out, wide, accumulate)
 
     def _of_logits(self, rows: slice) -> Tensor:
-        """Gradient of the logits of one chunk of tokens."""
+        """Computes the gradient of the logits of one chunk of tokens."""
         logits_TV = self._kernels.linear_forward(self._hidden_TH[rows], self._weight_VH.detach(), self._bias_V)
         logits_TV = logits_TV.detach().requires_grad_()
         with torch.enable_grad():

@@ -68,7 +68,7 @@ def _yarn_weights(config: RopeConfig) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.dim - 1)
     if low == high:
-        high += 0.001  # avoids a division by zero: the ramp becomes a step
+        high += 0.001  # avoids a division by zero; the ramp becomes a step
     ramp = (torch.arange(config.dim // 2, dtype=torch.float64) - low) / (high - low)
     return 1 - ramp.clamp(0, 1)
 

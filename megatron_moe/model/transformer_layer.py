@@ -70,7 +70,7 @@ class TransformerLayer(nn.Module):
 
     @staticmethod
     def _new_norm(config: LayerConfig, resources: ModelResources, readers: Sequence[Linear]) -> Norm:
-        """Norm whose result `readers` multiply."""
+        """Creates the norm whose result the linear layers `readers` multiply."""
         fmt = copy_format(readers)
         return Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels, copy_format=fmt)
 

@@ -47,11 +47,11 @@ class AttachLosses(torch.autograd.Function):
 
 
 class WeightedScores(NamedTuple):
-    """Loss that is a weighted sum of scores, which have its only gradients: sum(scores_GE * weights_GE)."""
+    """Loss sum(scores_GE * weights_GE), differentiable only with respect to the scores."""
 
     scores_GE: Tensor
     weights_GE: Tensor
-    """[G, E] or [1, E]."""
+    """Weight of each score, [G, E] or [1, E]."""
 
     def terms(self) -> Tensor:
         """Summands of the loss, [G, E], without gradients."""
@@ -59,7 +59,7 @@ class WeightedScores(NamedTuple):
 
 
 class AttachWeightedScores(torch.autograd.Function):
-    """`AttachLosses` for one `WeightedScores`, whose sum is not computed."""
+    """Variant of `AttachLosses` for one `WeightedScores`, which does not compute the sum."""
 
     @staticmethod
     def forward(
@@ -93,7 +93,7 @@ class BatchTokens:
     def per_sequence(self) -> Tensor:
         """Number of valid tokens of each sequence, int64 [B], computed at the first call. Requires a padding mask."""
         if self._per_sequence_B is None:
-            assert self.valid_T is not None, "per-sequence counts need a padding mask"
+            assert self.valid_T is not None, "counts per sequence need a padding mask"
             # tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
             self._per_sequence_B = all_reduce_(self.valid_T.view(-1, self.batch_size).sum(dim=0), self.group)
         return self._per_sequence_B
@@ -116,7 +116,7 @@ class BalancingLosses:
         is_only: bool = False,
     ) -> None:
         """`batch_counts`: adds this microbatch's choices [E] of all ranks and returns those of the global batch.
-        `is_only`: True if one loss is computed, so that the counts in `sums` may be overwritten."""
+        `is_only`: True if only one loss is computed, so that the counts in `sums` may be overwritten."""
         self._tokens = tokens
         self._topk = topk
         self._scores_GE, self._counts_GE = sums
@@ -159,7 +159,7 @@ class BalancingLosses:
         return self._mean_loss(self._whole_counts(), self._topk)
 
     def over_batch(self) -> WeightedScores:
-        """Loss of `global_aux_loss`: mean scores P are of this microbatch; load fractions f of the batch so far."""
+        """Loss of `global_aux_loss`: P is computed over this microbatch, f over the global batch so far."""
         return self._mean_loss(self._batch_counts(self._counts_GE.sum(dim=0))[None], None)
 
     def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> WeightedScores:
@@ -171,13 +171,14 @@ class BalancingLosses:
         num_sets, num_experts = counts_GE.shape
         dtype = self._scores_GE.dtype
         if self._tokens.valid_T is None:
-            # the host knows the number of tokens, so fewer small kernels are launched
+            # the host knows the number of tokens, which saves small kernels
             num_tokens = max(self._tokens.num_whole // num_sets, 1)
             scale = num_experts / (num_tokens * num_sets)
             if choices is None:
                 counts_GE = counts_GE.to(dtype)
                 return WeightedScores(self._scores_GE, counts_GE * (scale / counts_GE.sum().clamp(min=1)))
-            if dtype is not torch.get_default_dtype():  # that of an integer tensor times a number
+            # the dtype of an integer tensor times a number is torch's default dtype
+            if dtype is not torch.get_default_dtype():
                 counts_GE = counts_GE.to(dtype)
             return WeightedScores(self._scores_GE, counts_GE * (scale / (num_tokens * choices)))
         counts_GE = counts_GE.to(dtype)
@@ -195,11 +196,11 @@ over_microbatch, over_sequences, over_batch = (
     BalancingLosses.over_sequences,
     BalancingLosses.over_batch,
 )
-"""Functions of the built-in losses in registry `BALANCING`."""
+"""Built-in losses, which registry `BALANCING` refers to."""
 
 
 class BalancedRouter(Protocol):
-    """Methods of a router that `update_routers` calls."""
+    """Interface of a router that `update_routers` updates."""
 
     def batch_sums(self) -> Tensor: ...
     def end_batch(self, sums: Tensor, apply_update: Tensor | None) -> None: ...

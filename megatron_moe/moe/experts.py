@@ -85,7 +85,7 @@ class Experts(nn.Module):
         elif self.config.probs_on_output:
             probs_R = None
         used = offsets_e[-1]
-        # tokens that fc1 gathers have no padding rows, so a stash would not reduce memory
+        # tokens that fc1 gathers are not padded, so a stash would not save memory
         stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
         with stash, self.saved_tensors.offload_scope("expert_fc1"):
             ffn_RF = self.linear_fc1(data, offsets_e, index=index, rows_q=rows.quantized)
@@ -106,8 +106,8 @@ class Experts(nn.Module):
 
     @property
     def has_fused_casts(self) -> bool:
-        """Whether the inputs and gradients of the GEMMs are quantised by the ops that compute them. The activation's
-        result is then computed again in backward instead of saved."""
+        """Whether the inputs and gradients of the GEMMs are quantised by the ops that compute them. The activation is
+        then recomputed in backward instead of saved."""
         fc1, fc2, config = self.linear_fc1.quantizer, self.linear_fc2.quantizer, self.config
         if (
             fc1 is None
@@ -131,7 +131,8 @@ class Experts(nn.Module):
 
 
 class ExpertStack(QuantizedModule):
-    """Linear layers y = x W^T + b of n local experts: `weight` [n, outputs, inputs] and `bias` [n, outputs]."""
+    """Stack of the linear layers y = x W^T + b of n local experts: `weight` [n, outputs, inputs] and `bias` [n,
+    outputs]."""
 
     weight: Parameter
     bias: Parameter | None
@@ -177,7 +178,7 @@ class ExpertStack(QuantizedModule):
         out_RO = autograd.grouped_linear(*arguments, quantizer=self.quantizer, rows_q=rows_q)
         if self.bias is None:
             return out_RO
-        # on the other etp ranks the bias is 0 but gets the full gradient, so that all copies stay equal
+        # on the other etp ranks the bias is 0 but gets the full gradient, so that the biases of all ranks stay equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
         out_RO = _AddBias.apply(out_RO, bias_eO, offsets_e, probs_R)  # type: ignore[no-untyped-call]
         return out_RO
@@ -186,8 +187,8 @@ class ExpertStack(QuantizedModule):
 class _AddBias(torch.autograd.Function):
     """Adds the bias of each row's expert, multiplied by the row's probability unless `probs_R` is None, to [R, O].
 
-    Padding rows get no bias. Backward expands the biases to rows again instead of saving them, so all that is saved has
-    the size of the probabilities.
+    Padding rows get no bias. Backward expands the biases to rows again, so only tensors of the size of the
+    probabilities are saved.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.symmetric_memory import has_peer_access
 
 StandInTransport = Callable[[ExpertTransport, MoEConfig], ExpertTransport]
-"""Returns the transport that replaces another one on a rank without peers."""
+"""Function that returns a replacement for a transport on an emulated rank, whose peers do not exist."""
 
 
 class MoELayer(FeedForward):
@@ -52,11 +52,15 @@ class MoELayer(FeedForward):
         hidden_size = config.router.hidden_size
         width = config.latent_size or hidden_size
         assert config.experts.hidden_size == width, f"expert width {config.experts.hidden_size}, not {width}"
-        assert config.experts.num_experts == config.router.num_experts, f"{config.router.num_experts} experts in router"
-        assert not config.shared_overlap or config.latent_size is None, "shared expert overlap with latent projections"
-        assert not config.experts.probs_on_input or config.router.topk == 1, "probabilities on the input need top-1"
+        assert config.experts.num_experts == config.router.num_experts, (
+            f"the router has {config.router.num_experts} experts"
+        )
+        assert not config.shared_overlap or config.latent_size is None, (
+            "shared-expert overlap does not support latent projections"
+        )
+        assert not config.experts.probs_on_input or config.router.topk == 1, "probs_on_input requires top-1 routing"
         replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
-        assert not replicated, "tensor parallelism with MoE layers needs sequence parallelism"
+        assert not replicated, "MoE layers with tensor parallelism require sequence parallelism"
         self.router = Router(config.router, config.capacity, site.layer, ctx, kernels)
         self.experts = Experts(config.experts, ctx, kernels, self.saved_tensors, quantizers.within("experts"))
         self.shared_experts = None
@@ -64,8 +68,8 @@ class MoELayer(FeedForward):
             self.shared_experts = SharedExperts(config.shared, ctx, kernels, quantizers.within("shared_experts"))
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.latent_size is not None:
-            # weights [L, H] before dispatch and [H, L] after combine; router and shared experts use width H
-            # the router saves the input of the first one
+            # latent projections: weights [L, H] before dispatch and [H, L] after combine; router and shared experts use
+            # width H
             first = quantizers.new("expert_latent", "fc1_latent_proj", saves_input=True)
             second = quantizers.new("expert_latent", "fc2_latent_proj")
             self.fc1_latent_proj = Linear(hidden_size, config.latent_size, ctx, kernels, quantizer=first)
@@ -74,7 +78,8 @@ class MoELayer(FeedForward):
             )
         self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
         self.dispatcher = self.expert_comm.new_dispatcher(self._row_formats(config))
-        if not self.expert_comm.overlaps_microbatches:  # the other microbatch runs in between, on another stream
+        # otherwise the other microbatch runs in between, on another stream
+        if not self.expert_comm.overlaps_microbatches:
             of_shared = None if self.shared_experts is None else self.shared_experts.linear_fc1
             self.input_linears = tuple(each for each in (self.fc1_latent_proj, of_shared) if each is not None)
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
@@ -92,14 +97,18 @@ class MoELayer(FeedForward):
         fc1, fc2 = self.experts.linear_fc1.quantizer, self.experts.linear_fc2.quantizer
         kind, is_alone = self.expert_comm.kind, self.expert_comm.etp_ep.size == 1
         gathers = kind.can_gather_in_fc1 and self.saved_tensors.stash is None and self.experts.has_fused_casts
-        # tokens are saved instead of a columnwise copy of rows; on one rank, the router saves them anyway
+        # fc1 saves tokens instead of a columnwise copy of rows; on one rank, the router saves the tokens anyway
         gathers = gathers and fc1 is not None and (is_alone or not fc1.weight_grad)
         tokens = grads = None
         if kind.sends_fp8 and config.fp8_dispatch and fc1 is not None and fc1.fused_block:
-            assert not config.experts.probs_on_input, "experts quantise the product of tokens and probabilities"
+            assert not config.experts.probs_on_input, (
+                "experts quantise tokens multiplied by probabilities, so tokens are not sent in FP8"
+            )
             tokens = fc1.formats[0]
         if kind.sends_fp8 and config.fp8_combine_grad and fc2 is not None and fc2.fused_block:
-            assert not config.experts.probs_on_output, "experts scale gradients before they quantise them"
+            assert not config.experts.probs_on_output, (
+                "experts scale gradients before quantisation, so gradients are not sent in FP8"
+            )
             grads = fc2.formats[1]
         return RowFormats(gathers, tokens, grads)
 

@@ -139,7 +139,7 @@ class Router(nn.Module):
         self.kernels = kernels
         self._counts_batch = any(BALANCING.get(name).counts_batch for name in config.balancing)
         self.selection = ExpertSelection(config, capacity, kernels)
-        """Selects the experts. The layout check replaces it to imitate the selection of another parallel layout."""
+        """Selects the experts. The layout check replaces it to reproduce the selection of another parallel layout."""
         num_experts = config.num_experts
         # Under sequence parallelism every rank routes its own tokens, so gradients are partial.
         partial = ctx.config.sequence_parallel
@@ -223,7 +223,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _given_ids(self, given: GivenRouting, logits_TE: Tensor, valid_T: Tensor | None, *, balance: bool) -> Tensor:
-        """Experts of every token [T, K]: the given ones, or for tokens without any those that it selects."""
+        """Returns expert ids [T, K]: the given ones, or for tokens without given ones those that the router selects."""
         given_ids_TK = given.ids[self.layer]
         if given.given_T is None:
             return given_ids_TK
@@ -275,10 +275,10 @@ class Router(nn.Module):
             key = (self.ctx.seed,) if mb.rng is None else (mb.rng.seed, mb.rng.iteration)
             order_E = rng.uniform(torch.Size((num_experts,)), (*key, "forced skew", self.layer), device).argsort()
             gumbel_TE = uniform_TE.clamp_min(torch.finfo(torch.float32).tiny).log().neg().log().neg()
-            # scaled, which keeps the order, so that sigmoid scores do not saturate
+            # scaled so that sigmoid scores do not saturate; the order does not change
             return ((gumbel_TE + self._log_popularity_E[order_E]) / 4).to(dtype)
         noise_TE = rng.normal(shape, site, device, part=part)
-        # a copy: a view would keep the noise of all parts in memory until backward
+        # copied, because a view would keep the noise of all ranks in memory until backward
         noise_TE = noise_TE.to(dtype, copy=part[1] > 1)
         if std is None:
             return noise_TE
@@ -335,7 +335,8 @@ class Router(nn.Module):
             counts_E = self.global_counts + all_reduce_(local_E, self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():
-                # by the recomputed forward, global_counts also includes later microbatches and MTP depths
+                # stored for the recomputed forward, because global_counts then includes later microbatches and MTP
+                # depths
                 self.counts_ahead[mb.rng] = counts_E
         return counts_E
 

@@ -61,7 +61,7 @@ def max_violation(shares_nE: Tensor) -> Tensor:
 
 
 def load_entropy(shares_nE: Tensor) -> Tensor:
-    # the clamp makes 0 log 0 = 0
+    # the clamp makes 0 * log(0) equal to 0
     return -(shares_nE * shares_nE.clamp(min=1e-300).log()).sum(dim=1) / math.log(max(shares_nE.shape[1], 2))
 
 
@@ -100,11 +100,11 @@ def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total:
 
 
 TokenMetrics = Sequence[tuple[str, Callable[..., Tensor]]]
-"""(name in the log, function) of registered metrics of tokens."""
+"""(name in the log, function) of each registered token metric."""
 
 
 def token_metrics(options: Options) -> TokenMetrics:
-    """Registered metrics of tokens, with the flags that they request in `options`."""
+    """Registered token metrics, bound to the flags that they request from `options`."""
     return _functions_of("tokens", options)
 
 

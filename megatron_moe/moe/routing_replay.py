@@ -47,7 +47,7 @@ class RoutingRecorder:
         self._ids: dict[int, Tensor] = {}
 
     def attach(self, mb: MicrobatchContext) -> MicrobatchContext:
-        """Context with which a forward records its choices here, in place of those recorded before. Metrics of this
+        """Returns a context with which a forward records its choices here, replacing earlier ones. Metrics of this
         forward are not logged."""
         self._ids.clear()
         return replace(mb, metrics=MetricAccumulator(trace_routing=self._add))
@@ -63,7 +63,9 @@ class RoutingRecorder:
         and one over cp, of 2 bytes per choice. Raises ValueError if a layer has recorded nothing.
         """
         if missing := [layer for layer in self.layers if layer not in self._ids]:
-            raise ValueError(f"no choices of layers {missing}: run a forward with an attached context")
+            raise ValueError(
+                f"no expert choices of layers {missing} were recorded: run a forward with an attached context"
+            )
         batch_size = len(tokens.positions_BS)
         ids_TLK = torch.stack([self._ids[layer] for layer in self.layers], dim=1)
         ids_SBLK = ids_TLK.unflatten(0, (-1, batch_size)).contiguous()
@@ -98,17 +100,17 @@ def given_routing(
     Args:
         ids_BSLK: integer choices of the whole microbatch, of S positions or of the first S - 1: a rollout does not
             route the last token that it generates, whose experts are then selected.
-        layers: global index of each of the L layers; more than those of this rank are allowed.
-        tokens: positions of this rank's part of the microbatch.
-        own_layers: layers of this rank, as `routed_layers` returns them.
-        given_BS: bool; False for positions whose experts are selected as usual. None means that all are given.
+        layers: global index of each of the L layers; more than those of this rank are allowed. tokens: positions of
+        this rank's part of the microbatch. own_layers: layers of this rank, as `routed_layers` returns them. given_BS:
+        bool; False for positions whose experts are selected as usual. None means that the choices of all positions are
+        given.
 
     Raises ValueError for a wrong number of layers, sequences or positions, or if a layer of this rank is missing.
     """
     num_sequences, num_positions, num_layers, _ = ids_BSLK.shape
     wanted = _whole_shape(tokens)
     if num_layers != len(layers):
-        raise ValueError(f"expert choices of {num_layers} layers for {len(layers)} layers {list(layers)}")
+        raise ValueError(f"got expert choices of {num_layers} layers, but {len(layers)} layers {list(layers)}")
     if missing := sorted(set(own_layers) - set(layers)):
         raise ValueError(f"no expert choices for layers {missing} of this rank; given: layers {list(layers)}")
     if num_sequences != wanted[0] or wanted[1] - num_positions not in (0, 1):

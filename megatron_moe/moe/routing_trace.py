@@ -2,8 +2,9 @@
 
 Every rank writes `router_trace_rank{R}.jsonl` in Megatron-LM's format, one JSON object per router call: step (the
 iteration, from 1), stage ("pre_dispatch"), block ("decoder" or "mtp"), layer (from 1), mtp_idx (only in "mtp"), rank,
-num_tokens, topk, and top_indices [T][K] (-1: no expert). Two fields are our own: microbatch (its index in the global
-batch), and part: [index, number] of the rank's share of a microbatch's tokens under sequence and context parallelism.
+num_tokens, topk, and top_indices [T][K] (-1: no expert). Two fields are not in Megatron-LM's format: microbatch (its
+index in the global batch), and part: [index, number] of the rank's share of a microbatch's tokens under sequence and
+context parallelism.
 """
 
 import errno
@@ -29,7 +30,7 @@ _INDICES = re.compile(rb'"top_indices":\s*(\[[-\d\s,\[\]]*\])')
 _STEP = re.compile(rb'\{"step": (\d{1,18}),')
 _FILE = "router_trace_rank{}.jsonl"
 _LIMITS = (("step", 1, 1 << 31), ("layer", 1, 1 << 31), ("num_tokens", 0, 1 << 31), ("topk", 1, 1 << 15))
-"""(field that every record has, least value, upper limit)."""
+"""(required field of a record, minimum, exclusive maximum)."""
 _MOST_PARTS = 1 << 20
 
 
@@ -75,7 +76,7 @@ class RoutingTrace:
         self._steps: dict[int, _TracedStep] = {}
         self._cells = _cells(num_experts)
         self._is_cut = False
-        """Records of the first step of this run, and of later ones, have been removed."""
+        """True once records from the first step of this run on have been removed from existing files."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _open_regular(self.path, os.O_RDWR | os.O_CREAT)
@@ -83,7 +84,8 @@ class RoutingTrace:
             raise self._problem(error) from error
 
     def begin_step(self, iteration: int) -> None:
-        """Starts to collect the choices of a step. Raises EnvironmentProblem if an earlier trace cannot be cut."""
+        """Starts to collect the choices of a step. Raises EnvironmentProblem if an earlier trace cannot be
+        truncated."""
         if not self._is_cut:
             self._cut(iteration)
         self._current = [] if self._last_iteration is None or iteration <= self._last_iteration else None
@@ -133,7 +135,8 @@ class RoutingTrace:
         self._file.close()
 
     def _cut(self, iteration: int) -> None:
-        """Removes records from `iteration` on; rank 0 also from the files of ranks that this run does not have."""
+        """Removes the records from `iteration` on. Rank 0 also truncates files of ranks that do not exist in this
+        run."""
         self._is_cut = True
         try:
             _cut_records(self._file, iteration)
@@ -150,7 +153,7 @@ class RoutingTrace:
         )
 
     def _record(self, iteration: int, layer: int, number: int, ids_TK: Any) -> bytes:
-        """One line of the file. `number`: number of earlier calls of this router in the step."""
+        """Formats one line of the file. `number`: number of earlier calls of this router in the step."""
         dp, tp, cp = (self._context.group(name) for name in ("dp", "tp", "cp"))
         is_mtp = layer >= self._num_layers
         per_microbatch = self._mtp_calls if is_mtp else 1
@@ -206,14 +209,14 @@ def _cut_records(file: BinaryIO, iteration: int) -> None:
 
 
 def _cells(num_experts: int) -> Any:
-    """uint8 [E + 1, width]: "id," of the ids -1, 0, ..., E - 1, padded to equal width."""
+    """Texts "id," of the ids -1, 0, ..., E - 1, padded to equal width: uint8 [E + 1, width]."""
     width = max(2, len(str(num_experts - 1))) + 1
     text = "".join(f"{expert},".rjust(width) for expert in range(-1, num_experts))
     return np.frombuffer(text.encode(), np.uint8).reshape(num_experts + 1, width)
 
 
 def _encode(ids_TK: Any, cells: Any) -> bytes:
-    """JSON array [T][K], a hundred times as fast as the json module."""
+    """Encodes ids as a JSON array [T][K], a hundred times as fast as the json module."""
     num_tokens, topk = ids_TK.shape
     lines = np.empty((num_tokens, topk * cells.shape[1] + 2), np.uint8)
     lines[:, 0] = ord("[")
@@ -300,9 +303,9 @@ class _Recorded(NamedTuple):
                 text = file.read(self.end - self.start).translate(None, b" \t")
             rows = text[2:-2].split(b"],[") if num_tokens else []
             if text[:2] + text[-2:] != b"[[]]" and (num_tokens or text != b"[]"):
-                raise ValueError("not a list of lists")
+                raise ValueError("it is not a list of lists")
             if len(rows) != num_tokens or any(row.count(b",") != topk - 1 for row in rows):
-                raise ValueError("lists of other lengths")
+                raise ValueError("the lists have other lengths")
             return np.array(b",".join(rows).split(b",") if rows else [], dtype=np.int16).reshape(self.shape)
         except (OSError, ValueError, OverflowError) as error:
             raise DataProblem(
@@ -334,7 +337,7 @@ def _read(folder: Path, train_iters: int) -> dict[_RouterCall, dict[int, _Record
                 repeated = f"repeats line {other.line} of {other.path}"
                 raise DataProblem(f"line {line} of {path} {repeated}; remove one of them")
     if not found:
-        raise DataProblem(f"--moe-routing-replay-path {folder}: the files record no decoder layer")
+        raise DataProblem(f"--moe-routing-replay-path {folder}: the files contain no records of decoder layers")
     return found
 
 
@@ -378,7 +381,7 @@ def _check_fields(fields: Any) -> None:
 
 
 def _number_of(what: str, found: set[int], folder: Path) -> int:
-    """Number of recorded steps or microbatches. Raises DataProblem if they are not 0, 1, ..."""
+    """Returns the number of recorded steps or microbatches. Raises DataProblem if they are not 0, 1, ..."""
     if max(found) + 1 != len(found):
         missing = next(number for number in range(len(found)) if number not in found)
         raise DataProblem(

@@ -19,7 +19,7 @@ class AdaptiveMuon(Muon):
     """Update rule for matrices: Muon, divided element by element by the root of a second moment."""
 
     def adapted(self, scalars: StepScalars, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor) -> Tensor:
-        """See `Muon.adapted`."""
+        """Divides the orthogonal matrices by the root of the second moment, which it updates; see `Muon.adapted`."""
         old = operands.values("moment2", piece)
         moment2 = torch.lerp(orthogonal.to(old.dtype).square(), old, _BETA2)
         operands.commit_state(scalars, piece, moment2=moment2)

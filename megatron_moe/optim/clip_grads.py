@@ -37,7 +37,8 @@ def gradient_norms(
 
 
 def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
-    """Yields the buffers whose owned ranges this rank includes in norms and other sums over the model."""
+    """Yields the buffers whose owned ranges this rank adds to norms and other sums over the model, so that each element
+    is counted once."""
     for buffer in buffers.buffers:
         if buffers.whole or buffer.counts:
             yield buffer

@@ -1,9 +1,9 @@
-"""Optimizer state in host memory, either stepped on the CPU or streamed to the device for the step.
+"""Optimizer state in host memory, either updated on the CPU or streamed to the device for the step.
 
-Results are identical to steps with state in device memory. State that is stepped on the CPU stays in host memory:
+Results are identical to steps with state in device memory. State that is updated on the CPU stays in host memory:
 gradients are copied to the host and new weights to the device, except weights stored in FP8 or FP4, which
-`StoredWeights` quantises from the master weights. Streamed state is copied to the device chunk by chunk,
-updated there, and copied back. Streaming needs no host synchronisation: rejected steps are skipped on the device.
+`StoredWeights` quantises from the master weights. Streamed state is copied to the device chunk by chunk, updated there,
+and copied back. Streaming needs no host synchronisation: rejected steps are skipped on the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ from megatron_moe.optim.state import OptimizerState, StepScalars, StoredState
 from megatron_moe.parallel.streams import Event, HostCopies
 
 _HOST_CHUNK = 1 << 20
-"""Number of elements that are copied and stepped at a time, small enough for the CPU caches."""
+"""Number of elements that are copied and updated at a time, small enough for the CPU caches."""
 Chunk = tuple[OptimizerState, int, int]
-"""(state, start, end): elements `start` to `end` of a state, which are stepped together."""
+"""(state, start, end): elements `start` to `end` of a state, which are updated together."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _OffloadedStep:
 
 @dataclass
 class CPUStep(_OffloadedStep):
-    """Steps states on the CPU.
+    """Updates states on the CPU.
 
     The host waits for the copy of the step's scalars and, unless the step is rejected, for the gradients of each chunk.
     The device's compute stream waits only for the new weights. With `overlap_cpu_optimizer_d2h_h2d`, gradients of the
@@ -57,7 +57,7 @@ class CPUStep(_OffloadedStep):
             self._scalars = buffer(4, torch.float64)
 
     def run(self, scalars: StepScalars) -> None:
-        """Steps all states. The compute stream waits for the copies of the new weights."""
+        """Updates all states. The compute stream waits for the copies of the new weights."""
         if not self.states or not self.copies.has_data:
             return
         chunks = [(state, start, end) for state in self.states for start, end in state.chunks(_HOST_CHUNK)]
@@ -74,7 +74,8 @@ class CPUStep(_OffloadedStep):
                 loaded.append(self._load(number + 1, chunks))
             self.copies.synchronize(loaded[number])
             if number >= 2:
-                self.copies.synchronize(stored[number - 2])  # this copy reads the buffer that the step writes
+                # waits for the copy that reads the buffer, before the step overwrites it
+                self.copies.synchronize(stored[number - 2])
             weights = self._step(on_host, state, start, end, number % 2)
             event = None
             if weights is not None:
@@ -110,7 +111,7 @@ class CPUStep(_OffloadedStep):
         return self.copies.to_host(_view(self._grads[number % 2], grads), grads)
 
     def _step(self, scalars: StepScalars, state: OptimizerState, start: int, end: int, slot: int) -> Tensor | None:
-        """Steps a chunk. Returns the new weights; None if they are stored in FP8 or FP4."""
+        """Updates a chunk. Returns the new weights; None if they are stored in FP8 or FP4."""
         operands = state.operands(start, end)
         weights = None if operands.weights is None else _view(self._weights[slot], operands.weights)
         grads = _view(self._grads[slot], state.grads[start:end])
@@ -119,7 +120,7 @@ class CPUStep(_OffloadedStep):
 
 
 class StreamedStep(_OffloadedStep):
-    """Steps host states on the device in a three-stage pipeline over chunks: copy to the device, step, copy back."""
+    """Updates host states on the device in a three-stage pipeline over chunks: copy to the device, step, copy back."""
 
     def run(self, scalars: StepScalars) -> None:
         """Launches all copies and updates. The compute stream waits for the last copy back."""

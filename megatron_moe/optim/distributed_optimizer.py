@@ -100,9 +100,9 @@ class Optimizer:
             for state in new_states(buffer, rules[buffer.key.rule], self.config, precision, self._host_copies)
         )
         self.on_new_weights: Callable[[], None] = lambda: None
-        """Called whenever weights change, to discard what was computed from them."""
+        """Callback that is called whenever weights change, to invalidate values computed from them."""
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
-        """(state, kind, copy): fp32 copies of state in other formats, made by the last call of `named_state`."""
+        """(state, kind, copy): fp32 copies that the last call of `named_state` made of state in other formats."""
         shared = (self.config.offload, buffers.kernels, self._host_copies)
         self._streamed_step = StreamedStep([state for state in self.states if state.placement == "streamed"], *shared)
         self._cpu_step = CPUStep([state for state in self.states if state.placement == "host"], *shared)
@@ -145,7 +145,7 @@ class Optimizer:
         Other code must call `finish_gather` before it reads weights.
         """
         assert self.buffers.data_parallel.use_distributed_optimizer, "only a sharded optimizer gathers weights"
-        if self.store.gathers or self.store.frees_units:  # otherwise no unit is ever pending
+        if self.store.gathers or self.store.frees_units:  # the store gathers no weights, so no unit is ever pending
             model.acquire_from(self.store)
         self._gather_in_forward = True
 
@@ -177,7 +177,7 @@ class Optimizer:
         self.on_new_weights()
         self.step_count.add_(apply_update.to(torch.int64))
         self._copies = []
-        # a rejected first step must not divide by 1 - beta^0
+        # A rejected first step must not divide by 1 - beta^0.
         number = self.step_count.clamp(min=1)
         flags = apply_update, self.nonfinite
         scalars = StepScalars(lr, decoupled_lr, weight_decay, number, grad_scale, *flags, row_factors or {})
@@ -251,8 +251,8 @@ class Optimizer:
 
     @contextmanager
     def _plain(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
-        """Context in which the weights of `buffers`, which are stored in FP8 or FP4, are allocated. No buffers inside
-        another such context, whose weights may be new."""
+        """Context in which the weights of `buffers`, which are stored in FP8 or FP4, are allocated and set. Nested
+        contexts pass no buffers, because the outer one may have written new weights."""
         for buffer in buffers:
             buffer.allocate_weights()
         for state in self._stored.states if buffers else ():
@@ -346,6 +346,6 @@ def check_coverage(buffers: GradBuffers) -> None:
         if number != expected:
             raise RunError(
                 f"the ranks together own {number:,} elements of {name}, which has {expected:,}, so that some would be "
-                f"stepped twice or never: compare its ParamMeta (tp_dim, num_experts, grid, shared_stages) with how "
-                f"the ranks of the layout {buffers.context.config} hold it"
+                "stepped twice or never: compare its ParamMeta (tp_dim, num_experts, grid, shared_stages) with how "
+                f"the ranks of the layout {buffers.context.config} shard it"
             )

@@ -37,8 +37,8 @@ from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, Weight
 class MainGrad:
     """Accumulates the gradient of one parameter in the flat buffer; it is the parameter's `grad_accumulator`.
 
-    A `BatchedWeightGrad` is not computed at once. When `interval` of them have been added, or when the step ends, they
-    are computed together, so that the buffer is read and written once for all of them.
+    A `BatchedWeightGrad` is deferred until `interval` of them have been added or the step ends. They are then computed
+    together, so that the buffer is read and written once.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MainGrad:
 
     def begin_step(self, num_microbatches: int | None) -> None:
         """Begins a step, as in `GradBuffers.begin_step`: the next gradient overwrites that of the last step."""
-        assert self._batched is None, f"{self.name}: a weight gradient of the last step was never computed"
+        assert self._batched is None, f"{self.name}: a deferred weight gradient of the last step was not computed"
         self.filled = False
         self._batches_left = num_microbatches
         self._num_arrived = 0
@@ -164,14 +164,14 @@ class FlatBuffer:
         parameters and process different tokens."""
         ranges = layout.owner_ranges(self.group.size, loads)
         self.owned = ranges[self.group.rank] if sharded else ((0, layout.size),)
-        """(start, end) ranges that this rank steps: its shard of every bucket if `sharded`, else the whole buffer."""
+        """(start, end) ranges that this rank updates: its shard of every bucket if `sharded`, else the whole buffer."""
         self._shard_sizes = [tuple(end - start for start, end in bucket) for bucket in zip(*ranges, strict=True)]
         self._shards = context.group(tensor_group(layout.key.grid))
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
         """True on the first of the ranks that own the same elements. Only this rank adds the elements to norms."""
         self.weights = self._new_weights(device)
-        """Flat tensor in the storage format; the parameters are views of it. If `codes` replace the weights, a NaN
-        placeholder without memory, except between `allocate_weights` and `free_weights`."""
+        """Flat tensor in the storage format; the parameters are views of it. If `codes` replace the weights, it is a
+        NaN placeholder without memory, except between `allocate_weights` and `free_weights`."""
         self.has_weights = True
         """False while only the quantised copies of the weights, `codes`, are in memory."""
         self.codes = self._new_codes(device)
@@ -273,7 +273,7 @@ class FlatBuffer:
             yield param.name, flat[param.start : param.end].view(param.shape)
 
     def allocate_weights(self) -> None:
-        """Allocates the values of weights that are stored as `codes`; they are zero."""
+        """Allocates the values of weights that are stored as `codes`, initialised to zero."""
         self._set_weights(torch.zeros(self.layout.size, dtype=self.weights.dtype, device=self.weights.device))
         self.has_weights = True
 
@@ -291,8 +291,8 @@ class FlatBuffer:
     def adopt(
         self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int, initial: InitialValues = None
     ) -> None:
-        """Copies the parameters, or if they have no memory their initial values, into this buffer, makes them views of
-        it, and gives each a `MainGrad`."""
+        """Copies the parameters into this buffer, makes them views of it, and attaches a `MainGrad` to each. Parameters
+        without memory are set to their initial values."""
         slots = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
             parameter = parameters[name]
@@ -337,7 +337,8 @@ class Sharding:
     def new_buffers(
         self, layout: ParamLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
     ) -> Iterator[FlatBuffer]:
-        """Creates the buffers one by one. Each must adopt its parameters before the next one is created."""
+        """Creates the buffers one by one. Each buffer must adopt its parameters before the next one is created, which
+        limits peak memory."""
         for each in layout.buffers:
             yield FlatBuffer(each, grad_dtype, context, sharded=sharded)
 
@@ -416,7 +417,7 @@ class GradBuffers:
 
         Reductions can start before `finish_grads` only if `num_microbatches` is not None and `early` is True.
         """
-        assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
+        assert not len(self.queue), f"{len(self.queue)} deferred weight gradients of the last step were not computed"
         for buffer in self.buffers:
             buffer.begin_step(num_microbatches)
         self.reducer.begin_step(num_microbatches if early else None)
@@ -429,8 +430,8 @@ class GradBuffers:
             slot.end_backward()
 
     def complete(self) -> None:
-        """Computes deferred weight gradients and zeroes the gradients of parameters that got none. Afterwards the
-        buffers contain this rank's sums over the step."""
+        """Computes deferred weight gradients and zeroes the gradients of unused parameters. Afterwards the buffers
+        contain this rank's sums over the step."""
         self.queue.run()
         for slot in self.slots:
             slot.compute_batched()
@@ -463,12 +464,12 @@ def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count:
 
 
 def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> None:
-    """Sums `grads` over the ranks of the tp, etp or embedding group if each of them holds only a partial sum."""
+    """All-reduces `grads` over the tp, etp or embedding group if each of its ranks has only a partial sum."""
     if buffer.key.partial:
-        # tp or etp: norms, gates and biases, a few H-wide vectors and E * H per layer
+        # tp or etp: norms, gates and biases; a few vectors of H elements, and E * H elements per layer
         all_reduce_(grads, context.group(tensor_group(buffer.key.grid)))
     if buffer.key.shared_stages:
-        # embedding: the word embedding, V * H elements over its shards
+        # embedding: the sharded word embedding, V * H elements over all shards
         all_reduce_(grads, context.group("embedding"))
 
 

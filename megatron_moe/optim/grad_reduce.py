@@ -28,11 +28,10 @@ class GradBucket:
     ) -> None:
         """
         Args:
-            grads: gradients of the bucket, flat.
-            num_per_microbatch: number of gradients that a microbatch adds.
-            fill_gaps: one function per parameter, which zeroes the parameter's gradient if the step has added none.
-            sizes: numbers of elements that each rank of the group owns; None means that all own equally many.
-            on_reduced: called by `finish`.
+            grads: gradients of the bucket, flat. num_per_microbatch: number of gradients that a microbatch adds.
+            fill_gaps: one function per parameter, which zeroes the parameter's gradient if the step has not added any.
+            sizes: numbers of elements that each rank of the group owns; None if the numbers are equal. on_reduced:
+            called by `finish`.
         """
         self.grads = grads
         self.group = group
@@ -54,7 +53,7 @@ class GradBucket:
             self.on_arrival(self)
 
     def fill_gaps(self) -> None:
-        """Zeroes the gradients of parameters that got none in this step."""
+        """Zeroes the gradients of parameters to which this step has added none."""
         for fill in self._fill_gaps:
             fill()
 
@@ -92,7 +91,7 @@ class GradReducer:
             bucket.on_arrival = self.arrived if config.overlap_grad_reduce else None
 
     def begin_step(self, num_microbatches: int | None) -> None:
-        """Resets the counts for a new step. If `num_microbatches` is None, no reduction starts before `finish`."""
+        """Resets the counters for a new step. If `num_microbatches` is None, no reduction starts before `finish`."""
         self._num_microbatches = num_microbatches
         self.num_started = 0
         for bucket in self.buckets:

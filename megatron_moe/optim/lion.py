@@ -11,7 +11,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.state import StepScalars, UpdateOperands
 
 _MOST_ELEMENTS = 1 << 24
-"""Number of elements that are updated at a time, which bounds temporary memory."""
+"""Maximum number of elements that are updated at a time; it bounds temporary memory."""
 
 
 class Lion:

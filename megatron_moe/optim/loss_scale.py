@@ -1,9 +1,9 @@
-"""Loss scaling for fp16, whose smallest numbers are too large for small gradients (Micikevicius et al., arXiv
-1710.03740). The loss is multiplied by a scale, and gradients, norm and clip factor are divided by it again.
+"""Loss scaling for fp16, in which small gradients would underflow (Micikevicius et al., arXiv 1710.03740). The loss is
+multiplied by a scale, and gradients, norm and clip factor are divided by it again.
 
 The scale is constant, or it follows the overflows of gradients as in Megatron-LM: a step with a non-finite gradient is
-skipped; after `hysteresis` of them the scale is halved, by every further one too; after `loss_scale_window` steps in a
-row without one it is doubled. State and rules stay on the device.
+skipped. After `hysteresis` skipped steps, every further one halves the scale, starting with the last of them. After
+`loss_scale_window` consecutive steps without overflow, the scale is doubled. State and rules stay on the device.
 """
 
 import torch
@@ -19,11 +19,12 @@ class LossScaler:
         self._config = config
         first = config.initial_loss_scale if config.loss_scale is None else config.loss_scale
         self.state = torch.tensor([first, 0.0, float(config.hysteresis)], dtype=torch.float32, device=device)
-        """Scale, number of steps in a row without overflow, and number of overflows left before the scale shrinks."""
+        """(scale, number of consecutive steps without overflow, number of overflows until the scale is halved), fp32
+        [3]."""
 
     @property
     def scale(self) -> Tensor:
-        """fp32 scalar on the device: a view, which `update` changes."""
+        """Current loss scale: a view of `state`, fp32 scalar on the device, which `update` changes."""
         return self.state[0]
 
     @torch.no_grad()

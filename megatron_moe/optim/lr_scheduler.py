@@ -38,7 +38,8 @@ class LRSchedule:
         return None if self.decoupled is None else _learning_rate(self.config, samples, *self.decoupled)
 
     def weight_decay(self, samples: int) -> float:
-        """Weight decay after `samples` sequences. It goes from the start to the end value and then stays constant."""
+        """Weight decay after `samples` sequences. It changes from the start to the end value and then stays
+        constant."""
         config = self.config
         over = config.decay_samples if config.weight_decay_samples is None else config.weight_decay_samples
         if config.weight_decay_style == "constant" or samples > over:
@@ -72,16 +73,18 @@ class LRSchedule:
             return self, []
         pairs = [f"{name} {own} (checkpoint: {stored})" for name, (own, stored) in differences.items()]
         if self.config.override_opt_param_scheduler:
-            return self, [f"learning rate schedule: {pair}, the command line wins" for pair in pairs]
+            return self, [f"learning rate schedule: {pair}, the value of the command line is used" for pair in pairs]
         if self.config.use_checkpoint_opt_param_scheduler:
-            return self._with(saved), [f"learning rate schedule: {pair}, the checkpoint wins" for pair in pairs]
+            return self._with(saved), [
+                f"learning rate schedule: {pair}, the value of the checkpoint is used" for pair in pairs
+            ]
         now, then = batch_sizes
         if then and all(
             name in _LENGTHS and own is not None and stored is not None and math.isclose(own * then, stored * now)
             for name, (own, stored) in differences.items()
         ):
             remedy = "--override-opt_param-scheduler selects the command line's value"
-            why = f"the same iterations with another --global-batch-size; the checkpoint wins ({remedy})"
+            why = f"the same iterations with another --global-batch-size; the checkpoint's value is used ({remedy})"
             return self._with(saved), [f"learning rate schedule: {pair}, {why}" for pair in pairs]
         raise CheckpointProblem(
             f"the learning rate schedule differs from the checkpoint's: {'; '.join(pairs)}; set "
@@ -109,7 +112,7 @@ def _learning_rate(config: LRConfig, samples: int, largest: float, smallest: flo
 
 
 def _share(config: LRConfig, samples: int) -> float:
-    """Relative learning rate after warmup: 0 at the smallest, 1 at the largest learning rate."""
+    """Relative learning rate after warmup: 0 is the minimum and 1 the maximum learning rate."""
     if config.style == "WSD":
         assert config.wsd_decay_samples is not None, "WSD needs wsd_decay_samples"
         anneal_start = config.decay_samples - config.wsd_decay_samples

@@ -72,10 +72,11 @@ COEFFICIENTS = MappingProxyType(
 )
 """Set of `--muon-coefficient-type` -> (a, b, c) of each iteration X <- a X + (b A + c A^2) X with A = X X^T."""
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")
-"""Sets whose last coefficients are repeated by further iterations; the others start again."""
+"""Sets whose last coefficients are repeated if there are more iterations. The other sets are repeated from their
+start."""
 _EPS = 1e-15
 _MOST_ELEMENTS = 1 << 26
-"""Number of elements of whole matrices that are orthogonalised together, which bounds temporary memory."""
+"""Maximum number of elements of the matrices that are orthogonalised together; it bounds temporary memory."""
 
 
 class Muon:
@@ -122,7 +123,7 @@ class Muon:
         move: MatrixStep,
         kernels: Kernels,
     ) -> None:
-        """Updates matrices of equal shape."""
+        """Updates a batch of matrices of equal shape."""
         config, updates = self._config, []
         for piece in pieces:
             momentum = operands.values("momentum", piece)
@@ -212,19 +213,19 @@ def newton_schulz(
     """Approximates U V^T of matrices x = U S V^T, [n, rows, columns], in the dtype of x.
 
     Args:
-        tall: computes the Gram matrix x^T x instead of x x^T; it should be the smaller of both.
-        shards: group whose ranks hold parts of the dim over which the Gram matrix is summed. None: `x` is whole.
+        tall: computes the Gram matrix x^T x instead of x x^T; it should be the smaller of both. shards: group over
+        which the dim that the Gram matrix sums over is sharded; None if `x` is not sharded.
     """
     wide = internal_dtype(x.dtype)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     if shards is not None:
-        # tp or etp: one number per matrix
+        # tp or etp: one scalar per matrix
         norms = all_reduce_(norms.square(), shards).sqrt()
     y = torch.div(x, norms.clamp(min=_EPS), out=torch.empty_like(x))
     for a, b, c in coefficients:
         gram = kernels.symmetric_product(y.mT if tall else y)
         if shards is not None:
-            # tp or etp: one square matrix per matrix
+            # tp or etp: one Gram matrix per matrix
             all_reduce_(gram, shards)
         polynomial = kernels.symmetric_product(gram, gram, b, c)
         y = torch.baddbmm(y, *((y, polynomial) if tall else (polynomial, y)), beta=a)

@@ -49,7 +49,7 @@ class ParamShape:
     replicated: bool = False
     """True if all tensor-parallel ranks (tp, for experts etp) hold the same elements."""
     shared_stages: bool = False
-    """True if other pipeline stages hold the same elements."""
+    """True if other pipeline stages have copies of the same elements."""
     uses: int = 1
     """Number of times that the backward of one microbatch adds to this parameter's gradient on this rank."""
     code_bits: tuple[int, ...] = ()
@@ -93,7 +93,7 @@ class BufferKey:
     rule: str = "adam"
     """Name of the update rule (`OptimizerConfig.optimizer`)."""
     unit: str = ""
-    """Unit whose parameters the buffer contains; empty: the buffer contains parameters of all units."""
+    """Unit whose parameters the buffer contains; empty if it contains parameters of all units."""
     code_bits: tuple[int, ...] = ()
     """Bits per element of each quantised copy that is stored instead of the weights; empty: the weights are stored."""
     router: bool

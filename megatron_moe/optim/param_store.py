@@ -62,14 +62,15 @@ class ParamStore:
         self._pending: dict[int, _PendingBucket] = {}
         self._gathers_in_steps = False
         self._stale: set[int] = set()
-        """Buckets with published new weights whose all-gather has been left to the next step."""
+        """Buckets with published new weights that the next step will gather."""
 
     def gather_in_steps(self) -> None:
-        """Leaves the all-gathers of published weights to `begin_step`, or to the first use if that is earlier."""
+        """Postpones the all-gathers of published weights to `begin_step`, or to the first use if that is earlier."""
         self._gathers_in_steps = True
 
     def begin_step(self) -> None:
-        """Starts the all-gathers of all buckets in forward order, with new weights or not, if steps are to do so."""
+        """After `gather_in_steps`, starts the all-gathers of all buckets in forward order, whether or not they have new
+        weights."""
         if self._gathers_in_steps:
             for bucket in range(len(self._buckets)):
                 self._start_gather(bucket)
@@ -126,7 +127,7 @@ class ParamStore:
             self._start_gather(bucket, streams)
 
     def _start_gather(self, bucket: int, streams: Streams | None = None) -> None:
-        assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
+        assert bucket not in self._pending, f"new weights of bucket {bucket} were not acquired before the next update"
         self._stale.discard(bucket)
         stored, group = self._buckets[bucket]
         # dp_cp or edp: one bucket of weights, by default 40 million elements, or of their FP8 or FP4 bytes

@@ -78,8 +78,8 @@ class ParamPiece:
         return flat[self.start - first : self.end - first].view(self.num_matrices, *self.shape)
 
     def gathered(self, shard: Tensor) -> Tensor:
-        """Whole matrices [n, rows, columns] of the shards of all tensor-parallel ranks, for any number n of matrices
-        like those of this piece. Collective over `shards`."""
+        """All-gathers shards of n matrices like those of this piece into whole matrices [n, rows, columns]. Collective
+        over `shards`."""
         if not self.is_sharded:
             return shard
         flat = shard.new_empty(self.shards.size * shard.numel())
@@ -123,14 +123,14 @@ class ParamPiece:
         total = sum(splits)
         if not total:
             return [rows]
-        if rows % total:  # sizes of a shard, in which every part is sharded
+        if rows % total:  # rows of a shard: every part is sharded
             return [split * rows // total for split in splits]
         return list(splits)
 
     def _boxes(self, rank: int) -> tuple[ParamBox, ...]:
         """Boxes of a whole matrix that a tensor-parallel rank holds."""
         meta, shape = replace(self.meta, num_experts=None), self.whole_shape
-        assert len(self.slot.shape) - (self.meta.num_experts is not None) == 2, f"{self.name} is no matrix"
+        assert len(self.slot.shape) - (self.meta.num_experts is not None) == 2, f"{self.name} is not a matrix"
         return local_boxes(shape, meta, tp=(rank, self.shards.size), ep=(0, 1))
 
     def _parts_of(self, shard: Tensor, rank: int) -> tuple[Tensor, ...]:

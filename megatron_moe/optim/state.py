@@ -29,7 +29,7 @@ and updated on the CPU. streamed: it is stored in host memory and updated on the
 _CHUNK = 1 << 22
 """Number of elements converted at a time when state is read or written outside of steps."""
 _CHUNK_IN_STEP = 1 << 26
-"""Number of elements converted at a time in steps, in which launches of kernels take longer than small kernels."""
+"""Number of elements converted at a time in steps, large enough to hide launch overhead."""
 
 
 class MatrixState(NamedTuple):
@@ -76,7 +76,8 @@ class UpdateOperands(NamedTuple):
     start: int
     """Offset of the first element in the buffer."""
     weights: Tensor | None
-    """None: only the master weights are updated, because the weights are stored in FP8 or FP4."""
+    """Weights to be written. None if the weights are stored in FP8 or FP4, so that only the master weights are
+    updated."""
     grads: Tensor
     stored: StoredState
     state: "OptimizerState"
@@ -288,8 +289,8 @@ class OptimizerState:
         return UpdateOperands(self.buffer.key, self.start + start, weights, self.grads[start:end], stored, self)
 
     def chunks(self, size: int = _CHUNK, total: int | None = None) -> Iterator[Range]:
-        """Yields (start, end) of chunks of at most `size` of `total` elements (None: all elements of this state).
-        Offsets count from the start of this state."""
+        """Yields (start, end) of chunks of at most `size` elements. `total`: number of elements to divide; None means
+        all elements of this state. Offsets count from the start of this state."""
         size, total = max(size // BLOCK * BLOCK, BLOCK), self.size if total is None else total
         for start in range(0, total, size):
             yield start, min(start + size, total)

@@ -1,9 +1,9 @@
 """Quantises master weights to the FP8 or FP4 bytes that replace the weights of parameters (`--fp8-param-gather`,
 `--fp4-param-gather`).
 
-A data-parallel rank holds the master weights of a range of every bucket, which may begin or end inside a block of
-elements with a common scale. The ranks therefore compute the largest magnitudes of the blocks in their ranges and agree
-on them in one all-reduce; then each rank quantises its range. The bytes equal those of a quantised bf16 weight,
+Each data-parallel rank owns the master weights of a range of every bucket, which may begin or end inside a block of
+elements with a common scale. The ranks therefore compute the largest magnitudes of the blocks in their ranges and
+combine them in one all-reduce; then each rank quantises its range. The bytes equal those of a quantised bf16 weight,
 whatever the number of ranks.
 """
 
@@ -27,7 +27,7 @@ from megatron_moe.precision.stored_weight import StoredWeight
 
 @dataclass(frozen=True)
 class _SameForm:
-    """Weights of one format whose replicas are on the same ranks."""
+    """Group of weights with the same format whose replicas are on the same ranks."""
 
     weights: tuple[StoredWeight, ...]
     scales: Tensor
@@ -44,12 +44,13 @@ class _SameForm:
         """Sets the scales for the largest magnitudes `amax` of all blocks. Returns the factors by which elements are
         multiplied."""
         first, pairs = self.weights[0], zip(self.weights, self.split(amax), strict=True)
-        if first.scale is not None:  # one copy and one block per matrix
+        if first.scale is not None:  # the format has one copy, whose block is the whole matrix
             for weight, (found,) in pairs:
                 weight.amax.copy_(found.view_as(weight.amax))
             factors = torch.cat([weight.delayed_factors for weight in self.weights])
             scales = 1 / factors
-        elif first.fmt.element == "e2m1":  # one copy; the blocks together have the matrix's largest magnitude
+        # nvfp4: one copy; the largest magnitude of a matrix is the maximum over its blocks
+        elif first.fmt.element == "e2m1":
             made = [weight_scales(weight.grids[0].view(found)) for weight, (found,) in pairs]
             factors, scales, of_matrices = (
                 torch.cat([each.flatten() for each in flats]) for flats in zip(*made, strict=True)
@@ -98,7 +99,8 @@ class StoredWeights:
             for buffer, start, weight, part in self._parts(grid):
                 for blocks, found in zip(weight.grids, of_weight[weight], strict=True):
                     self._kernels.weight_amax_(found, part, blocks.block)
-                if weight.scale is not None:  # of earlier steps: masters in host memory are copied only once
+                # scales still have the values of earlier steps, so that masters in host memory are copied only once
+                if weight.scale is not None:
                     self._quantize(buffer, start, weight, part, [weight.grids[0].view(weight.delayed_factors)])
             if self._sharded:
                 # dp_cp or edp: 2 or 4 bytes per block of all weights; magnitudes of bf16 weights are exact in bf16

@@ -1,10 +1,11 @@
 """Shards of the weights and gradients of units (ZeRO-2 and ZeRO-3), and the reduction of gradients per microbatch.
 
-A rank permanently holds its shard of every unit: weights in their storage format, gradients in the dtype in which they
+A rank permanently stores its shard of every unit: weights in their storage format, gradients in the dtype in which they
 are accumulated. All weights of a unit are in memory only while it is used (`optim/unit_store.py`), and all gradients
-from their computation in a microbatch to their reduction, in the dtype in which they are reduced. Layers take turns
-with two buffers each for dense and for expert parameters. Embedding, head and layers that run several times have their
-own buffers. A unit whose data-parallel group has one rank, e.g. experts if every rank has others, is not sharded.
+from their computation in a microbatch to their reduction, in the dtype in which they are reduced. Layers share two
+buffers for dense and two for expert parameters, which they use in turn. Embedding, head and layers that run several
+times have their own buffers. A unit whose data-parallel group has one rank, e.g. experts that exist on one rank only,
+is not sharded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ Spec = tuple[int, torch.dtype]
 
 
 class UnitMemory:
-    """Memory of all weights, or all gradients, of a unit, or of several units that use it one after the other."""
+    """Memory of all weights, or all gradients, of one unit, or of several units that use the memory in turn."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -97,7 +98,7 @@ class UnitBuffer(FlatBuffer):
         self.shards_state = config.outer_dp_sharding_strategy == "optim" and self.replicas is not None
         """Whether the replicas of a shard update different parts of it."""
         self.replica_sizes: list[int] = []
-        """Number of elements of the shard that each replica updates, if `shards_state`."""
+        """Number of elements of the shard that each replica updates; empty unless `shards_state`."""
         if self.replicas is not None and self.shards_state:
             ranges = layout.divided(self.shard, self.replicas.size, [0.0] * self.replicas.size)
             self.owned, self.replica_sizes = (ranges[self.replicas.rank],), [end - start for start, end in ranges]
@@ -110,10 +111,10 @@ class UnitBuffer(FlatBuffer):
         self.weight_shards: tuple[Tensor, ...] = ()
         """This rank's shard of the flat tensors that store the weights; empty if all weights are always in memory."""
         self._parts: dict[Range, tuple[Tensor, ...]] = {}
-        """Results of `stored_parts` for all weights and for each parameter: memory that is not allocated has no new
-        views."""
+        """Cached results of `stored_parts` for all weights and for each parameter, because views cannot be created
+        while the memory is not allocated."""
         self.is_whole = weights is None
-        """Whether the weights are in memory as a whole outside their use, so that the optimizer writes them there."""
+        """Whether all weights stay in memory between uses, so that the optimizer writes to them directly."""
         self._gaps = [self.grads[a:b] for a, b in _gaps(layout)]
 
     def _sharding_group(self, context: ParallelContext) -> ProcessGroup:
@@ -171,7 +172,8 @@ class UnitBuffer(FlatBuffer):
                 slot.parameter.data = weight
 
     def replica_parts(self) -> list[Sizes]:
-        """Sizes of the parts that the replicas of a shard update, for each of `weight_shards`; None: equal sizes."""
+        """Sizes of the parts that the replicas of a shard update, for each of `weight_shards`; None if they are
+        equal."""
         sizes, bits = self.replica_sizes, self.key.code_bits or (8,)
         equal = len(set(sizes)) == 1
         return [None if equal else [size * each // 8 for size in sizes] for each in bits]
@@ -347,12 +349,13 @@ class UnitSharding(Sharding):
 
 
 def is_sharded(grid: Grid, context: ParallelContext) -> bool:
-    """Whether the weights of a grid have replicas, over which they are sharded or whose gradients are summed."""
+    """Whether the weights of a grid have data-parallel replicas, so that they are sharded or their gradients are
+    reduced."""
     return context.group(replica_group(grid)).size > 1
 
 
 def sharding_group(grid: Grid, context: ParallelContext) -> ProcessGroup:
-    """Group of the ranks whose shards together are all weights of a grid."""
+    """Process group over which the weights of a grid are sharded."""
     name = replica_group(grid)
     return context.group(name if context.config.num_distributed_optimizer_instances == 1 else f"{name}_inner")
 
@@ -364,7 +367,7 @@ def _group_of_replicas(grid: Grid, context: ParallelContext) -> ProcessGroup | N
 
 
 def is_layer(unit: str, layouts: Sequence[BufferLayout]) -> bool:
-    """Whether a unit belongs to a layer that runs once per microbatch, so that layers can use memory in turn."""
+    """Whether a unit belongs to a layer that runs once per microbatch, so that layers can share memory."""
     uses = {param.parameter.uses for layout in layouts for param in layout.params}
     return "." in unit and uses <= {0, 1}
 
@@ -383,7 +386,8 @@ def _memories(
     *,
     share: bool,
 ) -> dict[str, UnitMemory]:
-    """Memory of every unit. If `share`, layers take turns with `NUM_BUFFERS` memories for dense and for experts."""
+    """Creates the memory of every unit. If `share`, layers share `NUM_BUFFERS` memories for dense parameters and as
+    many for experts."""
     groups: dict[object, list[str]] = {}
     number = {"attention": 0, "expert": 0}
     for unit, layouts in units.items():
@@ -404,7 +408,7 @@ def _memories(
 
 
 def _gaps(layout: BufferLayout) -> list[Range]:
-    """Ranges of padding."""
+    """Ranges of a buffer that are padding."""
     ends = [0, *(param.end for param in layout.params)]
     starts = [*(param.start for param in layout.params), layout.size]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

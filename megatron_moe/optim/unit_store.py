@@ -1,8 +1,8 @@
 """Gathers the sharded weights of a unit before its use, and those of the next units during it (ZeRO-3).
 
-The gathers run on a separate stream, in the order of use. Weights stay in memory until that of two later layers is
-needed, so that the last layers of a forward pass need no gather in backward. Weights of embedding, head and layers that
-run several times are gathered once per step.
+The gathers run on a separate stream, in the order of use. Weights stay in memory until another layer needs it, so that
+the last layers of a forward pass need no gather in backward. Weights of embedding, head and layers that run several
+times are gathered once per step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from megatron_moe.parallel.streams import Event, Streams, make_streams
 
 
 class _Unit:
-    """Buffers of one unit with sharded gradients and, if `memory` is not None, sharded weights."""
+    """Buffers of one unit, whose gradients and, if `memory` is not None, weights are sharded."""
 
     def __init__(self, name: str, buffers: Sequence[UnitBuffer]) -> None:
         self.name = name
@@ -132,7 +132,7 @@ class GatheringStore(ParamStore):
         with ExitStack() as stack:
             for unit in self._order:
                 for buffer in unit.buffers if unit.memory is not None else ():
-                    if not buffer.codes and not buffer.is_whole:  # already present inside another such context
+                    if not buffer.codes and not buffer.is_whole:  # already allocated by an outer context
                         stack.enter_context(self._whole(buffer))
             yield
 
@@ -178,7 +178,8 @@ class GatheringStore(ParamStore):
         return NUM_BUFFERS * self._config.num_passes
 
     def _rivals(self, unit: _Unit) -> list[_Unit]:
-        """Other layers of the same grid with gathered weights, the least recently used first."""
+        """Other layers of the same grid with gathered weights, whose memory `unit` may use; the least recently used
+        first."""
         return [each for each in self._recent if each is not unit and each.grid == unit.grid]
 
     def _gather_into(self, buffers: Sequence[UnitBuffer], flats: Sequence[Sequence[Tensor]]) -> None:
@@ -224,7 +225,7 @@ class GatheringStore(ParamStore):
         return len(rivals) < self._most or any(not each.uses for each in rivals)
 
     def _begin_grads(self, unit: _Unit) -> None:
-        """Makes the current stream wait until the memory of the unit's gradients has been reduced."""
+        """Makes the current stream wait until the gradients that last used the unit's memory have been reduced."""
         memory = unit.grad_memory
         if memory.unit == unit.name:
             return
@@ -244,5 +245,5 @@ def _gather_shard(buffer: UnitBuffer) -> None:
     """Gathers the parts of this rank's shard that the replicas of the shard have updated."""
     if buffer.shards_state and buffer.replicas is not None:
         for shard, sizes in zip(buffer.weight_shards, buffer.replica_parts(), strict=True):
-            # outer dp or edp: the shard of one unit
+            # gathers the parts of one unit's shard over its replicas, the outer data-parallel ranks
             start_all_gather_(shard, buffer.replicas, sizes).wait()

@@ -1,4 +1,4 @@
-"""Checks at start that all ranks run with the same flags, source files and torch version.
+"""Checks at startup that all ranks run with the same flags, source files and torch version.
 
 Ranks with different flags call different collectives and hang, or compute wrong results hours later.
 """
@@ -30,7 +30,7 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
     first, *others = gather_objects(own, world)
     lines = [line for rank, properties in enumerate(others, 1) for line in _differences(first, properties, rank)]
     raise EnvironmentProblem(
-        f"ranks were started differently; start all of them with the same command line and source files:\n  "
+        "the ranks were started differently: start all of them with the same command line and source files:\n  "
         f"{listed(lines)}"
     )
 
@@ -38,8 +38,8 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
 def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
     """Runs `action` on every rank. All ranks must call it.
 
-    If `action` raises EnvironmentProblem or OSError on a rank, all ranks raise EnvironmentProblem, so that none waits
-    forever."""
+    If `action` raises EnvironmentProblem or OSError on a rank, all ranks raise EnvironmentProblem, so that no rank
+    waits for it."""
     problem = None
     try:
         action()

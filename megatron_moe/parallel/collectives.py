@@ -43,7 +43,7 @@ class PendingCollective:
 
     work: dist.Work | None = None
     finish: Callable[[], object] | None = None
-    """Called by `wait` after the collective to complete the result, e.g. to divide a sum by the group size."""
+    """Function that `wait` calls to complete the result, e.g. to divide a sum by the group size."""
 
     def wait(self) -> None:
         """Makes the current stream (on a CPU, the host) wait for the result."""
@@ -59,7 +59,7 @@ size."""
 
 
 def shard_of(flat: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
-    """This rank's shard of `flat`, which consists of the shards of all ranks: a view."""
+    """View of this rank's shard of `flat`, which consists of the shards of all ranks."""
     return (flat.chunk(group.size) if sizes is None else flat.split(list(sizes)))[group.rank]
 
 
@@ -88,11 +88,11 @@ def start_reduce_scatter_(
     if _is_nccl(group):
         if sizes is None:
             work = dist.reduce_scatter_tensor(shard, flat, _mean_or_sum(mean), group=group.handle, async_op=True)
-        else:  # one reduction per rank, launched together
+        else:  # one reduction per rank, launched together in one NCCL group
             parts = list(flat.split(list(sizes)))
             work = dist.reduce_scatter(shard, parts, _mean_or_sum(mean), group=group.handle, async_op=True)
         return PendingCollective(work)
-    if sizes is not None:  # gloo has no reduce-scatter of unequal shards
+    if sizes is not None:  # gloo does not support reduce-scatter with unequal shards
         return start_all_reduce_(flat, group, mean=mean)
     # Only NCCL may write the result into its input buffer.
     total = torch.empty_like(shard)
@@ -109,9 +109,9 @@ def start_all_gather_(flat: Tensor, group: ProcessGroup, sizes: Sizes = None) ->
     if sizes is None:
         return PendingCollective(dist.all_gather_into_tensor(flat, shard, group=group.handle, async_op=True))
     parts = list(flat.split(list(sizes)))
-    if _is_nccl(group):  # one broadcast per rank, launched together
+    if _is_nccl(group):  # one broadcast per rank, launched together in one NCCL group
         return PendingCollective(dist.all_gather(parts, shard, group=group.handle, async_op=True))
-    for source, part in enumerate(parts):  # gloo gathers only equal shards
+    for source, part in enumerate(parts):  # gloo can gather only equal shards
         broadcast_(part, group, source)
     return PendingCollective()
 

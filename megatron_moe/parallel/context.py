@@ -103,7 +103,7 @@ class ParallelContext:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, which writes files and prints."""
+        """True on rank 0, which writes shared files and prints the log."""
         return self.rank == 0
 
     @property
@@ -132,7 +132,8 @@ class ParallelContext:
         """Communicator of `ranks` for one purpose, created by the first call. Every rank of the world must call it with
         the same arguments in the same order; a rank that is not in `ranks` cannot use the result."""
         if (ranks, purpose) not in self.handles:
-            # without a timeout, torch would wait for its own default of up to 30 minutes, not that of the world
+            # without a timeout, torch would use its default of up to 30 minutes instead of the timeout of the world
+            # group
             self.handles[ranks, purpose] = dist.new_group(list(ranks), timedelta(seconds=self.timeout_s))
         return self.handles[ranks, purpose]
 
@@ -150,7 +151,7 @@ class ParallelContext:
         selected = _select_device(device, launch)
         if launch.world_size > 1:
             ranks_per_host = _rendezvous(config, launch, selected)
-            if config.ranks_per_host is not None:  # the groups of all ranks must be the same
+            if config.ranks_per_host is not None:  # all ranks must create the same groups
                 config = replace(config, ranks_per_host=ranks_per_host)
         return cls(config, launch, selected, torch_dtype(dtype), seed, owns_process_group=launch.world_size > 1)
 
@@ -198,7 +199,9 @@ class ParallelContext:
         Shapes, groups and memory are as in a real run; gathered tensors contain copies of this rank's shard. A process
         emulates one rank at a time: call `stop` before the next one.
         """
-        assert not dist.is_initialized(), "this process belongs to a process group already; stop its context first"
+        assert not dist.is_initialized(), (
+            "this process already belongs to a process group; call `stop` on its context first"
+        )
         has_meta = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta")
         if torch.device(device).type == "meta" and not has_meta:
             # for older torch versions; imported late, because it imports torch's compiler (seconds)
@@ -304,8 +307,8 @@ def _rendezvous_store(config: ParallelConfig, launch: ProcessInfo) -> dist.Store
         named = ", ".join(map(str, missing[:_MAX_NAMED])) + " ..." * (len(missing) > _MAX_NAMED)
         raise OtherRankProblem(
             f"{len(missing)} of {launch.world_size} ranks did not connect to {address}:{port} within "
-            f"{config.distributed_timeout_minutes:g} minutes: rank {named}; see what they printed, and "
-            "check that all ranks were started with the same master address",
+            f"{config.distributed_timeout_minutes:g} minutes: rank {named}; see the output of these ranks, and check "
+            "that all ranks were started with the same master address",
             missing[0] if missing else None,
             ExitCode.RENDEZVOUS,
         ) from error

@@ -25,7 +25,7 @@ def split_positions(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...
     if num_ranks == 1:
         return ((range(seq),),)
     num_chunks = 2 * num_ranks if split == "zigzag" else num_ranks
-    assert seq % num_chunks == 0, f"{seq} tokens do not divide into {num_chunks} chunks"
+    assert seq % num_chunks == 0, f"{seq} tokens cannot be divided into {num_chunks} equal chunks"
     size = seq // num_chunks
     chunks = [range(start, start + size) for start in range(0, seq, size)]
     if split == "contiguous":
@@ -117,7 +117,8 @@ def _reordered(x_S: Tensor, before: Sequence[range], after: Sequence[range]) -> 
 class Ring:
     """Ring over the ranks of a group: each rank sends to the next rank and receives from the previous one.
 
-    Transfers are not differentiable; ring attention calls them in its forward and backward. `group`: None for one rank.
+    Transfers are not differentiable; ring attention calls them in its forward and backward. `group` is None if there is
+    only one rank.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -127,7 +128,8 @@ class Ring:
     def circulate(self, k_SBGD: Tensor, v_SBGE: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Yields (rank, keys and values of that rank) for every rank, starting with this rank.
 
-        The next transfer runs while the caller uses the yielded tensors. All ranks have equal shapes."""
+        The next transfer runs while the caller uses the yielded tensors. The tensors of all ranks must have equal
+        shapes."""
         wait = self.pass_on(pack(k_SBGD, v_SBGE)) if self.size > 1 else None
         yield self.rank, (k_SBGD, v_SBGE)
         for step in range(1, self.size):
@@ -138,19 +140,19 @@ class Ring:
 
     def pass_on(self, x_SBGC: Tensor) -> Wait:
         """Starts to send a tensor to the next rank. The returned function waits for the tensor of the previous rank."""
-        assert self.group is not None, "a ring of one rank sends nothing"
+        assert self.group is not None, "a ring of one rank has no peer to send to"
         send, receive = [0] * self.size, [0] * self.size
         send[(self.rank + 1) % self.size] = receive[(self.rank - 1) % self.size] = len(x_SBGC)
         return AllToAll(self.group, tuple(send), tuple(receive)).launch(x_SBGC)
 
 
 def pack(k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
-    """Keys and values, or their gradients, in one tensor: [S, B, G, D + E]."""
+    """Concatenates keys and values, or their gradients, to one tensor [S, B, G, D + E]."""
     return torch.cat([k_SBGD, v_SBGE], dim=-1)
 
 
 def unpack(packed_SBGC: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
-    """Inverse of `pack`: two views."""
+    """Inverse of `pack`; returns two views."""
     return packed_SBGC[..., :key_width], packed_SBGC[..., key_width:]
 
 
@@ -160,7 +162,7 @@ def scatter_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
     `size` is the group size. Positions are in rank order. Backward: `gather_heads` of the gradient.
     """
     heads = x_SBND.shape[2]
-    assert heads % group.size == 0, f"{heads} heads do not divide among {group.size} ranks"
+    assert heads % group.size == 0, f"{heads} heads cannot be divided equally among {group.size} ranks"
     parts = x_SBND.unflatten(2, (group.size, -1)).movedim(2, 0)
     return exchange.run(AllToAll(group), parts).flatten(0, 1)
 

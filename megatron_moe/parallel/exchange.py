@@ -23,7 +23,8 @@ Wait = Callable[[], Tensor]
 
 
 def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
-    """Waits for `work` and returns `tensor`. `partial(wait_for, work, tensor)` is a `Wait` that holds `tensor`."""
+    """Waits for `work` and returns `tensor`. `partial(wait_for, work, tensor)` is a `Wait` that keeps `tensor`
+    alive."""
     work.wait()
     return tensor
 
@@ -60,7 +61,7 @@ class AllToAll:
         return AllToAll(self.group, self.receive, self.send)
 
     def launch(self, rows: Tensor) -> Wait:
-        assert self.send is None or sum(self.send) == len(rows), f"{len(rows)} rows for sizes {self.send}"
+        assert self.send is None or sum(self.send) == len(rows), f"got {len(rows)} rows, but the sizes are {self.send}"
         received = rows.new_empty(len(rows) if self.receive is None else sum(self.receive), *rows.shape[1:])
         work = dist.all_to_all_single(
             received, rows, _list(self.receive), _list(self.send), group=self.group.handle, async_op=True
@@ -106,7 +107,9 @@ class ReduceScatter:
         return AllGather(self.group, self.sizes)
 
     def launch(self, rows: Tensor) -> Wait:
-        assert self.sizes is None or sum(self.sizes) == len(rows), f"{len(rows)} rows for sizes {self.sizes}"
+        assert self.sizes is None or sum(self.sizes) == len(rows), (
+            f"got {len(rows)} rows, but the sizes are {self.sizes}"
+        )
         dtype, wide = rows.dtype, rows.to(torch.promote_types(torch.float32, rows.dtype))
         longest, even = _longest(self.sizes, len(rows) // self.group.size)
         if not even:
@@ -164,7 +167,7 @@ class SplitExchange(ABC):
 
     def _take_boundary(self) -> Tensor:
         boundary, self._boundary = self._boundary, None
-        assert isinstance(boundary, Tensor), f"finished with {boundary} in place of the boundary tensor"
+        assert isinstance(boundary, Tensor), f"finish was called while {boundary} replaced the boundary tensor"
         return boundary
 
     def _take_work(self) -> Any:
@@ -173,8 +176,8 @@ class SplitExchange(ABC):
         return work
 
 
-# `_Start` cannot output what is received, which is not ready yet, so it outputs an empty boundary tensor, the input of
-# `_Finish`.
+# The received tensor does not exist yet when `_Start` returns. `_Start` therefore outputs an empty boundary tensor,
+# which is the input of `_Finish`.
 
 
 class _Start(torch.autograd.Function):
@@ -236,7 +239,7 @@ class CollectiveExchange(SplitExchange):
 
 
 def start(collective: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> CollectiveExchange:
-    """Starts to exchange rows [R, ...]; `finish` of the result returns the received rows."""
+    """Starts to exchange rows [R, ...]. Call `finish` of the returned object to get the received rows."""
     return CollectiveExchange(collective, overlap).start(rows)
 
 

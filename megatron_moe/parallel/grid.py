@@ -46,8 +46,8 @@ class Grid:
         return [tuple(ranks) for ranks in found.values()]
 
     def cut(self, axis: str, levels: tuple[tuple[str, int], ...]) -> "Grid":
-        """Copy of this grid in which `axis` is replaced by the axes `levels`: (name, size), fastest-varying first.
-        Raises FoldError if the product of their sizes is not the size of `axis`."""
+        """Returns a copy of this grid in which `axis` is split into the axes `levels`: (name, size), fastest-varying
+        first. Raises FoldError if the product of their sizes is not the size of `axis`."""
         size = dict(self.axes)[axis]
         if prod(part for _, part in levels) != size:
             sizes = " x ".join(f"{name} {part}" for name, part in levels)
@@ -98,8 +98,8 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
     if sorted(groups["pp"]) != sorted(expert.groups(("pp",))):
         raise FoldError(
-            f"in the order {config.order} the stages of a pipeline are tp {config.tp} x cp {config.cp} ranks apart for "
-            f"attention and etp {config.etp} x ep {config.ep} ranks apart for experts"
+            f"with the rank order {config.order}, the stages of a pipeline are tp {config.tp} x cp {config.cp} ranks "
+            f"apart for attention and etp {config.etp} x ep {config.ep} ranks apart for experts"
         )
     by_host = [split_by_host(ranks, config.ranks_per_host) for ranks in groups["etp_ep"]]
     groups["etp_ep_intra"] = [ranks for hosts in by_host for ranks in hosts]
@@ -118,8 +118,8 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
 
 
 def split_by_host(ranks: Sequence[int], ranks_per_host: int | None) -> list[tuple[int, ...]]:
-    """Ranks of a group by host, in ascending order. If hosts have different numbers of these ranks, every rank is
-    returned as a host, so that all hosts have equally many."""
+    """Ranks of a group by host, in ascending order. If hosts have different numbers of these ranks, each rank is
+    returned as a separate group, so that all groups have equal size."""
     hosts: dict[int, list[int]] = {}
     for rank in ranks:
         hosts.setdefault(rank // ranks_per_host if ranks_per_host else 0, []).append(rank)

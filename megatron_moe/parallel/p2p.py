@@ -37,8 +37,8 @@ class Links:
         self._group = context.group("pp")
         self.rank = self._group.rank
         """Index of this rank in the pipeline."""
-        # One communicator per kind and edge color spans the pipeline; each rank uses it for one edge only. All ranks of
-        # the world create all communicators in the same order.
+        # Each communicator, one per kind and edge color, spans the pipeline, but a rank uses it for one edge only. All
+        # ranks of the world create all communicators in the same order.
         size = self._group.size
         num_colors = 0 if size == 1 else 2 + size % 2
         self._handles: dict[tuple[Kind, int], dist.ProcessGroup] = {}

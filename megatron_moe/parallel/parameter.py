@@ -23,7 +23,7 @@ class GradAccumulator(Protocol):
 
     @property
     def merges(self) -> bool:
-        """Whether a `BatchedWeightGrad` may be kept until a later backward."""
+        """Whether a `BatchedWeightGrad` may be deferred to a later backward."""
         ...
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
@@ -32,7 +32,7 @@ class GradAccumulator(Protocol):
         ...
 
     def accept(self) -> None:
-        """Takes the gradient that autograd left in the parameter's `.grad`, if any."""
+        """Moves the gradient that autograd left in the parameter's `.grad`, if any, to the accumulator."""
         ...
 
 
@@ -106,7 +106,7 @@ class Parameter(nn.Parameter):
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
     """Yields (global name, parameter) in the order of registration."""
     for name, parameter in module.named_parameters():
-        assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
+        assert isinstance(parameter, Parameter), f"{name} was not created by new_parameter"
         yield name, parameter
 
 

@@ -27,7 +27,8 @@ FLAG_STRIDE = 32
 _ALIGNMENT = 256
 
 Allocate = Callable[[int], tuple[Tensor, ...]]
-"""num_bytes -> uint8 [num_bytes] of every rank of the group, zeros."""
+"""Function that allocates `num_bytes` zeros on every rank and returns the buffers of all ranks, uint8 [num_bytes]
+each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +37,14 @@ class ChannelShape:
 
     num_ranks: int
     num_tokens: int
-    """T of every rank."""
+    """Number of tokens T per rank."""
     width: int
-    """H."""
+    """Width H of a token."""
     topk: int
     dtype: torch.dtype
     """Dtype of tokens. Values of choices (probabilities and their gradients) have promote(fp32, dtype)."""
     fmt: OperandFormat | None = None
-    """FP8 format, with one scale per block of a token, in which tokens are sent; None: `dtype`."""
+    """FP8 format, with one scale per block of a token, in which tokens are sent; None if they are sent in `dtype`."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -64,7 +65,7 @@ class PushChannel:
 
     shape: ChannelShape
     rank: int
-    """Index of this rank in the group."""
+    """Index of this rank in the group of P ranks."""
     tokens: tuple[Tensor, ...]
     """Per rank: [P, T, H], where [p, t] receives token t of rank p, or the partial sum of rank p for token t."""
     ids: tuple[Tensor, ...]
@@ -78,7 +79,7 @@ class PushChannel:
     scales: tuple[Tensor, ...]
     """Per rank: [P, T, blocks], scales of the tokens; no blocks if tokens are not quantised."""
     epoch: Tensor
-    """int32 [2]: number of the last push of this rank; programs of the current push that have finished."""
+    """int32 [2]: (epoch of the last push of this rank, number of finished programs of the current push)."""
     addresses: Tensor
     """int64 [6, P]: addresses of `tokens`, `ids`, `values`, `arrived`, `acknowledged` and `scales` of all ranks."""
     late_rank_flag: Tensor

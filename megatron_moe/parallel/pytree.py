@@ -64,7 +64,7 @@ def map_state(state: Any, change: Callable[[Any], Any], leaves: tuple[type, ...]
 
     A pending exchange is changed in place, because its start and its finish refer to the same object.
     """
-    if state is None:  # most fields of a state
+    if state is None:  # most fields of a state are None
         return None
     if isinstance(state, leaves):
         return change(state)

@@ -32,12 +32,12 @@ class RNGKey(NamedTuple):
         return (self.seed, self.iteration, self.microbatch, *self.scope, *names)
 
     def within(self, *scope: int | str) -> "RNGKey":
-        """Copy of this key with the arguments appended to `scope`."""
+        """Returns a copy of this key with the arguments appended to `scope`."""
         return self._replace(scope=(*self.scope, *scope))
 
 
 def seed_of(key: Key) -> int:
-    """A 63-bit seed that depends on every part of the key."""
+    """Computes a 63-bit seed that depends on every part of the key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

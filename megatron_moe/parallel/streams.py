@@ -88,8 +88,8 @@ class HostCopies(Streams):
     def to_host(self, into: Tensor, source: Tensor, *after: Event, free_source: bool = False) -> Event:
         """Copies `source`, on the device, to `into`, on the host. Returns an event that completes with the copy.
 
-        The copy waits for the work queued on the current stream and for the events `after`. `free_source`: allows
-        the caller to free `source` at once; its memory is not reused before the end of the copy.
+        The copy waits for the work queued on the current stream and for the events `after`. `free_source`: allows the
+        caller to free `source` immediately; its memory is not reused before the end of the copy.
         """
         into.copy_(source)
         return None
@@ -97,8 +97,9 @@ class HostCopies(Streams):
     def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
         """Copies `source`, on the host, to `into`, on the device. Returns an event that completes with the copy.
 
-        The copy waits for the events `after`, but not for the current stream. `source` must not change until the end.
-        `free_into`: allows the caller to free `into` at once; its memory is not reused before the end of the copy.
+        The copy waits for the events `after`, but not for the current stream. `source` must not change until the copy
+        has completed. `free_into`: allows the caller to free `into` immediately; its memory is not reused before the
+        end of the copy.
         """
         into.copy_(source)
         return None

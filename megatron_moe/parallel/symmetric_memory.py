@@ -51,12 +51,12 @@ def has_peer_access(group: ProcessGroup, ctx: ParallelContext) -> bool:
 
 
 def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
-    assert group.handle is not None, f"symmetric memory of a group of {group.size}"
-    # not `symm_mem.empty`, which imports sympy (more than a second)
+    assert group.handle is not None, f"symmetric memory needs a group of several ranks, not {group.size}"
+    # not `symm_mem.empty`, because it imports sympy, which takes more than a second
     own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
     handle = symm_mem.rendezvous(own, group.handle)
-    # No rank writes to a buffer that its owner has not cleared yet.
+    # barrier: no rank may write to a buffer before its owner has cleared it
     torch.cuda.synchronize(device)
     dist.barrier(group.handle, device_ids=[device.index])
     return tuple(
@@ -71,16 +71,18 @@ def _from_files(num_bytes: int, group: ProcessGroup) -> tuple[Tensor, ...]:
     try:
         handle, name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}_", dir=SHARED_FOLDER)
         fcntl.flock(handle, fcntl.LOCK_EX)
-        os.posix_fallocate(handle, 0, num_bytes)  # writing to a page without memory would end the process by SIGBUS
+        os.posix_fallocate(handle, 0, num_bytes)  # writing to a page without memory would kill the process with SIGBUS
     except OSError as error:
         problem = f"{error.strerror} for {num_bytes:,} bytes"
     try:
         names, problems = zip(*gather_objects((name, problem), group), strict=True)
         _raise_first(problems, group)
         unseen = next((rank for rank, each in zip(group.ranks, names, strict=True) if not os.path.exists(each)), None)
-        _raise_first(gather_objects("" if unseen is None else f"no file of rank {unseen} there", group), group)
+        _raise_first(
+            gather_objects("" if unseen is None else f"the file of rank {unseen} does not exist", group), group
+        )
         parts = tuple(torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in names)
-        gather_objects(None, group)  # every rank has mapped every file
+        gather_objects(None, group)  # barrier: every rank has mapped every file
     finally:
         if name:
             os.unlink(name)
@@ -93,8 +95,8 @@ def _raise_first(problems: Sequence[str], group: ProcessGroup) -> None:
     for rank, problem in zip(group.ranks, problems, strict=True):
         if problem:
             raise EnvironmentProblem(
-                f"rank {rank} cannot exchange tokens through {SHARED_FOLDER}: {problem}; give all ranks of the host "
-                "the same folder with enough space (docker run --shm-size or --ipc host), or use "
+                f"rank {rank} cannot exchange tokens through {SHARED_FOLDER}: {problem}; provide the same folder to "
+                "all ranks of the host with enough space (docker run --shm-size or --ipc host), or use "
                 "--moe-token-dispatcher-type alltoall"
             )
 
@@ -107,5 +109,6 @@ def remove_stale_files() -> None:
             if path.is_symlink() or path.stat().st_uid != os.getuid() or Path(f"/proc/{process}").exists():
                 continue
             with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # /proc does not show other PID namespaces
+                # /proc does not show processes of other PID namespaces, so a lock is used
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

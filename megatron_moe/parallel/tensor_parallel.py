@@ -31,7 +31,8 @@ def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """All-gathers a tensor along `dim`, for a result that all ranks use alike. Backward: slice of the gradient."""
+    """All-gathers a tensor along `dim`, for a result that all ranks use in the same way. Backward: slice of the
+    gradient."""
     return _differentiable(x, group, partial(_all_gather, dim=dim), partial(_slice, dim=dim))
 
 
@@ -135,7 +136,8 @@ class SequenceCollectives:
 
 
 def _finished(work: Any, out: Tensor, given: Tensor) -> Tensor:
-    """Waits for a collective (None: finished) and returns its result. `given` must live until then."""
+    """Waits for a collective (None if it has finished) and returns its result. `given`: tensors to keep alive until
+    then."""
     return out if work is None else wait_for(work, out)
 
 
@@ -185,5 +187,5 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def _equal_slice(x: Tensor, index: int, num_parts: int, dim: int) -> Tensor:
     length = x.shape[dim]
-    assert length % num_parts == 0, f"dim {dim} of {tuple(x.shape)} does not divide among {num_parts} ranks"
+    assert length % num_parts == 0, f"dim {dim} of {tuple(x.shape)} cannot be divided equally among {num_parts} ranks"
     return x.narrow(dim, index * (length // num_parts), length // num_parts)

@@ -135,10 +135,12 @@ class _ScheduleRun:
         """Waits for all sends and asserts that no work is left."""
         for _ in ("earlier sends", "newest sends"):
             self._free_sent()
-        assert not self._in_flight, f"forwards without a backward (microbatch, chunk): {sorted(self._in_flight)}"
-        assert not self._deferred, f"weight gradients never computed (microbatch, chunk): {sorted(self._deferred)}"
-        assert not self._receives, f"received and never used: {sorted(self._receives)}"
-        assert not self._outputs, f"computed and never sent: {sorted(self._outputs)}"
+        assert not self._in_flight, f"forwards without a backward, as (microbatch, chunk): {sorted(self._in_flight)}"
+        assert not self._deferred, (
+            f"weight gradients that were not computed, as (microbatch, chunk): {sorted(self._deferred)}"
+        )
+        assert not self._receives, f"received tensors that were not used: {sorted(self._receives)}"
+        assert not self._outputs, f"computed tensors that were not sent: {sorted(self._outputs)}"
 
     def _begin_forward(self, at: At) -> SegmentedMicrobatch:
         received = self._received("activation", at)
@@ -169,7 +171,8 @@ class _ScheduleRun:
     def _transfer(self, action: Action, peer: int, at: At) -> None:
         kind: Kind = "activation" if action.kind.endswith("forward") else "gradient"
         sends = action.kind.startswith("send")
-        # stage i receives activations over boundary i and sends them over boundary i + 1; gradients the other way
+        # stage i receives activations over boundary i and sends them over boundary i + 1; gradients flow in the
+        # opposite direction
         boundary = self._number(at) + (sends == (kind == "activation"))
         label = f"{kind} of microbatch {action.microbatch} into stage {boundary}"
         if sends:

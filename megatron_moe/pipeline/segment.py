@@ -74,7 +74,7 @@ class SegmentedMicrobatch:
         if isinstance(state, CutTensor):
             self._output = state.boundary
             return state.data
-        assert isinstance(state, Tensor), f"the output of a chunk is a tensor, not a {type(state).__name__}"
+        assert isinstance(state, Tensor), f"the output of a chunk must be a tensor, not a {type(state).__name__}"
         return state
 
     def begin_backward(self, gradient: Tensor | None) -> None:
@@ -136,7 +136,7 @@ class _GraphCut:
         self._record_use = record_use
         self._entered: dict[CutTensor, Tensor] = {}
         self._cuts: dict[int, tuple[Tensor, CutTensor]] = {}
-        """id(tensor) -> (tensor, its `CutTensor`). The reference to the tensor keeps the id valid."""
+        """Maps id(tensor) to (tensor, its `CutTensor`). The reference to the tensor keeps the id valid."""
 
     def enter(self, state: Any) -> Any:
         """Replaces each `CutTensor` of the state by a tensor that starts a new graph."""
@@ -164,7 +164,7 @@ class _GraphCut:
         return self._entered[leaf]
 
     def _leave(self, leaf: Tensor | CutTensor) -> Tensor | CutTensor:
-        assert isinstance(leaf, Tensor), "a cut tensor inside a segment"
+        assert isinstance(leaf, Tensor), "a CutTensor inside a segment was not replaced by `enter`"
         if id(leaf) in self._cuts:
             return self._cuts[id(leaf)][1]
         if not leaf.requires_grad:

@@ -103,7 +103,7 @@ def most_in_flight(entries: Iterable[Entry]) -> int:
 
 @dataclass(slots=True)
 class _End:
-    """One side of a message: the send or the receive."""
+    """One endpoint of a message: the send or the receive."""
 
     rank: int
     action: Action
@@ -204,7 +204,7 @@ class _Simulation:
             if end.receives:
                 self._has[rank].add(end.message)
                 if self._depth:
-                    awake.append(_peer(end.action))  # the channel has space again
+                    awake.append(_peer(end.action))  # the channel has space again, so its peer may continue
         self._open[rank] = waiting
         return not waiting
 
@@ -238,7 +238,7 @@ class _Simulation:
 
     def _left_over(self) -> list[str]:
         return [
-            f"{channel.sent[len(channel.awaited)].action} of rank {sender} is never received"
+            f"{channel.sent[len(channel.awaited)].action} of rank {sender} is not received"
             for (sender, _), channel in self._channels.items()
             if len(channel.sent) > len(channel.awaited)
         ]

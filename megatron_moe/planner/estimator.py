@@ -97,12 +97,13 @@ class Estimator:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)
         self.rank = plan.layout.pp // 2
-        """Pipeline rank (the middle one) from whose communication the estimates are derived."""
+        """Pipeline rank, the middle one, whose communication represents that of all ranks."""
         self.stages = LayerWork(plan, self.rates).of_stages()
         self.traffic = Communication(plan, placements, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
-        """Converts times of `rank` to means over ranks: mean layers per rank divided by layers of `rank`."""
+        """Factor that converts times of `rank` to means over pipeline ranks: mean layers per rank divided by layers of
+        `rank`."""
 
     def step(self, *, bubble: bool = True) -> StepEstimate:
         """Estimate of the whole step. `bubble=False` omits the bubble, which gives a lower bound for every schedule."""

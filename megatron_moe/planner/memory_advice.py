@@ -19,7 +19,7 @@ def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterat
     yield from _expected(RankMemory(plan).of_rank(pipeline_rank))
     options = best_options(plan, pipeline_rank, device_name)
     if options:
-        yield "the memory options that would save most:"
+        yield "memory options that would save the most:"
     for option, gain, slowdown in options:
         yield f"  {option.flags}: saves {gib(gain)}, estimated step time {slowdown:+.1%}"
     yield "otherwise reduce --micro-batch-size or --seq-length, or use more GPUs; tools/plan.py finds layouts that fit"

@@ -72,7 +72,7 @@ class Planner:
         `accepts`: additional check of each plan that fits, for rules that the planner does not implement.
         """
         layouts = Layouts(plan, self.gpu)
-        order = count_up()  # breaks ties of the heap
+        order = count_up()  # breaks ties in the heap
         queue: list[tuple[float, int, LayoutGrid | RunPlan]] = []
         for grid in layouts.grids():
             simple = layouts.of(grid)
@@ -128,8 +128,9 @@ class Planner:
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
         """Fits the plan into device memory with `fit`. If `fit` fails or selects recompute or offload, selects the
-        fastest of the first fitting one of 16-bit master remainders and remainders with bf16 moments, sharded
-        gradients, and sharded weights; if none fits, remainders, then bf16 moments, with a host optimizer."""
+        fastest of three alternatives: 16-bit master remainders (with bf16 moments if necessary), sharded gradients, and
+        sharded weights. If none fits, moves the optimizer to the host, with remainders and if necessary bf16
+        moments."""
         plain = self.fit(plan)
         if plain is not None and plain.plan == without_options(plan):
             return plain
@@ -143,7 +144,7 @@ class Planner:
 
     def ways_to_fit(self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True) -> list[PlannedLayout]:
         """Finds up to three plans with the layout of `plan` that fit into device memory: the choice of
-        `fit_with_optimizer`, then the fastest others, also with smaller microbatches."""
+        `fit_with_optimizer`, then the fastest others, including those with smaller microbatches."""
         first = self.fit_with_optimizer(plan)
         exact, narrow = with_remainders(plan), with_bf16_moments(plan)
         variants = [plan, exact, narrow, *map(with_host_optimizer, (exact, narrow)), *_smaller_microbatches(exact)]
@@ -217,7 +218,8 @@ class Planner:
 
 
 def _with_sharding(plan: RunPlan) -> list[RunPlan]:
-    """The plan with sharded gradients, and with sharded weights too, if the optimizer is sharded over several ranks."""
+    """Returns variants of the plan with sharded gradients and with sharded weights; empty unless the optimizer is
+    sharded over several ranks."""
     config, replicas = plan.data_parallel, plan.parallel.dp * plan.parallel.cp
     if config.fsdp is not None or not config.use_distributed_optimizer or replicas == 1:
         return []

@@ -26,7 +26,8 @@ def largest_magnitude(x: Tensor, offsets_e: Tensor | None = None) -> Tensor:
 
 
 def of_rows(value_e: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
-    """Value of each row's expert; rows after the last expert get the value of the last expert."""
+    """Expands one value per expert to one value per row; rows after the last expert get the value of the last
+    expert."""
     row_R = torch.arange(num_rows, device=offsets_e.device)
     return value_e[torch.searchsorted(offsets_e.long(), row_R, right=True).clamp(max=len(offsets_e) - 1)]
 
@@ -49,7 +50,7 @@ class ExpertBlocks:
     expert_b: Tensor
     """Expert of each block; the last expert for empty blocks."""
     row_P: Tensor
-    """Row at each of the P = b * length positions of the blocks; R at positions without a row."""
+    """Row index at each of the P = b * length positions of the blocks; R at positions without a row."""
     position_R: Tensor
     """Position of each row in the blocks; P for rows that belong to no expert."""
 
@@ -68,7 +69,7 @@ class ExpertBlocks:
         return cls(ends_e, expert_b, row_P, torch.where(row_R < ends[-1], position_R, len(position_P)))
 
     def gather(self, rows_RC: Tensor) -> Tensor:
-        """Rows in blocks, [P, C]."""
+        """Copies rows [R, C] into the blocks, [P, C]; padding is 0."""
         return _pad_row(rows_RC.detach()).index_select(0, self.row_P)
 
     def scatter(self, blocks_PC: Tensor) -> Tensor:

@@ -52,12 +52,12 @@ class Quantizers(Protocol):
     ) -> QuantizedTensor:
         """Quantises a weight [O, I], or a stack of weights [e, O, I]. The rowwise copy is always made. `scale`: as in
         `quantize_rows`, fp32 [] or [e]. `out`: result for an equal shape and format, which is overwritten and returned;
-        If None, allocates the result."""
+        None allocates the result."""
         ...
 
     def transpose_weight(self, data: Tensor) -> Tensor:
-        """Contiguous transposed bytes [..., I, O] of an FP8 weight [..., O, I]; packed E2M1 elements, uint8
-        [..., I, O / 2], of [..., O, I / 2]."""
+        """Transposes the bytes of a weight: FP8 [..., O, I] -> contiguous [..., I, O], or packed E2M1 elements uint8
+        [..., O, I / 2] -> [..., I, O / 2]."""
         ...
 
 
@@ -87,8 +87,8 @@ class DelayedScaling:
     def scale(self, role: int, amax: Tensor, record: bool) -> Tensor:
         """Scale of an operand, [] or [e]; `amax`: its largest magnitudes, which are recorded if `record`.
 
-        Elements that an earlier scale does not fit saturate. The scale is nan, which makes the step fail, if the square
-        of a magnitude is not finite in fp32: the norm of such a gradient overflows in bf16 too."""
+        Elements that exceed the format's range with this scale saturate. The scale is nan, which makes the step fail,
+        if the square of a magnitude is not finite in fp32: the norm of such a gradient overflows in bf16 too."""
         local = slice(self._first, self._first + len(amax)) if amax.dim() else ...
         if record:
             recorded = self.amax[role][local]
@@ -129,8 +129,8 @@ class LinearQuantizer:
         """
         Args:
             name: global name of the layer, which stochastic rounding uses as its key.
-            save_input: saves the original input for backward, which quantises its columnwise copy again, because the
-                input is kept anyway. False: saves the columnwise copy.
+            save_input: saves the unquantised input for backward, which then makes the columnwise copy. False: saves the
+                columnwise copy.
             delayed: scales of delayed scaling; None for the other recipes.
             device: device of the layer; None means the CPU.
             stores_weight: stores the weight's quantised bytes instead of its values, if its format allows it.
@@ -149,24 +149,25 @@ class LinearQuantizer:
         """Seed of this step's stochastic rounding, the same on all ranks."""
         self._weight: QuantizedTensor | None = None
         self._is_current = False
-        """Whether `_weight` has the values of the weight."""
+        """Whether `_weight` is up to date with the weight."""
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """State that checkpoints contain, by the names of the module's buffers."""
+        """Tensors that checkpoints contain, by buffer name."""
         if self.delayed is None:
             return {}
         return {"fp8_scales": self.delayed.scales, "fp8_amax_history": self.delayed.history}
 
     def new_storage(self, weight: Tensor) -> StoredWeight | None:
-        """Quantised storage of the weight, which an optimizer then fills; None if the weight is stored in its dtype."""
+        """Creates the quantised storage of the weight, which the optimizer fills; None if the weight is stored in its
+        dtype."""
         if not self._stores_weight or not self._config.weights.is_stored(weight.shape[-1]):
             return None
         scale = None if self.delayed is None else self.weight_scale
         return StoredWeight(tuple(weight.shape), self._config.weights, weight.dtype, scale)
 
     def begin_step(self, *step: int) -> None:
-        """Begins a step. `step`: numbers that identify the step, the key of stochastic rounding."""
+        """Begins a step. `step`: numbers that identify the step; they are part of the key of stochastic rounding."""
         if self._seed is not None:
             key = repr((self.name, step)).encode()
             self._seed.fill_(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
@@ -188,8 +189,8 @@ class LinearQuantizer:
         offsets_e: Tensor | None = None,
         record: bool = True,
     ) -> QuantizedTensor:
-        """Quantises an input [R, I]; with `offsets_e`, rows sorted by expert. `record`: adds the largest
-        magnitude to the amax of delayed scaling; False in evaluation."""
+        """Quantises an input [R, I]; with `offsets_e`, rows sorted by expert. `record`: adds the largest magnitude to
+        the amax of delayed scaling; `record` is False in evaluation."""
         return self._kernels.quantize_rows(
             x,
             self._config.inputs,
@@ -230,7 +231,7 @@ class LinearQuantizer:
         return self._weight
 
     def with_columnwise(self, weight: Tensor, weight_q: QuantizedTensor) -> QuantizedTensor:
-        """The result `weight_q` of `weight` with the columnwise copy, which the input gradient reads."""
+        """Adds the columnwise copy, which the input gradient reads, to `weight_q`, a result of `weight`."""
         stored = _stored(weight)
         return weight_q if stored is None else stored.with_columns(self._kernels.transpose_weight)
 
@@ -275,7 +276,7 @@ class ModelQuantizers:
             layer.begin_step(self._seed, iteration)
 
     def invalidate_weights(self) -> None:
-        """Makes all weights be quantised again, because they have changed."""
+        """Invalidates all quantised weights, because the weights have changed."""
         for layer in self.layers:
             layer.invalidate_weight()
 

@@ -22,7 +22,7 @@ from megatron_moe.precision.quantized_tensor import (
 
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Signs of the Hadamard transform, those of Transformer Engine."""
+"""Random signs of the Hadamard transform, the same as in Transformer Engine."""
 
 
 def quantize_rows(
@@ -117,8 +117,8 @@ def amax_of(factor: Tensor) -> Tensor:
 def _quantize(
     x: Tensor, fmt: OperandFormat, seed: Tensor | None, scale: Tensor | None = None, of_blocks: Tensor | None = None
 ) -> QuantizedCopy:
-    """Quantises a matrix [R, C]. Rows of experts: `scale` [e] of the experts, and `of_blocks`, which broadcasts to the
-    scales of blocks [C / 16, R]."""
+    """Quantises a matrix [R, C]. For expert rows, `scale` is [e] and `of_blocks` are the same values broadcast to the
+    block scales [C / 16, R]."""
     if scale is None:
         scale = of_blocks = _matrix_scale(largest_magnitude(x))
     assert of_blocks is not None
@@ -134,8 +134,8 @@ def _matrix_scale(amax: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, fmt: OperandFormat, seed: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and scales of blocks, of matrices [..., R, C] in whole blocks. `seed`: None rounds to nearest.
-    `scale`: see `_matrix_scale`; broadcasts to the scales of blocks."""
+    """Returns (codes, block scales) of matrices [..., R, C] that consist of whole blocks. `seed`: seed of stochastic
+    rounding; None rounds to nearest. `scale`: see `_matrix_scale`; broadcasts to the scales of blocks."""
     height, size = fmt.block
     by_block = x.detach().unflatten(-1, (-1, size)).unflatten(-3, (-1, height))
     block_amax = torch.linalg.vector_norm(by_block, torch.inf, dim=(-3, -1)).float()
@@ -156,7 +156,8 @@ def _block_scales(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(scaled: Tensor, noise: Tensor | None) -> Tensor:
-    """E2M1 codes of values in [-6, 6]: nearest, ties to even codes; or up with the probability of the fraction."""
+    """E2M1 codes of values in [-6, 6]: nearest, ties to even codes; or stochastic: up with the probability of the
+    fraction."""
     magnitude = scaled.abs()
     values = e2m1_values(torch.arange(8, dtype=torch.int16, device=scaled.device)).float()
     if noise is None:
@@ -172,7 +173,7 @@ def _round(scaled: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _codes_below(steps: Tensor, magnitude: Tensor) -> Tensor:
-    """Number of steps that are at most as large as each magnitude, int32; all of them for nan."""
+    """Number of E2M1 thresholds that do not exceed each magnitude, int32; all of them for nan."""
     return torch.bucketize(magnitude.contiguous(), steps, out_int32=True, right=True)
 
 

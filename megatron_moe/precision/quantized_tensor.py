@@ -96,7 +96,7 @@ class QuantizedTensor:
         return *row, self.columnwise, self.columnwise_scales, self.columnwise_factor
 
     def only_columnwise(self) -> "QuantizedTensor":
-        """The tensor without the rowwise copy, which no weight gradient reads."""
+        """Returns the tensor without the rowwise copy, because weight gradients read only the columnwise one."""
         return replace(self, rowwise=None, rowwise_scales=None, rowwise_factor=None)
 
 
@@ -139,7 +139,7 @@ def decode_scales(scales: Tensor) -> Tensor:
     if scales.dtype != torch.uint8:
         return scales.float()
     exponents = scales.to(torch.int32)
-    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is not a normal number
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # bits of 2^-127, which is subnormal
     return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
 
 
@@ -158,7 +158,7 @@ def e2m1_codes(data: Tensor) -> Tensor:
 def e2m1_values(codes: Tensor) -> Tensor:
     """fp16 values of E2M1 codes, int16: 0, 0.5, 1, 1.5, 2, 3, 4, 6 of 0 to 7, negative ones of 8 to 15. They are
     computed from bits, because a captured CUDA graph cannot copy a table from the host."""
-    bits = (codes & 7) << 9 | (codes & 8) << 12  # exponent and mantissa are next to each other in both formats
+    bits = (codes & 7) << 9 | (codes & 8) << 12  # exponent and mantissa are adjacent in both formats
     return bits.view(torch.float16) * 2.0**14
 
 

@@ -68,17 +68,18 @@ class QuantizerFactory:
 
 
 class LinearQuantizers(NamedTuple):
-    """Source of the quantizers of a part of a model."""
+    """Creates the quantizers of the linear layers in one module of a model."""
 
     factory: QuantizerFactory | None = None
-    """None: no layer has a quantizer."""
+    """Factory of the run; None means that no layer has a quantizer."""
     path: str = ""
     """Global name of the module, whose layers' names are appended."""
     layer: int | None = None
     """Index of the transformer layer to which the module belongs."""
 
     def within(self, name: str, layer: int | None = None) -> "LinearQuantizers":
-        """Source for the submodule `name`. `layer`: index of the transformer layer if the submodule is one."""
+        """Returns the source of quantizers for the submodule `name`. `layer`: index of the transformer layer if the
+        submodule is one."""
         return self._replace(path=self._join(name), layer=self.layer if layer is None else layer)
 
     def new(

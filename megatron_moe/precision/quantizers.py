@@ -2,7 +2,8 @@
 
 They give the bytes and scales of Transformer Engine's kernels for finite inputs. Inputs are converted to fp32 first.
 Elements are rounded to nearest even and saturate. The stored scale of a block with an inf or nan is nan, so that every
-product with it is nan and the step is not applied; Transformer Engine's scale would be 1, and inf the largest element.
+product with it is nan and the step is not applied; in Transformer Engine, the scale would be 1 and inf would become the
+largest element.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -111,7 +112,8 @@ def _quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool, sc
 
 
 def quantize_copy(x: Tensor, fmt: OperandFormat) -> QuantizedCopy:
-    """Quantises a matrix [..., R, C] in blocks that extend along its last dim. Short blocks count as padded with 0."""
+    """Quantises a matrix [..., R, C] in blocks that extend along its last dim. Incomplete blocks are treated as padded
+    with 0."""
     height, width = fmt.block
     num_rows, num_columns = x.shape[-2:]
     wide = x.detach().float()

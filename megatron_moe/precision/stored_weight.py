@@ -30,7 +30,7 @@ class BlockGrid:
     num: tuple[int, int, int]
     """Number of (matrices, blocks along O, blocks along I)."""
     columns_first: bool = False
-    """True if consecutive values are those of blocks along O, as in the scales of blocks (1, n)."""
+    """True if the values of blocks along O are consecutive, as in the scales of (1, n) blocks."""
 
     @property
     def size(self) -> int:
@@ -90,19 +90,19 @@ class StoredWeight:
 
     @property
     def delayed_factors(self) -> Tensor:
-        """Factors of the matrices for delayed scaling, flat, which earlier steps determine."""
+        """Flat factors of the matrices for delayed scaling, computed from earlier steps."""
         assert self.scale is not None, f"the scales of {self.fmt} depend on the weight"
         return self.scale(self.amax).flatten()
 
     def operand(self) -> QuantizedTensor:
-        """The weight without the transposed copy, as an operand of GEMMs."""
+        """Weight as an operand of GEMMs, without the transposed copy."""
         scales = self._scales[0].view(self._scales_shape(self.grids[0]))
         row = QuantizedCopy(self._codes[0].view(*self.shape[:-1], -1), scales, self._factor)
         return QuantizedTensor.of(row, None, self.fmt.block, self.dtype)
 
     def with_columns(self, transpose: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """The weight with the transposed copy, which `transpose` makes from the bytes [..., O, I], or [..., O, I / 2]
-        of packed elements, whose rows O are padded to whole blocks."""
+        """Weight as an operand of GEMMs, with the transposed copy, which `transpose` makes from the bytes [..., O, I],
+        or [..., O, I / 2] of packed elements, whose rows O are padded to whole blocks."""
         grid, scales, data = self.grids[-1], self._scales[-1], self._codes[-1].view(*self.shape[:-1], -1)
         if self.fmt.element == "e2m1":
             data = F.pad(data, (0, 0, 0, -self.shape[-2] % self.fmt.block[0]))

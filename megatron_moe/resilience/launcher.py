@@ -28,8 +28,8 @@ _SET_BY_TORCHRUN = b"TORCHELASTIC_RUN_ID="
 
 
 def with_launcher_identity(launch: ProcessInfo, parent: int | None) -> ProcessInfo:
-    """Copy with `parent`, and with the identity of the torchrun process in `start_id` if it started all ranks, because
-    its run id may be the same for every start. If `parent` is None, it is the present parent of this process."""
+    """Returns a copy with `parent` (None: the current parent process). If torchrun started all ranks, `start_id` also
+    identifies the torchrun process, because its run id may be the same for every start."""
     parent = os.getppid() if parent is None else parent
     launch = replace(launch, parent=parent)
     if launch.launcher != "torchrun" or not launch.supervised or launch.world_size != launch.local_world_size:
@@ -76,7 +76,7 @@ class LauncherWatch:
         self._closed.set()
         if self._has_signal:
             _request_parent_death_signal(0)
-            os.kill(os.getpid(), _SIGNAL)  # wakes the thread
+            os.kill(os.getpid(), _SIGNAL)  # wakes the watching thread
         self._thread.join(_JOIN_S)
 
     def _watch(self) -> None:
@@ -91,7 +91,7 @@ class LauncherWatch:
 
     def _exit(self, what: str) -> None:
         sentence = f"the launcher of rank {self._launch.rank} {what}"
-        with suppress(OSError, ValueError):  # stderr may be a pipe to the launcher
+        with suppress(OSError, ValueError):  # stderr may be a closed pipe to the launcher
             print(f"{sentence}; this rank ends as well", file=sys.stderr, flush=True)
         self._status.fail(ExitCode.LAUNCHER, sentence, "start the same command again; it continues from the checkpoint")
         self._exit_process(int(ExitCode.LAUNCHER))
@@ -119,7 +119,8 @@ def supervise(
 
 
 def _request_parent_death_signal(number: int) -> bool:
-    """Makes the kernel send signal `number` when the parent dies; 0 cancels the request. Returns True on success."""
+    """Makes the kernel send signal `number` when the parent dies; number 0 cancels the request. Returns True on
+    success."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)
@@ -127,7 +128,7 @@ def _request_parent_death_signal(number: int) -> bool:
 
 def _torchrun_process(pid: int) -> int:
     """Process id of torchrun: the nearest of `pid` and its ancestors without torchrun's variables, as a rank may be
-    started by a script. If torchrun has died, the process that adopted its children."""
+    started by a script. If torchrun has died, returns the process that adopted its children."""
     with suppress(OSError):
         while pid > 1 and _SET_BY_TORCHRUN in Path(f"/proc/{pid}/environ").read_bytes():
             pid, _ = _parent_and_start(pid)
@@ -143,8 +144,8 @@ def _parent_and_start(pid: int) -> tuple[int, str]:
 
 
 def _has_torch(pid: int) -> bool:
-    """True if the process has loaded torch, as torchrun does, or if this system does not tell. Orphans are usually
-    adopted by init, whose memory map users cannot read."""
+    """True if the process has loaded torch, as torchrun does, or if its memory map cannot be read. Init, which usually
+    adopts orphans, is an example of the latter."""
     try:
         return b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes()
     except PermissionError:

@@ -20,7 +20,7 @@ _MOST_EXPERTS = 8
 class Spikes:
     """Spike detection on the host, as in Megatron: a spike is a value above 10 x the maximum of the last 100 values.
 
-    Neither spikes nor non-finite values count among the 100. Nothing is a spike before there are 100 values.
+    Spikes and non-finite values are not added to these 100. No value is a spike before there are 100 values.
     """
 
     def __init__(self, what: str) -> None:

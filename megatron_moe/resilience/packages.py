@@ -64,7 +64,7 @@ PACKAGES: tuple[Package, ...] = (
     Package("matplotlib", "matplotlib", _PINNED + "matplotlib", "plots"),
     Package("tiktoken", "tiktoken", _TEXT, "tiktoken vocabularies", (("--tokenizer-type", "TikTokenizer"),)),
     Package("zstandard", "zstandard", _TEXT, "text in .zst files"),
-    _kernels("triton", "triton", "comes with torch for CUDA", "own GPU kernels"),
+    _kernels("triton", "triton", "is installed with CUDA builds of torch", "own GPU kernels"),
     _kernels("transformer-engine", "transformer_engine", _BUILD + '".[te]"', "kernels of Transformer Engine"),
     _kernels("grouped-gemm", "grouped_gemm", _BUILD + '".[grouped-gemm]"', "expert GEMMs"),
     _kernels("flash-attn-4", "flash_attn", 'pip install ".[flash-attn]"', "attention kernels"),
@@ -88,7 +88,7 @@ PACKAGES: tuple[Package, ...] = (
 HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "apex": (
-            "pip uninstall apex      # the unrelated package of the index, if installed",
+            "pip uninstall apex  # the unrelated package of that name on PyPI, if installed",
             "git clone https://github.com/NVIDIA/apex && cd apex",
             "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation .",
         ),
@@ -173,7 +173,7 @@ def _version(package: Package) -> str | None:
 
 
 def _problem(package: Package, version: str) -> str:
-    """Reason why the installed package is unrelated or obsolete; "" if it is neither."""
+    """Returns the reason why the installed package is unrelated or obsolete; "" if it is neither."""
     spec = find_spec(package.module)
     places = list((spec and spec.submodule_search_locations) or ["."])
     if package.inside and not (Path(places[0]) / package.inside).exists():

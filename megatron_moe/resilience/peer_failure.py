@@ -39,7 +39,7 @@ class PeerFailures:
     rank: int
     world_size: int
     seconds: float = 2.0
-    """Maximum time to wait for the reports of other ranks. Afterwards, ranks without a report are named."""
+    """Maximum time to wait for the reports of other ranks. Afterwards, the error names the ranks without a report."""
 
     def __enter__(self) -> "PeerFailures":
         return self
@@ -65,9 +65,11 @@ class PeerFailures:
             return OtherRankProblem(f"{_BROKE}, and no report in {self.run_dir}/crash gives a cause")
         named = ", ".join(f"rank {rank}" for rank in missing)
         if timed_out:
-            sentence = f"a collective timed out: {named} did not join and wrote no report: stopped or hanging"
+            sentence = f"a collective timed out: {named} did not take part and wrote no report; it was stopped or hangs"
             return OtherRankProblem(sentence, missing[0], ExitCode.HANG)
-        sentence = f"{named} vanished without a report: killed, or its node failed; its peers' connections broke"
+        sentence = (
+            f"{named} ended without a report: it was killed, or its node failed; the connections of other ranks broke"
+        )
         return OtherRankProblem(sentence, missing[0])
 
     def _failures(self) -> dict[int, Failure]:

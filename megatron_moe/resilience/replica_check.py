@@ -24,9 +24,9 @@ def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -
     for grid, name in (("attention", "dp_cp"), ("expert", "edp")):
         group = context.group(name)
         checksums = {key: _checksum(value) for key, value in named_parameters(model) if value.meta.grid == grid}
-        # dp_cp, edp: some dozen bytes per parameter of every rank
+        # dp_cp, edp: a few dozen bytes per parameter of every rank
         lines += differing_replicas(gather_objects(checksums, group), group)
-    # world: empty unless replicas differ
+    # world: empty lists unless replicas differ
     every = sorted({line for part in gather_objects(lines, context.group("world")) for line in part})
     if every:
         raise DriftProblem(
@@ -50,7 +50,7 @@ def differing_replicas(checksums: Sequence[Mapping[str, int]], group: ProcessGro
             odd = [rank for rank, value in zip(group.ranks, found, strict=True) if value != common]
             lines.append(f"{name}: rank {', '.join(map(str, odd))} of {len(found)} differs from the others")
         else:
-            lines.append(f"{name}: ranks {', '.join(map(str, group.ranks))} have no majority")
+            lines.append(f"{name}: ranks {', '.join(map(str, group.ranks))} have no majority value")
     return lines
 
 

@@ -23,21 +23,22 @@ HISTORY = "restarts.jsonl"
 _SIGNALLED = 128
 """Offset of exit codes after signals: shells report 128 + n for a process that signal n ended."""
 _LOCK_SECONDS = 10.0
-"""Time in which ranks release the lock of the run folder after their launcher died."""
+"""Time within which ranks release the lock of the run folder after their launcher has died."""
 
 RESTARTED: Mapping[int, str] = MappingProxyType(
     {
         ExitCode.HANG: "the run hung",
-        ExitCode.OTHER_RANK: "a rank vanished without a report: its node failed, or it was killed",
+        ExitCode.OTHER_RANK: "a rank ended without a report: its node failed, or it was killed",
         ExitCode.DRIFT: "copies of the weights differed: suspect the hardware",
-        ExitCode.RENDEZVOUS: "the ranks could not meet",
+        ExitCode.RENDEZVOUS: "the ranks could not connect to each other",
         ExitCode.LAUNCHER: "the launcher of a rank died",
-        ExitCode.RERUN_DISAMBIGUATE: "a suspicious step must be repeated on other hardware",
+        ExitCode.RERUN_DISAMBIGUATE: "a step with a suspected hardware error must be repeated on other hardware",
         ExitCode.PREEMPTED_SAVED: "it was preempted and has saved",
         ExitCode.PREEMPTED_UNSAVED: "it was preempted before it could save",
     }
 )
-"""Exit code after which a restart may succeed -> reason to restart. All other codes need manual intervention."""
+"""Maps exit codes after which a restart may succeed to the reason for the restart. All other codes need manual
+intervention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def decide(
         return decision
     where = f"iteration {report.iteration}" if report else "the start"
     reason = (
-        f"{decision.reason}; this is end number {num_fruitless} in a row without a new checkpoint, the last at "
+        f"{decision.reason}; this is start number {num_fruitless} in a row without a new checkpoint, which ended at "
         f"{where}: find the cause, then start it manually"
     )
     return replace(decision, restart=False, reason=reason)
@@ -99,8 +100,8 @@ def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
         cause = "an error in the command line or the environment, see the log"
         if exit_code == ExitCode.BUG:  # torchrun's code for every failure
             cause = (
-                "either an error in the command line or the environment, see the log, or a rank that was killed, which "
-                "torchrun does not tell apart; scripts/launch.sh and tools/torchrun.py do"
+                "either an error in the command line or the environment, see the log, or a rank that was killed, "
+                "which torchrun cannot distinguish; scripts/launch.sh and tools/torchrun.py can"
             )
         return Decision(restart=False, reason=f"exit code {exit_code} before it wrote {STATUS}: {cause}")
     if report.state == "finished":

@@ -1,8 +1,8 @@
 """Attributes a suspicious step to data or hardware by comparing it with a rerun, as in Megatron's rerun state machine.
 
-A rerun of a step gives the same result on sound hardware. If the result differs, the error was transient, and the ranks
-whose own losses differ are suspect. If the result is the same, the cause is the data, the model or a permanent hardware
-fault. If a later start also computes the same values at this iteration, the cause is the data or the model.
+On intact hardware, a rerun of a step gives the same result. If the result differs, the error was transient, and the
+ranks whose own losses differ are suspect. If the result is the same, the cause is the data, the model or a permanent
+hardware fault. If a later start also computes the same values at this iteration, the cause is the data or the model.
 """
 
 import math
@@ -85,7 +85,7 @@ def compare_rerun(
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in rerun.items())
         named = ", ".join(f"rank {each.rank} ({each.host}, {each.device})" for each in suspects)
         whom = f"suspect {named}" if suspects else "the losses of each rank are unchanged"
-        text = f"; repeating the step gave another result ({numbers}): {whom}"
+        text = f"; repeating the step gave a different result ({numbers}): {whom}"
         return RerunVerdict("transient", tuple(each.rank for each in suspects), text)
     text = "; repeating the step gave the same result"
     if earlier is not None and all(earlier.get(name) == repr(value) for name, value in first.items()):
@@ -110,14 +110,14 @@ class Repeatability:
         """Log line about reruns since the last call; None without reruns. Collective; synchronises with the device."""
         own = self._statistics.tolist()
         self._statistics.zero_()
-        # world: three numbers per rank
+        # world: three numbers from every rank
         ranks = gather_objects(own, context.group("world"))
         if not ranks[0][0]:
             return None
         what = f"{ranks[0][0]:.0f} iterations were computed twice"
         odd = [rank for rank, statistics in enumerate(ranks) if statistics[1]]
         if not odd:
-            return f"{what}: the same bits on all ranks"
+            return f"{what}: bitwise equal on all ranks"
         _, most, worst = (max(column) for column in zip(*ranks, strict=True))
         shown = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
         return f"{what}: up to {most:.0f} of them differ, relatively by at most {worst:.3g}, on ranks {shown}"

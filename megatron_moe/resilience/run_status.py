@@ -23,7 +23,7 @@ STATUS = "status.json"
 STARTED = ".started"
 """File that every rank touches once its flags are valid. A start that ends later without status.json was killed."""
 _START_SECONDS = 10.0
-"""A failure in status.json that is older than this when a rank starts is of a previous start and is overwritten."""
+"""Minimum age, when a rank starts, of a failure in status.json that belongs to a previous start and is overwritten."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _START_SKEW_SECONDS = 1.0
 """Reports in crash/ belong to a previous start if they were written more than this time before this rank started."""
@@ -45,7 +45,7 @@ class StatusReport:
     sentence: str = ""
     hint: str = ""
     warning: str = ""
-    """`RunPlan.warning`."""
+    """Warning about the run (`RunPlan.warning`); empty if there is none."""
     time: float = 0.0
     """Time of this report by the host's clock, seconds since the epoch."""
 
@@ -103,7 +103,7 @@ class RunStatus:
         earlier = self._earlier()
         self.report = StatusReport(
             time=clock(), last_checkpoint=earlier.last_checkpoint
-        )  # until a checkpoint is loaded
+        )  # until a checkpoint is loaded, there is none
         if not self._peer_failed(earlier) and rank == 0:
             self._write(STATUS, self.report)
 
@@ -121,7 +121,9 @@ class RunStatus:
         elif isinstance(error, KeyboardInterrupt):
             self.fail(ExitCode.INTERRUPTED, str(error) or "interrupted from the keyboard")
         else:
-            self.fail(ExitCode.BUG, f"{type(error).__name__}: {error}", "a bug of this program: please report it")
+            self.fail(
+                ExitCode.BUG, f"{type(error).__name__}: {error}", "this is a bug in the program; please report it"
+            )
 
     def update(self, *, state: State | None = None, **fields: Any) -> None:
         """Updates the report; writes it when the state changes, else at most every 5 seconds. Has no effect

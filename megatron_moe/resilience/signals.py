@@ -1,9 +1,9 @@
 """Exit signals: the handler records the first one, and the training loop saves and exits.
 
-Ctrl-C (SIGINT) is one from the first step on, the other signals with `--exit-signal-handler` only, from the start of
-the process. A second signal exits at once, without saving. If a launcher started the rank, signals within two seconds
-of the first count as the same request, since launchers forward signals that the terminal has already sent to every
-process.
+Ctrl-C (SIGINT) is an exit signal from the first step on; the other signals are exit signals from the start of the
+process, but only with `--exit-signal-handler`. A second signal exits immediately, without saving. If a launcher started
+the rank, signals within two seconds of the first count as the same request, since launchers forward signals that the
+terminal has already sent to every process.
 """
 
 import os
@@ -18,7 +18,7 @@ from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.resilience.run_status import RunStatus
 
 _SAME_REQUEST_SECONDS = 2.0
-_AGAIN = "a second signal exits at once, without a checkpoint"
+_AGAIN = "a second signal exits immediately, without a checkpoint"
 
 
 class Signals:
@@ -55,7 +55,8 @@ class Signals:
         return bool(self._numbers)
 
     def begin_training(self) -> None:
-        """Makes Ctrl-C an exit signal. Before, it ends the process at once, as there is nothing to save."""
+        """Makes Ctrl-C an exit signal. Before, Ctrl-C ends the process immediately, because there is nothing to
+        save."""
         if signal.SIGINT not in self._before and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self.take)
 
@@ -72,7 +73,7 @@ class Signals:
 
     @contextmanager
     def exit_at_once(self, status: RunStatus) -> Iterator[None]:
-        """Context manager for imports. Ctrl-C writes the status and exits at once, unless SIGINT is an exit signal.
+        """Context manager for imports. Ctrl-C writes the status and exits immediately, unless SIGINT is an exit signal.
 
         The handler does not raise KeyboardInterrupt, because imported modules may replace it by another error.
         """
@@ -101,7 +102,7 @@ class Signals:
             return
         if self.received is None:
             self.received, self._since = number, self._clock()
-            if self._says:  # os.write, because the signal may have interrupted a print
+            if self._says:  # uses os.write, because the signal may have interrupted a print
                 os.write(2, f"\n{signal.Signals(number).name}: exiting after this step; {_AGAIN}\n".encode())
         elif not self._has_launcher or self._clock() - self._since >= _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt(f"{signal.Signals(number).name}, the second signal")

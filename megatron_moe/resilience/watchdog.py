@@ -66,7 +66,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         if sys.__stderr__ is not None and not faulthandler.is_enabled():
-            faulthandler.enable(sys.__stderr__)  # a crash in C code prints the Python stacks
+            faulthandler.enable(sys.__stderr__)  # on a crash in C code, prints the Python stacks
         if self._seconds:
             self.enter("start")
             self._thread.start()
@@ -138,7 +138,7 @@ class Watchdog:
         self._report(sentence, hint)
         missing = self._ranks_without_stacks()
         if missing:
-            self._report(f"{sentence}; no stacks came from {missing}: stopped, dead, or not hanging", hint)
+            self._report(f"{sentence}; {missing} wrote no stacks: stopped, dead, or not hanging", hint)
         faulthandler.cancel_dump_traceback_later()
         self._exit_process(int(ExitCode.HANG))
 

@@ -117,7 +117,7 @@ class Checkpointing:
         state = TrainState() if source is None else self._restore_from(source, loader)
         number = self.config.override_ckpt_iteration
         if number is not None and source is not None and source.origin != "--save":
-            self.reporter.note(f"iteration {state.iteration} of the checkpoint is renumbered to {number}")
+            self.reporter.note(f"the checkpoint's iteration {state.iteration} is renumbered to {number}")
             state.iteration = number
         self._progress.begin(state)
         resumed = source is not None and source.origin == "--save"
@@ -126,7 +126,7 @@ class Checkpointing:
             loader.restore(state.consumed_samples)
             self._report_length(state)
         if source is not None and self._upcycles(source):
-            self.save(state, loader)  # the converted model is saved even without training
+            self.save(state, loader)  # saves the converted model even if the run does not train
         else:
             self._last_saved = state.iteration
         return state
@@ -166,8 +166,8 @@ class Checkpointing:
         except SaveProblem as problem:
             suffix = f"; {problem}"
         if self._last_saved == state.iteration:
-            raise Preempted(f"{reason}; nothing is lost, the same command continues from here", saved=True)
-        none = "no --save folder, so its iterations are lost; give --save or --save-interval to keep them"
+            raise Preempted(f"{reason}; all iterations are saved; the same command continues from here", saved=True)
+        none = "no --save folder, so the trained iterations are lost; give --save or --save-interval to keep them"
         where = none if self.saver is None else self._newest()
         raise Preempted(f"{reason}, without a checkpoint of this iteration: {where}{suffix}", saved=False)
 
@@ -181,7 +181,9 @@ class Checkpointing:
     def _newest(self) -> str:
         """Clause for error messages that names the newest checkpoint in the --save folder."""
         newest = self.status.report.last_checkpoint
-        return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is of iteration {newest}"
+        return (
+            "no checkpoint has been saved yet" if newest is None else f"the newest checkpoint is of iteration {newest}"
+        )
 
     def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
         """Saves a checkpoint unless one of this iteration exists. A write error is reported; training continues.
@@ -237,8 +239,8 @@ class Checkpointing:
         remedy = _LONGER_GRACE.get(self.launcher, "let the launcher wait for {0} s").format(math.ceil(2 * seconds))
         self.launcher = None
         self.reporter.note(
-            f"  a checkpoint after a signal takes {seconds:.0f} s, but launchers kill the run {_GRACE_SECONDS:.0f} s "
-            f"after the signal: {remedy}"
+            f"  a checkpoint after a signal takes {seconds:.0f} s, but most launchers kill the run "
+            f"{_GRACE_SECONDS:.0f} s after the signal: {remedy}"
         )
 
     def _export(self, state: TrainState) -> None:
@@ -288,7 +290,8 @@ class Checkpointing:
         self._compare_config(loaded, source)
         if not source.train_state:
             return TrainState()
-        if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
+        # checkpoints of other programs do not contain it
+        if source.optimizer and "learning_rate" in loaded.train_state:
             sizes = self.run.batch.global_batch_size, loaded.train_state.get("training", {}).get("--global-batch-size")
             trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
             for line in differences:
@@ -370,8 +373,8 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
             f"tokenizer of the checkpoint, or --finetune to start from its weights"
         )
     yield (
-        f"the tokenizer is not that of the checkpoint (then {then['tokenizer']}, now {now['tokenizer']}): ids may "
-        f"mean other text"
+        f"the tokenizer is not that of the checkpoint (then {then['tokenizer']}, now {now['tokenizer']}): token ids "
+        "may stand for other text"
     )
 
 

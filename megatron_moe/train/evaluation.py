@@ -39,7 +39,7 @@ def evaluate(pipeline: Pipeline, steps: Iterable[Sequence[MicroBatch]]) -> float
             contexts = (replace(batch.context, rng=None, metrics=None, training=False) for batch in step)
             pipeline.run([replace(batch, context=mb) for batch, mb in zip(step, contexts, strict=True)], take_loss)
     model.train()
-    # pp, dp_cp: 16 bytes
+    # pp, dp_cp: 16 bytes each
     all_reduce_(totals, context.group("pp"))
     all_reduce_(totals, context.group("dp_cp"))
     return float(totals[0] / totals[1].clamp(min=1))
@@ -78,7 +78,7 @@ class Evaluation:
             self._evaluate(state, self.test.steps(), where="on test set", split="test")
 
     def _evaluate_all(self, state: TrainState, where: str) -> None:
-        """Evaluates all validation sets. `where`: see `ValidationReport`."""
+        """Evaluates all validation sets. `where`: field of `ValidationReport`."""
         # number of evaluations due before this iteration, which selects the data; unaffected by restarts
         number = max(state.iteration - 1, 0) // self.config.eval_interval if self.config.eval_interval else 0
         losses = []

@@ -51,7 +51,7 @@ class GarbageCollection:
             return
         ended, self._evaluating = self._evaluating, phase == "evaluation"
         if ended and config.manual_gc_eval:
-            gc.collect(generation=0)  # objects of the evaluation are young
+            gc.collect(generation=0)  # the objects of an evaluation are in the youngest generation
         done, interval = iteration - 1, config.manual_gc_interval
         is_due = phase == "step" and interval and done > 0 and done % interval == 0
         if is_due or (self._evaluating and config.manual_gc_eval):

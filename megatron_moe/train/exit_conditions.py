@@ -47,7 +47,8 @@ class ExitConditions:
         self._agrees_at_once = self._signals.needs_grace or config.exit_duration_in_mins is not None
         self._group = context.host_group()
         self._interrupted = torch.zeros(())
-        """Number of ranks that had received Ctrl-C before the previous call of `now`; being summed until its `wait`."""
+        """Number of ranks that had received Ctrl-C before the previous call of `now`; the sum is complete after its
+        `wait`."""
         self._pending = PendingCollective()
 
     def now(self, iteration: int) -> bool:
@@ -71,8 +72,8 @@ class ExitConditions:
         return None
 
     def _interrupted_before(self) -> int:
-        """SIGINT if a rank had received it when `now` was called for the previous iteration, else 0: the host does not
-        wait for other ranks. A single rank sees its own at once."""
+        """Returns SIGINT if a rank had received it when `now` was called for the previous iteration, else 0. The delay
+        of one iteration avoids waiting for other ranks; a single rank has no delay."""
         if self._group.size == 1:
             return self._signals.received or 0
         self._pending.wait()

@@ -27,7 +27,7 @@ from megatron_moe.parallel.collectives import broadcast_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 FOLDER = "hf"
-"""Subfolder of the checkpoint folder."""
+"""Subfolder of the checkpoint folder in which exports are written."""
 _Part = tuple[tuple[int, ...], tuple[int, ...]]
 """Box in a full tensor: (first indices, end indices), with one index per dim; ends are exclusive."""
 
@@ -83,7 +83,7 @@ class HuggingFaceExport:
         if config.save_hf_interval is None:
             return None
         template = config.save_hf_config or config.hf_description
-        assert config.save is not None and template is not None, f"rejected by the flag checks: {config}"
+        assert config.save is not None and template is not None, f"the flag checks should have rejected {config}"
         return cls(model, context, template, config.save / FOLDER, reporter)
 
     def save(self, iteration: int, tensors: Mapping[str, TensorShard]) -> None:
@@ -111,7 +111,7 @@ class HuggingFaceExport:
             self._reporter.note(f"exported iteration {iteration} as a Hugging Face folder to {path}")
         except OSError as error:
             self._reporter.note(f"the export of iteration {iteration} to {path} failed: {error}; training continues")
-        for _ in values:  # after a failure, joins the remaining collectives of the other ranks
+        for _ in values:  # after a failure, takes part in the remaining collectives of the other ranks
             pass
 
 

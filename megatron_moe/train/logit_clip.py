@@ -1,4 +1,4 @@
-"""Largest attention logits of a step: logging, and QK-clip, which rescales q and k weights of heads with large ones.
+"""Logs the largest attention logits of a step, and rescales the q and k weights of heads with large logits (QK-clip).
 
 QK-clip (Kimi-K2, arXiv 2507.20534): after the optimizer step, the weights of a head whose largest logit S in the step
 exceeds the threshold are multiplied so that the logits shrink by eta = threshold / S. Nothing is read on the host.

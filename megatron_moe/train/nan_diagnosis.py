@@ -64,7 +64,7 @@ def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repea
     run_dir = trainer.logging.run_dir
     if run_dir is not None and context.is_first:
         report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=result.iteration)))
-    # world: some kilobytes per rank, once
+    # world: a few kB per rank, only in this diagnosis
     return gather_objects(report, context.group("world"))
 
 
@@ -79,13 +79,13 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
     with trainer.optimizer.plain_weights():
         findings = (*bad_weights(trainer.model), *moments)
     report = RankReport(rank=context.rank, stage=context.group("pp").rank, findings=findings)
-    # world: some kilobytes per rank, once
+    # world: a few kB per rank, only in this diagnosis
     return gather_objects(report, context.group("world"))
 
 
 def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict | None:
-    """Conclusion about the hardware from the repetition, identical on every rank. None if pages ran out, which is
-    repeated on any hardware."""
+    """Conclusion about the hardware from the repetition, identical on every rank. None if the pages of the stash ran
+    out, which does not depend on the hardware."""
     if any(report.no_room for report in reports):
         return None
     ranks = [report.rerun for report in reports if report.rerun is not None]

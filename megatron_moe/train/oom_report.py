@@ -89,7 +89,7 @@ def out_of_memory(error: Exception, iteration: int, details: Iterable[str], path
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
             lines.append(f"  also in {path}")
         except OSError:
-            pass  # the error itself has the report
+            pass  # the exception already contains the report
     return MemoryProblem("\n".join(lines))
 
 
@@ -108,4 +108,4 @@ def _largest_blocks(device: torch.device) -> tuple[tuple[int, str], ...]:
 def _stack(frames: list[dict[str, object]]) -> str:
     """Innermost frames of an allocation as text; empty unless the allocator's history is recorded."""
     places = [f"{Path(str(frame['filename'])).name}:{frame['line']}" for frame in frames[:_TRACED_FRAMES]]
-    return f" from {' < '.join(places)}" if places else ""
+    return f"   allocated in {' < '.join(places)}" if places else ""

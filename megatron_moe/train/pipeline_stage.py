@@ -36,9 +36,9 @@ class Pipeline:
         self.links = connect(context)
         self._streams = Streams()
         if model.blocks_host:
-            # The device computes while the host waits for sizes. Dispatchers that do not block the host run only the
-            # exchange on a stream of their own: on a second stream, their kernels that sort and copy rows would wait
-            # for persistent kernels of the compute stream.
+            # Dispatchers that block the host use a second stream, so that the device computes while the host waits for
+            # sizes. Other dispatchers run only the exchange on another stream: their kernels that sort and copy rows
+            # would have to wait there for persistent kernels of the compute stream.
             priority = context.config.high_priority_a2a_comm_stream
             self._streams = make_streams(context.device, "communication", high_priority=priority)
         self.graph_instances: GraphInstancePool | None = None
@@ -133,14 +133,14 @@ class RankStage:
 
     def after_backward(self, microbatch: int, chunk: int) -> None:
         if self._pipeline.config.overlap_dispatch_backward_with_experts_wgrad:
-            self._buffers.queue.run()  # those of layers below the last exchange
+            self._buffers.queue.run()  # weight gradients of layers below the last exchange
         self._buffers.collect()
         if self._pipeline.graph_instances is not None:
             self._pipeline.graph_instances.give_back(microbatch, chunk)
 
     @property
     def _buffers(self) -> GradBuffers:
-        assert self._gradients is not None, "a backward in a pass without gradients"
+        assert self._gradients is not None, "the schedule contains a backward, but the pass computes no gradients"
         return self._gradients
 
 

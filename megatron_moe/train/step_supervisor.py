@@ -15,7 +15,7 @@ from megatron_moe.train.training_log import TrainingLog
 
 
 class StepSupervisor:
-    """Launches steps and judges their results one iteration late, so that steps never synchronise with the host."""
+    """Launches steps and checks their results one iteration late, so that steps never synchronise with the host."""
 
     def __init__(self, trainer: Trainer, log: TrainingLog, loader: TrainLoader | None) -> None:
         self._trainer = trainer
@@ -25,21 +25,21 @@ class StepSupervisor:
         self._skipped = 0
         """Number of consecutive rejected steps."""
         self._applied: StepResult | None = None
-        """Result of the newest step whose update was applied, among the results read so far."""
+        """Among the results read so far, that of the newest step whose update was applied."""
         self._new_timeout_s = self._config.distributed_timeout_seconds_after_init
         """Timeout of collectives from the second step on; None if it was already set or is not to be changed."""
         self._reader = StepResultReader(trainer.context.device)
 
     def step(self, state: TrainState) -> StepOutcome:
-        """Trains on the loader's next batches. At the end of the data, judges the last step and raises DataProblem."""
-        assert self._loader is not None, "a step without data"
+        """Trains on the loader's next batches. At the end of the data, checks the last step and raises DataProblem."""
+        assert self._loader is not None, "`step` was called after the end of the data"
         if self._loader.exhausted:
             self.catch_up()
         batches = self._loader.next_step()
         return self._trainer.step(batches, state, self._loader.last_size)
 
     def after(self, outcome: StepOutcome) -> None:
-        """Takes a step's outcome and judges the previous step. Raises NumericsProblem if that step ends the run."""
+        """Takes a step's outcome and checks the previous step. Raises NumericsProblem if that step ends the run."""
         if self._new_timeout_s is not None:
             self._trainer.context.set_timeout(self._new_timeout_s)
             self._new_timeout_s = None
@@ -49,7 +49,7 @@ class StepSupervisor:
 
     def skip_iteration(self, state: TrainState) -> None:
         """Skips the next iteration: its samples are consumed without a training step, checkpoint or evaluation."""
-        assert self._loader is not None, "an iteration without data"
+        assert self._loader is not None, "`skip_iteration` was called after the end of the data"
         self.catch_up()
         num_samples = self._loader.skip_step()
         state.skip(num_samples)
@@ -57,7 +57,8 @@ class StepSupervisor:
         self.restart_clock()
 
     def catch_up(self) -> None:
-        """Judges the newest step at once, before a save, an evaluation or the end. Synchronises with the device.
+        """Checks the newest step immediately, before a save, an evaluation or the end of the run. Synchronises with the
+        device.
 
         Raises NumericsProblem if the step ends the run, or if an update stored a non-finite value.
         """

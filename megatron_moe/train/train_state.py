@@ -59,7 +59,7 @@ class TrainState:
         return self.consumed_samples - self.skipped_samples
 
     def to_json(self, config: TrainStateConfig) -> dict[str, Any]:
-        """The content of train_state.json."""
+        """Returns the content of train_state.json."""
         return {
             "state": asdict(self),
             "seed": config.loop.seed,
@@ -92,7 +92,8 @@ _TABLES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProx
         ),
     }
 )
-"""JSON object -> (types of required keys, types of optional keys). Imported or older checkpoints lack optional keys."""
+"""Maps each JSON object of the file to (types of required keys, types of optional keys). Imported or older checkpoints
+lack optional keys."""
 
 
 def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
@@ -141,7 +142,7 @@ def _contradictions(content: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         known = known and all(isinstance(kind, dict) for kind in kinds)
         known = known and all(type(kind) is int and 0 <= kind < len(kinds) for kind in layers)
         yield not known, "'layers' of model are not indices into its 'kinds'"
-        yield not _is_recorded(model), "a part of model has no type"
+        yield not _is_recorded(model), "a part of 'model' has no 'type'"
 
 
 def _is_recorded(value: Any) -> bool:

@@ -126,7 +126,7 @@ class Trainer:
         self._limits = [
             SpikeLimit(self.context.device) if want and resilience.on_spike != "report" else None for want in wanted
         ]
-        """Spike limits of the loss and of the gradient norm; None where spikes are ignored or only reported."""
+        """Spike limits of the loss and of the gradient norm; None if spikes are ignored or only reported."""
         self.full_iteration: FullIterationGraph | None = None
         """CUDA graph of forward and backward of a whole step; None if steps are not captured as a whole."""
         self.routing_trace: RoutingTrace | None = None
@@ -217,8 +217,8 @@ class Trainer:
         finish_grads(self.buffers, self.context, token_count=num_tokens if self.loop.calculate_per_token_loss else None)
 
     def _trial(self, batches: Sequence[MicroBatch], iteration: int) -> Tensor:
-        """Runs a step without an update and restores metrics and router buffers. Returns fp64 [2]: sum of this rank's
-        token losses, and norm of the gradients over all ranks."""
+        """Repeats a step without an update and restores metrics and router buffers afterwards. Returns fp64 [2]: sum of
+        this rank's token losses, and norm of the gradients over all ranks."""
         metrics, self.metrics = self.metrics, MetricAccumulator()
         kept = [(buffer, buffer.clone()) for router in self.routers for buffer in router.buffers()]
         repeated = self.repeat(batches, iteration)
@@ -253,13 +253,14 @@ class Trainer:
                 self.buffers.reducer.replayed()
         self.optimizer.finish_gather()  # also gathers weights that no forward has used
         totals = local.clone()
-        # pp, dp_cp: 16 bytes; only the last stage has losses
+        # pp, dp_cp: 16 bytes each; only the last stage has losses
         all_reduce_(totals, self.context.group("pp"))
         all_reduce_(totals, self.context.group("dp_cp"))
         return totals[0] / totals[1].clamp(min=1), totals[1], local
 
     def _captured_step(self, prepared: Sequence[MicroBatch]) -> Tensor:
-        """Result of `_run`, with all work that overlaps forward and backward: a graph joins the streams it forks."""
+        """Runs `_run` for the capture of a whole step, and then waits for all work on other streams, because a graph
+        must join the streams that it forks."""
         self.optimizer.store.begin_step()
         local = self._run(prepared, streams=Streams())
         self.optimizer.store.acquire_all()
@@ -307,7 +308,8 @@ class Trainer:
             extra["overflow"] = overflow
         apply_update = self._accept(loss, norms["all"], overflow) & state_is_finite
         if self.low_precision is not None:
-            self.low_precision.end_step(apply_update)  # first: the optimizer may quantise weights with the new scales
+            # called first, because the optimizer may quantise weights with the new scales
+            self.low_precision.end_step(apply_update)
         self.optimizer.step(
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),

@@ -34,7 +34,7 @@ class TrainingLog:
             self._metrics = self._trainer.metrics.cut()
 
     def drop_metrics(self) -> None:
-        """Drops the metrics of the log interval, whose last steps are void."""
+        """Drops the metrics of the log interval, because its last steps are repeated."""
         self._metrics = MetricAccumulator()
 
     def step(self, result: StepResult) -> None:
@@ -50,7 +50,7 @@ class TrainingLog:
             self._report()
 
     def spikes(self, result: StepResult) -> None:
-        """Notes whether loss or gradient norm of a step whose update was applied are spikes."""
+        """Logs a note if the loss or gradient norm of a step whose update was applied is a spike."""
         for spikes, value in ((self._loss_spikes, result.loss), (self._norm_spikes, result.norms["all"])):
             line = spikes.check(value, result.iteration) if spikes else None
             if line:

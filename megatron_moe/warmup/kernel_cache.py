@@ -51,8 +51,8 @@ def _of_user() -> Path:
 
 
 def remove_damaged(folder: Path) -> int:
-    """Removes entries with truncated files, which a full disk leaves and which Triton cannot load, and returns their
-    number."""
+    """Removes cache entries with truncated files, which a full disk can cause and which Triton cannot load. Returns the
+    number of removed entries."""
     damaged = list(dict.fromkeys(path.parent for path in _files(folder) if _is_truncated(path)))
     for entry in damaged:
         shutil.rmtree(entry, ignore_errors=True)
@@ -75,7 +75,7 @@ def _is_truncated(path: Path) -> bool:
         size = path.stat().st_size
     except ValueError:
         return True
-    except OSError:  # removed by another rank of the node
+    except OSError:  # another rank of the node has removed the file
         return False
     if len(head) < _ELF.size:
         return True

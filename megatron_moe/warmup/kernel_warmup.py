@@ -33,9 +33,10 @@ from megatron_moe.train.train_state import TrainState
 from megatron_moe.warmup.kernel_cache import cache_folder, remove_damaged
 
 _MARKER = "warmed-up-"
-"""Start of the names of files that mark which plans have all their kernels in the cache."""
+"""Prefix of marker files, each of which states that all kernels of a plan are in the cache."""
 _MAX_THREADS = 16
-"""More threads of one process gain nothing: a fifth of the compilation is Python code, which holds the GIL."""
+"""Maximum number of threads per process. More would not help, because a fifth of the compilation is Python code, which
+holds the GIL."""
 
 
 def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:

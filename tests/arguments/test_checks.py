@@ -168,7 +168,11 @@ HINT_CASES = (
         "",
         "--overlap-dispatch-backward-with-experts-wgrad without effect: one expert-parallel rank",
     ),
-    (f"{EP2} --moe-token-dispatcher-type flex --moe-flex-dispatcher-num-sms 16", "", "num-sms 16 is unlikely to gain"),
+    (
+        f"{EP2} --moe-token-dispatcher-type flex --moe-flex-dispatcher-num-sms 16",
+        "",
+        "num-sms 16 is unlikely to increase",
+    ),
     (f"{EP2} --overlap-moe-expert-parallel-comm", "", "flex never waits for the host"),
     (
         f"{GRAPH_MODULES} moe_router moe_preprocess {EP2}",

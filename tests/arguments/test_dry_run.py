@@ -137,7 +137,7 @@ def test_an_impossible_layout_is_rejected():
 
 
 def test_another_transport_replaces_deepep_across_hosts_unless_it_is_required():
-    report, note = values(DEEPSEEK), "--moe-flex-dispatcher-backend deepep: it serves the ranks of one host"
+    report, note = values(DEEPSEEK), "--moe-flex-dispatcher-backend deepep: it supports only the ranks of one host"
     assert report["cannot_train_yet"] == [] and report["experts"]["transport"] == "hierarchical"
     assert any(line.startswith(note) for line in report["notes"])
     assert report["time"]["products_in"] == "fp8"
@@ -258,7 +258,9 @@ def test_a_start_from_random_weights_is_noted(ready, more):
 
 def test_a_missing_tokenizer_is_reported_once(ready):
     line = f"{shlex.join(words(SMALL, '--tokenizer-model'))} --vocab-size 1000 --dry-run"
-    assert values(line)["missing_inputs"] == ["SentencePieceTokenizer without a file; set --tokenizer-model"]
+    assert values(line)["missing_inputs"] == [
+        "SentencePieceTokenizer cannot be used without a file; set --tokenizer-model"
+    ]
 
 
 def test_missing_inputs_come_before_missing_features(ready):

@@ -265,7 +265,7 @@ def test_duplicate_key_in_a_file_is_noted(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("adam-eps: 0.1\nadam-eps: 0.2\n", encoding="utf-8")
     plan = plan_of(f"--config {path}")
-    assert f"--adam-eps is given twice: 0.1 ({path}:1), then 0.2 ({path}:2); the last one wins" in plan.notes
+    assert f"--adam-eps is given twice: 0.1 ({path}:1), then 0.2 ({path}:2); the last value is used" in plan.notes
 
 
 def test_variables_of_a_file_are_set_unless_the_user_set_them(tmp_path):

@@ -193,7 +193,9 @@ def test_later_layers_override_silently_and_repetition_within_one_is_noted():
     assert not settings.notes
     settings = settings_of("--lr 1 --lr 2")
     assert settings.setting("lr").value == 2
-    assert settings.notes == ["--lr is given twice: 1.0 (command line), then 2.0 (command line); the last one wins"]
+    assert settings.notes == [
+        "--lr is given twice: 1.0 (command line), then 2.0 (command line); the last value is used"
+    ]
     assert not settings_of("--lr 1 --lr 1.0").notes
 
 
@@ -240,7 +242,7 @@ def test_an_abbreviation_is_not_a_flag():
         ("--recompute-modules mlp router", "--recompute-modules mlp router has router, which is not one of core_attn,"),
         ("--offload-modules router", "--offload-modules router is not one of attn_norm,"),
         ("--num-layers 999999999999999999999", "999999999999999999999 is not less than 100000"),
-        ("--optimizer soap", "--optimizer soap is not available: the eigenvectors of its statistics"),
+        ("--optimizer soap", "--optimizer soap is not available, because computing eigenvectors"),
         ("--hidden-dropout 1", "--hidden-dropout 1 is not less than 1"),
         ("--moe-router-dtype bf16", "--moe-router-dtype bf16 is not one of fp32, fp64"),
         ("stray --lr 1", "'stray' does not follow a flag"),

@@ -56,7 +56,7 @@ def test_the_first_matching_pattern_selects_the_recipe() -> None:
         ("[1]", "must contain the mappings configs and matchers"),
         ("a: {", "cannot be read"),
         (CONFIGS + "matchers: {a: {type: regex, enabled: true, pattern: x, config: bf16}}", "needs type glob"),
-        (CONFIGS + "matchers: {a: {type: glob, enabled: true, pattern: x, config: x}}", "'x' is none"),
+        (CONFIGS + "matchers: {a: {type: glob, enabled: true, pattern: x, config: x}}", "'x' has none"),
         (ONE.format("{fp8_param: true}"), "unavailable keys: fp8_param"),
         (ONE.format("{fp8_quantization_recipe: custom}"), "unavailable recipe or format"),
         (ONE.format("{}, evaluation_recipe: {fp8_format: e4m3}"), "another recipe in evaluation"),

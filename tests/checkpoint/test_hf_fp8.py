@@ -89,7 +89,7 @@ NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
 @pytest.mark.parametrize(
     ("scale", "said"),
     [
-        (None, f"{NAME} [12, 32] is FP8 and has no {NAME}_scale_inv"),
+        (None, f"{NAME} [12, 32] is FP8, but {NAME}_scale_inv is missing"),
         (torch.ones(1, 5), f"{NAME}_scale_inv is [1, 5], blocks of {NAME} [12, 32] are [1, 4]"),
     ],
 )

@@ -312,7 +312,7 @@ def test_a_train_state_that_is_not_an_object_is_damage(tmp_path: Path) -> None:
 
 def test_a_manifest_beyond_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_moe.checkpoint.manifest.MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(CheckpointProblem, match=r"manifest.json: \d+ bytes, at most 100 are read"):
+    with pytest.raises(CheckpointProblem, match=r"manifest.json: the file has \d+ bytes, more than the limit of 100"):
         load_some(saved_folder(tmp_path, 10))
 
 

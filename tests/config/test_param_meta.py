@@ -71,5 +71,5 @@ def test_a_rank_gets_a_range_of_experts_and_its_share_of_each():
     ],
 )
 def test_an_indivisible_dim_is_an_error_with_its_numbers(shape, meta, tp, what):
-    with pytest.raises(AssertionError, match=f"{what} do not divide among 2 ranks"):
+    with pytest.raises(AssertionError, match=f"{what} cannot be divided equally among 2 ranks"):
         local_boxes(shape, meta, tp=(0, tp), ep=(0, 1 if tp == 2 else 2))

@@ -38,7 +38,7 @@ def test_ramp_without_distance_or_samples_is_constant_at_once() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5, 6])
 def test_batches_that_do_not_divide_into_microbatches_are_refused(size: int) -> None:
-    with pytest.raises(AssertionError, match=f"{size} sequences are no multiple of 2 x 2"):
+    with pytest.raises(AssertionError, match=f"{size} sequences are not a multiple of 2 x 2"):
         rank_share(np.arange(size), 0, ranks=2, micro=2)
 
 

@@ -72,7 +72,7 @@ def test_several_keys_give_several_texts() -> None:
         (b"[" * 100_000, "not JSON"),
         (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"text": "ab\\ud83d"}', r'unpaired surrogate .ud83d at position 2 of the text under "text"'),
-        (b'["a"]', "a JSON list where an object is expected"),
+        (b'["a"]', "the line is a JSON list instead of an object"),
         (b'{"txt": "a"}', 'no text under the key "text" .the line has txt'),
         (b'{"text": 3}', 'no text under the key "text"'),
         (b"{}", 'no text under the key "text" .the line has no key'),

@@ -26,6 +26,6 @@ def test_a_stopped_rank_is_named_by_its_peer(data: str, tmp_path: Path) -> None:
     found = status(run)
     assert (found["state"], found["code"], found["rank"]) == ("failed", 10, 0)
     sentence = found["sentence"]
-    assert "phase step, iteration " in sentence and "no stacks came from rank 1" in sentence, sentence
+    assert "phase step, iteration " in sentence and "rank 1 wrote no stacks" in sentence, sentence
     assert "waiting in " in sentence and "megatron_moe." in sentence, sentence
     assert "(most recent call first)" in (run / "crash" / "stacks_00000.txt").read_text()

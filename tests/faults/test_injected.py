@@ -10,7 +10,7 @@ from tests.faults.scenarios import NIGHTLY, NUM_RANKS, SCENARIOS
 from tests.helpers.checkpoint_files import verify
 from tests.helpers.ranks import run_python
 
-VANISHED = "rank 1 vanished without a report: killed, or its node failed"
+VANISHED = "rank 1 ended without a report: it was killed, or its node failed"
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_result_that_is_not_reproduced_exits_with_code_16_and_names_the_rank(f
     """P9, fault 43."""
     found = outcome(folder, "nan once")
     assert found["codes"] == [16] * NUM_RANKS == [found["status"]["code"]] * NUM_RANKS
-    assert "repeating the step gave another result" in found["status"]["sentence"]
+    assert "repeating the step gave a different result" in found["status"]["sentence"]
     assert "suspect rank 1 (" in found["status"]["sentence"]
 
 
@@ -146,7 +146,7 @@ def test_a_slow_rank_is_named_and_recomputed_steps_are_equal(folder: Path) -> No
     found = outcome(folder, "slow")
     assert found["codes"] == [0] * NUM_RANKS
     assert "slowest by forward: rank 1 (" in found["said"][0]
-    assert "iterations were computed twice: the same bits on all ranks" in found["said"][0]
+    assert "iterations were computed twice: bitwise equal on all ranks" in found["said"][0]
     lines = (folder / "slow" / "checkpoints" / "progress.txt").read_text().splitlines()
     assert [line.split("\t")[3] for line in lines] == ["Starting job", "Saved checkpoint", "Saved checkpoint"]
 

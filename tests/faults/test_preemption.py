@@ -63,4 +63,7 @@ def test_a_run_without_checkpoints_reports_lost_steps(data: str, tmp_path: Path)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=TIMEOUT)[0]
     assert process.returncode == ExitCode.PREEMPTED_UNSAVED, said
-    assert "without a checkpoint of this iteration: no --save folder, so its iterations are lost; give --save" in said
+    assert (
+        "without a checkpoint of this iteration: no --save folder, so the trained iterations are lost; give --save"
+        in said
+    )

@@ -54,7 +54,7 @@ def test_missing_element_is_reported():
             held.value[3, 5] = float("nan")
 
     (row,) = compare_changed(drop).bad
-    assert row.remark == "1 elements are held by no rank"
+    assert row.remark == "1 elements exist on no rank"
 
 
 def test_relative_error_of_a_thousandth_is_detected():

@@ -82,7 +82,7 @@ def test_missing_sequence_part_raises() -> None:
 
 
 def test_heads_that_do_not_divide_raise() -> None:
-    with pytest.raises(AssertionError, match="3 heads do not divide among 2 ranks"):
+    with pytest.raises(AssertionError, match="3 heads cannot be divided equally among 2 ranks"):
         split(Case(heads=3, groups=1), ParallelConfig(world_size=2, cp=2), "a2a")
 
 

@@ -198,9 +198,9 @@ def test_contradictory_configs_are_rejected() -> None:
     good = spec_of()
     with pytest.raises(AssertionError, match="expert width 8, not 4"):
         make(replace(good, latent_size=4))
-    with pytest.raises(AssertionError, match="6 experts in router"):
+    with pytest.raises(AssertionError, match="the router has 6 experts"):
         make(replace(good, experts=replace(good.experts, num_experts=5)))
-    with pytest.raises(AssertionError, match="need top-1"):
+    with pytest.raises(AssertionError, match="requires top-1"):
         make(replace(good, experts=replace(good.experts, probs_on_input=True)))
 
 

@@ -92,7 +92,7 @@ def test_override_selects_the_command_line_and_reports_it() -> None:
     changed = LRSchedule(replace(SPEC, max_lr=3e-4, override_opt_param_scheduler=True))
     schedule, notes = changed.resumed(through_json(LRSchedule(SPEC)))
     assert schedule == changed
-    assert notes == ["learning rate schedule: max_lr 0.0003 (checkpoint: 0.001), the command line wins"]
+    assert notes == ["learning rate schedule: max_lr 0.0003 (checkpoint: 0.001), the value of the command line is used"]
 
 
 def test_use_checkpoint_selects_the_checkpoint_for_every_curve() -> None:

@@ -286,5 +286,8 @@ def test_a_run_of_adam_continues_with_muon_and_new_momentum(tmp_path: Path) -> N
     for found in on_threads(before.parallel, resumed):
         assert any(name.startswith("momentum.") for name in found)
         assert all(value.isfinite().all() for value in found.values())
-    assert notes == ["another update rule saved the optimizer state of some parameters; their state starts anew"]
+    assert notes == [
+        "the checkpoint contains optimizer state of another update rule for some parameters; "
+        "their state is initialised anew"
+    ]
     assert any(name.startswith("exp_avg.decoder") for name in saved)

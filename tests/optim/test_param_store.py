@@ -115,7 +115,7 @@ def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
     store.acquire("embedding")  # nothing is pending
     for bucket in range(sum(len(buffer.buckets) for buffer in buffers.layout.buffers)):
         store.write_back(bucket, streams)
-    with pytest.raises(AssertionError, match="new weights of bucket 0 were never acquired"):
+    with pytest.raises(AssertionError, match="new weights of bucket 0 were not acquired"):
         store.write_back(0, streams)
     with pytest.raises(AssertionError, match="layers.0.experts was read while its buckets"):
         store.release("layers.0.experts")

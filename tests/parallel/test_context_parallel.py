@@ -27,7 +27,7 @@ from tests.helpers.tolerances import EXACT
 def test_zigzag_pairs_early_with_late_chunks_and_contiguous_does_not() -> None:
     assert split_positions("zigzag", 8, 2) == ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
     assert split_positions("contiguous", 6, 3) == ((range(0, 2),), (range(2, 4),), (range(4, 6),))
-    with pytest.raises(AssertionError, match="10 tokens do not divide into 4 chunks"):
+    with pytest.raises(AssertionError, match="10 tokens cannot be divided into 4 equal chunks"):
         split_positions("zigzag", 10, 2)
 
 

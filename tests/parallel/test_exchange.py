@@ -175,5 +175,5 @@ def test_sizes_that_do_not_fit_the_rows_are_rejected() -> None:
     def rank(ctx: ParallelContext) -> None:
         exchange.run(AllToAll(ctx.group("ep"), (1, 2), (1, 2)), draw(4, WIDTH, seed=0))
 
-    with pytest.raises(AssertionError, match="4 rows for sizes"):
+    with pytest.raises(AssertionError, match="got 4 rows, but the sizes are"):
         on_threads(ParallelConfig(world_size=2, ep=2), rank)

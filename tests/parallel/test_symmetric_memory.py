@@ -98,7 +98,7 @@ def test_ranks_that_see_different_folders_find_out(folder: Path, monkeypatch: py
 
     found = on_threads(RANKS, rank)
     assert found[0] == found[1]
-    assert found[0].startswith(f"rank 1 cannot exchange tokens through {folder}: no file of rank 0 there")
+    assert found[0].startswith(f"rank 1 cannot exchange tokens through {folder}: the file of rank 0 does not exist")
 
 
 def test_files_of_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

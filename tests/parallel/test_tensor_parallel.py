@@ -86,7 +86,7 @@ class TestEqualParts:
 
 @pytest.mark.parametrize("function", [tensor_parallel.scatter_to, tensor_parallel.reduce_scatter])
 def test_an_indivisible_dim_is_an_error_with_its_numbers(function):
-    with pytest.raises(AssertionError, match=r"dim 0 of \(5, 3\) does not divide among 2 ranks"):
+    with pytest.raises(AssertionError, match=r"dim 0 of \(5, 3\) cannot be divided equally among 2 ranks"):
         on_threads(tensor_parallel_config(2), lambda ctx: function(randn(5, 3), ctx.group("tp"), 0))
 
 

@@ -210,7 +210,7 @@ def test_every_swap_of_dependent_computations_is_reported():
 
 def test_message_that_is_never_received_is_reported():
     first, second = two_ranks("F0 sf0 F1 sf1", "rf0 F0")
-    assert "sf1.0>1 of rank 0 is never received" in simulate(StageMap(2), (first, second), depth=None).problems
+    assert "sf1.0>1 of rank 0 is not received" in simulate(StageMap(2), (first, second), depth=None).problems
 
 
 def test_most_in_flight_counts_until_the_weight_gradients_are_done():

@@ -50,7 +50,9 @@ def test_rank_without_report_is_named(tmp_path: Path) -> None:
     """P8, fault 3."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
     problem = blamed(tmp_path, BROKEN)
-    assert isinstance(problem, OtherRankProblem) and problem.rank == 2 and "rank 2 vanished" in str(problem)
+    assert (
+        isinstance(problem, OtherRankProblem) and problem.rank == 2 and "rank 2 ended without a report" in str(problem)
+    )
     found = json.loads((tmp_path / "status.json").read_text())
     assert (found["code"], found["rank"], found["host"]) == (11, 2, None)
 
@@ -101,7 +103,7 @@ def test_collective_timeout_exits_with_the_hang_code(tmp_path: Path) -> None:
     late = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation")
     problem = blamed(tmp_path, late)
     assert isinstance(problem, OtherRankProblem) and (problem.code, problem.rank) == (ExitCode.HANG, 2)
-    assert "rank 2 did not join" in json.loads((tmp_path / "status.json").read_text())["sentence"]
+    assert "rank 2 did not take part" in json.loads((tmp_path / "status.json").read_text())["sentence"]
 
 
 def test_no_rank_is_named_without_a_run_folder() -> None:

@@ -36,7 +36,7 @@ def test_flipped_bit_names_rank_and_parameter(ranks: int) -> None:
         return str(problem.value)
 
     reported = on_threads(ParallelConfig(world_size=ranks), main)
-    who = "rank 1 of 3 differs from the others" if ranks == 3 else "ranks 0, 1 have no majority"
+    who = "rank 1 of 3 differs from the others" if ranks == 3 else "ranks 0, 1 have no majority value"
     assert (
         len(set(reported)) == 1 and reported[0].startswith("iteration 5: ") and reported[0].endswith(f"  {NORM}: {who}")
     )
@@ -57,4 +57,4 @@ def test_expert_shards_are_not_replicas() -> None:
         return str(problem.value)
 
     reported = on_threads(ParallelConfig(world_size=4, ep=2), main)
-    assert all("experts.linear_fc1.weight: ranks 1, 3 have no majority" in each for each in reported)
+    assert all("experts.linear_fc1.weight: ranks 1, 3 have no majority value" in each for each in reported)

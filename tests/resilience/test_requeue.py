@@ -78,7 +78,7 @@ def test_patience_without_a_new_checkpoint():
     assert decide(report, 1, (ending(30),)).restart
     decision = decide(report, 1, (ending(30), ending(30)))
     assert not decision.restart
-    assert "end number 3 in a row without a new checkpoint, the last at iteration 37" in decision.reason
+    assert "start number 3 in a row without a new checkpoint, which ended at iteration 37" in decision.reason
     assert decide(report, 1, (ending(30), ending(30)), patience=4).restart
     unsaved = StatusReport(state="running", iteration=3)
     assert not decide(unsaved, 1, (ending(None), ending(None))).restart

@@ -51,7 +51,7 @@ def test_repeatability_statistics() -> None:
     figures, context = Repeatability(torch.device("cpu")), ParallelContext.single()
     assert figures.line(context) is None
     figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0]))
-    assert figures.line(context) == "1 iterations were computed twice: the same bits on all ranks"
+    assert figures.line(context) == "1 iterations were computed twice: bitwise equal on all ranks"
     figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.5]))
     figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0]))
     line = figures.line(context)

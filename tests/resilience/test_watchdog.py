@@ -86,7 +86,7 @@ def test_ranks_without_stacks_are_named(
     with Watchdog({"step": 0.2}, tmp_path, world_size=4, exit_process=lambda code: expired.set()) as dog:
         dog.enter("step", 7)
         assert expired.wait(PATIENCE)
-    assert "; no stacks came from rank 2, rank 3: stopped" in capsys.readouterr().err
+    assert "; rank 2, rank 3 wrote no stacks: stopped" in capsys.readouterr().err
 
 
 def test_timeout_with_closed_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

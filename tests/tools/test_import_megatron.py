@@ -208,7 +208,7 @@ def test_shards_of_several_ranks_are_merged(stored: bool, kept: Path, tmp_path: 
         EXACT.check(second[f"model.{name}"].float(), value.float(), name)
     shutil.rmtree(folder / "mp_rank_01_000_001")
     assert refused(folder, tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
-    assert "mp_rank_01_001_001 needs the model of pipeline stage 0, which is missing" in capsys.readouterr().err
+    assert "mp_rank_01_001_001 refers to the model of pipeline stage 0, which is missing" in capsys.readouterr().err
 
 
 def test_the_mtp_projection_is_sharded_by_rows(kept: Path, tmp_path: Path) -> None:

@@ -172,9 +172,11 @@ def test_failed_last_save_without_earlier_checkpoint(tmp_path: Path, monkeypatch
     run = start(plan_of(save=tmp_path))
     run.train(1)
     monkeypatch.setattr(CheckpointSaver, "save", lambda *arguments, **names: None)
-    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is no checkpoint yet; fix"):
+    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; no checkpoint has been saved yet; fix"):
         run.checkpoints.save_last(run.state, run.loader)
-    with pytest.raises(Preempted, match="why, without a checkpoint of this iteration: there is no checkpoint yet"):
+    with pytest.raises(
+        Preempted, match="why, without a checkpoint of this iteration: no checkpoint has been saved yet"
+    ):
         run.checkpoints.leave_preempted(run.state, run.loader, "why")
 
 
@@ -269,8 +271,11 @@ DAMAGED_STATES = {
     "a list as kind": (put("model", "layers", 0, value=[0]), "'layers' of model are not indices"),
     "kinds as text": (put("model", "kinds", value="ab"), "'layers' of model are not indices"),
     "a kind as number": (put("model", "kinds", 0, value=3), "'layers' of model are not indices"),
-    "no type": (put("model", "type"), "a part of model has no type"),
-    "no type inside": (put("model", "kinds", 0, value={"mixer": {}, "type": "Layer"}), "a part of model has no type"),
+    "no type": (put("model", "type"), "a part of 'model' has no 'type'"),
+    "no type inside": (
+        put("model", "kinds", 0, value={"mixer": {}, "type": "Layer"}),
+        "a part of 'model' has no 'type'",
+    ),
     "no order": (put("data", "fingerprint"), r"data lacks the keys \['fingerprint'\]"),
 }
 

@@ -286,7 +286,11 @@ OTHER_STATE: dict[str, tuple[LowPrecisionConfig | None, LowPrecisionConfig | Non
     "from bf16": (None, CONFIGS["delayed"], BF16_SCALES),
     "in more layers": (replace(CONFIGS["delayed"], layers_at_end=1), CONFIGS["delayed"], BF16_SCALES),
     "cut": (CONFIGS["delayed"], replace(CONFIGS["delayed"], amax_history_len=2), "the 2 newest steps are used"),
-    "padded": (CONFIGS["delayed"], replace(CONFIGS["delayed"], amax_history_len=5), "the older steps start empty"),
+    "padded": (
+        CONFIGS["delayed"],
+        replace(CONFIGS["delayed"], amax_history_len=5),
+        "the history of older steps starts empty",
+    ),
 }
 
 

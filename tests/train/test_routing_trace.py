@@ -249,7 +249,7 @@ def test_traces_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "expert 70 was selected, and this run has 8 experts" in problem(plan, re.sub(r"\[\[ *\d+", "[[70", text))
     assert "no record of layer 3 in step 1" in problem(plan, text.replace('"layer": 3', '"layer": 9'))
     assert "line 2 of" in problem(plan, text.splitlines()[0] + "\nsomething\n")
-    assert "the files record no decoder layer" in problem(plan, text.replace('"decoder"', '"mtp"'))
+    assert "the files contain no records of decoder layers" in problem(plan, text.replace('"decoder"', '"mtp"'))
     with pytest.raises(DataProblem, match="no file router_trace_rank"):
         train(replayed(plan, tmp_path), steps=1)
 

@@ -30,7 +30,8 @@ class _NoFamily(Exception):
 
 
 class NoPublishedFamily(CheckpointProblem):
-    """No family describes the model. `nearest`: the model of the family with the fewest differences, if any."""
+    """Raised if no family describes the model. `nearest`: the model of the family with the fewest differences, if
+    any."""
 
     nearest: ModelConfig | None = None
 
@@ -39,9 +40,10 @@ class Family(NamedTuple):
     """A model family of transformers."""
 
     architecture: str
-    """Class that loads the folder."""
+    """Class of transformers that loads the folder."""
     write: Callable[[ModelConfig, MoEConfig], Values]
-    """Returns the keys of config.json that `_common` lacks. May raise `_NoFamily`, AttributeError or TypeError."""
+    """Function that returns the keys of config.json that `_common` does not contain. It may raise `_NoFamily`,
+    AttributeError or TypeError."""
 
 
 def generated_config(model: ModelConfig, vocab_size: int) -> Values:
@@ -73,7 +75,7 @@ def generated_config(model: ModelConfig, vocab_size: int) -> Values:
 
 
 def _common(model: ModelConfig, vocab_size: int) -> Values:
-    """Keys that all families have."""
+    """Keys of config.json that all families share."""
     first, moe, attention = model.layers[0], model.moe_configs[0], _softmax_mixers(model)[0]
     return {
         "hidden_size": model.hidden_size,
@@ -118,7 +120,7 @@ def _rope(rope: RopeConfig | None) -> Values:
 
 
 def _grouped(model: ModelConfig) -> tuple[AttentionConfig, Values]:
-    """Attention of the first layer that has any, if possible with a window, and its keys."""
+    """Returns (attention of the first layer that has it, preferably with a window; its keys of config.json)."""
     mixers = _softmax_mixers(model)
     mixer = next((each for each in mixers if each.core.window), mixers[0])
     if not isinstance(mixer, AttentionConfig):
@@ -127,7 +129,7 @@ def _grouped(model: ModelConfig) -> tuple[AttentionConfig, Values]:
 
 
 def _linear(model: ModelConfig, kind: type[LinearAttentionConfig]) -> LinearAttentionConfig:
-    """First mixer of a kind of linear attention."""
+    """First linear-attention mixer of the given kind."""
     mixer = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, kind)), None)
     if mixer is None:
         raise _NoFamily
@@ -135,7 +137,7 @@ def _linear(model: ModelConfig, kind: type[LinearAttentionConfig]) -> LinearAtte
 
 
 def _dense(model: ModelConfig) -> tuple[list[int], MLPConfig | None]:
-    """Indices of the dense layers, and their MLP."""
+    """Returns (indices of the dense layers, their MLP)."""
     blocks = [layer.feed_forward for layer in model.layers]
     dense = [index for index, block in enumerate(blocks) if isinstance(block, MLPConfig)]
     first = blocks[dense[0]] if dense else None
@@ -153,7 +155,7 @@ def _mixtral(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _softmax(model: ModelConfig, moe: MoEConfig) -> Values:
-    """Keys of the experts of Qwen and of the dense layers between them."""
+    """Keys of config.json for Qwen's MoE layers and the dense layers between them."""
     dense, mlp = _dense(model)
     return {
         "num_experts": moe.experts.num_experts,
@@ -257,7 +259,7 @@ def _gpt_oss(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _sigmoid(model: ModelConfig, moe: MoEConfig) -> Values:
-    """Keys of the experts of DeepSeek and GLM and of the dense layers before them."""
+    """Keys of config.json for the MoE layers of DeepSeek and GLM and the dense layers before them."""
     dense, mlp = _dense(model)
     leading = list(takewhile(lambda index: index in dense, range(len(model.layers))))
     if dense != leading:

@@ -204,8 +204,8 @@ def _check_ignored(folder: Path, source: HFFolder, ignored: list[str]) -> None:
             problems.append(f"{name} is not equal to {original}, of which it should be a copy")
     if problems:
         raise CheckpointProblem(
-            f"{folder}: {len(problems)} tensors would be lost; for MTP layers give --mtp-num-layers:\n"
-            f"  {listed(problems)}"
+            f"{folder}: {len(problems)} tensors would not be converted; for MTP layers give --mtp-num-layers:\n  "
+            f"{listed(problems)}"
         )
 
 
@@ -223,7 +223,7 @@ def _stored_weights(
             f"checkpoint {checkpoint} does not match the model in {len(problems)} tensors:\n  {listed(problems)}"
         )
     dtypes = {name: TORCH_DTYPES[manifest.tensors[tensor_key("model", name)].dtype] for name in weight_tensors(model)}
-    if dtype is not None:  # expert biases keep fp32: their update step vanishes in bf16
+    if dtype is not None:  # expert biases keep fp32, because their updates would be too small for bf16
         dtypes |= {name: dtype for name, _ in model.named_parameters()}
     return {name: torch.empty_like(value, dtype=dtypes[name]) for name, value in weight_tensors(model).items()}
 

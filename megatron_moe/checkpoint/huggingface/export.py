@@ -50,7 +50,7 @@ class HFTensor:
     like: Tensor
     """Meta tensor with the shape and dtype to write."""
     source: str
-    """Name of our parameter, followed by `[expert]` if this tensor is part of one expert."""
+    """Name of the parameter in this program, followed by `[expert]` if this tensor is part of one expert."""
 
 
 class Export:
@@ -78,7 +78,7 @@ class Export:
             for line in differences(expected, published)
         ]
         if published.vocab_size > config.vocab_size:
-            problems.append(f"vocabulary: {config.vocab_size} rows, config.json has {published.vocab_size}")
+            problems.append(f"vocabulary: the model has {config.vocab_size} rows, config.json {published.vocab_size}")
         if problems:
             raise CheckpointProblem(
                 f"the model cannot be written as {hf_config['model_type']}: {len(problems)} differences from "

@@ -121,7 +121,7 @@ class HFFolder:
             shape = self.shape(name)
             wanted = [-(-size // block) for size, block in zip(shape, self._block, strict=False)]
             if len(shape) != 2 or name + _SCALE not in self._files:
-                problems.append(f"{name} {list(shape)} is FP8 and has no {name + _SCALE}")
+                problems.append(f"{name} {list(shape)} is FP8, but {name + _SCALE} is missing")
             elif list(found := self.shape(name + _SCALE)) != wanted:
                 problems.append(f"{name + _SCALE} is {list(found)}, blocks of {name} {list(shape)} are {wanted}")
         if problems:

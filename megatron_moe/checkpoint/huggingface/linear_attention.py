@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_moe.checkpoint.huggingface.weight_map import Transform
 
 FILTERS = Transform(lambda tensors: tensors[0].squeeze(1), lambda tensor: [tensor.unsqueeze(1)])
-"""Filters of the short convolution: Hugging Face [C, 1, K] <-> our [C, K]."""
+"""Filters of the short convolution: Hugging Face [C, 1, K] <-> this program's [C, K]."""
 
 
 def by_key_head(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Transform:
@@ -35,5 +35,6 @@ def by_key_head(key_heads: int, value_heads: int, key_dim: int, value_dim: int) 
 
 
 def by_section(*sizes: int) -> Transform:
-    """Qwen3.5's separate projections of q, k and v together, z, beta and decay <-> our rows. `sizes`: their rows."""
+    """Qwen3.5's separate projections of q, k and v together, z, beta and decay <-> this program's rows. `sizes`: number
+    of rows of each."""
     return Transform(lambda tensors: torch.cat(list(tensors)), lambda tensor: list(tensor.split(sizes)))

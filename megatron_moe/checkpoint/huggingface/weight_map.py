@@ -1,6 +1,6 @@
-"""Mapping between our parameters and Hugging Face tensors, in both directions.
+"""Mapping between parameters and Hugging Face tensors, in both directions.
 
-A rule contains the name of our parameter, the names of its Hugging Face tensors, and the transform between them.
+A rule contains the name of the parameter, the names of its Hugging Face tensors, and the transform between them.
 Configs of components have the rules of their parameters; those outside transformer layers are here.
 """
 
@@ -20,7 +20,7 @@ from megatron_moe.config.registry import resolve
 
 @dataclass(frozen=True)
 class Transform:
-    """Bijection between one of our tensors and the Hugging Face tensors that it consists of."""
+    """Bijection between one tensor of this program ("our") and the Hugging Face tensors that it consists of."""
 
     from_hf: Callable[[Sequence[Tensor]], Tensor]
     to_hf: Callable[[Tensor], Sequence[Tensor]]
@@ -94,7 +94,7 @@ TRANSFORMS: Mapping[str, Transform | Callable[..., Transform]] = MappingProxyTyp
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One parameter, or one expert's slice of it, and the Hugging Face tensors that it consists of."""
+    """Maps one parameter, or one expert's slice of it, to the Hugging Face tensors that it consists of."""
 
     name: str
     expert: int | None
@@ -103,11 +103,11 @@ class WeightMapping:
 
 
 class _Names(NamedTuple):
-    """Names of a family outside the components of its layers."""
+    """Hugging Face names of a model family for parameters outside the components of its layers."""
 
     layers: str = "model.layers"
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    """Norms before mixer and feed-forward module, relative to the layer."""
+    """Names of the norms before mixer and feed-forward module, relative to the layer."""
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
 
@@ -123,7 +123,7 @@ class _Names(NamedTuple):
 _NAMES: Mapping[str, _Names] = MappingProxyType(
     {"nemotron_h": _Names("backbone.layers", ("norm", "norm"), "backbone.embeddings", "backbone.norm_f")}
 )
-"""Names by `model_type`, where they are not the usual ones."""
+"""Names of families that differ from the defaults, by `model_type`."""
 _USUAL = _Names()
 _VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
 

@@ -89,7 +89,7 @@ class PerRank:
         self._gated = bool(getattr(args, "swiglu", False) or getattr(args, "gated_linear_unit", False))
         self.tensors: dict[str, ShardedTensor] = {}
         num_tp = 1 + max(self._rank(name)[0] for name in names)
-        # In older Megatron versions without this argument, experts use the same size.
+        # In older Megatron versions without this argument, experts have the tensor-parallel size of other layers.
         if int(getattr(args, "expert_tensor_parallel_size", None) or num_tp) != num_tp:
             raise CheckpointProblem(
                 f"{folder}: the tensor-parallel size of experts differs from that of other layers; convert it with "
@@ -127,7 +127,7 @@ class PerRank:
                 at = next((n for n in files if self._rank(n) == (tp, stage, ep)), None)
                 if at is None or other not in files[at]:
                     raise CheckpointProblem(
-                        f"{self.folder}: {name} needs the model of pipeline stage {stage}, which is missing"
+                        f"{self.folder}: {name} refers to the model of pipeline stage {stage}, which is missing"
                     )
                 first += len({layer["layer"] for name in files[at][other] if (layer := LAYER.fullmatch(name))})
             for key, value in files[name][chunk].items():

@@ -36,7 +36,7 @@ _STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<name>
 _KINDS: Mapping[str, str] = MappingProxyType(
     {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 )
-"""Megatron's name -> our name for each kind of optimizer state."""
+"""Maps Megatron's name of each kind of optimizer state to the name in this program's checkpoints."""
 
 _IGNORED = re.compile(r".*(_extra_state|rng_state).*|.*\.rotary_pos_emb\.inv_freq|.*local_tokens_per_expert")
 """Pattern of tensors that are not parameters: Transformer Engine and RNG state, RoPE tables, counters."""
@@ -52,7 +52,7 @@ class Location:
 
 
 def _candidate_locations(name: str, other_names: Mapping[str, tuple[str, ...]]) -> Iterator[Location]:
-    """Yields the places at which Megatron may store the parameter `name`. `other_names`: see `import_model`."""
+    """Yields the tensors in which Megatron may store the parameter `name`. `other_names`: see `import_model`."""
     decoder, mtp = LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
     if decoder is not None:
         for rest in (decoder["rest"], *other_names.get(decoder["rest"], ())):

@@ -1,6 +1,6 @@
 """Ops of NVIDIA Apex, built from source with its CUDA extensions: fused weight gradients and fused norms.
 
-The package `apex` on PyPI is unrelated and has none of these modules.
+The package `apex` on PyPI is an unrelated project without these modules.
 """
 
 import fused_weight_gradient_mlp_cuda

@@ -36,7 +36,8 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. The package returns bf16, so the result is rounded before it is added."""
+    """See `Kernels.grouped_weight_grad`. The package returns bf16, so the result is rounded to bf16 before it is added
+    to `out`."""
     for part, adds in reference.one_by_one(parts, accumulate):
         _weight_grad(*part, out, adds)
 

@@ -45,11 +45,11 @@ def quantize_weight(
 
 
 def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
-    """Allocates nothing."""
+    """Fake that allocates nothing, since the real op works in place."""
 
 
 def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """Allocates nothing."""
+    """Fake that allocates nothing, since the real op writes to `out`."""
 
 
 def transpose_weight(data: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def quantized_linear_input_grad(grad: QuantizedTensor, weight: QuantizedTensor) 
 
 
 def quantized_linear_weight_grad(grad: object, x: object, out: Tensor, accumulate: bool) -> None:
-    """Allocates nothing."""
+    """Fake that allocates nothing, since the real op writes to `out`."""
 
 
 def quantized_grouped_forward(rows: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def quantized_grouped_input_grad(grad: QuantizedTensor, weight: QuantizedTensor,
 
 
 def quantized_grouped_weight_grad(parts: object, out: Tensor, accumulate: bool) -> None:
-    """Allocates nothing."""
+    """Fake that allocates nothing, since the real op writes to `out`."""
 
 
 def _blocks(size: int, length: int) -> int:

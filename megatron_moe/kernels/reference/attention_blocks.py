@@ -31,7 +31,7 @@ def attention_block(
 
 
 def nothing_seen(q_SBND: Tensor, value_width: int) -> tuple[Tensor, Tensor]:
-    """Output, 0, and log-sum-exp, -inf, of queries that have seen no key, in the layouts of the kernels."""
+    """Initial values for queries that have seen no key: (output 0, log-sum-exp -inf), in the layouts of the kernels."""
     wide, (seq, batch, heads) = internal_dtype(q_SBND.dtype), q_SBND.shape[:3]
     out_SBNE = q_SBND.new_zeros(seq, batch, heads, value_width, dtype=wide)
     return out_SBNE, q_SBND.new_full((batch, heads, seq), -math.inf, dtype=wide).permute(2, 0, 1)

@@ -259,7 +259,7 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
     wide = x_RF.to(internal_dtype(x_RF.dtype))
     if probs_R is not None:
         probs = probs_R.to(wide.dtype)[..., None]
-        wide = torch.where(probs != 0, wide, 0)  # first, because padding rows may contain nan
+        wide = torch.where(probs != 0, wide, 0)  # masked first, because padding rows may contain nan
     out = gated(wide, config) if config.gated else nonlinearity(wide, config)
     return (out if probs_R is None else out * probs).to(x_RF.dtype)
 
@@ -414,7 +414,8 @@ def adamw_packed_(
 def step_unpacked(
     adamw_: Callable[..., None], states: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None, first: int
 ) -> None:
-    """Implements `Kernels.adamw_packed_` with `adamw_`: unpacks the state to fp32, steps, and packs it again."""
+    """Implements `Kernels.adamw_packed_` with `adamw_`: unpacks the state to fp32, applies the step and packs the state
+    again."""
     wide = [unpack(state, weights).to(torch.float32, copy=True) for state in states]
     adamw_(wide[0], grad.to(torch.float32, copy=True), *wide[1:], move)
     rounded = None if weights is None else round_weights(wide[0], weights.dtype)

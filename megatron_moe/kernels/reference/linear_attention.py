@@ -44,8 +44,8 @@ def linear_attention(
     carry = log_decay[..., -1:].masked_fill(before != last, -torch.inf).exp()[..., None]
     values, read = v, None
     if beta_SBM is not None:
-        # each token stores the difference of its value and what the state returns for its key, which depends on the
-        # tokens before it in the chunk: a triangular system
+        # Each token stores its value minus the state's value for its key. The latter depends on the earlier tokens of
+        # the chunk, so the stored values solve a triangular system.
         beta = chunked(beta_SBM)[..., None]
         system = (beta * (k @ k.mT) * between).tril(-1) + torch.eye(CHUNK, device=v.device, dtype=wide)
         values, read = torch.linalg.solve_triangular(

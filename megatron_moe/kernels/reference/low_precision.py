@@ -1,5 +1,5 @@
-"""Reference implementation of matrix multiplications with quantised operands: dequantises, then multiplies. Also of
-the quantisation of parts of weights.
+"""Reference implementation of matrix multiplications with quantised operands: dequantises, then multiplies. Also
+quantises parts of weights.
 
 Operands are converted to promote(fp32, their dtype), in which products are computed. With scales that are powers of
 two, the results differ from those of FP8 tensor cores only by the order and precision of the sums.
@@ -68,7 +68,8 @@ def _by_expert(rows: MatrixOperand, weight_eIO: Tensor, offsets_e: Tensor) -> Te
 def _blocks_of(rows: Tensor, offsets_e: Tensor) -> ExpertBlocks:
     """Divides the rows into blocks as long as an expert's mean number of rows.
 
-    For any distribution of rows over experts, which the host does not know, at most 2e products of equal size result.
+    The host does not know how many rows an expert has, but there are at most 2e blocks, so at most 2e products of equal
+    size are computed.
     """
     return ExpertBlocks.from_offsets(offsets_e, len(rows), max(1, -(-len(rows) // len(offsets_e))))
 
@@ -90,8 +91,8 @@ def _in_blocks(rows_RC: Tensor, blocks: ExpertBlocks) -> Tensor:
 
 
 def _expert_columns(operand: MatrixOperand, offsets_e: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of all rows [R, C] from the columnwise copy, and the ends of the experts; rows of quantised operands are
-    padded with zeros to whole blocks."""
+    """Returns (values of all rows [R, C] from the columnwise copy, end of each expert's rows). With quantised operands,
+    each expert's rows are padded with zeros to whole blocks."""
     values_RC = _expert_values(operand, offsets_e, columnwise=True).T
     if isinstance(operand, QuantizedTensor) and operand.block != WHOLE:
         return values_RC, block_offsets(offsets_e, operand.block[1]) * operand.block[1]
@@ -144,7 +145,7 @@ def dequantize_rows(rows: QuantizedTensor) -> Tensor:
 
 
 def _rows_of(part: WeightPart) -> tuple[int, int]:
-    """Returns (first row of a part, row after the last one), over all matrices of a stack."""
+    """Returns (first row, row after the last one) of a part, counted over all matrices of a stack."""
     inputs = part.shape[-1]
     return part.start // inputs, -(-(part.start + len(part.values)) // inputs)
 

@@ -23,7 +23,7 @@ torch does so for quantised operands only."""
 
 
 def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
-    """Raises EnvironmentProblem if experts are to be captured but a grouped GEMM reads row offsets on the host."""
+    """Raises EnvironmentProblem if the run captures experts but a grouped GEMM reads row offsets on the host."""
     if not config.full_iteration and "moe" not in config.cuda_graph_modules:
         return
     for choice in kernels.choices:
@@ -84,7 +84,8 @@ class CudaGraphRecorder:
         return captured
 
     def destroy(self) -> None:
-        """Destroys all graphs. NCCL waits without end for them if it destroys a communicator that they use."""
+        """Destroys all graphs. Call it before communicators are destroyed, because NCCL hangs if a graph still uses
+        one."""
         torch.cuda.synchronize(self._device)
         for graph in self._graphs:
             graph.destroy()
@@ -120,7 +121,7 @@ def garbage_collection_disabled() -> Iterator[None]:
 class CaptureReport:
     """Logs a summary of the captured graphs once. Its method `enter` is an observer of `train.events.RunEvents`.
 
-    The constructor argument `summary` is a function that returns None until the first step with graphs has ended.
+    `summary`: function that returns the text, or None until the first step with graphs has ended.
     """
 
     def __init__(self, summary: Callable[[], str | None], note: Callable[[str], None]) -> None:

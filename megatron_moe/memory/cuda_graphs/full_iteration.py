@@ -57,14 +57,15 @@ class FullIterationGraph:
         return sums.clone()
 
     def discard(self) -> None:
-        """Drops all graphs, because shapes in them change. The next step runs eagerly, so that kernels for the new
-        shapes are compiled; the step after it is captured. All ranks must call it between the same steps."""
+        """Destroys all graphs, because shapes change. The next step runs eagerly, so that kernels for the new shapes
+        are compiled; the step after it is captured. All ranks must call it between the same steps."""
         self._captured.clear()
-        self._pool = self._recorder.pool()  # torch captures nothing into a pool whose graphs have been destroyed
+        # torch captures nothing into a pool whose graphs have been destroyed, so a new pool is needed
+        self._pool = self._recorder.pool()
         self._num_steps = min(self._num_steps, self._warmup - 1)
 
     def summary(self) -> str | None:
-        """Text with the number of graphs and their memory; None before the first capture."""
+        """Formats the number of graphs and their memory; None before the first capture."""
         if not self._captured:
             return None
         static_bytes = sum(tensor.nbytes for step in self._captured.values() for tensor in step.static_inputs)
@@ -73,7 +74,7 @@ class FullIterationGraph:
 
 
 def _static(batch: MicroBatch) -> MicroBatch:
-    """Copy of the batch without the fields that a graph must not depend on."""
+    """Returns a copy of the batch without the fields that a graph must not depend on."""
     whole = None if batch.whole is None else _static(batch.whole)
     return replace(batch, context=static_context(batch.context), whole=whole)
 

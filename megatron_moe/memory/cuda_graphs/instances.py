@@ -24,15 +24,15 @@ class GraphInstancePool:
 
     def begin_step(self) -> None:
         """Called before every training step. Before the first captured step, it frees memory cached by eager steps."""
-        assert not self._in_use, f"in flight between steps (microbatch, chunk): {sorted(self._in_use)}"
+        assert not self._in_use, f"microbatches in flight between steps, as (microbatch, chunk): {sorted(self._in_use)}"
         self._num_steps += 1
         if self._num_steps == self._warmup + 1:
             self._recorder.empty_cache()
 
     def discard(self) -> None:
-        """Drops all graphs, because shapes in them change. The next step runs eagerly, so that kernels for the new
-        shapes are compiled; the step after it is captured. All ranks must call it between the same steps."""
-        assert not self._in_use, f"in flight between steps (microbatch, chunk): {sorted(self._in_use)}"
+        """Destroys all graphs, because shapes change. The next step runs eagerly, so that kernels for the new shapes
+        are compiled; the step after it is captured. All ranks must call it between the same steps."""
+        assert not self._in_use, f"microbatches in flight between steps, as (microbatch, chunk): {sorted(self._in_use)}"
         self._free.clear()
         self._num_steps = min(self._num_steps, self._warmup - 1)
 
@@ -62,7 +62,7 @@ class GraphInstancePool:
             yield from self.of(chunk)
 
     def summary(self) -> str | None:
-        """Text with the number of graphs and their memory; None before the end of the first step with graphs."""
+        """Formats the number of graphs and their memory; None before the end of the first step with graphs."""
         if self._num_steps <= self._warmup or self._in_use:
             return None
         instances = list(self)

@@ -83,7 +83,7 @@ class GraphInstance:
         self.defers_weight_grads = defers_weight_grads
         self.pool = recorder.pool()
         self.weight_grad_pool = recorder.pool() if defers_weight_grads else self.pool
-        """Pool of the graphs of weight gradients, which keep nothing in it between replays."""
+        """Memory pool of the weight-gradient graphs, which need no memory in it between replays."""
         self.num_graphs = 0
         self.static_bytes = 0
         """Size of the static buffers, which are not allocated from the pool."""
@@ -95,7 +95,7 @@ class GraphInstance:
         """Output tensors of the captured graphs, by `_location`."""
         self._static_grads: dict[tuple[Any, ...], Tensor] = {}
         self._held: list[object] = []
-        """Operands of the weight gradients captured for this microbatch, whose memory no other graph may reuse."""
+        """Operands of the captured weight gradients, kept alive so that no other graph reuses their memory."""
 
     @property
     def pools(self) -> tuple[Any, ...]:
@@ -127,7 +127,8 @@ class GraphInstance:
     def capture_weight_grads(
         self, compute: Callable[[bool], Sequence[Tensor]], operands: object
     ) -> dict[bool, CapturedGraph]:
-        """Captures `compute(accumulate)` for both values of `accumulate`. `operands`: what the caller frees next."""
+        """Captures `compute(accumulate)` for both values of `accumulate`. `operands`: tensors that the graphs read and
+        that the caller is about to free."""
         if self.defers_weight_grads:
             self._held.append(operands)
         self.num_graphs += 2
@@ -154,8 +155,8 @@ class GraphInstance:
         return torch.empty_like(like, requires_grad=False)
 
     def static_grad(self, like: Tensor, module: CapturedModule, index: int) -> Tensor:
-        """Static buffer for the gradient of a module's output number `index`. Modules run in turn and share it, unless
-        deferred weight gradients read it after the next module has run."""
+        """Static buffer for the gradient of a module's output number `index`. Modules share it, because they run one
+        after the other, unless deferred weight gradients still read it."""
         key = module if self.defers_weight_grads else None, index, like.shape, like.stride(), like.dtype
         if key not in self._static_grads:
             self._static_grads[key] = self.static_buffer(like)
@@ -258,7 +259,7 @@ class _CapturedForward:
 
     @property
     def differentiable(self) -> list[bool]:
-        """For each output, whether it requires a gradient."""
+        """Whether each output requires a gradient."""
         return [output.requires_grad for output in self._outputs]
 
     def state_with(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
@@ -321,7 +322,9 @@ class _CapturedBackward:
     def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replays the graphs; arguments and result are those of `_CapturedForward.backward`."""
         for static, grad in zip(self._grads, grads, strict=True):
-            assert (static is None) == (grad is None), f"{self._module.name}: an output only sometimes has a gradient"
+            assert (static is None) == (grad is None), (
+                f"{self._module.name}: an output has a gradient in some backward passes only"
+            )
             if static is not None and grad is not None:
                 static.load(grad, self._module.name)
         self._input_grads.replay()
@@ -343,11 +346,11 @@ class _CapturedBackward:
 
     def _replay_weight_grads(self, out: Tensor, accumulate: bool) -> None:
         filled = {accumulator.filled for accumulator in self._accumulators}
-        assert filled == {accumulate}, f"{self._module.name}: only some weights have a gradient of this step"
+        assert filled == {accumulate}, f"{self._module.name}: only some weights have a gradient from this step"
         if not self._weight_grads:
             self._weight_grads = self._instance.capture_weight_grads(self._compute_weight_grads, self._tasks)
         self._weight_grads[accumulate].replay()
-        self._tasks = []  # frees saved tensors, whose memory later graphs of the instance may reuse
+        self._tasks = []  # releases saved tensors, whose memory later graphs of the instance may reuse
 
     def _differentiate(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
         """Returns the input gradients, and stores the computations of the weight gradients in `_tasks`."""
@@ -481,7 +484,9 @@ class MetricRecorder(MetricAccumulator):
         index = self._add(ids_TK)
 
         def trace(metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
-            assert metrics.trace_routing is not None, "a captured routing trace without a trace"
+            assert metrics.trace_routing is not None, (
+                "the graph was captured with a routing trace, but replayed without one"
+            )
             metrics.trace_routing(layer, tensors[index])
 
         self._records.append(trace)

@@ -49,7 +49,7 @@ class AllGatherDispatcher(Dispatcher[CombineHandle]):
         """Starts the all-gathers of tokens, expert choices and probabilities."""
         everyone = AllGather(self.group)
         choices = routing.ids_TK if routing.map_TE is None else routing.map_TE
-        assert choices is not None, "a routing is sparse or dense"
+        assert choices is not None, "a Routing needs either ids_TK or map_TE"
         # etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
         overlap = self.comm.overlap_weight_grads
         tokens, ids = exchange.start(everyone, tokens_TH, overlap), exchange.start(everyone, choices)
@@ -80,7 +80,8 @@ class AllGatherDispatcher(Dispatcher[CombineHandle]):
         return sums.finish().to(dtype)
 
     def _of_my_experts(self, routing: Routing, choices: Tensor, probs: Tensor) -> Routing:
-        """Routing of all ranks' tokens to this rank's experts. Expert ids are local; other choices get id -1."""
+        """Returns the routing of all ranks' tokens to this rank's experts. Expert ids are local; other choices get id
+        -1."""
         capacity = None if routing.capacity is None else routing.capacity * self.group.size
         local = Routing(num_experts=self.num_local, counts_E=routing.counts_E, capacity=capacity)
         if routing.map_TE is not None:

@@ -47,7 +47,8 @@ class AllToAllHandle:
     index: RowIndex
     """Token of each row that this rank sends."""
     order: RowIndex | None
-    """Permutation that sorts and pads the received rows by expert; None if one expert has them all, without padding."""
+    """Permutation that sorts the received rows by expert and pads them; None if there is only one local expert and no
+    padding."""
     plan: ExchangePlan
     num_tokens: int
 

@@ -48,13 +48,13 @@ class Routing:
     def probs(self) -> Tensor:
         """`probs_TE` for expert choice (dense form), otherwise `probs_TK`."""
         probs = self.probs_TE if self.probs_TK is None else self.probs_TK
-        assert probs is not None, "a routing is sparse or dense"
+        assert probs is not None, "a Routing needs either ids_TK or map_TE"
         return probs
 
 
 class RowFormats(NamedTuple):
-    """Form in which the experts of a layer read their rows and the gradients of their outputs. FP8 formats have
-    power-of-two scales, so that values are exact in the dtype of the activations."""
+    """Form in which a layer's experts read their input rows and output gradients. FP8 formats have power-of-two scales,
+    so that values are exact in the dtype of the activations."""
 
     gathers_in_fc1: bool = False
     """fc1 gathers its rows from the tokens (`DispatchedTokens.index`), quantised once per token; False: the dispatcher
@@ -154,7 +154,7 @@ class ExpertComm:
     if rows have no bound. Ranks without MoE layers have it too, because all ranks reduce it together."""
 
     transport: Any
-    """`Transport` object of the flex dispatcher; None for other dispatchers."""
+    """`Transport` of the flex dispatcher; None for other dispatchers."""
     weight_grads: WeightGradQueue | None = None
     """Queue of delayed weight gradients that run while gradients are exchanged; None if they are not delayed."""
     note: str | None = None
@@ -226,15 +226,15 @@ class ExpertComm:
             self.weight_grads.run()
 
     def peer_problem(self) -> OtherRankProblem | None:
-        """Error about a rank whose tokens did not arrive in time; None if all arrived so far. Does not synchronise with
-        the device."""
+        """Returns an error that names a rank whose tokens did not arrive in time, or None if there is none so far. Does
+        not synchronise with the device."""
         late = None if self.transport is None else self.transport.late_rank()
         if late is None:
             return None
         return OtherRankProblem(
-            f"rank {late.rank} did not take part in the exchange of expert {late.content} within {late.timeout_s:g} s, "
-            f"{late.timeout_s / self.ctx.timeout_s:.0%} of the timeout of collectives (--distributed-timeout-minutes, "
-            "--distributed-timeout-seconds-after-init); see what it printed",
+            f"rank {late.rank} did not take part in the exchange of expert {late.content} within {late.timeout_s:g} "
+            f"s, which is {late.timeout_s / self.ctx.timeout_s:.0%} of the timeout of collectives "
+            "(--distributed-timeout-minutes, --distributed-timeout-seconds-after-init); see the output of that rank",
             late.rank,
         )
 
@@ -247,7 +247,7 @@ class ExpertComm:
 
 
 def holders_of_experts(comm: ExpertComm) -> Tensor:
-    """int64 [ep, etp]: indices, in the etp x ep group, of the ranks that hold the experts of each ep rank."""
+    """Indices, in the etp x ep group, of the ranks that hold the experts of each ep rank: int64 [ep, etp]."""
     grid = expert_grid(comm.ctx.config)
     places = [grid.coordinates(rank)["ep"] for rank in comm.etp_ep.ranks]
     holders = [[rank for rank, place in enumerate(places) if place == ep] for ep in range(comm.ep.size)]
@@ -265,7 +265,7 @@ def index_rows(
     if routing.map_TE is not None:
         index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
     else:
-        assert routing.ids_TK is not None, "a routing is sparse or dense"
+        assert routing.ids_TK is not None, "a Routing needs either ids_TK or map_TE"
         index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity, align)
     probs_R = kernels.gather_probs(routing.probs, index)
     return (index, probs_R) if max_rows is None else (first_rows(index, max_rows), probs_R[:max_rows])

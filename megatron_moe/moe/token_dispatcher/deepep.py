@@ -2,8 +2,8 @@
 
 `dispatch` delivers one row per (token, destination rank), ordered by source rank and token, with local expert ids;
 `num_worst_tokens` makes its shapes static, so that the host reads nothing. `combine` adds the rows of all ranks without
-weights. The handle of a dispatch serves its gradients. Rows are bf16, or FP8
-in dispatch and in the gradient of combine; weights are fp32.
+weights. The handle of a dispatch is reused for its combine and their gradients. Rows are bf16, or FP8 in dispatch and
+in the gradient of combine; weights are fp32.
 """
 
 from dataclasses import dataclass
@@ -107,7 +107,8 @@ class DeepEPTransport(TokenTransport):
         return probs_TK.repeat_interleave(self._etp, dim=1) if self._etp > 1 else probs_TK
 
     def _buffer_for(self, rows: Tensor) -> Any:
-        """The buffer, created for the widest rows so far. Collective over the group when it is created."""
+        """Returns the buffer for rows of this width. Creating it, for wider rows than before, is collective over the
+        group."""
         row_bytes = rows.shape[1] * max(rows.element_size(), 2)
         if row_bytes > self._row_bytes:
             num = self._group.size
@@ -128,7 +129,8 @@ def _packed(tokens_TH: MatrixOperand) -> Any:
 
 
 def _unpacked(received: Any, fmt: OperandFormat | None, dtype: torch.dtype) -> MatrixOperand:
-    """Received tokens; `dtype`: dtype of the tokens before they were quantised."""
+    """Converts received tokens to a tensor or `QuantizedTensor`. `dtype`: dtype of the tokens before they were
+    quantised."""
     if fmt is None:
         tokens_GH: Tensor = received
         return tokens_GH

@@ -39,7 +39,7 @@ class ExchangeRoute:
     exchanges of a layer: dispatch, combine, and the gradients of both."""
 
     ids_TK: Tensor
-    """Global expert ids; -1: none."""
+    """Global expert ids of the choices; -1 for no expert."""
     capacity: int | None
     probs_dtype: torch.dtype
     state: Any
@@ -57,7 +57,7 @@ class ExchangeRoute:
     def of(cls, routing: Routing, state: Any, ids_TK: Tensor | None = None) -> "ExchangeRoute":
         """Route of a routing before its tokens are sent. `ids_TK`: its ids; None means those of `routing`."""
         ids_TK = routing.ids_TK if ids_TK is None else ids_TK
-        assert ids_TK is not None, "a dense routing needs another dispatcher"
+        assert ids_TK is not None, "the flex dispatcher does not support dense routing"
         return cls(ids_TK, routing.capacity, routing.probs.dtype, state)
 
 
@@ -69,7 +69,7 @@ class ReceivedRows(NamedTuple):
     """Probabilities of the received choices [G, K], or of the rows [R] if the route has no index; None if the exchange
     was one of gradients."""
     quantized: QuantizedTensor | None = None
-    """Rowwise copy of the rows, if tokens were sent in FP8."""
+    """Rowwise copy of the rows, None unless tokens were sent in FP8."""
 
 
 class Transport(ABC):
@@ -228,16 +228,16 @@ class CombineExchange(SplitExchange):
 
     def receive_grads(self, work: Work) -> tuple[Tensor | None, ...]:
         grad_RH, _, grad_q = self._transport.finish_tokens(work, self._route)
-        if grad_q is not None and self._format is not None:  # for the backward of fc2
+        if grad_q is not None and self._format is not None:  # needed in the backward of fc2
             grad_RH = QuantizedGrad(grad_q, self._format, grad_RH.shape, grad_RH, self._dequantize)
         return (grad_RH,)
 
 
 class FlexDispatcher(Dispatcher[ExchangeRoute]):
-    """Dispatches through the transport of `ExpertComm`. With bounded rows, their number is at most
-    `ExpertComm.row_capacity_factor` times T * K, and what no routing exceeds; more rows are counted as overflow, and
-    all ranks must have equally many tokens. Rows are sorted by expert, then, if the transport delivers tokens, by
-    source in the order of the etp x ep group, then by token."""
+    """Dispatches through the transport of `ExpertComm`. With bounded rows, all ranks must have the same number of
+    tokens, and a rank has at most `ExpertComm.row_capacity_factor` times T * K rows; further rows are counted as
+    overflow. Rows are sorted by expert, then, if the transport delivers tokens, by source in the order of the etp x ep
+    group, then by token."""
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> DispatchExchange:
         """Starts to send tokens, ids and probabilities."""
@@ -248,7 +248,8 @@ class FlexDispatcher(Dispatcher[ExchangeRoute]):
         """Waits for the tokens of all ranks and copies them to the rows of this rank's experts."""
         rows_RH, probs = pending.finish()
         route, needed = pending.route, pending.route.needed_rows
-        rows_q, pending.quantized = pending.quantized, None  # the graph refers to `pending` until backward
+        # taken out of `pending`, because the graph refers to it until backward
+        rows_q, pending.quantized = pending.quantized, None
         assert route.offsets_e is not None
         rows = DispatchedTokens(
             data=rows_RH,
@@ -278,7 +279,7 @@ def permuted(kernels: Kernels, tokens_GH: MatrixOperand, index: RowIndex) -> tup
 
 
 def quantized(kernels: Kernels, tokens_TH: Tensor, fmt: OperandFormat | None) -> MatrixOperand:
-    """Rowwise copy of tokens in the FP8 format in which they are sent; the tokens themselves if it is None."""
+    """Quantises tokens to the FP8 format in which they are sent; returns the tokens themselves if it is None."""
     if fmt is None:
         return tokens_TH
     return kernels.quantize_rows(tokens_TH, fmt, rowwise=True, columnwise=False)

@@ -48,7 +48,7 @@ class _ExchangeStage:
     kernels: Kernels
     over: AllToAll
     index: RowIndex
-    """Tokens in the order in which they are sent: by rank, then by token."""
+    """Index of the tokens in the order in which they are sent: by rank, then by token."""
 
     def send(self, tokens_TH: Tensor) -> Wait:
         """Starts to send tokens, or the gradients of their sums."""
@@ -71,7 +71,8 @@ class _StagedRoute:
 
     def __init__(self, index: RowIndex | None, buffer: Tensor, copied: Event, keep: tuple[Tensor, ...]) -> None:
         self.index = index
-        """Tokens by destination host, not cut to the number that is sent; None within one host."""
+        """Index of the tokens by destination host, including unused entries after those that are sent; None within one
+        host."""
         self.buffer, self.copied, self.keep = buffer, copied, keep
         """Sizes on the host once `copied` has completed, and the tensors from which they are computed."""
 
@@ -83,7 +84,7 @@ class _StagedWork:
     results: Any
     done: Event
     keep: tuple[Any, ...]
-    """Tensors that the exchange reads, until the stream that allocated them has waited for it."""
+    """Tensors that the exchange reads, kept alive until their stream has waited for the exchange."""
 
 
 class HierarchicalTransport(TokenTransport):
@@ -102,7 +103,7 @@ class HierarchicalTransport(TokenTransport):
         grid, by_host = expert_grid(ctx.config), split_by_host(self._group.ranks, ctx.config.ranks_per_host)
         order = [rank for ranks in by_host for rank in ranks]
         self._order_P = torch.tensor([self._group.ranks.index(rank) for rank in order], device=ctx.device)
-        """Places in the group, by host, then by rank of the host."""
+        """Group indices of all ranks, by host, then by rank within the host."""
         places = [grid.coordinates(rank)["ep"] for rank in order]
         holders = [[at for at, place in enumerate(places) if place == ep] for ep in range(self._num_ep)]
         self._holders_EP = torch.tensor(holders, device=ctx.device).repeat_interleave(self._num_local, dim=0)
@@ -192,7 +193,7 @@ class HierarchicalTransport(TokenTransport):
         return ReceivedTokens(wait(), local_GK, probs_GK, sizes.num_rows)
 
     def _defined(self, ids_TK: Tensor) -> Tensor:
-        """`ids_TK`; in emulation, where received values are undefined, -1 for every choice."""
+        """Returns `ids_TK`, or -1 for every choice in emulation, where received values are undefined."""
         return torch.full_like(ids_TK, -1) if self._is_emulated else ids_TK
 
     def _needed_on_host(self, ids_TK: Tensor) -> Tensor:
@@ -200,14 +201,15 @@ class HierarchicalTransport(TokenTransport):
         return self._needed(ids_TK).unflatten(1, (self._inter.size, self._intra.size))[:, self._inter.rank]
 
     def _needed(self, ids_TK: Tensor) -> Tensor:
-        """bool [T, P]: the rank (in the order of `_order_P`) holds a part of one of the token's experts."""
+        """Returns bool [T, P]: True if the rank (in the order of `_order_P`) holds a part of one of the token's
+        experts."""
         num_ranks = self._group.size
         holders_TKP = self._holders_EP[ids_TK.clamp_min(0)].masked_fill(ids_TK[..., None] < 0, num_ranks)
         needed_TP = torch.zeros(len(ids_TK), num_ranks + 1, dtype=torch.bool, device=ids_TK.device)
         return needed_TP.scatter_(1, holders_TKP.flatten(1), True)[:, :num_ranks]
 
     def _by_rank(self, needed_TP: Tensor) -> RowIndex:
-        """Tokens by rank that needs them, then by token."""
+        """Index of the tokens, by rank that needs them, then by token."""
         num_ranks = needed_TP.shape[1]
         ranks_P = torch.arange(num_ranks, device=needed_TP.device)
         return self._kernels.sort_rows(torch.where(needed_TP, ranks_P, -1), num_ranks, None)
@@ -240,7 +242,7 @@ class HierarchicalTransport(TokenTransport):
         return ExchangeSizes(to_hosts, from_hosts, to_ranks, from_ranks, next(left))
 
     def _finished(self, work: _StagedWork) -> Any:
-        """Results of an exchange, for which the current stream waits."""
+        """Makes the current stream wait for an exchange and returns its results."""
         self._streams.wait(work.done)
         for result in work.results:
             if isinstance(result, Tensor):
@@ -250,5 +252,5 @@ class HierarchicalTransport(TokenTransport):
 
 
 def _packed(ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
-    """Ids and the bits of probabilities in one int32 tensor."""
+    """Packs ids and the bits of probabilities into one int32 tensor."""
     return torch.cat([ids_TK.int(), probs_TK.contiguous().view(torch.int32)], dim=1)

@@ -2,8 +2,8 @@
 hybrid-ep of DeepEP.
 
 Dispatch delivers the rows of this rank's experts, sorted by expert; combine sums the rows of each token. The library
-all-gathers the routing map, so that all ranks compute the same layout. Tokens are bf16, probabilities fp32. Its
-dispatches and combines share one buffer and run one after the other, on the exchange stream.
+all-gathers the routing map, so that all ranks compute the same layout. Tokens are bf16, probabilities fp32. All
+dispatches and combines share one buffer, so they run one after the other on the exchange stream.
 """
 
 from collections.abc import Callable
@@ -29,21 +29,21 @@ _TOKEN_MULTIPLE = 64
 
 @dataclass
 class _RoutingColumns:
-    """State of a routing."""
+    """State of the transport for one routing."""
 
     columns_TX: Tensor
     """int64 [T, K * etp]: column of the library's routing map for each choice and rank that holds a part of its expert;
     the number of columns if there is none."""
     counts_e: Tensor
-    """int64 number of rows per local expert; they may exceed the bound together."""
+    """int64 number of rows per local expert; their sum may exceed the bound."""
     value: Any = None
     """The library's handle; None before the dispatch."""
 
 
 class HybridEPTransport(Transport):
     """Calls one `deep_ep.HybridEPBuffer`, which serves all layers. Over etp every choice is sent to all ranks that hold
-    a part of the expert, as if they were different experts. Experts that are padded to their capacity get no padding
-    rows: only the bound is that of padded experts. The library has no timeout; the watchdog ends the run."""
+    a part of the expert, as if they were different experts. Experts with padding to their capacity get no padding rows;
+    the padding only determines the row bound. The library has no timeout; the watchdog ends the run."""
 
     def __init__(self, comm: ExpertComm) -> None:
         super().__init__(comm)
@@ -76,7 +76,7 @@ class HybridEPTransport(Transport):
             routing: dict[str, Any] = {"handle": handle.value}
             if probs_TK is not None:
                 wide_TX = probs_TK.to(internal_dtype(tokens_TH.dtype)).repeat_interleave(self._comm.etp.size, dim=1)
-                routing = {  # T * E bytes to every rank
+                routing = {  # the routing map, T * E bytes, goes to every rank
                     "routing_map": self._by_column(torch.ones_like(wide_TX, dtype=torch.bool), handle),
                     "probs": self._by_column(wide_TX, handle),
                     "num_of_experts_per_rank": self._num_local,
@@ -120,7 +120,7 @@ class HybridEPTransport(Transport):
         num_tokens = len(route.ids_TK)
         if grad_TC is None:
             return sums_TH[:num_tokens], None
-        # a column of zeros for choices without expert
+        # choices without an expert use an additional column of zeros
         grad_TX = pad(grad_TC[:num_tokens], (0, 1)).gather(1, route.state.columns_TX)
         return sums_TH[:num_tokens], grad_TX.unflatten(1, (-1, self._comm.etp.size)).sum(dim=-1)
 
@@ -134,7 +134,7 @@ class HybridEPTransport(Transport):
         return most if factor is None else min(most, int(factor * self._comm.etp.size * num_tokens * topk))
 
     def _by_column(self, values_TX: Tensor, handle: _RoutingColumns) -> Tensor:
-        """[T, C]: `values_TX` at `handle.columns_TX`, zeros elsewhere, padded."""
+        """Scatters `values_TX` to the columns `handle.columns_TX` of a zero tensor [T, C], and pads it."""
         wide = values_TX.new_zeros(len(values_TX), self._num_columns + 1)
         return _padded(wide.scatter_(1, handle.columns_TX, values_TX)[:, :-1].contiguous())
 
@@ -155,7 +155,8 @@ class HybridEPTransport(Transport):
         return results  # type: ignore[no-any-return]
 
     def _buffer_for(self, rows: Tensor) -> Any:
-        """The library's buffer, created for the first rows. The library enlarges it for more or wider tokens."""
+        """Returns the library's buffer, which the first call creates. The library enlarges it for more or wider
+        tokens."""
         if self._buffer is None:
             from deep_ep import HybridEPBuffer
 

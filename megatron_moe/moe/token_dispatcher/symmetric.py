@@ -31,7 +31,7 @@ class _Push:
     def __init__(self, channel: PushChannel, with_choices: bool, keep: tuple[Any, ...]) -> None:
         self.channel, self.with_choices = channel, with_choices
         self.keep = keep
-        """Tensors that the push reads, until the stream that allocated them has waited for it."""
+        """Tensors that the push reads, kept alive until their stream has waited for the push."""
 
 
 class SymmetricTransport(TokenTransport):
@@ -64,7 +64,7 @@ class SymmetricTransport(TokenTransport):
         places = [grid.coordinates(rank)["ep"] for rank in self._group.ranks]
         owners = [[expert // self._num_local == place for place in places] for expert in range(comm.num_experts)]
         self._owner_EP = torch.tensor(owners, device=comm.ctx.device)
-        """bool: the rank holds the expert, or a part of it."""
+        """Whether a rank holds an expert, or a part of it: bool [E, P]."""
 
     def new_route(self, routing: Routing) -> ExchangeRoute:
         assert routing.ids_TK is not None
@@ -93,7 +93,7 @@ class SymmetricTransport(TokenTransport):
         channel, index, grad_GK = self._channel("sums", grad_probs is not None, rows_RH, route), route.index, grad_probs
         assert index is not None
         rows, is_summed = rows_RH, self._num_sms is not None
-        if is_summed:  # few SMs, with others busy, would read the rows slowly
+        if is_summed:  # on few SMs, with others busy, reading the rows would be slow
             rows = self._kernels.unpermute(rows_RH, index, self._group.size * len(route.ids_TK))
 
         def push() -> None:
@@ -129,7 +129,7 @@ class SymmetricTransport(TokenTransport):
         self._num_in_flight += 1
         if self._num_sms is not None:
             reserve_sms(self._num_sms, self._comm.ctx.device)
-            streams.wait(before)  # so that later work does not take the SMs before the push starts
+            streams.wait(before)  # prevents later work from occupying the SMs before the push starts
         return _Push(channel, with_choices, keep)
 
     def _arrive(self, exchange: _Push) -> PushChannel:
@@ -162,7 +162,7 @@ class SymmetricTransport(TokenTransport):
                 timeout_s=timeout_s,
                 num_programs=self._num_sms,
             )
-            if is_emulated(group, ctx):  # the other ranks never arrive
+            if is_emulated(group, ctx):  # in emulation, the other ranks never arrive
                 channel.arrived[group.rank].fill_(_PAST_ALL_EPOCHS)
                 channel.acknowledged[group.rank].fill_(_PAST_ALL_EPOCHS)
             self._channels[key] = channel

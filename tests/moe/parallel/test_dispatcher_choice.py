@@ -50,7 +50,7 @@ def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("deepep", "the module deep_ep is not installed"),
         ("hybridep", "the module hybrid_ep_cpp is not installed"),
-        ("ncclep", "there is no backend for this library"),
+        ("ncclep", "this program has no backend for the library"),
     ],
 )
 def test_symmetric_memory_replaces_a_missing_library(backend: str, reason: str) -> None:

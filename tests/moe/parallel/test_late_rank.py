@@ -36,6 +36,7 @@ def test_late_rank_is_named_with_its_exchange_and_timeout() -> None:
     first, second = on_threads(parallel(2, ep=2), rank)
     assert second == ["arrived"] and first[0] == "arrived"
     assert first[1] == (
-        "rank 1 did not take part in the exchange of expert tokens within 0.45 s, 90% of the timeout of collectives "
-        "(--distributed-timeout-minutes, --distributed-timeout-seconds-after-init); see what it printed"
+        "rank 1 did not take part in the exchange of expert tokens within 0.45 s, which is 90% of the timeout of "
+        "collectives (--distributed-timeout-minutes, --distributed-timeout-seconds-after-init); see the "
+        "output of that rank"
     )

@@ -190,7 +190,7 @@ def test_invalid_configs_are_rejected() -> None:
     data = Data.random(1)
     with pytest.raises(AssertionError, match="unknown dispatcher 'local' for 2 ranks"):
         over_ranks(moe_config(dispatcher="local"), parallel(2, tp=2, ep=2), data)
-    with pytest.raises(AssertionError, match="needs sequence parallelism"):
+    with pytest.raises(AssertionError, match="require sequence parallelism"):
         over_ranks(moe_config(), ParallelConfig(world_size=2, tp=2, ep=2), data)
-    with pytest.raises(AssertionError, match="shared expert overlap with latent projections"):
+    with pytest.raises(AssertionError, match="shared-expert overlap does not support latent projections"):
         on_one_rank(moe_config(latent=True, shared=True, overlap=True), data)

@@ -29,7 +29,8 @@ NAME = "hopper"
 NEEDS = ("triton", "triton.experimental.gluon.nvidia.hopper")
 RECIPES = ("blockwise e4m3", "blockwise hybrid")
 GLUON = "3.6"
-"""Required Triton version: other versions lack some of the Gluon operations used here (docs/kernels.md)."""
+"""Triton version that the kernels require; other versions lack some of the Gluon operations used here
+(docs/kernels.md)."""
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
@@ -42,9 +43,9 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         return Support(Priority.NO, f"it requires the Gluon of Triton {GLUON}; installed is {triton.__version__}")
     reason = "TMA and warpgroup MMA; offsets stay on the device"
     if op.startswith("quantize_"):
-        reason = "makes rowwise and columnwise copies from one tile in shared memory"
+        reason = "reads each tile once for the rowwise and the columnwise copy"
     if op.startswith("quantized_linear"):
-        reason = "cuBLAS for sizes that it supports, otherwise TMA and warpgroup MMA"
+        reason = "cuBLAS if it supports the sizes, otherwise TMA and warpgroup MMA"
     if op.endswith("grouped_weight_grad"):
         reason += "; accumulates in fp32 in the gradient buffer"
     return Support(Priority.TAILORED, reason)

@@ -1,7 +1,8 @@
 """Rowwise and columnwise FP8 copies of rows in one pass, with scales per 1x128 block, in Gluon.
 
-The Triton kernel loads every tile twice, because it cannot keep one in shared memory. Here a tile of 128x128 elements
-is loaded once and asynchronously, and read from shared memory along rows and along columns without bank conflicts.
+The Triton kernel loads every tile twice, because it cannot keep a tile in shared memory. Here a tile of 128x128
+elements is loaded once and asynchronously, and read from shared memory along rows and along columns without bank
+conflicts.
 """
 
 from functools import partial
@@ -20,8 +21,8 @@ from megatron_moe.precision.quantized_tensor import QuantizedCopy
 
 LENGTH = gl.constexpr(quantize.BLOCK)
 BAND = 8
-"""Blocks along the columns that consecutive programs process for the same rows, before they continue with the next
-rows. If tokens are gathered, the band of all tokens stays in the L2 cache, since each token is read once per choice."""
+"""Number of column blocks that consecutive programs process before they continue with the next rows. If tokens are
+gathered, the band of all tokens stays in the L2 cache, since each token is read once per choice."""
 WARPS = 8
 _ALL = gl.constexpr(PropagateNan.ALL)
 _MANTISSA = gl.constexpr(0x7FFFFF)
@@ -45,7 +46,7 @@ def columnwise_copy(
     blocks = None if offsets_e is None else quantize.row_blocks(offsets_e, num_rows)
     data, scales, _ = quantize.empty_columns(num_rows, width, x_TK.device, fmt, blocks)
     if num_rows and width:
-        out = row or QuantizedCopy(data, scales)  # a placeholder without a rowwise copy
+        out = row or QuantizedCopy(data, scales)  # placeholder if no rowwise copy is made
         _quantize_blocks[(BAND, len(scales), cdiv(width, BAND * quantize.BLOCK))](
             x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
             ROWWISE=row is not None, **quantize.constants(fmt, x_TK.dtype), num_warps=WARPS,
@@ -56,7 +57,7 @@ def columnwise_copy(
 quantize_rows = partial(quantize.quantize_rows, make_columns=columnwise_copy)
 quantize_permuted = partial(quantize.quantize_permuted, make_columns=columnwise_copy)
 quantize_activation_grad = partial(activation.quantize_activation_grad, make_columns=columnwise_copy)
-"""The ops of the Triton backend with these columnwise copies."""
+"""Op of the Triton backend, with columnwise copies made by the kernel of this module."""
 
 
 @gluon.jit
@@ -64,8 +65,9 @@ def _quantize_blocks(
     x_ptr, token_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
     across_stride, ROWWISE: gl.constexpr, LARGEST: gl.constexpr, BOUND: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    # Along rows, eight threads read 16 bytes each, twice; along columns, a thread reads 16 rows of two columns, so that
-    # eight threads store 128 bytes. Rows 16 apart differ in the swizzle, so the latter have no bank conflicts.
+    # Along rows, eight threads read 16 bytes each, twice. Along columns, a thread reads 16 rows of two columns, so that
+    # eight threads store 128 bytes. Column reads have no bank conflicts, because the swizzle differs between rows that
+    # are 16 apart.
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     COLUMN: gl.constexpr = gl.BlockedLayout([16, 2], [8, 4], [1, gl.num_warps()], [0, 1])
     TILE: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=16, max_phase=8, order=[1, 0])
@@ -79,7 +81,8 @@ def _quantize_blocks(
     else:
         first = gl.load(blocks_ptr + 2 * block).to(gl.int64)
         count = gl.load(blocks_ptr + 2 * block + 1)
-    # offsets in a tile fit into 32 bits, which saves instructions: they, not the memory, limit this kernel
+    # Offsets within a tile have 32 bits, which saves instructions: the kernel is limited by instructions, not by memory
+    # bandwidth.
     rows, columns = gl.arange(0, LENGTH, gl.SliceLayout(1, ROW)), gl.arange(0, LENGTH, gl.SliceLayout(0, ROW))
     inside = (columns < left)[None, :]
     mask = (rows < count)[:, None] & inside
@@ -114,7 +117,7 @@ def _quantize_blocks(
 
 @gluon.jit
 def _amax_bits(x, axis: gl.constexpr):
-    """Bits of the largest magnitude along an axis, or of NaN."""
+    """Bits of the largest magnitude along an axis; those of NaN if an element is NaN."""
     return gl.reduce(gl.abs(x), axis, _larger).to(gl.int32, bitcast=True)
 
 

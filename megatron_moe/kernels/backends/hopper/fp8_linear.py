@@ -15,7 +15,7 @@ from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 _WEIGHT, _ROWS = 16, 4
-"""cuBLAS is used if these divide the sizes of the weight and the number of rows."""
+"""Divisors that cuBLAS requires: of both dimensions of the weight, and of the number of rows."""
 
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -44,7 +44,8 @@ def _product(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
         return multiply(x, stack, _one_group(len(data), data.device))
     padding = -weight.scales.shape[1] % 4
     weight_scales = F.pad(weight.scales, (0, padding)) if padding else weight.scales
-    if weight_scales.data_ptr() % 16:  # scales of stored weights are ranges of one tensor
+    # stored weights share one tensor of scales, so those of a weight may be unaligned
+    if weight_scales.data_ptr() % 16:
         weight_scales = weight_scales.clone()
     kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     out: Tensor = F.scaled_mm(
@@ -54,5 +55,5 @@ def _product(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
 
 
 def _one_group(num_rows: int, device: torch.device) -> Tensor:
-    """Offsets of the grouped kernels for one group."""
+    """Row offsets with which a grouped kernel processes all rows as one group."""
     return torch.full((1,), num_rows, device=device, dtype=torch.int32)

@@ -51,7 +51,8 @@ def quantized_grouped_input_grad(grad: QuantizedTensor, weight: QuantizedTensor,
 
 
 def multiply(rows: QuantizedTensor, weight: QuantizedCopy, offsets_e: Tensor) -> Tensor:
-    """Grouped GEMM of rows [R, D] in blocks of 1x128 and weights [e, C, D] in blocks of 128x128 -> bf16 [R, C]."""
+    """Multiplies rows grouped by expert: rows [R, D] in blocks of 1x128 and weights [e, C, D] in blocks of 128x128 ->
+    bf16 [R, C]."""
     assert rows.block == (1, DEPTH.value), f"{rows.block}"
     data, scales, _ = rows.row_copy
     num_experts, columns, depth = weight.data.shape
@@ -121,8 +122,8 @@ def _load_tiles(rows, weight, stages, shape):
 
 @gluon.jit
 def _expect(bar, ROWS: gl.constexpr, WEIGHT: gl.constexpr, lower, right):
-    """Sets the number of bytes that a stage's loads deliver: a chunk of `ROWS` bytes or two, if `lower`, and a half of
-    `WEIGHT` bytes or two, if `right`. Gluon requires the number to be a constant."""
+    """Sets the number of bytes that a stage's barrier expects: `ROWS` bytes, twice if `lower`, plus `WEIGHT` bytes,
+    twice if `right`. Gluon requires the number to be a constant."""
     mbarrier.expect(bar, ROWS + WEIGHT, pred=(lower | right) == False)  # noqa: E712
     mbarrier.expect(bar, 2 * ROWS + WEIGHT, pred=lower & (right == False))  # noqa: E712
     mbarrier.expect(bar, ROWS + 2 * WEIGHT, pred=(lower == False) & right)  # noqa: E712
@@ -176,13 +177,13 @@ def _row_scales(positions, k, chunk, num_deep, LAYOUT: gl.constexpr):
 def _sum_chunks(
     NUMBER: gl.constexpr, CHUNKS: gl.constexpr, positions, num_deep, step, rows_stages, weight_stages, full, empty
 ):
-    """Sums of one or two chunks of a tile, each fp32 [CHUNK, HALF]."""
+    """Computes the sums of one or two chunks of a tile, each fp32 [CHUNK, HALF]."""
     STAGES: gl.constexpr = full.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 32])
     upper = gl.zeros((CHUNK, HALF), dtype=gl.float32, layout=LAYOUT)
     lower = gl.zeros((CHUNK, HALF), dtype=gl.float32, layout=LAYOUT)
     partial = gl.zeros((CHUNK, HALF), dtype=gl.float32, layout=LAYOUT)
-    # scales are loaded one block ahead, each as soon as the previous one was used
+    # scales of the next block are loaded as soon as those of this block were used
     scale = gl.load(positions[3])
     upper_scales = _row_scales(positions, 0, 0, num_deep, LAYOUT)
     if CHUNKS == 2:
@@ -216,7 +217,7 @@ def _sum_chunks(
 @gluon.jit
 def _store(out, result, sums, row, end, column):
     """Stores a chunk of results asynchronously, through one of two buffers of the warpgroup in shared memory."""
-    tma.store_wait(1)  # until an earlier store has read this buffer
+    tma.store_wait(1)  # waits until an earlier store has read this buffer
     result.reshape((CHUNK, HALF)).store(sums.to(out.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, in_slice(row, end, column), result)

@@ -53,8 +53,8 @@ STAGES = 3
 
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. For bf16 gradient buffers, the Triton kernel for bf16 multiplies dequantised
-    operands, because the sum in the buffer would be rounded once per launch."""
+    """See `Kernels.grouped_weight_grad`. For bf16 gradient buffers, the bf16 Triton kernel multiplies dequantised
+    operands, because this kernel would round the sum in the buffer once per launch."""
     if out.dtype is not torch.float32:
         experts.grouped_weight_grad([_dequantized(part) for part in parts], out, accumulate)
         return
@@ -67,7 +67,7 @@ def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], o
 
 
 def _dequantized(part: GroupedPart[MatrixOperand]) -> GroupedPart[Tensor]:
-    """The part in bf16, with the gaps between experts as rows of 0."""
+    """Converts a part to bf16. Padding between the experts becomes rows of 0."""
     assert isinstance(part.grad, QuantizedTensor) and isinstance(part.rows, QuantizedTensor)
     ends = part.offsets_e
     if len(ends) > 1:
@@ -117,12 +117,12 @@ def _fp8_expert_grads(
     grad0, grad_scales0, rows0, rows_scales0, offsets0_ptr, grad1, grad_scales1, rows1, rows_scales1, offsets1_ptr,
     out, num_experts, outputs, inputs, PARTS: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Weight gradients of all experts, summed over two microbatches; if `PARTS` is 1, only the first one is used."""
+    """Weight gradients of all experts, summed over one or two microbatches (`PARTS`)."""
     offsets = (offsets0_ptr, offsets1_ptr)
     loads = ((grad0, grad_scales0, rows0, rows_scales0), (grad1, grad_scales1, rows1, rows_scales1))
     grad_stages = gl.allocate_shared_memory(grad0.dtype, [CHUNKS * STAGES] + grad0.block_type.shape, grad0.layout)
     rows_stages = gl.allocate_shared_memory(rows0.dtype, [STAGES] + rows0.block_type.shape, rows0.layout)
-    # four per warpgroup: the quarters of one chunk are stored while the other one is written
+    # four buffers per warpgroup: while the next quarter of a chunk is written, earlier ones are stored
     results = gl.allocate_shared_memory(out.dtype, [8] + out.block_type.shape, out.layout)
     SCALES: gl.constexpr = grad_scales0.layout
     grad_scales_stages = gl.allocate_shared_memory(gl.float32, [STAGES] + grad_scales0.block_type.shape, SCALES)
@@ -186,8 +186,8 @@ def _load_tiles(loads, offsets, stages, shape, PARTS: gl.constexpr):
                     stage = step % STAGES
                     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
                     bar = full.index(stage)
-                    mbarrier.expect(bar, (ROWS + 4) * (OUTPUTS + INPUTS))  # elements of 1 byte, scales of 4 bytes
-                    # Triton 3.6 takes a carried value that is only the bound of a loop for unused and drops its updates
+                    mbarrier.expect(bar, (ROWS + 4) * (OUTPUTS + INPUTS))  # 1 byte per element, 4 bytes per scale
+                    # Triton 3.6 drops the updates of a loop-carried value that is used only as a loop bound
                     block = first[part] + number_of_block
                     row = block * ROWS
                     tma.async_copy_global_to_shared(rows, [input, row], bar, rows_stages.index(stage))
@@ -254,7 +254,7 @@ def _store(NUMBER: gl.constexpr, out, results, sums, expert, output, input, ADD:
     quarters = halves(left) + halves(right)
     for quarter in gl.static_range(4):
         result = results.index(4 * NUMBER + quarter)
-        tma.store_wait(3)  # until an earlier store has read this buffer
+        tma.store_wait(3)  # waits until an earlier store has read this buffer
         result.reshape((CHUNK, QUARTER)).store(quarters[quarter])
         fence_async_shared()
         origin = [expert, output, input + quarter * QUARTER]

@@ -1,4 +1,5 @@
-"""Grouped GEMM: multiplies each expert's rows by its weight, one launch for all experts, offsets read on the device."""
+"""bf16 grouped GEMM: multiplies each expert's rows by its weight. One launch computes all experts; the kernel reads the
+row offsets on the device."""
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, transposed: bo
     if out.numel() == 0 or depth == 0:
         return out.zero_()
     rows, weight = aligned(rows, "rows"), aligned(weight, "weights")
-    # wider tiles need fewer loads; used only if they divide the columns
+    # wider tiles need fewer loads, but are used only if they divide the columns
     tile_columns, stages = (256, 3) if columns % 256 == 0 else (128, 5)
     matrices = weight.view(-1, weight.shape[2]) if weight.is_contiguous() else weight.flatten(0, 1)
     block = [tile_columns, DEPTH] if transposed else [DEPTH, tile_columns]
@@ -140,7 +141,7 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.c
                     total = add_product(total, rows_stages.index(2 * stage + HALF), matrix, step, k == 0, full, empty)
                     step += 1
                 total = finish(total, step, True, full, empty)
-                tma.store_wait(0)  # until the previous store has read this buffer
+                tma.store_wait(0)  # waits until the previous store has read this buffer
                 result.reshape((ROWS_OF_HALF, TILE_COLUMNS)).store(total.to(out.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(out, in_slice(row, end, column), result)

@@ -23,9 +23,9 @@ _ALIGNMENT = 16
 ROWS_OF_TILE = gl.constexpr(128)
 """Rows of a tile of a grouped GEMM's result."""
 _BAND = gl.constexpr(16)
-"""Row tiles of a band; see `tile_origin`."""
+"""Row tiles per band, see `tile_origin`."""
 _FAR = gl.constexpr(1 << 30)
-"""Number that exceeds the number of rows of any tensor; see `rows_by_slice`."""
+"""Index that exceeds the number of rows of any tensor; see `rows_by_slice`."""
 
 
 def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -47,7 +47,8 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def aligned(matrix: Tensor, what: str) -> Tensor:
-    """Returns `matrix` with the alignment that TMA requires; copies only if necessary.
+    """Returns `matrix` with the alignment that TMA requires; copies it only if necessary. `what`: name of the operand
+    in the error message.
 
     Raises `EnvironmentProblem` if the row size is not a multiple of 16 bytes.
     """
@@ -102,15 +103,15 @@ def tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
 @gluon.jit
 def first_tile(before):
     """Index of this program's first tile of an expert. Tiles are numbered across all experts and assigned to programs
-    round-robin. before: number of tiles of the preceding experts."""
+    round-robin. `before`: number of tiles of all preceding experts."""
     programs = gl.num_programs(0)
     return before + (gl.program_id(0) + programs - before % programs) % programs
 
 
 @gluon.jit
 def tile_origin(tile, start, num_down, columns, TILE_COLUMNS: gl.constexpr):
-    """Returns (first row, first column) of an expert's tile number `tile`. Tiles are numbered down the columns of bands
-    of rows, so that concurrent programs read few different rows and weights (from the L2 cache)."""
+    """Returns (first row, first column) of an expert's tile number `tile`. Tiles are numbered column by column within
+    bands of rows, so that concurrent programs share rows and weights in the L2 cache."""
     per_band = _BAND * gl.cdiv(columns, TILE_COLUMNS)
     first = tile // per_band * _BAND
     height = gl.minimum(num_down - first, _BAND)
@@ -141,7 +142,8 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def add_product(total, a, b, step, first, full, empty):
     """Waits for the operands of pipeline step `step`, starts total += a @ b, waits for the MMA of the previous step and
-    frees its stage. first: True for a tile's first step, which frees nothing: `finish` freed the previous stage."""
+    frees its stage. `first`: True for a tile's first step, which frees no stage, because `finish` freed the previous
+    one."""
     STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
     total = warpgroup_mma(a, b, total, is_async=True)
@@ -152,8 +154,8 @@ def add_product(total, a, b, step, first, full, empty):
 
 @gluon.jit
 def finish(total, step, any_steps, full, empty):
-    """Waits for a tile's last MMA, frees its stage and returns the sums. step: index of the last pipeline step, plus 1.
-    any_steps: False for a tile without steps, which has no stage to free."""
+    """Waits for a tile's last MMA, frees its stage and returns the sums. `step`: index of the last pipeline step, plus
+    1. `any_steps`: False for a tile without steps, which has no stage to free."""
     STAGES: gl.constexpr = full.shape[0]
     total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=any_steps)

@@ -1,5 +1,5 @@
-"""Expert weight gradients of up to two microbatches in one launch for all experts. Tensor cores accumulate in fp32; TMA
-writes the result to the gradient buffer or adds it."""
+"""bf16 expert weight gradients: one launch computes all experts for one or two microbatches. Tensor cores accumulate in
+fp32; TMA writes the result to the gradient buffer or adds it."""
 
 from collections.abc import Sequence
 
@@ -108,11 +108,11 @@ def _expert_grads(
     grad0, rows0, offsets0_ptr, grad1, rows1, offsets1_ptr, out, num_experts, outputs, inputs,
     PARTS: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Weight gradients of all experts, summed over two microbatches; if `PARTS` is 1, only the first one is used."""
+    """Weight gradients of all experts, summed over one or two microbatches (`PARTS`)."""
     grads, rows, offsets = (grad0, grad1), (rows0, rows1), (offsets0_ptr, offsets1_ptr)
     grad_stages = gl.allocate_shared_memory(grad0.dtype, [2 * STAGES] + grad0.block_type.shape, grad0.layout)
     rows_stages = gl.allocate_shared_memory(rows0.dtype, [STAGES] + rows0.block_type.shape, rows0.layout)
-    # double-buffered per warpgroup: a quarter of the columns is stored while the next one is written
+    # two buffers per warpgroup: while a quarter of the columns is stored, the next one is written
     results = gl.allocate_shared_memory(out.dtype, [4] + out.block_type.shape, out.layout)
     full, empty = new_barriers(STAGES)
     tiles = _Tiles(grad_stages, rows_stages, full, empty, num_experts, outputs, inputs)
@@ -177,7 +177,7 @@ def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, tiles, PARTS: g
         quarters = halves(left) + halves(right)
         for quarter in gl.static_range(4):
             result = results.index(2 * HALF_NUMBER + quarter % 2)
-            tma.store_wait(1)  # until an earlier store has read this buffer
+            tma.store_wait(1)  # waits until an earlier store has read this buffer
             result.reshape((HALF, QUARTER)).store(quarters[quarter])
             fence_async_shared()
             origin = [expert, output, input + quarter * QUARTER]

@@ -44,7 +44,7 @@ NAME = "torch_native"
 NEEDS = ("torch",)
 
 _ADAMW_CHUNK = 1 << 22
-"""Elements per fused update: small enough for the L2 cache and large enough to hide launch overhead."""
+"""Elements per fused AdamW update: small enough for the L2 cache and large enough to hide launch overhead."""
 GROUPED = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 BEST_ANYWHERE = (
     "rms_norm",
@@ -57,7 +57,7 @@ BEST_ANYWHERE = (
     "adamw_",
     "adamw_packed_",
 )
-"""Ops that are faster than plain torch on every device."""
+"""Ops that are faster than plain torch both on CPUs and on GPUs."""
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
@@ -75,10 +75,10 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "add_rms_norm": "fused norm",
         "layer_norm": "fused",
         "query_key_value": "fused norms",
-        "attention": "SDPA, on the GPU preferably cuDNN, which also handles sinks; dropout runs on plain torch",
+        "attention": "SDPA, on the GPU preferably with cuDNN; sinks with cuDNN; dropout in plain torch",
         "attention_block": "cuDNN on the GPU, if there is no window and no document mask",
         "attention_block_grad": "cuDNN on the GPU, if there is no window and no document mask",
-        "activation": "saves only the input and recomputes in backward",
+        "activation": "saves only its input and recomputes the rest in backward",
         "cross_entropy": "fused",
         "gate_product": "fp32 products of bf16 operands on tensor cores",
         "permute": "gathers in forward and backward",
@@ -113,7 +113,7 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
-    """Calls `F.grouped_mm`, or returns zeros if `a` is empty. Raises `EnvironmentProblem` for unaligned rows."""
+    """Calls `F.grouped_mm`, and returns zeros if `a` is empty. Raises `EnvironmentProblem` for unaligned rows."""
     if a.numel() == 0:
         return a.new_zeros((a.shape[0], b.shape[2]) if b.dim() == 3 else (len(offsets_e), a.shape[0], b.shape[1]))
     for operand in (a, b):
@@ -245,7 +245,7 @@ def _rectangles(block: AttentionBlock) -> tuple[MaskBlock, ...] | None:
     return found if able else None
 
 
-# elementwise and loss
+# elementwise ops and loss
 
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
@@ -254,7 +254,7 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
 
 
 class _NativeActivation(torch.autograd.Function):
-    """Activation that saves only its input and recomputes all other tensors in backward."""
+    """Autograd function of an activation that saves only its input and recomputes all other tensors in backward."""
 
     @staticmethod
     def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
@@ -312,7 +312,7 @@ def recomputed_route(
 
 
 class _NativeRoute(torch.autograd.Function):
-    """Reference routing that is computed again in backward, with the ids of forward."""
+    """Autograd function that recomputes the reference routing in backward, with the expert ids of forward."""
 
     @staticmethod
     def forward(
@@ -376,7 +376,7 @@ class _NativeGateProduct(torch.autograd.Function):
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiplies bf16 matrices on a GPU; the result is fp32."""
+    """Multiplies two bf16 matrices on a GPU with an fp32 result."""
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
@@ -432,7 +432,8 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     if flat.device.type != "cpu":
         norm: Tensor = torch.linalg.vector_norm(flat, dtype=wide)
         return norm.square()
-    # the CPU adds a long vector sequentially (relative error 2e-3 at 20 million elements), therefore in short chunks
+    # The CPU sums a long vector sequentially, with a relative error of 2e-3 at 20 million elements. Short chunks avoid
+    # that.
     chunk = 1024
     whole = flat.numel() // chunk * chunk
     norms: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, chunk), dim=1, dtype=wide)
@@ -445,7 +446,7 @@ def adamw_(
     """See `Kernels.adamw_`. Non-finite results are detected chunk by chunk, while the chunk is still in the L2 cache,
     because torch's fused kernel does not report them."""
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
-        # compute in fp32, so that state in a narrow dtype is updated with the same arithmetic
+        # computed in fp32, so that the arithmetic does not depend on the dtype of the state
         state = AdamWState(*(PackedState("plain", tensor) for tensor in (master, exp_avg, exp_avg_sq)))
         adamw_packed_(state, grad, move, weights)
         return
@@ -474,7 +475,7 @@ def adamw_(
         if weights is not None:
             new = round_weights(new, weights.dtype)
             weights[chunk].copy_(new)  # a skipped step must leave the weights bitwise unchanged
-        # a non-finite first moment makes the weight non-finite too, so it is not checked
+        # The first moment is not checked, because a non-finite one also makes the weight non-finite.
         mark_nonfinite(move, exp_avg_sq[chunk], new)
 
 

@@ -68,7 +68,7 @@ def backward(
 
 
 def forward_pair(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor]:
-    """Calls `forward` for one rectangle of a block."""
+    """Calls `forward` for one rectangle of a block's mask."""
     return forward(*_inputs(block, pair), block.config.softmax_scale, causal=pair.causal_square)
 
 
@@ -81,7 +81,7 @@ def backward_pair(
     grad_q, grad_k, grad_v = backward(
         found.grad_SBNE[rows], *_inputs(block, pair), *result, block.config.softmax_scale, causal=pair.causal_square
     )
-    # not `+=`, which also copies the sum onto itself
+    # not `+=`, which would also copy the sum onto itself
     into[0][rows].add_(grad_q)
     into[1][keys].add_(grad_k)
     into[2][keys].add_(grad_v)
@@ -114,7 +114,7 @@ def _is_whole(block: AttentionBlock, rectangles: Sequence[MaskBlock]) -> bool:
 
 
 def _inputs(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one rectangle of a block."""
+    """Queries, keys and values in one rectangle of a block's mask."""
     return block.q_SBND[pair.rows], block.k_SBGD[pair.keys], block.v_SBGE[pair.keys]
 
 
@@ -154,7 +154,7 @@ def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:
 
 
 class _WithSinks(torch.autograd.Function):
-    """Attention with sinks: the output without sinks times (1 - softmax weight of the sink)."""
+    """Autograd function of attention with sinks: the output without sinks times (1 - softmax weight of the sink)."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
 """Ops of NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 and for FP8 and FP4 on NVIDIA GPUs.
 
 Meant for comparison: `auto` never selects this backend, because this project's kernels are faster. Each grouped GEMM
-synchronises with the device to read the number of rows per expert; those of FP8 and FP4 must be requested by name.
+synchronises with the device to read the number of rows per expert; FP8 and FP4 grouped GEMMs must be requested with
+`--kernel-per-op`.
 """
 
 from collections.abc import Sequence
@@ -59,8 +60,9 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "grouped_forward": "GEMMs of GroupedLinear; the host synchronises to read the number of rows per expert",
         "grouped_input_grad": "same as grouped_forward",
         "grouped_weight_grad": "same as grouped_forward; accumulates in the gradient buffer",
-        "quantize_rows": "its casts; rows of experts are quantised by own kernels, without a host synchronisation",
-        **dict.fromkeys(BY_NAME, "a product per expert; the host synchronises to read the number of rows per expert"),
+        "quantize_rows": "Transformer Engine's casts; expert rows are quantised by the Triton kernels, without a host "
+        "synchronisation",
+        **dict.fromkeys(BY_NAME, "one GEMM per expert; the host synchronises to read the number of rows per expert"),
         "linear_weight_grad": "accumulates in the gradient buffer",
         "attention": "DotProductAttention; sinks, dropout and document masks run on plain torch",
         "activation": "SwiGLU; other activations run on plain torch",
@@ -68,7 +70,8 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     return Support(Priority.YES, reasons.get(op, "Transformer Engine kernel"))
 
 
-# matrix multiplications: operands in the order weight, input; "TN" multiplies the input by the transposed weight
+# Matrix multiplications. Operands are in the order weight, input; layout "TN" multiplies the input by the transposed
+# weight.
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -159,7 +162,7 @@ def _splits(offsets_e: Tensor) -> list[int]:
 
 
 def _held(rows: Tensor, splits: list[int]) -> Tensor:
-    """Drops the padding rows after the last expert's rows."""
+    """Removes the padding rows after the last expert's rows."""
     return rows[: sum(splits)].contiguous()
 
 
@@ -253,7 +256,8 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Transformer Engine's SwiGLU, times a probability per row if given. Rows of probability 0 are padding."""
+    """Autograd function of Transformer Engine's SwiGLU, multiplied by a probability per row if given. Rows of
+    probability 0 are padding."""
 
     @staticmethod
     def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None) -> Tensor:
@@ -280,7 +284,7 @@ def _scale_rows(x_RF: Tensor, probs_R: Tensor) -> Tensor:
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
-    # Transformer Engine's vocabulary-parallel loss needs the process group, which is not passed to ops
+    # Transformer Engine's vocabulary-parallel loss needs the process group, which ops do not receive
     if labels_T.numel() == 0 or shard is not None:
         return reference.cross_entropy(logits_TV, labels_T, shard)
     loss_1T: Tensor = parallel_cross_entropy(logits_TV[None], labels_T[None])

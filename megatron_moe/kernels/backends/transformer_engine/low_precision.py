@@ -2,8 +2,9 @@
 
 Elements and scales equal those of `precision.quantizers`. Transformer Engine pads the scales of a copy; for mxfp8 and
 nvfp4 it also transposes them, and does not transpose the columnwise elements of mxfp8. Operands are converted before
-and after each call. It saturates infinities, and most of its quantizers do not return a magnitude that would show them;
-one more reduction of each operand finds them. Sizes that its kernels do not support are computed by plain torch.
+and after each call. Transformer Engine saturates infinities, and most of its quantizers return no magnitude that would
+reveal them, so another reduction of each operand detects them. Operands of sizes that its kernels do not support are
+multiplied in plain torch.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def quantize_rows(
     scale: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> QuantizedTensor:
-    """See `Kernels.quantize_rows`. Copies whose blocks depend on `offsets_e` are made by our own kernels, because
+    """See `Kernels.quantize_rows`. Copies whose blocks depend on `offsets_e` are made by the Triton kernels, because
     Transformer Engine needs the number of rows per expert on the host."""
     is_per_expert = offsets_e is not None and (columnwise or fmt.block == WHOLE or fmt.element == "e2m1")
     if is_per_expert or not _can_quantize(x, fmt):
@@ -118,7 +119,7 @@ def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[Any]], out: Tensor
         reference_low_precision.quantized_grouped_weight_grad(parts, out, accumulate)
         return
     if not accumulate:
-        out.zero_()  # the GEMM skips experts without rows
+        out.zero_()  # the GEMM skips experts without rows, so their gradients must be zeroed
     for grad, rows, offsets_e in parts:
         ends = offsets_e.tolist()
         copies = [expert_copies(each.column_copy, each.block, ends, columnwise=True) for each in (rows, grad)]
@@ -157,7 +158,7 @@ def _grouped_product(
 
 
 def _gemm(a: _Storage, b: _Storage, layout: str, **options: Any) -> Tensor:
-    # sums in fp32: the accumulators of Hopper's tensor cores have about 14 bits
+    # split accumulation in fp32, because the accumulators of Hopper's tensor cores have about 14 bits
     out: Tensor = general_gemm(a, b, layout=layout, use_split_accumulator=True, grad=layout != "TN", **options)[0]
     return out
 
@@ -173,7 +174,7 @@ def _grouped_gemm(a: list[_Storage], b: list[_Storage], out: list[Tensor], layou
 
 
 def _length(block: tuple[int, int]) -> int:
-    """Number of which the kernels need the sizes of a GEMM to be multiples."""
+    """Number that must divide the sizes of a GEMM with blocks of shape `block`."""
     return 16 if block == WHOLE or block[1] == triton_quantize.BLOCK else 32
 
 
@@ -182,15 +183,15 @@ def _can_multiply(block: tuple[int, int], *sizes: int) -> bool:
 
 
 def _can_quantize(x: Tensor, fmt: OperandFormat) -> bool:
-    """Whether Transformer Engine quantises matrices of this shape in this format. Its stochastic rounding draws from
-    torch's default generator instead of by a key."""
+    """Whether Transformer Engine quantises matrices of this shape in this format. Stochastic rounding is excluded,
+    because Transformer Engine draws it from torch's default generator instead of from a key."""
     is_supported = fmt.block == WHOLE or fmt.block[1] in (16, 32, triton_quantize.BLOCK)
     is_supported &= x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not fmt.hadamard)
     return is_supported and not fmt.stochastic and _can_multiply(fmt.block, *x.shape[-2:])
 
 
 def _sizes(copy: QuantizedCopy) -> tuple[int, int]:
-    """Rows and columns of (a matrix of) a copy."""
+    """Returns (rows, columns) of a copy, or of each matrix of a stack."""
     num_rows, num_bytes = copy.data.shape[-2:]
     return num_rows, 2 * num_bytes if copy.data.dtype == _FP4 else num_bytes
 
@@ -216,7 +217,7 @@ def _padded_columns(copy: QuantizedCopy, block: tuple[int, int]) -> QuantizedCop
 
 
 def _padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """`F.pad` with zeros, also for FP8."""
+    """`F.pad` with zeros that also supports FP8 dtypes."""
     return F.pad(x.view(torch.uint8), padding).view(x.dtype) if x.element_size() == 1 else F.pad(x, padding)
 
 
@@ -224,7 +225,7 @@ def _padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
 
 
 def _quantizer(fmt: OperandFormat, x: Tensor, scale: Tensor | None, *, rowwise: bool, columnwise: bool) -> Any:
-    # a columnwise copy alone is not implemented for one scale per tensor
+    # with one scale per tensor, Transformer Engine cannot make a columnwise copy alone
     usage: Any = {"rowwise": rowwise or fmt.block == WHOLE, "columnwise": columnwise}
     is_square = fmt.block[0] > 1
     if fmt.element == "e2m1":
@@ -255,7 +256,8 @@ def _quantized(
 
 
 def _marked(copy: QuantizedCopy, x: Tensor, fmt: OperandFormat) -> QuantizedCopy:
-    """Makes the scales of the rows of `x` [R, C] with an inf or NaN NaN, or those of all rows if rows share scales."""
+    """Sets the scales of each row of `x` [R, C] that contains inf or NaN to NaN, so that it stays visible. If rows
+    share scales, all scales become NaN."""
     is_lost = ~torch.linalg.vector_norm(x, torch.inf, dim=-1).isfinite()
     if copy.factor is not None:
         return copy._replace(factor=copy.factor.masked_fill(is_lost.any(), torch.nan))
@@ -268,7 +270,7 @@ def _our_copy(made: _Storage, fmt: OperandFormat, num_rows: int, width: int, *, 
     [num_rows, width]."""
     if fmt.block == WHOLE:
         data = made._data
-        if columnwise:  # GPUs whose tensor cores read both layouts have no transposed copy
+        if columnwise:  # on GPUs whose tensor cores read both layouts, there is no transposed copy
             data = made._data.T.contiguous() if made._transpose is None else made._transpose
         return QuantizedCopy(data.view(quantizers.DTYPES[fmt.element]), made._scale_inv.reshape(()))
     side = "columnwise" if columnwise else "rowwise"
@@ -285,13 +287,14 @@ def _our_copy(made: _Storage, fmt: OperandFormat, num_rows: int, width: int, *, 
 
 
 def _storage(copy: QuantizedCopy, like: QuantizedTensor, *, columnwise: bool) -> _Storage:
-    """Converts a copy of the matrix `like`, or of a part of it, to Transformer Engine's tensor."""
+    """Converts a copy of the matrix `like`, or of a part of it, to a tensor of Transformer Engine."""
     block = like.block
     options: Any = {"quantizer": None, "fake_dtype": like.dtype}
     data, element = copy.data.view(torch.uint8).contiguous(), TE_DType[copy.data.dtype]
     if block == WHOLE:
         parts = {"data": None if columnwise else data, "data_transpose": data if columnwise else None}
-        scale = copy.scales.reshape(1).clone()  # cuBLAS rejects the scales of most experts, which are not aligned
+        # cloned, because cuBLAS requires aligned scales and those of most experts are not
+        scale = copy.scales.reshape(1).clone()
         return te.Float8TensorStorage(fp8_scale_inv=scale, fp8_dtype=element, **parts, **options)
     is_mxfp8 = copy.scales.dtype == torch.uint8
     side, other = ("columnwise", "rowwise") if columnwise else ("rowwise", "columnwise")
@@ -320,7 +323,7 @@ def _column_storage(x: QuantizedTensor) -> _Storage:
 
 
 def _matrices(stack: QuantizedCopy) -> list[QuantizedCopy]:
-    """Copies of the matrices of a stack."""
+    """Splits the copy of a stack into the copies of its matrices."""
     factors = [None] * len(stack.data) if stack.factor is None else stack.factor.unbind()
     return [QuantizedCopy(*each) for each in zip(stack.data, stack.scales, factors, strict=True)]
 
@@ -332,13 +335,13 @@ def _stack(copies: list[QuantizedCopy]) -> QuantizedCopy:
 
 
 def _stack_bytes(parts: list[Tensor]) -> Tensor:
-    """`torch.stack`, also for FP8."""
+    """`torch.stack` that also supports FP8 dtypes."""
     if parts[0].element_size() > 1:
         return torch.stack(parts)
     return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
-# scales of this project: [blocks of a row, rows], or [blocks of rows, blocks of a row]
+# scales of this project are [blocks of a row, rows], or [blocks of rows, blocks of a row] for square blocks
 
 
 def _cut(scales: Tensor, block: tuple[int, int], num_rows: int, width: int) -> Tensor:

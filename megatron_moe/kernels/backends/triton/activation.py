@@ -1,4 +1,5 @@
-"""MLP activations, gated or not, times a probability per row. Forward and backward each take one pass over memory.
+"""MLP activations, gated or not, multiplied by an optional probability per row. Forward and backward each take one pass
+over memory.
 
 Only the input and the probabilities are saved; backward recomputes the rest. Results can be stored in FP8 directly.
 """
@@ -31,10 +32,10 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
-"""(elements per tile, maximum columns per tile); the fastest on an H200. `NARROW_BACKWARD_TILE` is for output widths
-up to 1024."""
+"""(elements per tile, maximum columns per tile), the fastest values on an H200. `NARROW_BACKWARD_TILE` is for output
+widths up to 1024."""
 QUANTIZED_FORWARD_TILE, QUANTIZED_BACKWARD_TILE = (2048, 256), (2048, 256)
-"""Tiles for FP8 results; more rows than above, because the scales of a column of blocks are contiguous."""
+"""Tiles for FP8 results; more rows than in bf16 tiles, because the scales of a column of blocks are contiguous."""
 
 NO_CLAMP = float("inf")
 
@@ -108,8 +109,9 @@ def quantize_activation_grad(
     if columns is None:
         grad_x_q = QuantizedTensor.of(quantized, None, fmt.block, x_RF.dtype)
         return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs_R, out_RF)
-    # in separate kernels: one kernel for both kinds of copies computed the gradients twice, in bands that fit into
-    # registers, and took 2.2 ms for 32,768 rows of 2 x 2048, against at most 0.35 ms without columnwise copies
+    # Columnwise copies are made by a separate kernel. One kernel for both kinds of copies computed the gradients twice,
+    # in bands that fit into registers: for 32,768 rows of 2 x 2048 it took 2.2 ms, against at most 0.35 ms without
+    # columnwise copies.
     grad_columns, out_columns = (
         make_columns(each, None, len(each), None, kind, offsets_e)
         for each, kind in ((grad_x_RF, fmt), (out_RF, columns))
@@ -128,7 +130,8 @@ def _forward(
     scales: Tensor | None = None,
     fmt: OperandFormat = E4M3,
 ) -> None:
-    """Writes the results to `out_RF`; if `scales` is given, in FP8, and their scales to `scales`."""
+    """Writes the results to `out_RF`. If `scales` is given, results are FP8 and their scales are written to
+    `scales`."""
     if out_RF.numel():
         num_rows, width = out_RF.shape
         rows, columns = _tile(width if scales is None else max(width, BLOCK), *tile)
@@ -243,7 +246,7 @@ def _activation_forward(
     if scales_ptr is None:
         tl.store(out_ptr + rows[:, None] * width + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        out = out.to(x_ptr.dtype.element_ty)  # the same rounding as if quantised later
+        out = out.to(x_ptr.dtype.element_ty)  # rounds as if the result were stored and quantised later
         first = tl.program_id(1) * COLUMNS
         store_tile(
             out, rows, first, out_ptr, scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO
@@ -255,11 +258,11 @@ def _store_grad(
     grad, rows, first, x_ptr, out_ptr, quantized_ptr, scales_ptr, num_rows, width, end,
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of the gradient of x, which has `width` columns, up to column `end`; also in FP8 if there are
-    scales."""
+    """Stores a tile of the gradient of x up to column `end`; x has `width` columns. With `scales_ptr`, also stores it
+    in FP8."""
     columns = first + tl.arange(0, grad.shape[1])
     inside = (rows < num_rows)[:, None] & (columns < end)[None, :]
-    grad = grad.to(x_ptr.dtype.element_ty)  # the same rounding as if quantised later
+    grad = grad.to(x_ptr.dtype.element_ty)  # rounds as if the gradient were stored and quantised later
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], grad, mask=inside)
     if scales_ptr is not None:
         store_tile(

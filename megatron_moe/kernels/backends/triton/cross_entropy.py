@@ -18,9 +18,9 @@ from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
 from megatron_moe.kernels.ops import VocabShard
 
 TILE = 8192
-"""Logits that one program processes at a time."""
+"""Number of logits that a program processes at a time."""
 _TOKENS = 256
-"""Tokens whose statistics one program combines over ranks."""
+"""Number of tokens per program that combines statistics over ranks."""
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
@@ -77,7 +77,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _cross_entropy_forward(
     logits_ptr, labels_ptr, loss_ptr, normalizer_ptr, stats_ptr, first, vocab, num_tokens, TILE: tl.constexpr
 ):
-    """Writes a token's loss and normalizer or, if `stats_ptr` is given, only its statistics over this rank's logits."""
+    """Writes a token's loss and log-sum-exp (normalizer). If `stats_ptr` is given, writes only the statistics of this
+    rank's logits."""
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * vocab
     columns = tl.arange(0, TILE)

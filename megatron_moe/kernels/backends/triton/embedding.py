@@ -23,7 +23,7 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
         out.zero_()
     grad_TH = rows_of(grad_TH)
     num_tokens, width = grad_TH.shape
-    # int32 halves the passes of the radix sort, and no table has 2^31 rows
+    # int32 keys halve the passes of the radix sort; no embedding table has 2^31 rows
     sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
     columns = max(min(power_of_two(width), COLUMNS), 16)
     num_segments = cdiv(num_tokens, ROWS)
@@ -42,8 +42,9 @@ def _sum_segments(
     grad_ptr, ids_ptr, order_ptr, out_ptr, parts_ptr, num_tokens, width, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `out` the gradient sum of each id with all tokens in this program's segment of sorted tokens. Partial
-    sums of other ids go to `parts` [segments, 2, width]: index 0 if the id started in an earlier segment, else 1."""
+    """Adds to `out` the gradient sum of each id whose tokens are all in this program's segment of sorted tokens.
+    Partial sums of other ids go to `parts` [segments, 2, width]: index 0 if the id started in an earlier segment, else
+    1."""
     first = tl.program_id(0) * ROWS
     positions = first + tl.arange(0, ROWS)
     inside = positions < num_tokens
@@ -53,7 +54,8 @@ def _sum_segments(
     tokens = tl.load(order_ptr + positions, mask=inside, other=0)
     grad_ptrs = grad_ptr + tokens[:, None] * stride + columns[None, :]
     grads = tl.load(grad_ptrs, mask=inside[:, None] & mask[None, :], other=0.0)
-    # sum the rows of equal ids by a matrix multiplication with 0 and 1 on tensor cores, exact in every format
+    # Rows of equal ids are summed on tensor cores, by multiplication with a matrix of 0 and 1, which is exact in every
+    # format.
     same = ids[:, None] == ids[None, :]
     if WIDEN:
         grads = grads.to(tl.float32)

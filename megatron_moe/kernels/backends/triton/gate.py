@@ -37,11 +37,11 @@ FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
 BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
 """Backward tile. A program keeps sums for all experts in registers. With more than 128 experts, torch is faster."""
 BACKWARD_PROGRAMS = 1
-"""Backward programs per SM; two do not fit."""
+"""Backward programs per SM; registers limit it to one."""
 PARTS = 3
 """Number of bf16 numbers into which an fp32 gradient is split: 3 x 8 bits represent the 24 bits of the mantissa."""
 _LEAST = 16
-"""Minimum rows and columns of a tile for tensor cores."""
+"""Minimum number of rows and columns of a tile that tensor cores can multiply."""
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,8 +82,8 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
 
 
 def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of the hidden states and of the weight, each rounded once. None for a gradient that was
-    accumulated."""
+    """Returns the gradients of the hidden states and of the weight, each rounded once. The second is None if it was
+    added to the gradient buffer."""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
     most_segments = BACKWARD_PROGRAMS * num_sms(hidden_TH.device) // cdiv(width, columns)
@@ -135,8 +135,8 @@ def _gate_backward(
     WIDEN: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # columns are the first dimension of every product, so that the split gradient is always the second operand: that is
-    # read from shared memory, whereas a first operand would be transposed in registers for each product
+    # Columns are the first dimension of every product, so the split gradient is always the second operand. That operand
+    # is read from shared memory; a first operand would be transposed in registers for each product.
     tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held_columns = columns < width

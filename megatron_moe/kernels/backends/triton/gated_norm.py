@@ -40,7 +40,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         grad, (groups, width) = grads[0].contiguous(), ctx.shape[-2:]
         grad_x, grad_gate = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x_TC, gate_TC))
         per_group = weight.dim() == 2
-        # a program processes rows of one group only if weights differ by group
+        # a tile contains rows of one group only if the weights differ by group
         (num_programs,), tile = backward_tiles(len(x_TC) * (1 if per_group else groups), width, x_TC.device)
         grid = (num_programs, groups if per_group else 1)
         shares_PGW = torch.empty(*grid, width, device=x_TC.device, dtype=torch.float32)
@@ -75,7 +75,7 @@ def _gated_norm_forward(
 
 @triton.jit
 def _weights(weight_ptr, inner, columns, width, mask, PER_GROUP: tl.constexpr):
-    """Weights of a tile in fp32, [rows, columns], or [1, columns] if all groups have the same."""
+    """Weights of a tile in fp32, [rows, columns], or [1, columns] if all groups share the same weights."""
     if PER_GROUP:
         return tl.load(weight_ptr + inner, mask=mask, other=0.0).to(tl.float32)
     else:

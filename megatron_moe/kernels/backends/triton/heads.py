@@ -104,7 +104,8 @@ def _factor(weight_ptr, dims, mask, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _pairs_of(rotary_dim, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Returns (first dim of every rotated pair, second dim of every pair, mask of valid pairs)."""
+    """Returns the dims that RoPE rotates together: (first dim of every pair, second dim of every pair, mask of valid
+    pairs)."""
     pairs = tl.arange(0, PAIRS)
     half = rotary_dim // 2
     if INTERLEAVED:
@@ -250,18 +251,19 @@ def _norm_rope_tile_backward(
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Backward of one tile of heads for a part of the tokens. `offsets` [HEADS, 1]: offset of each head in a token's
-    row of qkv. `grad_ptr` [HEADS, 1]: output gradients. OF_KEYS: also copies the gradients of the values."""
+    """Backward of norm and RoPE for one tile of heads and a part of the tokens. `offsets` [HEADS, 1]: offset of each
+    head in a token's row of qkv. `grad_ptr` [HEADS, 1]: output gradients. OF_KEYS: also copies the gradients of the
+    values."""
     paired, dims = tl.arange(0, PAIRS) < rotary_dim // 2, tl.arange(0, WIDTH)
     value_mask = valid & (dims < width)[None, :]
-    # partial weight gradients are summed over heads once at the end, because a sum over a tile needs barriers
+    # Weight gradients are summed over heads only at the end, because a sum over a tile needs barriers.
     partial1, partial2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32), tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     partial3 = tl.zeros((HEADS, REST), dtype=tl.float32)
     for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         s, b = _position(number, batch)
         cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
         inside = tl.cast(number, tl.int64) * row_width + offsets
-        if OF_KEYS:  # load before any store, so that no load waits for a store
+        if OF_KEYS:  # loaded before any store, because a load after a store would wait for it
             values = tl.load(value_ptr + s * v_s + b * v_b + dims[None, :], mask=value_mask)
         partial1, partial2, partial3 = _norm_rope_backward(
             grad_ptr + s * g_s + b * g_b, qkv_ptr + inside, to_ptr + inside, weight_ptr, partial1, partial2, partial3,
@@ -282,7 +284,8 @@ def _qkv_backward(
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Backward of one tile. A program processes query heads, or key and value heads; both would need more registers."""
+    """Backward of one tile. A program processes either query heads or key and value heads, because both together would
+    need too many registers."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
     q_partials_ptr = partials_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * width
     k_partials_ptr = q_partials_ptr + width

@@ -9,7 +9,8 @@ from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.sm_carveout import num_reserved_sms
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels on the CPU. Its bf16 matmul is wrong, so operands become fp32."""
+"""True if Triton's interpreter runs the kernels on the CPU. Its bf16 matmul is wrong, so kernels convert operands to
+fp32."""
 HOPPER_SMS = 132
 """SMs of an H100 or H200; memory emulation (`kernels/fakes/`) assumes this number for `meta` tensors."""
 
@@ -22,7 +23,7 @@ def num_sms(device: torch.device) -> int:
 
 
 def num_free_sms(device: torch.device) -> int:
-    """SMs of a GPU that are not reserved for an exchange in progress."""
+    """Number of SMs of a GPU that are not reserved for an exchange in progress."""
     return num_sms(device) - num_reserved_sms()
 
 
@@ -33,7 +34,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Quotient, rounded up. `triton.cdiv` takes microseconds per call on the host."""
+    """Quotient, rounded up. Replaces `triton.cdiv`, which takes microseconds per call on the host."""
     return -(-number // divisor)
 
 
@@ -43,7 +44,7 @@ def power_of_two(number: int) -> int:
 
 
 def sum_of_shares(shares_PW: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums the partial results of all P programs, fp32 [P, W] -> [W], in an order that depends only on P."""
+    """Sums the partial results of P programs, fp32 [P, W] -> [W], in an order that depends only on P."""
     out_W = torch.empty(shares_PW.shape[1], device=shares_PW.device, dtype=dtype)
     _add_shares(shares_PW, out_W, out_W, accumulate=False)
     return out_W
@@ -71,7 +72,7 @@ def _add_shares(shares_PW: Tensor, out: Tensor, like: Tensor, *, accumulate: boo
 
 @triton.jit
 def dot(a, b, total, WIDEN: tl.constexpr):
-    """Matrix product of a and b in fp32, plus `total` if that is not None."""
+    """Matrix product of a and b in fp32, plus `total` if given. `WIDEN`: converts the operands to fp32 first."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""LayerNorm (Ba, Kiros and Hinton, arXiv 1607.06450); each pass reads its inputs once."""
+"""LayerNorm (Ba, Kiros and Hinton, arXiv 1607.06450), with one pass over the inputs each for forward and backward."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class _LayerNorm(torch.autograd.Function):
         x_RH = rows_of(x)
         num_rows, width = x_RH.shape
         out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        # mean and inverse standard deviation of every row
+        # mean and inverse standard deviation of each row
         moments_2R = torch.empty(2, num_rows, device=x.device, dtype=torch.float32)
         if num_rows:
             grid, tile = forward_tiles(num_rows, width)
@@ -86,7 +86,7 @@ def _layer_norm_backward(
     weight = tl.load(weight_ptr + columns, mask=held_columns, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
-    # summed over rows once at the end, because a sum needs barriers
+    # summed over the rows of the tile only at the end, because the sum needs barriers
     weight_share, bias_share = tl.zeros((ROWS, WIDTH), dtype=tl.float32), tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     # software pipelining: loads of the next rows overlap with this tile
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -97,7 +97,7 @@ def _layer_norm_backward(
         grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(moments_ptr + rows, mask=held_rows, other=0.0)
         scale = tl.load(moments_ptr + num_rows + rows, mask=held_rows, other=0.0)
-        # `normed` is not zero in padding columns, but their gradient is
+        # `normed` is not zero in padding columns, but the gradient there is
         normed = (x - mean[:, None]) * scale[:, None]
         weight_share += grad * normed
         bias_share += grad

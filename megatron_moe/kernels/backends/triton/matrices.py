@@ -1,4 +1,4 @@
-"""Steps of update rules for whole matrices: momentum, descent, and products whose result is symmetric.
+"""Steps of update rules for whole matrices: momentum, weight update, and products whose result is symmetric.
 
 A symmetric product computes the tiles on and below the diagonal and stores each of them twice, which halves the
 operations of x x^T.
@@ -20,7 +20,7 @@ BLOCK = 1024
 TILE = (128, 128, 64, 8, 4)
 """Rows, columns and depth of a tile of a symmetric product, warps, and stages of its pipeline."""
 _SMALLEST = 256
-"""Smaller dims are left to torch: few tiles, of which the diagonal ones are whole."""
+"""Smaller matrices are multiplied by torch: with few tiles, most are on the diagonal and nothing is saved."""
 
 
 def momentum_(

@@ -38,7 +38,7 @@ def rms_norm_quantized(
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
     """See `Kernels.rms_norm_quantized`, for blocks of 1x128."""
     width, cast = x.shape[-1], None
-    if power_of_two(width) >= BLOCK:  # tiles of narrower rows have no whole block
+    if power_of_two(width) >= BLOCK:  # narrower rows do not contain a whole block
         cast = empty_rows(x.numel() // width, width, x.device, fmt), fmt
     total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, cast)  # type: ignore[no-untyped-call]
     if cast is None:
@@ -68,7 +68,7 @@ class _RMSNorm(torch.autograd.Function):
 
 class _AddRMSNorm(torch.autograd.Function):
     """Fused residual add and RMSNorm. The backward kernel also adds the gradient of the first output, residual + x. If
-    `residual` is None, it rounds the norm's gradient before, as autograd would."""
+    `residual` is None, it first rounds the norm's gradient, as autograd would."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_total, grad_out = grads
-        if grad_out is None:  # the normed output is unused
+        if grad_out is None:  # the normed output is not used
             return grad_total if ctx.has_residual else None, grad_total, None, None, None, None
         total_RH, scale_R = ctx.saved_tensors
         options = ctx.weight, scale_R, ctx.zero_centered, not ctx.has_residual
@@ -103,7 +103,8 @@ class _AddRMSNorm(torch.autograd.Function):
 def _norm(
     x_RH: Tensor, residual_RH: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, cast: _Cast | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x, or x + residual; RMSNorm of this; 1 / RMS of each row, fp32 [R]). `cast`: receives a copy."""
+    """Returns (sum, which is x without a residual; RMSNorm of the sum; 1 / RMS of each row, fp32 [R]). `cast`: receives
+    a copy of the norm in FP8."""
     num_rows, width = x_RH.shape
     total_RH = x_RH if residual_RH is None else torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
@@ -176,7 +177,7 @@ def _rms_norm_forward(
         x += tl.load(added_ptr + rows[:, None] * added_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + rows[:, None] * width + columns[None, :], total, mask=mask)
-        x = total.to(tl.float32)  # norm of the rounded sum
+        x = total.to(tl.float32)  # the norm is that of the rounded sum
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
@@ -184,7 +185,8 @@ def _rms_norm_forward(
     out = (x * scale[:, None] * weight[None, :]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], out, mask=mask)
     if copy_ptr is not None:
-        # with more elements per thread than of `out`, the sum of squares would have another order than without a copy
+        # with more elements per thread than for `out`, the sum of squares would be added in another order than without
+        # a copy
         store_tile(
             out, rows, 0, copy_ptr, copy_scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO,
             VECTOR=128 // out_ptr.dtype.element_ty.primitive_bitwidth,
@@ -203,7 +205,8 @@ def _rms_norm_backward(
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
-    share = tl.zeros((ROWS, WIDTH), dtype=tl.float32)  # summed over rows once at the end: a sum needs barriers
+    # summed over the rows only at the end, because the sum needs barriers
+    share = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     # software pipelining: loads of the next rows overlap with this tile
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)

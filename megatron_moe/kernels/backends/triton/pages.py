@@ -20,7 +20,7 @@ def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
     num_rows, width = rows_RW.shape
     number = pages.num_pages_for(num_rows)
     table = torch.empty(number, device=rows_RW.device, dtype=torch.int32)
-    # a single warp, so that every thread reads both ends of the free list before one of them is updated
+    # one warp, so that all threads have read both ends of the free list before a thread updates them
     _take_pages[(1,)](
         valid, pages.free_P, pages.ends, pages.overflowed, table, number, pages.num, pages.page_size,
         NONE=NONE, NO_ROOM=NO_ROOM, BLOCK=BLOCK, num_warps=1,

@@ -17,8 +17,9 @@ from megatron_moe.parallel.push_channel import FLAG_STRIDE, PushChannel
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 ROWS, ROWS_OF_FEW = 4, 16
-"""Rows that a program has in flight, on all SMs and on a few. Two H200 exchange 8192 rows of 4 KB, 4 in
-flight, in 98 us on 132 SMs and 120 us on 16, but in 240 us on 8, where the latency of loads decides."""
+"""Number of rows for which a program has loads in flight: if the kernel runs on all SMs, and if on few. Two H200
+exchange 8192 rows of 4 KB, 4 in flight, in 98 us on 132 SMs and 120 us on 16, but in 240 us on 8, where the latency of
+loads decides."""
 COLUMNS = 2048
 TOKENS = 64
 """Tokens of a program of `mark_ranks`."""
@@ -45,10 +46,10 @@ def push_tokens(
     if isinstance(tokens_TH, QuantizedTensor):
         tokens_TH, scales, _ = tokens_TH.row_copy
         scales = scales.contiguous()
-        # bytes are copied as words of the number of a row's bytes
+        # quantised rows are copied as words, so the width is the number of words per row
         word = next(each for each in (torch.int32, torch.int16, torch.uint8) if shape.width % each.itemsize == 0)
         tokens_TH, slots = tokens_TH.contiguous().view(word), slots.view(word)
-        in_flight["ROWS"] *= 2  # as many bytes as of bf16 rows
+        in_flight["ROWS"] *= 2  # doubled, so that as many bytes are in flight as for bf16 rows
     tokens_TH, width = rows_of(tokens_TH), slots.shape[-1]
     ids_TK, values_TK = (ranks_T, ranks_T) if choices is None else (each.contiguous() for each in choices)
     columns = min(power_of_two(width), COLUMNS)
@@ -121,7 +122,7 @@ def _num_programs(channel: PushChannel) -> int:
 
 
 def _in_flight(channel: PushChannel) -> dict[str, int]:
-    """Rows per step and warps of a program."""
+    """Launch options: rows per step and number of warps of a program."""
     few = channel.num_programs is not None
     return {"ROWS": ROWS_OF_FEW if few else ROWS, "num_warps": 16 if few else 8}
 
@@ -132,7 +133,8 @@ def _timeout_ns(channel: PushChannel) -> int:
 
 @triton.jit
 def _is_late(flags_ptr, epoch, rank, STRIDE: tl.constexpr):
-    """Whether the flag of a rank has not reached the epoch; acquires what the rank has written before it."""
+    """Whether the flag of a rank has not reached the epoch. Acquire semantics: what the rank wrote before its flag is
+    visible."""
     return tl.atomic_add(flags_ptr + rank * STRIDE, 0, sem="acquire", scope="sys") - epoch < 0
 
 
@@ -158,7 +160,7 @@ def _wait(
 def _signal_after_last_program(
     addresses_ptr, epoch_ptr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr
 ):  # fmt: skip
-    """The program that finishes last sets the arrival flag of this rank on all ranks to the next epoch."""
+    """Sets this rank's arrival flag on all ranks to the next epoch, in the program that finishes last."""
     tl.debug_barrier()
     finished = tl.atomic_add(epoch_ptr + 1, 1, sem="acq_rel", scope="sys")
     if finished == tl.num_programs(0) - 1:
@@ -208,7 +210,7 @@ def _push_tokens(
         columns = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
         each = tl.arange(0, SCALES)
         for step in tl.static_range(NUM_RANKS):
-            # starts after the own rank, so that the ranks do not all write to the same peer
+            # each rank starts with its successor, so that the ranks do not all write to the same peer
             peer = (RANK + 1 + step) % NUM_RANKS
             needed = ((ranks >> peer) & 1) > 0
             into = tl.load(addresses_ptr + peer).to(tl.pointer_type(token_like_ptr.dtype.element_ty))
@@ -228,7 +230,7 @@ def _push_tokens(
 def _load_rows(
     tokens_ptr, ranks_ptr, item, blocks, num_tokens, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Columns of a few tokens, and the ranks (bits) that need them; none past the last token."""
+    """Loads (columns of a few tokens, bit mask of the ranks that need each token, 0 beyond the last token)."""
     tokens = (item // blocks) * ROWS + tl.arange(0, ROWS)
     columns = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     inside = tokens < num_tokens
@@ -314,7 +316,7 @@ def _push_sums(
 def _place_of(
     item, blocks, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Peer, tokens and columns of an item; items of neighbouring programs go to different peers."""
+    """Returns (peer, tokens, columns) of a work item. Neighbouring programs write to different peers."""
     peer = (RANK + 1 + item % NUM_RANKS) % NUM_RANKS
     tokens = (item // (NUM_RANKS * blocks)) * ROWS + tl.arange(0, ROWS)
     columns = ((item // NUM_RANKS) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
@@ -327,7 +329,8 @@ def _sum_rows(
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, IS_SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Sums [ROWS, COLUMNS] of the rows of a few tokens, and the rows [ROWS, CHOICES], -1: none."""
+    """Returns (sums [ROWS, COLUMNS] of the expert rows of a few tokens, indices of these rows [ROWS, CHOICES], -1 for
+    no row)."""
     peer, tokens, columns = _place_of(item, blocks, RANK, NUM_RANKS, ROWS, COLUMNS)
     inside = tokens < num_tokens
     gathered = peer * num_tokens + tokens.to(tl.int64)

@@ -25,7 +25,7 @@ LENGTH = tl.constexpr(BLOCK)
 ROWS_TILE = (8, 1024)
 """(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
 BAND, BLOCK_WARPS = 32, 4
-"""Length of a band and warps of `_quantize_blocks`."""
+"""(length of a band, number of warps) of `_quantize_blocks`."""
 WEIGHT_WARPS = 4
 """Warps per 128x128 tile of casts of weights; the fastest on an H200."""
 _MANTISSA = tl.constexpr(0x7FFFFF)
@@ -35,7 +35,7 @@ _INF, _NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 
 E4M3 = OperandFormat(element="e4m3", block=(1, BLOCK), scale="power of 2")
 E4M3_WEIGHT = replace(E4M3, block=(BLOCK, BLOCK))
-"""Formats of the blockwise recipe for rows and weights."""
+"""Formats of the blockwise recipe: for rows and for weights."""
 
 
 def columnwise_copy(
@@ -49,13 +49,13 @@ def columnwise_copy(
     """Makes the columnwise copy of `num_rows` rows, and the rowwise copy if `row` is given.
 
     `token_R`: position of each row in `x_TK`, or -1 for zeros; None means that rows are in order. `offsets_e`: ends of
-    the experts' rows, whose blocks are separate; None means that the rows belong together.
+    the experts' rows; a scale block contains rows of one expert only. None means that all rows form one group.
     """
     width = x_TK.shape[1]
     blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
     data, scales, _ = empty_columns(num_rows, width, x_TK.device, fmt, blocks)
     if num_rows and width:
-        out = row or QuantizedCopy(data, scales)  # a placeholder without a rowwise copy
+        out = row or QuantizedCopy(data, scales)  # placeholder if no rowwise copy is made
         _quantize_blocks[(cdiv(width, BLOCK), len(scales))](
             x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
             ROWWISE=row is not None, BAND=BAND, **constants(fmt, x_TK.dtype), num_warps=BLOCK_WARPS,
@@ -208,8 +208,8 @@ def dequantize_columns(rows: QuantizedTensor) -> Tensor:
 
 
 def row_blocks(offsets_e: Tensor, num_rows: int) -> Tensor:
-    """First row and number of rows, int32 [num_rows // 128 + e, 2], of all experts' blocks of 128 rows; without gaps,
-    the rest is 0."""
+    """First row and number of rows, int32 [num_rows // 128 + e, 2], of each block of 128 rows, expert by expert. Unused
+    entries at the end are 0."""
     num_experts = len(offsets_e)
     blocks = torch.zeros(num_rows // BLOCK + num_experts, 2, device=offsets_e.device, dtype=torch.int32)
     _list_row_blocks[(num_experts,)](offsets_e, blocks, num_experts, EXPERTS=power_of_two(num_experts), EACH=32)
@@ -228,7 +228,7 @@ def empty_columns(
     num_rows: int, width: int, device: torch.device, fmt: OperandFormat, blocks: Tensor | None
 ) -> QuantizedCopy:
     """Columnwise copy of a matrix [num_rows, width] with uninitialised elements, padded to whole blocks. `blocks`: the
-    table of `row_blocks`; None means that the rows belong together. Scales of unused blocks are 1."""
+    table of `row_blocks`; None means that all rows form one group. Scales of unused blocks are 1."""
     num_blocks = cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
     make = torch.empty if blocks is None else torch.ones
     return QuantizedCopy(
@@ -253,10 +253,12 @@ def magnitude_bits(x):
 @triton.jit
 def scales_of(amax_bits, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Returns (scale, inverse scale) of blocks with the largest magnitudes `amax_bits` (see `magnitude_bits`). The
-    scale is 1 for blocks that are 0. Of blocks with an element that is not finite, it is 1 too, and the inverse NaN."""
+    scale is 1 for blocks of zeros. For blocks with a non-finite element, the scale is 1 and the inverse scale is
+    NaN."""
     usable = (amax_bits > 0) & (amax_bits < _INF)
     if POWER_OF_TWO:
-        # floor(LARGEST / amax) to a power of two, on exponents: both formats' LARGEST has the mantissa 1.75
+        # rounds LARGEST / amax down to a power of two with integer arithmetic on exponents; LARGEST has the mantissa
+        # 1.75 in both formats
         tl.static_assert(LARGEST == 448.0 or LARGEST == 57344.0)
         largest: tl.constexpr = 8 if LARGEST == 448.0 else 15
         above = ((amax_bits & _MANTISSA) > 0x600000).to(tl.int32)
@@ -292,7 +294,7 @@ def store_tile(
     not beyond `end_row` and `end_column`. `VECTOR`: elements that a thread stores at a time, up to 16."""
     tile_columns: tl.constexpr = x.shape[1]
     columns = tl.arange(0, tile_columns)
-    if VECTOR < 16:  # the compiler cannot see that these numbers are consecutive
+    if VECTOR < 16:  # tells the compiler that these offsets are consecutive, which it cannot see
         columns = columns // VECTOR * VECTOR + columns % VECTOR
     columns += first_column
     q, inverse = quantize_tile(x, out_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
@@ -352,8 +354,8 @@ def store_across(
     x, block, count, first_column, across_ptr, scales_ptr, width, end_column, stride,
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Quantises a tile [128, BAND] of a matrix with `width` columns in blocks of 128x1 and stores it transposed, as
-    columns of a block of 128 rows, of which `count` are used, but not beyond `end_column`."""
+    """Quantises a tile [128, BAND] of a matrix with `width` columns in blocks of 128x1 and stores it transposed.
+    `count`: number of valid rows. Columns from `end_column` on are not stored."""
     band: tl.constexpr = x.shape[1]
     columns = first_column + tl.arange(0, band)
     mask = (columns < end_column) & (count > 0)
@@ -392,7 +394,7 @@ def _quantize_blocks(
 
 @triton.jit
 def _load_tile(x_ptr, token_ptr, first, rows, count, columns, width, stride):
-    """Tile of the rows `first` + `rows`, 0 beyond `count` rows, or of their tokens."""
+    """Loads the rows `first` + `rows`, or with `token_ptr` the tokens of these rows; 0 from row `count` on."""
     mask = rows < count
     source = first + rows
     if token_ptr is not None:
@@ -443,7 +445,7 @@ def _quantize_tokens(
     blocks = (first // LENGTH + tl.arange(0, COLUMNS // LENGTH))[None, :]
     inside, has_block = columns < width, blocks * LENGTH < width
     blocks = blocks.to(tl.int64) * num_rows
-    # see `rows._copy_tokens`: the rows are divided among the programs, which clear the padding rows of their share
+    # see `rows._copy_tokens`: every program clears the padding rows in its part of the rows
     own = token * rows_each + tl.arange(0, EACH)
     requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
     some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0
@@ -474,7 +476,7 @@ def _copy_quantized(
     columns = first + tl.arange(0, COLUMNS)[None, :]
     blocks = (first // LENGTH + tl.arange(0, COLUMNS // LENGTH))[None, :]
     inside, has_block = columns < width, blocks * LENGTH < width
-    # see `rows._copy_tokens`: the rows are divided among the programs, which clear the padding rows of their share
+    # see `rows._copy_tokens`: every program clears the padding rows in its part of the rows
     own = token * rows_each + tl.arange(0, EACH)
     requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
     some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0

@@ -77,7 +77,8 @@ def _rotate_heads(
     from_ptr = x_ptr + s * stride_s + b * stride_b + heads[:, None] * stride_n
     to_ptr = out_ptr + (token.to(tl.int64) * num_heads + heads[:, None]) * width
     if HAS_REST:
-        # dims before and after the rotated ones; loaded before any store, so that no load waits for a store
+        # dims before and after the rotated ones; loaded before any store, because a load after a store would wait for
+        # it
         rest = tl.arange(0, REST)
         kept = (heads < num_heads)[:, None] & (rest < width - rotary_dim)[None, :]
         rest = tl.where(rest < begin, rest, rest + rotary_dim)

@@ -105,8 +105,8 @@ def _copy_tokens(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    # the rows are divided among the programs, which write zeros to the padding rows of their share. The share's tokens
-    # are loaded first and all at once, because most rows hold a token and need no zeros
+    # Every program writes zeros to the padding rows in its part of the rows. It first loads the tokens of the whole
+    # part at once, because most rows contain a token.
     own = token * rows_each + tl.arange(0, EACH)
     requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
     some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0

@@ -69,7 +69,7 @@ def _bins(num_experts: int) -> int:
 
 @triton.jit
 def _local_ids(ids_ptr, choices, inside, first_expert, num_experts):
-    """Experts of the choices, counted from the first one; -1: none, or another rank's."""
+    """Expert index of each choice relative to `first_expert`; -1 for no expert or an expert of another rank."""
     ids = tl.load(ids_ptr + choices, mask=inside, other=-1).to(tl.int32) - first_expert
     return tl.where((ids >= 0) & (ids < num_experts), ids, -1)
 
@@ -119,7 +119,7 @@ def _place_rows(
     tl.store(rows_ptr + choices, tl.where(chosen, rows, -1).to(tl.int64), mask=inside)
     tl.store(token_ptr + rows, (choices // topk).to(tl.int64), mask=chosen)
     tl.store(choice_ptr + rows, choices.to(tl.int64), mask=chosen)
-    if ALIGN == 1:  # R is the number of choices; for other alignments the host has filled both tensors with -1
+    if ALIGN == 1:  # R is the number of choices; for other alignments, the host has initialised both tensors with -1
         nothing = inside & (choices >= tl.sum(totals, axis=0))
         tl.store(token_ptr + choices, tl.full((BLOCK,), -1, tl.int64), mask=nothing)
         tl.store(choice_ptr + choices, tl.full((BLOCK,), -1, tl.int64), mask=nothing)

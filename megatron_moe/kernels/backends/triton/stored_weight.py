@@ -15,7 +15,7 @@ from megatron_moe.kernels.ops import WeightPart
 _WARPS = 8
 _ALIGNMENT = tl.constexpr(16)
 _FAR = tl.constexpr(0x7FFFFFF0)
-"""Limit of offsets in a block, a multiple of the alignment."""
+"""Largest offset in a block, a multiple of the alignment."""
 
 
 def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
@@ -25,7 +25,7 @@ def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None
 
 
 def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """See `Kernels.quantize_weight_part`, for blocks of 128x128."""
+    """Writes `part` in FP8; see `Kernels.quantize_weight_part`, for blocks of 128x128."""
     grid, sizes, constants = _launch(part, block)
     _quantize_part[grid](part.values, factors, out, *sizes, *factors.stride(), **constants, num_warps=_WARPS)
 
@@ -96,7 +96,7 @@ def _weight_amax(
     x, _, _, _, matrix, block_o = _load_block(values_ptr, start, count, outputs, inputs, first, ROUND, ALIGNED)
     bits = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
     pointers = amax_ptr + matrix * stride_e + block_o * stride_o + tl.program_id(0) * stride_i + tl.arange(0, 1)
-    # no other program of a launch has this block, and launches for other ranges run one after the other
+    # no atomics are needed: one program per launch processes this block, and launches run one after the other
     before = tl.load(pointers).to(tl.int32, bitcast=True)
     tl.store(pointers, tl.maximum(before, bits).to(tl.float32, bitcast=True))
 

@@ -185,7 +185,7 @@ def _query_grads(
 
 @triton.jit
 def _accumulate(to_ptr, share, mask, ADD: tl.constexpr):
-    """Writes a tile of gradients to memory, or adds it to the gradients there if ADD."""
+    """Writes a tile of gradients to memory, or, if ADD, adds it to the values there."""
     if ADD:
         share += tl.load(to_ptr, mask=mask, other=0.0)
     tl.store(to_ptr, share.to(to_ptr.dtype.element_ty), mask=mask)

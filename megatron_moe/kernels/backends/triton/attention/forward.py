@@ -54,7 +54,8 @@ def _attend(
     SINKS: tl.constexpr, ONWARD: tl.constexpr, SEGMENTS: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # rows that see the most keys are scheduled first
+    # rows that see the most keys are processed first, which balances the load
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     b, n = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
     group = n // heads_per_group
     rows = first + tl.arange(0, ROWS)
@@ -66,7 +67,7 @@ def _attend(
     if SEGMENTS:
         of_rows = tl.load(of_queries_ptr + b * of_queries_b + rows, mask=rows < num_rows, other=-1)
     lse_ptr += b * l_b + n * l_n
-    # base 2, because the hardware instruction is exp2
+    # logits are in base 2, because the hardware instruction is exp2
     factor = scale * 1.4426950408889634
     total = tl.zeros((ROWS,), dtype=tl.float32)
     # the lowest finite number instead of -inf, because -inf - (-inf) is nan
@@ -98,7 +99,7 @@ def _attend(
             v = load_rows(v_ptr, v_s, keys, num_keys, value_width, VALUE, part != 1)
             out = dot(probs.to(v.dtype), v, out * shrink[:, None], WIDEN)
             peak = new_peak
-    seen = total > 0.0  # False beyond the last row, and for rows that have seen no key so far
+    seen = total > 0.0  # False for rows beyond the last one and rows without a visible key so far
     total = tl.where(seen, total, 1.0)
     lse = tl.where(seen, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     offsets, mask = _offsets(rows, b, n, num_rows, batch, num_heads, value_width, VALUE)

@@ -54,7 +54,7 @@ def _raise(
     rows = first + tl.arange(0, ROWS)
     lse_ptr += b * l_b + n * l_n
     lse = tl.load(lse_ptr + rows.to(tl.int64) * l_s, mask=rows < num_rows, other=float("-inf"))
-    # other programs may raise the maximum at the same time: then this one computes more than it needs
+    # Other programs may raise the maximum concurrently; this program then computes a tile that it could have skipped.
     if tl.max(lse) > tl.maximum(least, tl.load(maxima_ptr + n)):
         q = load_rows(q_ptr + b * q_b + n * q_n, q_s, rows, num_rows, width, WIDTH, True)
         k_ptr += b * k_b + n // heads_per_group * k_n

@@ -9,8 +9,8 @@ from megatron_moe.kernels.backends.triton.launch import cdiv
 
 
 def merge(out: Tensor, lse_BNS: Tensor, part: Tensor, part_lse_BNS: Tensor) -> None:
-    """Merges `part` [S, B, N, E] and its log-sum-exp into `out` (fp32, or the dtype of `part`, to which the result is
-    rounded) and `lse_BNS`, in place."""
+    """Merges `part` [S, B, N, E] and its log-sum-exp into `out` and `lse_BNS`, in place. `out` is fp32 or has the dtype
+    of `part`, to which the result is then rounded."""
     seq, batch, heads, width = out.shape
     _merge[(cdiv(seq, 32), batch * heads)](
         out, lse_BNS, part, part_lse_BNS, seq, heads, width, *out.stride()[:3], *part.stride()[:3],
@@ -29,7 +29,7 @@ def _merge(
     lse_ptr += b * l_b + n * l_n + rows.to(tl.int64) * l_s
     before = tl.load(lse_ptr, mask=rows < seq, other=float("-inf"))
     added = tl.load(part_lse_ptr + b * m_b + n * m_n + rows, mask=rows < seq, other=0.0)
-    # a part omits fully masked rectangles, so each of its rows sees a key and has a finite log-sum-exp
+    # fully masked rectangles are omitted, so each row of a part sees a key and has a finite log-sum-exp
     peak = tl.maximum(before, added)
     weight, share = tl.exp(before - peak), tl.exp(added - peak)
     total = weight + share

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two
 
 WIDEST_HEAD = 256
-"""Largest head dim that the kernels support."""
+"""Largest head dim that the attention kernels support."""
 BAND = ("left", "right")
 """Kernel arguments that Triton must not specialise, so that one compiled kernel serves all rectangles."""
 
@@ -58,7 +58,7 @@ class Shape:
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether sizes and dtype are suitable for the kernels. Callers must check for dropout, which is not supported."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and q.numel() > 0 and k.numel() > 0
-    # offsets are 32-bit; the output and its gradient have the queries' shape with the values' width
+    # Offsets are 32-bit. The output and its gradient are [S, B, N, E].
     positions = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]
     near = max(positions) < 2**31
     slow = q.dtype is torch.float32 and not INTERPRETED  # tensor cores do not support fp32

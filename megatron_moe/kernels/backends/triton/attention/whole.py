@@ -20,8 +20,9 @@ from megatron_moe.kernels.ops import AttentionInputs
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. Inputs with dropout use the torch backend. Windows, document masks, deterministic mode
-    and sinks use the Triton kernels, but sinks alone use cuDNN if possible. All other inputs use the torch backend."""
+    """See `Kernels.attention`. Inputs with dropout use the torch backend. Windows, document masks and deterministic
+    mode use the Triton kernels; sinks without any of these use cuDNN if possible. All other inputs use the torch
+    backend."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     needs_triton = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
     if not (needs_triton or inputs.has_sinks) or inputs.has_dropout or not serves(q_SBND, k_SBGD, v_SBGE):

@@ -65,7 +65,7 @@ def gradients(
     """Gradients for the output gradient `grad` [S, B, M, E]. `before`, `stored`: results of `forward.states`."""
     chunks, sizes, delta = (shape.num_chunks, shape.batch * shape.heads), shape.sizes, system is not None
     options = {"WIDEN": INTERPRETED, **shape.tiles}
-    # gradients of stored values: first those through the outputs of the chunk, then all
+    # gradients of the stored values: first only those through the chunk's outputs; the next kernel adds the rest
     grad_stored = torch.empty_like(stored, memory_format=torch.contiguous_format)
     _local_grads[(shape.value_tiles, *chunks)](
         grad, q, k, decay, segments, grad_stored, scale, *sizes, DELTA=delta, **options, num_warps=4
@@ -129,7 +129,8 @@ def _state_grads(
     q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the state after each chunk, from the last chunk to the first; completes that of stored values."""
+    """Gradient of the state after each chunk, from the last chunk to the first; also completes the gradient of the
+    stored values."""
     first, head = tl.program_id(0) * VALUE, tl.program_id(1)
     num_chunks = tl.cdiv(length, CHUNK)
     state = tl.zeros((WIDTH, VALUE), tl.float32)
@@ -165,7 +166,7 @@ def _key_grads(
     DELTA: tl.constexpr, WIDEN: tl.constexpr, NORMS: tl.constexpr,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k and decay through outputs and states, and of the reads of the delta rule."""
+    """Gradients of q, k and decay through outputs and states, and of the delta rule's reads."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, held, rows, whole, total, ids, from_state, to_end, carry = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
@@ -213,7 +214,7 @@ def _key_grads(
     of_q = grad_of_keys(
         of_q, q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH
     )
-    if not DELTA:  # otherwise the gradient of k is not complete
+    if not DELTA:  # with the delta rule, the gradient of k is not complete yet
         of_k = grad_of_keys(
             of_k, k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH
         )
@@ -233,13 +234,13 @@ def _solution_grads(
     q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients through the right sides of the systems, beta v and beta from_state k."""
+    """Gradients through the right-hand sides of the systems, beta v and beta from_state k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, mask, rows, whole, _, _, from_state, _, _ = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
     )
     beta = tl.load(beta_ptr + tokens, mask=mask, other=0.0)
-    # transposed while it is loaded
+    # loaded as its transpose
     transposed = tl.load(inverse_ptr + rows[None, :] * CHUNK + tl.arange(0, CHUNK)[:, None])
     grad_beta = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, value_width, VALUE):

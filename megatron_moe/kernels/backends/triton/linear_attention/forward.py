@@ -65,7 +65,7 @@ def outputs(
     q: Tensor, k: Tensor, stored: Tensor, decay: Tensor, segments: Tensor | None, before: Tensor, scale: float,
     shape: ScanShape, *, delta: bool,
 ) -> Tensor:  # fmt: skip
-    """Output [S, B, M, E]. `delta`: `stored` is a result of `states`; False: it is v."""
+    """Output [S, B, M, E]. `delta`: True if `stored` is a result of `states`, False if it is v."""
     out = stored.new_empty(shape.length, shape.batch, shape.heads, shape.value_width)
     _outputs[(shape.value_tiles, shape.num_chunks, shape.batch * shape.heads)](
         q, k, stored, decay, segments, before, out, scale, *shape.sizes,
@@ -117,7 +117,7 @@ def _inverse(system, CHUNK: tl.constexpr):
     diagonal += tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)[None, :, :]
     inverses = tl.reshape(tl.where(is_diagonal, diagonal[:, :, None, :], 0.0), (CHUNK, CHUNK))
     others = tl.reshape(tl.where(is_diagonal, 0.0, blocks), (CHUNK, CHUNK))
-    # three TF32 products are as accurate as one in fp32, for which there are no tensor cores
+    # Three TF32 products are as accurate as one fp32 product, which tensor cores do not support.
     x = tl.dot(inverses, others, input_precision="tf32x3")
     squared = tl.dot(x, x, input_precision="tf32x3")
     even = tl.dot(squared, inverses, inverses, input_precision="tf32x3")

@@ -1,8 +1,8 @@
 """Linear attention with decay in chunks (Mamba-2, arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464).
 
 Products within a chunk of 64 tokens are matrix products; between chunks, one program per head and tile of value
-channels passes the state on in fp32. The delta rule solves one triangular system per chunk. Backward computes states
-and solutions again, so only the inputs and the inverses of the systems are saved.
+channels carries the state in fp32. The delta rule solves one triangular system per chunk. Backward recomputes states
+and solutions, so only the inputs and the inverses of the systems are saved.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def linear_attention(
     scale: float,
     eps: float | None = None,
 ) -> Tensor:
-    """See `Kernels.linear_attention`. Head dims above 128 use the reference."""
+    """See `Kernels.linear_attention`. Head dims above 128 use the reference implementation."""
     inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
     if max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD or not v_SBME.numel():
         return reference.linear_attention(*inputs)

@@ -34,7 +34,7 @@ class ScanShape:
     strides: tuple[int, int, int]
     """Elements between consecutive rows of q, k and v."""
     eps: float | None
-    """Added to the squared norms by which rows of q and k are divided; None means that they are used as they are."""
+    """Epsilon of the L2 normalisation of the rows of q and k; None for no normalisation."""
 
     @classmethod
     def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor, eps: float | None) -> "ScanShape":
@@ -105,7 +105,8 @@ def grad_of_keys(
     grad, ptr, stride, eps, chunk, head, length, batch, groups, heads, width,
     NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the rows in memory from the gradient `grad`, fp32 [CHUNK, WIDTH], of what `load_keys` returns."""
+    """Gradient of the rows of q or k in memory, from `grad`, fp32 [CHUNK, WIDTH], the gradient of the rows that
+    `load_keys` returns."""
     if NORMS:
         x = load_keys(ptr, stride, eps, chunk, head, length, batch, groups, heads, width, False, CHUNK, WIDTH).to(
             tl.float32
@@ -131,7 +132,7 @@ def load_values(
 
 @triton.jit
 def load_tile(ptr, rows, mask, width, first, WIDTH: tl.constexpr):
-    """Loads a tile [CHUNK, WIDTH] of channels `first` and following; 0 where it ends. `rows`: offsets of the rows in
+    """Loads a tile [CHUNK, WIDTH] of channels `first` and following; padded with 0. `rows`: offsets of the rows in
     units of `width` elements."""
     dims = first + tl.arange(0, WIDTH)
     return tl.load(ptr + rows[:, None] * width + dims[None, :], mask=mask[:, None] & (dims < width)[None, :], other=0.0)
@@ -139,7 +140,7 @@ def load_tile(ptr, rows, mask, width, first, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_tile(ptr, rows, held, width, first, tile, WIDTH: tl.constexpr):
-    """Stores a tile [CHUNK, WIDTH], as `load_tile` loads it."""
+    """Stores a tile [CHUNK, WIDTH] at the offsets of `load_tile`."""
     dims = first + tl.arange(0, WIDTH)
     mask = held[:, None] & (dims < width)[None, :]
     tl.store(ptr + rows[:, None] * width + dims[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
@@ -153,8 +154,8 @@ def chunk_number(chunk, head, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def state_offsets(number, width, value_width, first, WIDTH: tl.constexpr, VALUE: tl.constexpr):
-    """Returns (offsets [WIDTH, VALUE], mask) of the state [width, value_width] with a number, from value channel
-    `first` on."""
+    """Returns (offsets [WIDTH, VALUE], mask) of state [width, value_width] number `number`, from value channel `first`
+    on."""
     keys, values = tl.arange(0, WIDTH), first + tl.arange(0, VALUE)
     offsets = number * width * value_width + keys[:, None] * value_width + values[None, :]
     return offsets, (keys < width)[:, None] & (values < value_width)[None, :]
@@ -162,7 +163,7 @@ def state_offsets(number, width, value_width, first, WIDTH: tl.constexpr, VALUE:
 
 @triton.jit
 def open_chunk(decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK: tl.constexpr):
-    """Offsets and decays with which the kernels start on a chunk.
+    """Loads the offsets and decays of a chunk, which all kernels need.
 
     Returns (offsets of its tokens in [S, B, heads], bool mask of tokens that exist, offsets of its rows in results of
     chunks, all-true mask of these rows, cumulative log decay [CHUNK], document ids [CHUNK], decay from the state before

@@ -25,9 +25,11 @@ def route_backward(
     logits = load_logits(logits_ptr, tokens, mask, experts, real, num_experts, WIDE)
     shares, logsumexp = softmax(logits)
 
-    grad = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # w.r.t. the logits
-    by_shares = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # w.r.t. the scores normalised to a sum of 1 per token
-    by_scores = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # w.r.t. the elementwise scores (not softmax)
+    grad = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # gradient with respect to the logits
+    # gradient with respect to the scores normalised to a sum of 1 per token
+    by_shares = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)
+    # gradient with respect to the elementwise scores (not used for softmax)
+    by_scores = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)
     if SCORE != "softmax":
         scores = score(logits, SCORE)
     if BALANCE:

@@ -93,7 +93,7 @@ def route_forward(
     if Z:
         tl.store(shares_ptr + programs * num_experts + program, tl.sum(squares, axis=0))
     if BALANCE or Z:
-        tl.debug_barrier()  # one thread takes the ticket; the stores of all threads must precede it
+        tl.debug_barrier()  # One thread increments the ticket after the stores of all threads.
         behind = num_experts * (1 + sets) if BALANCE else num_experts
         handle = tl.atomic_add(counts_ptr + behind, 1, sem="acq_rel")
         if handle == programs - 1:
@@ -163,7 +163,7 @@ def _choose(
     chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
     for k in range(TOPK):
         keys, peak, column = _take_best(keys, columns, GROUPS * SIZE, HIGHEST)
-        if PLAIN:  # keys encode the scores themselves
+        if PLAIN:  # keys encode the scores themselves, so the scores need not be gathered
             own = value_of(peak, WIDE, HIGHEST)
         else:
             own = tl.sum(tl.where(columns[None, :] == column[:, None], scores, 0.0), axis=1)
