@@ -31,6 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))  # started as a script, from any folder
 
 from benchmarks.harness.loss_plot import PlottedCurve, draw_losses  # noqa: E402
+from benchmarks.harness.loss_runs import add_options, failure_of, report_failures  # noqa: E402
 from megatron_moe.logs.metrics_file import read_metrics  # noqa: E402
 from tools._common import positive, split_at_dashes, tool_parser  # noqa: E402
 
@@ -171,7 +172,7 @@ def train(options: argparse.Namespace) -> Iterator[str | None]:
                         f"{run.name}: {'failed' if failed else 'done'} after {time.monotonic() - begin:.0f} s",
                         flush=True,
                     )
-                    yield f"{run}: {(run / 'output.txt').read_text().strip()[-800:]}" if failed else None
+                    yield failure_of(run) if failed else None
                 time.sleep(0.2)
         finally:
             for process in running:
@@ -271,14 +272,10 @@ def write_report(options: argparse.Namespace) -> list[Curve]:
 def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     names = [variant.name for variant in VARIANTS]
-    parser.add_argument("--iterations", type=positive, default=1000)
+    add_options(parser, "bench_fp8_loss", iterations=1000)
     parser.add_argument("--parallel", type=positive, default=8, help="number of runs at the same time")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which runs are stopped")
     parser.add_argument("--variants", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {names}")
-    parser.add_argument("--runs", type=Path, default=Path("runs/bench_fp8_loss"), help="where the run folders go")
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
-    parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
-    parser.add_argument("--tokenizer-model", type=Path, default=Path("data/quickstart/tokenizer.model"))
     own, more = split_at_dashes(argv)
     options = parser.parse_args(own, argparse.Namespace(more=more))
     failures = []
@@ -286,9 +283,7 @@ def main(argv: Sequence[str]) -> int:
         failures += [failure] if failure else []
         write_report(options)
     curves = write_report(options)
-    for problem in [*failures, *exceeded(curves, options.iterations)]:
-        print(problem, file=sys.stderr)
-    return 1 if failures or exceeded(curves, options.iterations) else 0
+    return report_failures([*failures, *exceeded(curves, options.iterations)])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ smoothed loss of the GPU is nearer to that of the CPU than the run with another 
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -23,7 +22,8 @@ sys.path.insert(0, str(REPOSITORY))  # started as a script, from any folder
 
 from benchmarks.harness.bench_fp8_loss import SETTLED, Curve, PrecisionVariant, read_curve, run_folder  # noqa: E402
 from benchmarks.harness.loss_plot import PlottedCurve, draw_losses  # noqa: E402
-from tools._common import positive, tool_parser  # noqa: E402
+from benchmarks.harness.loss_runs import add_options, finish, run_together  # noqa: E402
+from tools._common import tool_parser  # noqa: E402
 
 COMMON = (
     "--hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 64 "
@@ -54,21 +54,15 @@ COLORS = MappingProxyType({REFERENCE: "C0", SEED: "C7", GPU: "C1"})
 
 def train(options: argparse.Namespace) -> list[str]:
     """Trains all runs at the same time. Returns the ends of the outputs of failed runs."""
-    running, failures = [], []
+    commands = {}
     for model, flags in MODELS.items():
         for variant in COLORS:
             run = run_folder(options.runs, model, variant)
-            run.mkdir(parents=True, exist_ok=True)
             words = [*COMMON.split(), *flags.split(), *variant.flags.split(), "--run-dir", str(run)]
             words += ["--train-iters", str(options.iterations), "--data-path", str(options.data_path)]
             words += ["--tokenizer-model", str(options.tokenizer_model)]
-            with (run / "output.txt").open("w") as output:
-                command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
-                running.append((run, subprocess.Popen(command, stdout=output, stderr=output)))
-    for run, process in running:
-        if process.wait() != 0:
-            failures.append(f"{run}: {(run / 'output.txt').read_text().strip()[-800:]}")
-    return failures
+            commands[run] = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
+    return run_together(commands)
 
 
 def mean_gap(curve: Curve, reference: Curve, iterations: int) -> float:
@@ -111,11 +105,7 @@ def plotted(own: Mapping[PrecisionVariant, Curve]) -> list[PlottedCurve]:
 
 def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
-    parser.add_argument("--iterations", type=positive, default=300)
-    parser.add_argument("--runs", type=Path, default=Path("runs/bench_hybrid_loss"), help="where the run folders go")
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
-    parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
-    parser.add_argument("--tokenizer-model", type=Path, default=Path("data/quickstart/tokenizer.model"))
+    add_options(parser, "bench_hybrid_loss", iterations=300)
     options = parser.parse_args(argv)
     failures = train(options)
     curves: dict[str, dict[PrecisionVariant, Curve]] = {}
@@ -134,11 +124,7 @@ def main(argv: Sequence[str]) -> int:
         picture = options.output_dir / f"{stem}.png"
         draw_losses(columns, picture, loss="smoothed loss per token (nats)", difference="minus CPU in fp32 (nats)")
     text = report(curves, f"{stem}.png", machine, options.iterations)
-    (options.output_dir / f"{stem}.md").write_text(text)
-    print(text)
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    return 1 if failures else 0
+    return finish(options.output_dir / f"{stem}.md", text, failures)
 
 
 if __name__ == "__main__":

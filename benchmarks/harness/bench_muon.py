@@ -10,7 +10,6 @@ plain torch, at shapes of Moonlight and Kimi-K2.
 """
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,9 +24,10 @@ sys.path.insert(0, str(REPOSITORY))  # started as a script, from any folder
 from benchmarks.harness.bench_fp8_loss import MODELS, Curve, PrecisionVariant, command, read_curve, run_folder  # noqa: E402
 from benchmarks.harness.bench_mixers import milliseconds  # noqa: E402
 from benchmarks.harness.loss_plot import PlottedCurve, draw_losses  # noqa: E402
+from benchmarks.harness.loss_runs import add_options, finish, run_together  # noqa: E402
 from megatron_moe.kernels.backends.triton.matrices import TILE, multiply_tiles  # noqa: E402
 from megatron_moe.kernels.reference.matrices import symmetric_product  # noqa: E402
-from tools._common import positive, split_at_dashes, tool_parser  # noqa: E402
+from tools._common import split_at_dashes, tool_parser  # noqa: E402
 
 COMMON = "--weight-decay 0.1 --adam-beta2 0.95 --lr-decay-style cosine"
 MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
@@ -47,19 +47,9 @@ TILES = (TILE, (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3),
 
 def train(options: argparse.Namespace) -> list[str]:
     """Trains all models with all variants at the same time. Returns the ends of the outputs of failed runs."""
-    running, failures = [], []
+    runs = {(model, each): run_folder(options.runs, model, each) for model in options.models for each in VARIANTS}
     with tempfile.TemporaryDirectory() as saves:
-        for model in options.models:
-            for variant in VARIANTS:
-                run = run_folder(options.runs, model, variant)
-                run.mkdir(parents=True, exist_ok=True)
-                words = command(model, variant, run, Path(saves, run.name), options)
-                with (run / "output.txt").open("w") as output:
-                    running.append((run, subprocess.Popen(words, stdout=output, stderr=output)))
-        for run, process in running:
-            if process.wait() != 0:
-                failures.append(f"{run}: {(run / 'output.txt').read_text().strip()[-800:]}")
-    return failures
+        return run_together({run: command(*pair, run, Path(saves, run.name), options) for pair, run in runs.items()})
 
 
 def reached(curve: Curve, loss: float) -> int | None:
@@ -138,12 +128,8 @@ def product_rows() -> list[str]:
 def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("what", choices=["loss", "products"])
-    parser.add_argument("--iterations", type=positive, default=500)
+    add_options(parser, "bench_muon", iterations=500)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME")
-    parser.add_argument("--runs", type=Path, default=Path("runs/bench_muon"), help="where the run folders go")
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
-    parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
-    parser.add_argument("--tokenizer-model", type=Path, default=Path("data/quickstart/tokenizer.model"))
     own, more = split_at_dashes(argv)
     options = parser.parse_args(own, argparse.Namespace(more=more))
     options.output_dir.mkdir(parents=True, exist_ok=True)
@@ -171,11 +157,7 @@ def main(argv: Sequence[str]) -> int:
                 *product_rows(),
             ]
         )
-    (options.output_dir / f"{stem}.md").write_text(text.rstrip() + "\n")
-    print(text)
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    return 1 if failures else 0
+    return finish(options.output_dir / f"{stem}.md", text.rstrip() + "\n", failures)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def routing(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     x, gate, logits_TE = draw(tokens, hidden), draw(experts, hidden), draw(tokens, experts, dtype=torch.float32)
     scores = tokens * experts
     yield KernelCase(
-        "gate_product",
-        lambda k, x, w: k.gate_product(x, w, torch.float32),
+        "router_logits",
+        lambda k, x, w: k.router_logits(x, w, torch.float32),
         (x, gate),
         # both inputs read in both directions, and their gradients written; logits written, their gradient read
         draw.moved(3 * (tokens + experts) * hidden) + 2 * FP32 * scores / 1e9,

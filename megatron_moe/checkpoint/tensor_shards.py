@@ -357,11 +357,11 @@ def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, T
     directly, else None.
     """
     for piece in entry.pieces:
-        overlaps = [(box, found) for box in target.boxes if (found := _intersection(box, piece))]
-        if not overlaps:
+        common = [(box, found) for box in target.boxes if (found := _intersection(box, piece))]
+        if not common:
             continue
         copies = [
-            (box.data[block_slices(found, box.offset)], block_slices(found, piece.offset)) for box, found in overlaps
+            (box.data[block_slices(found, box.offset)], block_slices(found, piece.offset)) for box, found in common
         ]
         out = copies[0][0]
         direct = len(copies) == 1 and _reads_directly(out, piece.shape, entry.dtype)

@@ -497,7 +497,7 @@ class AttentionConfig(SoftmaxMixerConfig):
                 yield from self.norm.parameters(name, width if full else self.head_dim, parallel, over_heads=True)
         yield from self.sink_parameters()
 
-    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+    def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:

@@ -123,7 +123,7 @@ class Component:
         """Tensors that the module saves for backward, except its input, which is the output of a norm."""
         raise NotImplementedError
 
-    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+    def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         """Fields of `SavedActivation` for the module's input."""
         return {}
 

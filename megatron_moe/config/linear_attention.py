@@ -115,7 +115,7 @@ class LinearAttentionConfig(MixerConfig):
         batch_size = max(1, sizes.inner * parallel.cp // sizes.length)
         return batch_size * (2 if parallel.cp_split == "zigzag" else 1)
 
-    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+    def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:

@@ -119,7 +119,7 @@ class MLAConfig(SoftmaxMixerConfig):
         latents = self.kv_lora_rank + (self.q_lora_rank or 0) if self.qk_norm else 0
         return super().flops(seq_length) + FlopCount(attention=seq_length * TRAINING_FLOPS * latents)
 
-    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+    def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         # with sequence parallelism, the input of a column-parallel matrix is saved as a shard, before quantisation; the
         # two down projections share one saved input
         low = (not parallel.sequence_parallel and parallel.tp == 1) or self.q_lora_rank is not None

@@ -97,7 +97,7 @@ class MLPConfig(FeedForwardConfig):
         for name, shape, options in self.matrices():
             yield from linear_parameters(name, shape, parallel, bias=self.bias, **fields, **options)
 
-    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+    def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         return {"low": "" if parallel.sequence_parallel else "mlp"}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:

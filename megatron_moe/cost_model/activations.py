@@ -40,7 +40,7 @@ def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
     saved: list[SavedActivation] = []
     for name, _, component in layer.sublayers:
         norm, input_by, options = _NORMS[name]
-        marks = {"recomputed_by": ("layernorm",), **options, **component.input_marks(parallel)}
+        marks = {"recomputed_by": ("layernorm",), **options, **component.saved_input_fields(parallel)}
         saved += layer.norm.saved_tensors(norm, layer.hidden_size, sizes, input_by=input_by, **marks)
         saved += component.saved_tensors(parallel, sizes)
     if layer.hidden_dropout:

@@ -419,7 +419,7 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         ...
 
     # routing
-    def gate_product(self, hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+    def router_logits(self, hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
         """Router GEMM: hidden [T, H] times weight [E, H] transposed -> logits [T, E] in `dtype`, which may be wider
         than that of the inputs. Forward and backward compute in `dtype`. Differentiable; saves only the inputs."""
         ...

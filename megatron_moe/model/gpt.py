@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         """First mixer on this rank; None if its layers have none."""
         return next(filter(None, (layer.self_attention for layer in self.by_index.values())), None)
 
-    def chain(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
+    def bound_nodes(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
         """Nodes of one chunk's layers and, in the last stage, of the final norm. `by_node`: True returns every node
         of a layer. False returns one node per layer or recomputed layer group; full recompute requires False."""
         stage, final = self.chunks[chunk], self._final_nodes
@@ -219,7 +219,7 @@ class GPT(nn.Module):
         chain = self._hidden_states(batch.tokens_BS, mb, chunk, by_node=by_node)
         if stage.num_mtp and mb.training:
             assert self.mtp is not None, "this rank has no MTP layers"
-            chain += self.mtp.chain(batch, self.embedding, len(stage.layers), by_node=by_node)
+            chain += self.mtp.bound_nodes(batch, self.embedding, len(stage.layers), by_node=by_node)
         last = self._head_node(partial(self._losses, batch)) if stage.loss else (Node("send", "head", _sent),)
         return [*chain, BoundNodes(last, mb)]
 
@@ -234,7 +234,7 @@ class GPT(nn.Module):
         parameters = parameters_of(self.embedding if self.chunks[chunk].embedding else None)
         embed = Node("embedding", "embedding", partial(self._first_state, tokens_BS, chunk), parameters)
         first = acquire_nodes([embed], self._store)
-        return [BoundNodes(first, mb), *self.decoder.chain(chunk, mb, by_node=by_node)]
+        return [BoundNodes(first, mb), *self.decoder.bound_nodes(chunk, mb, by_node=by_node)]
 
     def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, mb: MicrobatchContext) -> LayerState:
         """Returns the state before the stage's first layer, from the embedding or from the tensor of the previous

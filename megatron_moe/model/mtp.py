@@ -107,7 +107,9 @@ class MTP(nn.Module):
         for layer in self.by_index:
             layer.nodes = acquire_nodes(layer.nodes, store)
 
-    def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
+    def bound_nodes(
+        self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool
+    ) -> Iterator[BoundNodes]:
         """Yields the nodes of every depth. Every depth appends its input hidden state to `LayerState.earlier`.
 
         `first`: number of decoder layers in the chunk, which is the layer index of the first depth. `by_node`: True

@@ -242,7 +242,7 @@ class Router(nn.Module):
             uniform = rng.uniform(hidden_SBH.shape, key, hidden_SBH.device, part=sequence_part(self.ctx))
             hidden_SBH = hidden_SBH * (1 + eps * (2 * uniform - 1)).to(hidden_SBH.dtype)
         dtype = self._logits_dtype(hidden_SBH.dtype)
-        logits_TE = self.kernels.gate_product(hidden_SBH.flatten(0, 1), self.weight, dtype)
+        logits_TE = self.kernels.router_logits(hidden_SBH.flatten(0, 1), self.weight, dtype)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias.to(dtype)
         if self._forces_logits:

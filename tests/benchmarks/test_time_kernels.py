@@ -44,7 +44,7 @@ def test_no_op_with_a_kernel_of_our_own_is_left_out(small_cases: dict[str, Kerne
 
 def test_every_row_has_its_memory_traffic(small_cases: dict[str, KernelCase]):
     assert [name for name, case in small_cases.items() if case.gigabytes <= 0] == []
-    products = ("linear", "grouped", "gate_product", "attention", "symmetric_product", "max_logits_")
+    products = ("linear", "grouped", "router_logits", "attention", "symmetric_product", "max_logits_")
     wrong = [name for name, case in small_cases.items() if (case.teraflop > 0) is not name.startswith(products)]
     assert wrong == []
 

@@ -212,14 +212,14 @@ GATES = [(70, 256, 48), (9000, 2048, 128), (700, 7168, 256), (300, 520, 512), (1
 @pytest.mark.parametrize(
     ("tokens", "width", "experts", "weights"), [(*GATES[0], FP32), *((*sizes, BF16) for sizes in GATES)]
 )
-def test_gate_product_is_accurate_to_fp32(tokens: int, width: int, experts: int, weights: torch.dtype) -> None:
+def test_router_logits_are_accurate_to_fp32(tokens: int, width: int, experts: int, weights: torch.dtype) -> None:
     """bf16 inputs use tensor cores without losing fp32 accuracy. Runs are bitwise reproducible."""
     inputs = [draw(tokens, width).to(weights).double(), draw(experts, width, seed=1).to(weights).double()]
     exact = with_gradients(lambda x, w: x @ w.T, inputs, torch.float64)
     kernels, _ = bundles(BF16)
     leaves = [x.to(weights).cuda().requires_grad_() for x in inputs]
     push = draw(tokens, experts, seed=99).float().cuda()
-    logits = kernels.gate_product(*leaves, FP32)
+    logits = kernels.router_logits(*leaves, FP32)
     assert logits.dtype is FP32
     long = Tolerance(1e-5, 1e-7, "Sums of thousands of products, which matrix units cut off where fp32 would round.")
     (FP32_REF if width <= 256 else long).check(logits.double().cpu(), exact[0], "logits")
@@ -227,7 +227,9 @@ def test_gate_product_is_accurate_to_fp32(tokens: int, width: int, experts: int,
     for number, (grad, expected) in enumerate(zip(grads, exact[1:], strict=True)):
         bar = BF16_KERNEL if weights is BF16 else FP32_REF
         bar.check(grad.double().cpu(), expected, f"gradient {number}")
-    for once, second in zip(grads, torch.autograd.grad(kernels.gate_product(*leaves, FP32), leaves, push), strict=True):
+    for once, second in zip(
+        grads, torch.autograd.grad(kernels.router_logits(*leaves, FP32), leaves, push), strict=True
+    ):
         EXACT.check(second, once)
 
 

@@ -18,7 +18,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def product_and_gradients(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in (hidden_TH, weight_EH)]
-    logits = triton_kernels.gate_product(*leaves, FP32)
+    logits = triton_kernels.router_logits(*leaves, FP32)
     return [logits.detach(), *torch.autograd.grad(logits, leaves, grad_TE)]
 
 
@@ -69,16 +69,16 @@ def test_gradients_are_accurate_to_fp32() -> None:
 @pytest.mark.parametrize(("hidden", "weight", "dtype"), [(BF16, FP32, FP32), (FP32, FP32, FP32), (BF16, BF16, BF16)])
 def test_other_dtypes_use_torch(hidden: torch.dtype, weight: torch.dtype, dtype: torch.dtype) -> None:
     inputs = draw(7, 24).to(hidden), draw(5, 24, seed=1).to(weight)
-    EXACT.check(triton_kernels.gate_product(*inputs, dtype), REFERENCE.gate_product(*inputs, dtype))
+    EXACT.check(triton_kernels.router_logits(*inputs, dtype), REFERENCE.router_logits(*inputs, dtype))
 
 
 @pytest.mark.parametrize(("experts", "is_theirs"), [(128, False), (129, True)])
 def test_many_experts_use_torch(experts: int, is_theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    theirs = gate.torch_native.gate_product
-    monkeypatch.setattr(gate.torch_native, "gate_product", lambda *given: calls.append(given) or theirs(*given))
+    theirs = gate.torch_native.router_logits
+    monkeypatch.setattr(gate.torch_native, "router_logits", lambda *given: calls.append(given) or theirs(*given))
     hidden, weight = draw(3, 8).to(BF16), draw(experts, 8, seed=1).to(BF16)
-    FP32_REF.check(triton_kernels.gate_product(hidden, weight, FP32), hidden.double() @ weight.double().T, "logits")
+    FP32_REF.check(triton_kernels.router_logits(hidden, weight, FP32), hidden.double() @ weight.double().T, "logits")
     assert bool(calls) is is_theirs
 
 

@@ -60,10 +60,10 @@ from megatron_moe.kernels.reference.push import push_tokens as push_tokens
 from megatron_moe.kernels.reference.push import sum_partials as sum_partials
 from megatron_moe.kernels.reference.push import wait_for_peers as wait_for_peers
 from megatron_moe.kernels.reference.routing import count_tokens as count_tokens
-from megatron_moe.kernels.reference.routing import gate_product as gate_product
 from megatron_moe.kernels.reference.routing import gather_probs as gather_probs
 from megatron_moe.kernels.reference.routing import permute as permute
 from megatron_moe.kernels.reference.routing import route as route
+from megatron_moe.kernels.reference.routing import router_logits as router_logits
 from megatron_moe.kernels.reference.routing import sort_rows as sort_rows
 from megatron_moe.kernels.reference.routing import sort_rows_dense as sort_rows_dense
 from megatron_moe.kernels.reference.routing import unpermute as unpermute

@@ -16,7 +16,7 @@ EPSILON = 1e-20
 # routing
 
 
-def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
     logits_TE: Tensor = _ReferenceGateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
     return logits_TE
 

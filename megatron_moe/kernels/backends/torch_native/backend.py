@@ -80,7 +80,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "attention_block_grad": "cuDNN on the GPU, if there is no window and no document mask",
         "activation": "saves only its input and recomputes the rest in backward",
         "cross_entropy": "fused",
-        "gate_product": "fp32 products of bf16 operands on tensor cores",
+        "router_logits": "fp32 products of bf16 operands on tensor cores",
         "permute": "gathers in forward and backward",
         "unpermute": "gathers in forward and backward",
         "sum_of_squares": "one reduction",
@@ -349,10 +349,10 @@ class _NativeRoute(torch.autograd.Function):
         return grad_TE, None, None, None, None, None, None
 
 
-def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
     exact = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not exact or hidden_TH.device.type == "cpu":
-        return reference.gate_product(hidden_TH, weight_EH, dtype)
+        return reference.router_logits(hidden_TH, weight_EH, dtype)
     logits_TE: Tensor = _NativeGateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
 

@@ -14,7 +14,7 @@ from megatron_moe.kernels.backends.triton.attention.whole import attention
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad
-from megatron_moe.kernels.backends.triton.gate import gate_product
+from megatron_moe.kernels.backends.triton.gate import router_logits
 from megatron_moe.kernels.backends.triton.gated_norm import gated_rms_norm
 from megatron_moe.kernels.backends.triton.heads import query_key_value
 from megatron_moe.kernels.backends.triton.latent import latent_key_value
@@ -64,7 +64,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         return Support(Priority.NO, "it runs on GPUs only")
     if op == "grouped_weight_grad" and dtype is torch.float32:
         return Support(Priority.YES, "slow: tensor cores do not support fp32")
-    if op == "gate_product" and dtype is not torch.bfloat16:
+    if op == "router_logits" and dtype is not torch.bfloat16:
         return Support(Priority.YES, "Triton kernel for bf16 only, torch otherwise")
     reasons = {
         "attention": "Triton for windows, document masks and --deterministic-mode; cuDNN for sinks; torch otherwise",
@@ -77,7 +77,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "symmetric_product": "computes half of the tiles and stores them twice",
         "adamw_": "one pass that also writes the rounded weights",
         "adamw_packed_": "one pass that also unpacks and packs the state",
-        "gate_product": "fp32 on bf16 tensor cores, both gradients in one pass",
+        "router_logits": "fp32 on bf16 tensor cores, both gradients in one pass",
         "route": "scores, top-k, counts and loss sums in one pass each for forward and backward",
         "sort_rows": "a counting sort in two launches",
         "count_tokens": "a histogram without atomics",

@@ -44,11 +44,11 @@ _LEAST = 16
 """Minimum number of rows and columns of a tile that tensor cores can multiply."""
 
 
-def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `Kernels.gate_product`. Requires bf16 inputs, fp32 logits and at most 128 experts; otherwise uses torch."""
+def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `Kernels.router_logits`. Requires bf16 inputs, fp32 logits and at most 128 experts; otherwise uses torch."""
     is_fused = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not is_fused or len(weight_EH) > BACKWARD.experts:
-        return torch_native.gate_product(hidden_TH, weight_EH, dtype)
+        return torch_native.router_logits(hidden_TH, weight_EH, dtype)
     logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
 
