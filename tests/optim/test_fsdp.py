@@ -103,6 +103,19 @@ def test_sharded_units_give_the_results_of_zero_1(case: str, name: str) -> None:
     compare(plan(case), CONFIGS[name])
 
 
+def test_updates_of_units_overlap_with_the_next_forward() -> None:
+    """Muon's owners update the matrices of a unit during the forward of the units before it."""
+    base = plan("microbatches")
+    base = replace(base, optimizer=replace(base.optimizer, optimizer="muon"))
+    run = sharded(base, ZERO_3)
+    run = replace(run, optimizer=replace(run.optimizer, overlap_optimizer_step=True))
+    found, expected = (
+        on_threads(each.parallel, lambda context, each=each: train(each, context)[0]) for each in (run, base)
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        FP64_LAYOUT.check_all(mine, theirs, "losses, norms and weights")
+
+
 def test_captured_modules_read_gathered_weights_from_double_buffers() -> None:
     compare(plan("captured modules"), BUFFERS)
 

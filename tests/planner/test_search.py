@@ -154,6 +154,21 @@ def test_optimizer_offload_is_the_last_resort():
     assert planner.fit_with_optimizer(plan) is None
 
 
+def test_sharding_is_proposed_where_it_is_the_fastest_way_to_fit():
+    settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
+    planner = Planner(GPUS["h100"])
+    plan = plan_settings.as_given(settings, planner.gpu, 32)
+    needed = planner.heaviest(plan).total
+    for less, shards_weights in ((10, None), (30, False), (40, True)):
+        planner.room = needed - less * GIB
+        found = planner.fit_with_optimizer(plan)
+        assert found is not None and planner.fits(planner.heaviest(found.plan))
+        fsdp = found.plan.data_parallel.fsdp
+        assert (fsdp and fsdp.shards_weights) == shards_weights, f"{less} GiB less"
+        other = planner.fit(plan)
+        assert other is None or found.step.total <= other.step.total
+
+
 def test_step_time_is_within_six_percent_of_measurements():
     """Milliseconds of benchmarks/2026-11-21-h200-step.md."""
     planner = Planner(GPUS["h200"])

@@ -2,6 +2,8 @@
 
 import pytest
 
+from arguments.read import read_plan
+from megatron_moe.config.fsdp import FSDPConfig
 from tests.helpers.thinned import thinned
 from tests.recipes.published import STARTS, Case, dry_run, models, proxy, published, shipped, table
 
@@ -42,6 +44,19 @@ def answers_as_expected(name: str) -> bool:
 @pytest.mark.parametrize("name", thinned(HYBRIDS, 12))
 def test_published_hybrids_start(name: str) -> None:
     assert answers_as_expected(name), dry_run(HYBRIDS[name])
+
+
+@pytest.mark.parametrize("name", thinned(name for name, case in ROWS.items() if "--use-megatron-fsdp" in case.words))
+def test_published_layouts_with_sharded_weights_start(name: str) -> None:
+    assert name in HYBRIDS and answers_as_expected(name), dry_run(ROWS[name])
+
+
+def test_a_recipe_with_sharded_weights_keeps_them_as_a_proxy_on_two_ranks() -> None:
+    """`test_a_recipe_trains_on_two_ranks` trains it; the replicas of its shards need four ranks."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    words = [*SHIPPED["nemotron-3-ultra-550b-a55b-gb300-256"].words, "--proxy"]
+    plan = read_plan(words, ranks, lambda config: config.vocab_size or 512)
+    assert plan.data_parallel.fsdp == FSDPConfig(grad_comm="bf16") and plan.parallel.dp == 2
 
 
 @pytest.mark.slow

@@ -135,6 +135,11 @@ def open_megatron(folder: Path) -> Source:
             return TorchDist(folder)
         if any(folder.glob(f"mp_rank_*/{FILE}")):
             return PerRank(folder)
+        if (folder / ".metadata").is_file():
+            raise CheckpointProblem(
+                f"{folder} has the files of --ckpt-format fsdp_dtensor, which is not supported; continue that run once "
+                "without --use-megatron-fsdp and with --ckpt-format torch_dist, or export it to Hugging Face"
+            )
     except _MALFORMED as error:
         raise CheckpointProblem(
             f"{folder} is a malformed Megatron checkpoint ({type(error).__name__}: {error!s:.200}); copy it again"
