@@ -17,6 +17,7 @@ from megatron_moe.data.datasets import Datasets
 from megatron_moe.data.loader import RowPacker
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.logs.metrics import MetricValue
+from megatron_moe.memory.cuda_graphs.layer_graphs import MetricRecorder
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
@@ -148,7 +149,8 @@ def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
 
     def count(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         assert isinstance(router, Router)
-        if inputs[1].metrics is not trainer.metrics:
+        metrics = inputs[1].metrics
+        if metrics is not trainer.metrics and not isinstance(metrics, MetricRecorder):
             return  # recomputed forward, already counted
         counts_E = routing.counts_E.detach().cpu().long()
         record.tokens[router.layer] = counts_E + record.tokens.get(router.layer, 0)

@@ -10,10 +10,11 @@ from types import MappingProxyType
 
 import torch
 
+from megatron_moe.build import record_steps
 from megatron_moe.config.attention import SoftmaxMixerConfig
 from megatron_moe.config.component import NoFeedForward, NoMixer
 from megatron_moe.config.fsdp import FSDPConfig
-from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
+from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
@@ -32,12 +33,15 @@ from megatron_moe.layout_check.record import STEADY_EPS, RankRecord, record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.layout_check.table import Comparison, compare_runs
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
 from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, UNSHARDED, Cell, cell_of, name_of, parallel_config
 
 NUM_STEPS = 3
+EAGER = CudaGraphConfig()
 REFERENCE = reference.bundle()
 DROPOUT = 0.1
 LATENT = 20
@@ -91,10 +95,17 @@ def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
     return record(plan, context, select_kernels(requests, context.device, context.dtype))
 
 
-def record(plan: RunPlan, context: ParallelContext, kernels: KernelSet = REFERENCE) -> RankRecord:
-    """Trains a few steps on random tokens."""
+def record(
+    plan: RunPlan, context: ParallelContext, kernels: KernelSet = REFERENCE, graphs: CudaGraphConfig = EAGER
+) -> RankRecord:
+    """Trains a few steps on random tokens. `graphs`: CUDA graphs, on their stand-in."""
     datasets = random_datasets(plan, num_steps=NUM_STEPS)
-    return record_run(plan, context, kernels, datasets, num_steps=NUM_STEPS)
+
+    def capture(trainer: Trainer) -> None:
+        record_steps(trainer, EagerRecorder(), graphs)
+
+    prepare = None if graphs == EAGER else capture
+    return record_run(plan, context, kernels, datasets, num_steps=NUM_STEPS, prepare=prepare)
 
 
 @cache
