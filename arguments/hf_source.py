@@ -41,7 +41,7 @@ class HFSource:
         """Formats a line that lists every flag taken from the folder."""
         taken = [given for given in self.layer if _setting_of(given, settings) == given.origin]
         words = " ".join(" ".join((given.option, *_words(given))) for given in taken)
-        return f"--load hf:{self.folder}: {words}"
+        return f"--load hf:{self.folder}: {words or 'the command line and its files give all flags'}"
 
     def contradictions(self, words: Sequence[Given], registry: Registry) -> list[Problem]:
         """Problems with flags of the command line that describe another model than the folder."""

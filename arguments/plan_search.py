@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from arguments.checks.batch import train_length_given_once
@@ -10,35 +11,44 @@ from arguments.errors import Problem
 from arguments.export import value_text
 from arguments.files import read_files
 from arguments.flags import Registry
-from arguments.hf_source import source_of
-from arguments.parser import Given, Settings, merge_settings, split, start_settings
+from arguments.hf_source import hf_source, source_of
+from arguments.parser import Given, Setting, Settings, merge_settings, split, start_settings
 from arguments.plan_settings import PLANNER_FLAGS, as_given, broken, on_one_rank, switches_text
 from arguments.read import config_files
 from arguments.run_length import RunLength, estimate_text
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPU
+from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.planner.search import PlannedLayout
 
 _ONE_STEP = Given("--train-iters", ("1",), "plan")
-"""Length of a run that is planned without one; `RunLength` says how to give it."""
+"""Length of a run that is planned without one; `RunLength` says how to give it, and recipes leave it out."""
+_NO_LENGTH = "The length of the run is not known: add train-iters, or plan with --tokens or --train-iters."
+_WIDTH = 112
 _NEEDED = ("model", "attention", "training")
 """Flag groups whose required flags must be given to plan a layout."""
 
 
 def settings_of(words: Sequence[str], registry: Registry) -> Settings:
-    """Settings of a command line with `--recipe`, `--config` and `--from-hf-config`; flags override files."""
+    """Settings of a command line with `--recipe`, `--config`, `--from-hf-config` and `--load hf:DIR`; flags override
+    files. Raises FlagErrors if no flags describe the model of the folder."""
     given, problems = split(words)
     start = start_settings(words, registry)
     paths, missing = config_files(start)
     problems += [*missing, *(_of_another_program(name, start) for name in start.values if name not in PLANNER_FLAGS)]
     folder = start.setting("from_hf_config").value
-    layers = [[*source_of(Path(folder), registry).layer, _ONE_STEP]] if folder else []
+    layers: list[list[Given]] = []
     for path in paths:
         files = read_files(path, registry, {})
         problems += [problem for file in files for problem in file.problems]
         layers += [file.flags for file in files]
-    settings = merge_settings(registry, [*layers, given])
+    layers.append(given)
+    source = source_of(Path(folder), registry) if folder else hf_source(layers, registry)
+    settings = merge_settings(registry, layers if source is None else [[*source.layer, _ONE_STEP], *layers])
+    if source is not None and not folder:
+        settings.notes.append(source.note(settings))
+        problems += source.contradictions(given, registry)
     settings.problems[:0] = problems
     return settings
 
@@ -67,12 +77,38 @@ def to_search(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
 
 def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunLength, title: str) -> str:
     """Text of a recipe file for a layout, with its costs as comments."""
-    lines = [f"# {line}" for line in (title, *reasons(found, gpu, length))]
+    model = textwrap.wrap(heading(found.plan, gpu), _WIDTH, subsequent_indent="  ")
+    settings = _with_length(settings, found.plan, length)
+    missing = [] if "train_iters" in settings.values or "train_samples" in settings.values else [_NO_LENGTH]
+    if not settings.setting("lr").value:
+        missing.append("The learning rate is 0: the run would change no weight. Set lr.")
+    lines = [f"# {line}" for line in (title, *model, *reasons(found, gpu, length), *missing)]
     lines += ["about:", f"  gpu: {gpu.kind}", f"  gpus: {found.plan.parallel.world_size}"]
     for name, flag in settings.registry.flags.items():
         if name in settings.values and flag.group != "start" and settings.setting(name).value is not None:
             lines.append(f"{flag.option[2:]}: {value_text(flag, settings.setting(name).value)}")
     return "\n".join(lines) + "\n"
+
+
+def _with_length(settings: Settings, plan: RunPlan, length: RunLength) -> Settings:
+    """Settings with the length of the run that the user gave, or without one."""
+    values = dict(settings.values)
+    if length.tokens is not None:
+        values = {name: value for name, value in values.items() if name not in ("train_samples", "train_iters")}
+        values["train_iters"] = Setting(length.values(plan, 0.0)["iterations"], "--tokens")
+    elif settings.setting("train_iters").origin == _ONE_STEP.origin:
+        del values["train_iters"]
+    return replace(settings, values=values)
+
+
+def heading(plan: RunPlan, gpu: GPU) -> str:
+    """Line with the model, the sequence length, the global batch size, the precision and the GPUs of a plan."""
+    total, active = (count_parameters(plan.model, active=active).total for active in (False, True))
+    low = plan.precision.low_precision
+    precision = plan.precision.params if low is None else f"{plan.precision.params} with {low.recipe}"
+    model = f"{total / 1e9:.3g} B parameters, {active / 1e9:.3g} B active, {len(plan.model.layers)} layers"
+    batch = f"global batch of {plan.batch.global_batch_size:,} sequences of {plan.data.seq_length:,} tokens"
+    return f"model: {model}; {batch}; {precision}; {plan.parallel.world_size:,} {gpu.name}"
 
 
 def reasons(found: PlannedLayout, gpu: GPU, length: RunLength) -> list[str]:
@@ -105,4 +141,4 @@ def reasons(found: PlannedLayout, gpu: GPU, length: RunLength) -> list[str]:
         f"time: {estimate_text(plan, step)}; most of it {longest}",
         f"run: {length.text(plan, step)}",
     ]
-    return [part for line in lines for part in textwrap.wrap(line, 112, subsequent_indent="  ")]
+    return [part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ")]

@@ -1,10 +1,10 @@
 """Searches layouts and memory options: `python tools/plan.py --recipe NAME [--gpu KIND] [--gpus N] [FLAGS]`
 
-The flags specify the model: a recipe, `--config` or `--from-hf-config DIR`. Searches all layouts, microbatch sizes,
-recompute and offload options that fit in GPU memory, and prints the ten fastest by the cost model with reasons.
-`--write DIR` writes each as a recipe for `pretrain_moe.py --config`. `--fit` keeps the layout and selects the memory
-options with which it fits, or the number of GPUs that would be enough. Step times are estimates with a known error; the
-length of the run (or `--tokens N`) gives days and GPU hours, `--gpu-hour-price P` the cost. `--gpu-memory`,
+The flags specify the model: a recipe, `--config`, `--from-hf-config DIR` or `--load hf:DIR`. Searches all layouts,
+microbatch sizes, recompute and offload options that fit in GPU memory, and prints the ten fastest by the cost model
+with reasons. `--write DIR` writes each as a recipe for `pretrain_moe.py --config`. `--fit` keeps the layout and selects
+the memory options with which it fits, or the number of GPUs that would be enough. Step times are estimates with a known
+error; the length of the run (or `--tokens N`) gives days and GPU hours, `--gpu-hour-price P` the cost. `--gpu-memory`,
 `--gpu-tflops`, `--gpu-bandwidth` and `--link-bandwidth` describe any other GPU. Needs neither torch nor a GPU;
 docs/planning.md explains the cost model.
 
@@ -62,6 +62,7 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
         print(f"{enough:,} {gpu.name} would be enough: --gpus {enough}" if enough else "use shorter sequences")
         return ExitCode.MEMORY
     print(f"the fastest layouts on {num_gpus:,} {gpu.name} by the cost model (docs/planning.md)")
+    print(plan_search.heading(found[0].plan, gpu))
     for place, each in enumerate(found, 1):
         title = f"Plan {place} for {num_gpus} {gpu.name}: {plan_settings.layout_text(each)}"
         ready = plan_settings.settings_for(settings, each.plan)
@@ -84,6 +85,7 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     planner = plan_settings.planner_of(settings, gpu, options.imbalance)
     now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
+    print(plan_search.heading(plan, gpu))
     print(f"current: {plan_settings.layout_text(now)}")
     print(f"  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
     accepts = partial(plan_settings.legal, settings, layout=False)
@@ -114,6 +116,8 @@ def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings
     settings = plan_search.settings_of(words, flag_registry(words, {}))
     if problems := settings.problems or plan_search.unplannable(settings):
         raise FlagErrors(problems)
+    for note in settings.notes:
+        print(note)
     cluster = requested_cluster(options, words, {})
     return settings, cluster.gpu, cluster.world_size, RunLength.of(settings)
 

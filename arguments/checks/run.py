@@ -75,6 +75,8 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
 
 HINTS: tuple[Callable[[Flags], Iterator[str]], ...] = _functions_of(Iterator[str], hints)
 
+_RANKS_FROM = {"none": "no launcher", "dry run": "--world-size, or the recipe"}
+"""Launcher -> origin of the number of ranks, as messages name it."""
 _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 
 _LAYER_GROUPS = ("attention", "model")
@@ -141,7 +143,7 @@ def _waits(rule: Rule) -> Waits:
 
 
 def _properties(settings: Settings, launch: ProcessInfo) -> dict[str, Property]:
-    launcher = "no launcher" if launch.launcher == "none" else launch.launcher
+    launcher = _RANKS_FROM.get(launch.launcher, launch.launcher)
     properties = {
         "num_ranks": Property(launch.world_size, "ranks", launcher),
         "ranks_per_host": Property(launch.local_world_size, "ranks per host", launcher),

@@ -8,6 +8,7 @@ import pytest
 from arguments.errors import Finished
 from arguments.read import read_plan
 from megatron_moe.config.exit_codes import ExitCode
+from tests.arguments.test_hf_source import QWEN, folder_of
 from tools import plan
 
 
@@ -81,3 +82,25 @@ def test_unwritable_folder_is_reported(tmp_path: Path, capsys):
     words = ["--recipe", "q6", "--fit", "--micro-batch-size", "1", "--write", str(tmp_path / "file" / "plans")]
     assert plan.main(words) == ExitCode.ENVIRONMENT
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder_is_planned_and_the_recipe_says_what_is_missing(tmp_path: Path, capsys):
+    folder = folder_of({**QWEN, "num_hidden_layers": 4}, tmp_path / "hf")
+    words = f"--load hf:{folder} --gpu h100 --gpus 2 --best 1 --write {tmp_path}".split()
+    assert plan.main(words) == ExitCode.OK
+    output, written = capsys.readouterr().out, (tmp_path / "plan-01.yaml").read_text()
+    for text in (output, written.replace("\n#  ", "")):
+        assert "4 layers; global batch of 2 sequences of 4,096 tokens; bf16; 2 H100" in text
+        assert "model: 3.11 B parameters, 0.85 B active" in text
+    assert "--hidden-size 2048" in output, "the flags that are taken"
+    assert "\ntrain-iters" not in written and "# The length of the run is not known" in written
+    assert f'load: "hf:{folder}"\n' in written and "learning rate is 0" not in written
+    assert plan.main([*words, "--tokens", "8193", "--lr", "0"]) == ExitCode.OK
+    written = (tmp_path / "plan-01.yaml").read_text()
+    assert "train-iters: 2\n" in written and "not known" not in written and "# The learning rate is 0" in written
+    use = ["--config", str(tmp_path / "plan-01.yaml"), "--mock-data", "--world-size", "2", "--dry-run"]
+    with pytest.raises(Finished) as finished:
+        read_plan([*use, "--tokenizer-type", "NullTokenizer", "--vocab-size", "151936"], {})
+    assert finished.value.code in (ExitCode.OK, ExitCode.NOT_READY)
+    assert plan.main([*words, "--hidden-size", "1024"]) == ExitCode.CONFIG
+    assert "--hidden-size 1024 contradicts 2048" in capsys.readouterr().err
