@@ -75,8 +75,6 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
 
 HINTS: tuple[Callable[[Flags], Iterator[str]], ...] = _functions_of(Iterator[str], hints)
 
-_RANKS_FROM = {"none": "no launcher", "dry run": "--world-size, or the recipe"}
-"""Launcher -> origin of the number of ranks, as messages name it."""
 _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 
 _LAYER_GROUPS = ("attention", "model")
@@ -143,7 +141,8 @@ def _waits(rule: Rule) -> Waits:
 
 
 def _properties(settings: Settings, launch: ProcessInfo) -> dict[str, Property]:
-    launcher = _RANKS_FROM.get(launch.launcher, launch.launcher)
+    named = {"none": "no launcher", "dry run": "--world-size, or the recipe"}
+    launcher = named.get(launch.launcher, launch.launcher)
     properties = {
         "num_ranks": Property(launch.world_size, "ranks", launcher),
         "ranks_per_host": Property(launch.local_world_size, "ranks per host", launcher),

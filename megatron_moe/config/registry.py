@@ -9,8 +9,9 @@ built. Tables are append-only and complete before the command line is parsed (do
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -28,17 +29,33 @@ class RegistrationProblem(RunError):
 class ComponentRegistry(Generic[T]):
     """Components of one kind by name, in order of registration."""
 
-    def __init__(self, kind: str) -> None:
-        """`kind`: what the entries are, as messages name it: "score function"."""
+    def __init__(self, kind: str, entry: str = "", accepts: Callable[[Any], bool] = callable) -> None:
+        """
+        Args:
+            kind: what the entries are, as messages name it: "score function".
+            entry: class of the entries as "package.module:name", or a description of those that `accepts` accepts.
+            accepts: whether an entry is of the kind; not used for a class.
+        """
         self.kind = kind
+        self._entry = entry
+        self._accepts = accepts
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Adds an entry and returns it. Raises RegistrationProblem if the name is taken."""
+        """Adds an entry and returns it. Raises RegistrationProblem if the name is taken or the entry unfit."""
         if name in self._entries:
             raise RegistrationProblem(f"the {self.kind} '{name}' is registered twice; choose another name")
+        if not self.accepts(entry):
+            found, (_, is_class, needed) = type(entry).__name__, self._entry.rpartition(":")
+            needed = f"an instance of {needed}" if is_class else f"a {needed}"
+            other = next((f"; register it as a {each.kind}" for each in CLASSES if each.accepts(entry)), "")
+            raise RegistrationProblem(f"the {self.kind} '{name}' must be {needed}, but is of the type {found}{other}")
         self._entries[name] = entry
         return entry
+
+    def accepts(self, entry: Any) -> bool:
+        """Whether an entry is of the kind of the registry."""
+        return isinstance(entry, resolve(self._entry)) if ":" in self._entry else self._accepts(entry)
 
     def get(self, name: str) -> T:
         """Returns the entry of a name. Raises RegistrationProblem, which lists the known names, if there is none."""
@@ -65,26 +82,38 @@ class ComponentRegistry(Generic[T]):
             self._entries = before
 
 
-MIXERS: ComponentRegistry[Any] = ComponentRegistry("mixer")
-FEED_FORWARDS: ComponentRegistry[Any] = ComponentRegistry("feed-forward module")
+def _declares_flags(entry: Any) -> bool:
+    return isinstance(entry, type) and is_dataclass(entry) and all("flag" in each.metadata for each in fields(entry))
+
+
+_CONFIG = "megatron_moe.config"
+MIXERS: ComponentRegistry[Any] = ComponentRegistry("mixer", "function of the flags")
+FEED_FORWARDS: ComponentRegistry[Any] = ComponentRegistry("feed-forward module", "function of the flags")
 """Functions from the flags to a sequence with the config of every layer's module (`config/component.py`)."""
-UPDATE_RULES: ComponentRegistry[Any] = ComponentRegistry("update rule")
-TRANSPORTS: ComponentRegistry[Any] = ComponentRegistry("transport")
-QUANTIZATION_RECIPES: ComponentRegistry[Any] = ComponentRegistry("quantisation recipe")
-ELEMENTS: ComponentRegistry[Any] = ComponentRegistry("format of quantised elements")
-SCORE_FUNCTIONS: ComponentRegistry[Any] = ComponentRegistry("score function")
-BALANCING: ComponentRegistry[Any] = ComponentRegistry("load-balancing method")
-ACTIVATIONS: ComponentRegistry[Any] = ComponentRegistry("activation")
-METRICS: ComponentRegistry[Any] = ComponentRegistry("metric")
-FLAGS: ComponentRegistry[type] = ComponentRegistry("flag group")
+UPDATE_RULES: ComponentRegistry[Any] = ComponentRegistry("update rule", f"{_CONFIG}.update_rules:UpdateRuleSpec")
+TRANSPORTS: ComponentRegistry[Any] = ComponentRegistry("transport", f"{_CONFIG}.transport:ExpertTransport")
+QUANTIZATION_RECIPES: ComponentRegistry[Any] = ComponentRegistry(
+    "quantisation recipe", f"{_CONFIG}.precision:QuantizationRecipe"
+)
+ELEMENTS: ComponentRegistry[Any] = ComponentRegistry(
+    "format of quantised elements", f"{_CONFIG}.precision:ElementFormat"
+)
+SCORE_FUNCTIONS: ComponentRegistry[Any] = ComponentRegistry("score function", f"{_CONFIG}.functions:ScoreFunction")
+BALANCING: ComponentRegistry[Any] = ComponentRegistry("load-balancing method", f"{_CONFIG}.functions:Balancing")
+ACTIVATIONS: ComponentRegistry[Any] = ComponentRegistry("activation", f"{_CONFIG}.functions:Activation")
+METRICS: ComponentRegistry[Any] = ComponentRegistry("metric", f"{_CONFIG}.functions:RouterMetric")
+FLAGS: ComponentRegistry[type] = ComponentRegistry(
+    "flag group", "dataclass of fields declared by flag()", _declares_flags
+)
 """Dataclasses of flags (`arguments/flag.py`) that imported files add."""
-IMPORTED: ComponentRegistry[str] = ComponentRegistry("imported file")
+IMPORTED: ComponentRegistry[str] = ComponentRegistry("imported file", "builtins:str")
 """Absolute paths of imported files, with the SHA-256 of their contents."""
 
-REGISTRIES: tuple[ComponentRegistry[Any], ...] = (
-    *(MIXERS, FEED_FORWARDS, UPDATE_RULES, TRANSPORTS, QUANTIZATION_RECIPES, ELEMENTS),
-    *(SCORE_FUNCTIONS, BALANCING, ACTIVATIONS, METRICS, FLAGS, IMPORTED),
+CLASSES: tuple[ComponentRegistry[Any], ...] = (
+    *(UPDATE_RULES, TRANSPORTS, QUANTIZATION_RECIPES, ELEMENTS, SCORE_FUNCTIONS, BALANCING, ACTIVATIONS, METRICS),
 )
+"""Registries whose entries are of one class."""
+REGISTRIES = (MIXERS, FEED_FORWARDS, *CLASSES, FLAGS, IMPORTED)
 
 
 @contextmanager

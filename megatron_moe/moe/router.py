@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.functions import Balancing
+from megatron_moe.config.functions import Balancing, Options
 from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.config.param_meta import ParamMeta
-from megatron_moe.config.registry import BALANCING
+from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS, RegistrationProblem
 from megatron_moe.cost_model.expert_load import skewed_log_popularity
 from megatron_moe.data.batch import GivenRouting, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
@@ -411,6 +411,8 @@ class Router(nn.Module):
 
 def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
     """Asserts that the options are compatible. Flag checks reject incompatible options earlier, with an explanation."""
+    if not config.scores.fused:
+        _check_scores(config.score_function, config.options)
     assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
     assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} and {config.aux_loss_coeffs}"
     assert not config.expert_bias or not config.scores.over_experts, f"{config.score_function} excludes an expert bias"
@@ -423,6 +425,28 @@ def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
         )
     if "quantile_balancing" in config.balancing:
         assert config.topk < config.num_experts, f"quantile balancing needs topk < num_experts: {config}"
+
+
+def _check_scores(name: str, options: Options) -> None:
+    """Calls a registered score function once, on 3 x 8 logits on the CPU.
+
+    Raises RegistrationProblem if it fails, or does not return finite scores of at least 0 and of the logits' shape.
+    """
+    logits_TE = torch.linspace(-20, 20, 24, device="cpu").view(3, 8)
+    try:
+        scores_TE = SCORE_FUNCTIONS.get(name).bound(options)(logits_TE)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NameError) as error:
+        raise RegistrationProblem(f"the score function '{name}' raised {type(error).__name__}: {error}") from error
+    if not isinstance(scores_TE, Tensor) or scores_TE.shape != logits_TE.shape:
+        found = f"the shape {tuple(scores_TE.shape)}" if isinstance(scores_TE, Tensor) else type(scores_TE).__name__
+        wrong = f"{found} for logits of the shape (3, 8); it must return one score per logit"
+    elif not bool(scores_TE.isfinite().all()):
+        wrong = "NaN or infinite scores for logits from -20 to 20"
+    elif bool((scores_TE < 0).any()):
+        wrong = f"scores below 0, down to {float(scores_TE.min()):.3g} for logits from -20 to 20"
+    else:
+        return
+    raise RegistrationProblem(f"the score function '{name}' returns {wrong}")
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -203,6 +203,54 @@ def test_errors_of_an_imported_file_name_its_line(tmp_path):
         import_file(str(clash))
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "ACTIVATIONS.register('mine', ScoreFunction(function=abs))",
+            "the activation 'mine' must be an instance of Activation, but is of the type ScoreFunction; register it "
+            "as a score function",
+        ),
+        ("MIXERS.register('mine', 3)", "the mixer 'mine' must be a function of the flags, but is of the type int"),
+        ("FLAGS.register('mine', int)", "the flag group 'mine' must be a dataclass of fields declared by flag()"),
+        ("SCORE_FUNCTIONS.register('mine', abs)", "the score function 'mine' must be an instance of ScoreFunction"),
+    ],
+)
+def test_an_entry_of_another_kind_is_rejected_when_it_is_registered(tmp_path, code, message):
+    names = "ACTIVATIONS, FLAGS, MIXERS, SCORE_FUNCTIONS"
+    file = tmp_path / "mistake.py"
+    file.write_text(
+        "from megatron_moe.config.functions import ScoreFunction\n"
+        f"from megatron_moe.config.registry import {names}\n{code}\n"
+    )
+    (text,) = texts_of(f"--import {file}")
+    assert message in text and f"{file}:3" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("lambda logits: logits.sum(-1)", "returns the shape (3,) for logits of the shape (3, 8)"),
+        ("lambda logits: 1.0", "returns float for logits"),
+        ("lambda logits: logits", "returns scores below 0, down to -20 for logits from -20 to 20"),
+        ("lambda logits: logits.log()", "returns NaN or infinite scores"),
+        ("lambda logits: undefined", "raised NameError: name 'undefined' is not defined"),
+    ],
+)
+def test_a_wrong_score_function_ends_a_run_in_one_sentence(data, tmp_path, capfd, function, message):
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from megatron_moe.config.functions import ScoreFunction\n"
+        "from megatron_moe.config.registry import SCORE_FUNCTIONS\n"
+        f"SCORE_FUNCTIONS.register('wrong_{abs(hash(function))}', ScoreFunction(function={function}))\n"
+    )
+    with SCORE_FUNCTIONS.restored():
+        command = ["--import", str(file), "--moe-router-score-function", f"wrong_{abs(hash(function))}"]
+        assert main([*arguments(data, tmp_path / "run", *command)], {}) == ExitCode.CONFIG
+    error = capfd.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
 def test_a_name_that_no_file_registers_is_reported_when_the_model_is_built():
     config = RouterConfig(hidden_size=8, num_experts=4, topk=1, score_function="tangent")
     with pytest.raises(RegistrationProblem, match="'tangent' is not a registered score function"):
