@@ -100,17 +100,19 @@ class LanguageModel:
 
     @classmethod
     def load(cls, folder: str | Path, flags: str | Sequence[str] = (), *, device: str = "auto") -> "LanguageModel":
-        """Loads a checkpoint (the newest of a folder), or a Hugging Face folder with config.json and safetensors.
+        """Loads a checkpoint (the newest of a folder), or a Hugging Face folder with config.json and safetensors, with
+        or without the prefix `hf:` of flags.
 
         `flags` override those of the run, or those that follow from config.json. Raises CheckpointProblem if there is
         no checkpoint, or if its contents are damaged or do not fit.
         """
-        words = [*_words(flags), "--device", device]
-        if (Path(folder) / "config.json").is_file():
-            loaded = cls(read_flags([*command_line_of(Path(folder), Registry.declared()), *words]), initial=False)
-            load_hf(Path(folder), loaded.model, loaded.plan.model)
+        words, is_published = [*_words(flags), "--device", device], str(folder).startswith(HUGGING_FACE)
+        folder = Path(str(folder).removeprefix(HUGGING_FACE))
+        if is_published or (folder / "config.json").is_file():
+            loaded = cls(read_flags([*command_line_of(folder, Registry.declared()), *words]), initial=False)
+            load_hf(folder, loaded.model, loaded.plan.model)
             return loaded
-        candidate = find_checkpoints(Path(folder))[0]
+        candidate = find_checkpoints(folder)[0]
         loaded = cls(plan_of_checkpoint(candidate, words), initial=False)
         loaded.read_weights(candidate)
         return loaded

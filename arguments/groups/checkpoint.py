@@ -20,7 +20,8 @@ class CheckpointFlags:
     """Checkpoint folder. Not set: checkpoints/ in the run folder. A run with `--mock-data` saves checkpoints there only
     if `--save-interval` or `--save-hf-interval` is set."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
-    """Iterations between checkpoints. Not set: save only when the run ends."""
+    """Iterations between checkpoints. Not set: save only when the run ends, or nothing with `--mock-data`, which trains
+    on random tokens."""
     save_retain_interval: int | None = flag(None, least=1)
     """Delete all checkpoints except the newest ones and those whose iteration is a multiple of this number."""
     keep_best_checkpoint: bool = new_flag(False)

@@ -61,9 +61,10 @@ def find_checkpoints(path: Path) -> tuple[Candidate, ...]:
     itself = as_checkpoint(path)
     found = (itself,) if itself and path.is_dir() else list_checkpoints(checkpoints_folder(path))
     if not found:
-        raise CheckpointProblem(
-            f"{path} contains no checkpoint iter_NNNNNNN; give a checkpoint or a folder of checkpoints"
-        )
+        if (path / "config.json").is_file():
+            raise CheckpointProblem(f"{path} is a folder of a Hugging Face model; write hf:{path}")
+        what = f"{path} contains no checkpoint iter_NNNNNNN; give a checkpoint or a folder of checkpoints"
+        raise CheckpointProblem(f"{what} (a run with --mock-data saves only with --save-interval)")
     return found
 
 

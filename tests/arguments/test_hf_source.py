@@ -101,7 +101,8 @@ def test_a_model_is_planned_from_its_folder_alone(tmp_path, capsys):
     assert plan_tool.main([*words, "--tokens", "1e12"]) == ExitCode.OK
     assert " GPU hours" in capsys.readouterr().out
     with pytest.raises(Finished) as caught:
-        read_plan(["--config", str(tmp_path / "plans" / "plan-01.yaml"), "--dry-run=json", "--mock-data"], {})
+        written = str(tmp_path / "plans" / "plan-01.yaml")
+        read_plan(["--config", written, "--dry-run=json", "--mock-data", "--train-iters", "9"], {})
     assert json.loads(caught.value.text)["memory"]["fits"]
 
 

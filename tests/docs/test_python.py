@@ -66,6 +66,8 @@ def test_a_hugging_face_folder_gives_the_logits_of_transformers(tmp_path):
     oracle = hf_model(configs()["olmoe"])
     model = LanguageModel.load(saved(oracle, tmp_path / "hf"), "--seq-length 64", device="cpu")
     ids = list(range(3, 20))
+    same = LanguageModel.load(f"hf:{tmp_path}/hf", "--seq-length 64", device="cpu")
+    EXACT.check(same.logits(ids), model.logits(ids), "with the prefix of flags")
     with torch.no_grad():
         expected = oracle(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(model.logits(ids)[:, :VOCAB], expected, rtol=1e-4, atol=1e-4)

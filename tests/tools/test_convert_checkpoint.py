@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
+from pretrain_moe import main as train
 from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.checkpoint.test_huggingface import change_config, tensors_in
+from tests.end_to_end.tiny_run import MODEL as MODEL_FLAGS
+from tests.end_to_end.tiny_run import TRAINING
 from tests.helpers.checkpoint_files import verify
 from tests.helpers.tolerances import EXACT
 from tools import generate
@@ -174,6 +177,27 @@ def test_a_model_without_a_family_is_rejected_by_its_flags(folder: Path, tmp_pat
     assert main(words) == ExitCode.CONFIG
     said = capsys.readouterr().err
     assert "no model family of transformers computes this model" in said and "--glu-linear-offset" in said
+
+
+def test_a_model_of_megatrons_defaults_is_rejected_by_its_flags(tmp_path: Path, capsys):
+    """GELU, LayerNorm, learned positions and biases: no family has them, and config.json of none can be written."""
+    defaults = "--no-swiglu --add-bias-linear --normalization LayerNorm --position-embedding-type learned_absolute"
+    words = [*MODEL_FLAGS, *TRAINING, "--mock-data", "--train-iters", "4", *defaults.split()]
+    export = ["--load", str(tmp_path / "run"), "--save", f"hf:{tmp_path}/b"]
+    assert train([*words, "--run-dir", str(tmp_path / "run")], {}) == ExitCode.OK
+    assert main(export) == ExitCode.CHECKPOINT
+    assert "a run with --mock-data saves only with --save-interval" in capsys.readouterr().err
+    assert train([*words, "--run-dir", str(tmp_path / "run"), "--save-interval", "4"], {}) == ExitCode.OK
+    assert main(export) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "no model family of transformers computes this model" in said
+    for flag in ("--swiglu", "--normalization", "--position-embedding-type", "--add-bias-linear"):
+        assert flag in said, flag
+
+
+def test_a_hugging_face_folder_without_its_prefix_is_named(folder: Path, capsys):
+    assert generate.main(["--load", str(folder), "--prompt", "a"]) == ExitCode.CHECKPOINT
+    assert f"{folder} is a folder of a Hugging Face model; write hf:{folder}" in capsys.readouterr().err
 
 
 def test_a_config_with_an_invalid_length_is_rejected(folder: Path, tmp_path: Path, capsys):

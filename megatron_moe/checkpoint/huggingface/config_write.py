@@ -103,8 +103,10 @@ def _softmax_mixers(model: ModelConfig) -> list[SoftmaxMixerConfig]:
 
 
 def _rope(rope: RopeConfig | None) -> Values:
+    """Keys of rotary embeddings, which every family has. A model without them differs from the config, which is how the
+    message names its flags."""
     if rope is None:
-        raise _NoFamily
+        return {}
     scaling: Values = {"rope_type": rope.scaling, "factor": rope.scaling_factor}
     if rope.scaling == "none":
         return {"rope_theta": rope.base}
@@ -284,7 +286,8 @@ def _sigmoid(model: ModelConfig, moe: MoEConfig) -> Values:
 
 def _glm4_moe(model: ModelConfig, moe: MoEConfig) -> Values:
     mixer, keys = _grouped(model)
-    assert mixer.rope is not None, "checked by _grouped"
+    if mixer.rope is None:
+        raise _NoFamily
     options = {"use_qk_norm": mixer.qk_norm == "per_head", "attention_bias": mixer.qkv_bias}
     return {**keys, **_sigmoid(model, moe), **options, "partial_rotary_factor": mixer.rope.dim / mixer.head_dim}
 
@@ -320,7 +323,8 @@ def _ernie4_5_moe(model: ModelConfig, moe: MoEConfig) -> Values:
 
 def _minimax_m2(model: ModelConfig, moe: MoEConfig) -> Values:
     mixer, keys = _grouped(model)
-    assert mixer.rope is not None, "checked by _grouped"
+    if mixer.rope is None:
+        raise _NoFamily
     experts = {"num_local_experts": moe.experts.num_experts, "intermediate_size": moe.experts.ffn_hidden_size}
     return {**keys, **experts, "partial_rotary_factor": mixer.rope.dim / mixer.head_dim}
 
