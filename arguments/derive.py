@@ -187,6 +187,12 @@ DELTA_NETS = ("gated_delta_net", "gdn")
 """Values of `--experimental-attention-variant` that name the gated delta net."""
 
 
+def has_sparse_attention(flags: Flags) -> bool:
+    """Whether sparse attention (DSA) is the mixer of some layer."""
+    named = "dsa" in (*flags.mixer, flags.mtp_mixer)
+    return named or (flags.experimental_attention_variant == "dsa" and "auto" in flags.mixer)
+
+
 def linear_layers(
     num_layers: int, experimental_attention_variant: str | None, linear_attention_freq: LayerPattern | None
 ) -> tuple[bool, ...]:

@@ -1,8 +1,8 @@
 """Translates Megatron's patterns of hybrid models, one letter per layer, to flags of this program.
 
 `MEM*E|M-/*E` has seven layers, each with a single module: M Mamba-2, G gated delta net, `*` attention, `+` multi-latent
-attention, `-` MLP, E experts. `|` ends a pipeline stage, and `/` precedes the layers of a depth of multi-token
-prediction, which form one transformer layer: a mixer, a feed-forward module, or both.
+attention, D sparse attention, `-` MLP, E experts. `|` ends a pipeline stage, and `/` precedes the layers of a depth of
+multi-token prediction, which form one transformer layer: a mixer, a feed-forward module, or both.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ _MODULES = MappingProxyType(
         "G": ("gated_delta_net", _NONE),
         "*": ("auto", _NONE),
         "+": ("mla", _NONE),
+        "D": ("dsa", _NONE),
         "-": (_NONE, "mlp"),
         "E": (_NONE, "moe"),
     }

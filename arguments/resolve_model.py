@@ -9,6 +9,7 @@ from arguments import derive
 from arguments.flags import Flags, from_flags
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, RopeConfig, yarn_mscale
 from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
+from megatron_moe.config.dsa import DSAConfig, IndexerConfig
 from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.mamba import MambaConfig
@@ -104,6 +105,8 @@ def _mtp(flags: Flags) -> MTPConfig | None:
 
 
 def _mixers(flags: Flags) -> tuple[MixerConfig, ...]:
+    if flags.experimental_attention_variant == "dsa":
+        return _dsa(flags)
     softmax = _mla(flags) if flags.multi_latent_attention else _attention(flags)
     is_linear = from_flags(derive.linear_layers, flags)
     if not any(is_linear):
@@ -236,6 +239,23 @@ def _mla(flags: Flags) -> tuple[MLAConfig, ...]:
     return tuple(replace(common, core=core) for core in _cores(flags, scale))
 
 
+def _dsa(flags: Flags) -> tuple[DSAConfig, ...]:
+    latent, eps = _mla(flags), flags.dsa_indexer_k_norm_epsilon
+    assert flags.dsa_indexer_n_heads and flags.dsa_indexer_head_dim and flags.dsa_indexer_topk
+    indexer = IndexerConfig(
+        num_heads=flags.dsa_indexer_n_heads,
+        head_dim=flags.dsa_indexer_head_dim,
+        topk=flags.dsa_indexer_topk,
+        rope=replace(latent[0].rope, interleaved=flags.dsa_indexer_rope_interleaved),
+        norm=NormConfig(kind="LayerNorm", eps=flags.norm_epsilon if eps is None else eps),
+        relu=flags.dsa_indexer_scoring_relu,
+        hadamard=flags.dsa_indexer_rotate_activation,
+        indexer_loss_coeff=flags.dsa_indexer_loss_coeff or 0.0,
+        sparse_indexer_loss=flags.dsa_indexer_use_sparse_loss,
+    )
+    return tuple(DSAConfig.of(each, indexer) for each in latent)
+
+
 def _activation(flags: Flags) -> ActivationConfig:
     gated = ActivationConfig(gated=True, clamp=flags.activation_func_clamp_value, linear_offset=flags.glu_linear_offset)
     if flags.activation_func is not None:
@@ -351,6 +371,7 @@ def _shared(flags: Flags) -> SharedExpertsConfig | None:
 MIXERS.register("auto", _mixers)
 MIXERS.register("attention", _attention)
 MIXERS.register("mla", _mla)
+MIXERS.register("dsa", _dsa)
 MIXERS.register("gated_delta_net", _delta_net)
 MIXERS.register("mamba", _mamba)
 MIXERS.register("none", lambda flags: (NoMixer(hidden_size=flags.hidden_size),) * flags.num_layers)

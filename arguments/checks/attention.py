@@ -37,6 +37,8 @@ def linear_attention_has_layers(flags: RuleFlags) -> Violations:
                 "attention",
                 "add --experimental-attention-variant gated_delta_net",
             )
+        if flags.experimental_attention_variant == "dsa":
+            yield "--linear-attention-freq does not apply to sparse attention (dsa)", "leave it out"
         yield from unfit_pattern("--linear-attention-freq", flags.linear_attention_freq, flags.num_layers)
 
 
@@ -48,6 +50,55 @@ def linear_attention_shares_keys_equally(flags: RuleFlags) -> Violations:
             f"{keys} key heads do not divide {counted(values, 'value head')} of linear attention",
             f"use --linear-num-key-heads {divisors(values)}",
         )
+
+
+def sparse_attention_has_an_indexer(flags: RuleFlags) -> Violations:
+    """Sparse attention needs multi-latent attention with a q latent, and the sizes of its indexer."""
+    if not derive.has_sparse_attention(flags):
+        return
+    if flags.experimental_attention_variant == "dsa" and not flags.multi_latent_attention:
+        yield "sparse attention (dsa) extends multi-latent attention", "add --multi-latent-attention"
+    if flags.q_lora_rank is None:
+        yield "the indexer of sparse attention (dsa) reads the query latent, which is not set", "add --q-lora-rank"
+    sizes = {
+        "--dsa-indexer-n-heads": flags.dsa_indexer_n_heads,
+        "--dsa-indexer-head-dim": flags.dsa_indexer_head_dim,
+        "--dsa-indexer-topk": flags.dsa_indexer_topk,
+    }
+    missing = [option for option, size in sizes.items() if size is None]
+    if missing:
+        yield "sparse attention (dsa) needs the sizes of its indexer", f"add {' and '.join(missing)}"
+
+
+def indexer_heads_can_be_rotated(flags: RuleFlags) -> Violations:
+    """A head of the indexer has room for the rotary channels, and a power of two of channels for a Hadamard matrix."""
+    width = flags.dsa_indexer_head_dim
+    if not derive.has_sparse_attention(flags) or width is None:
+        return
+    if width < flags.qk_pos_emb_head_dim:
+        yield (
+            f"--dsa-indexer-head-dim {width} is smaller than the {flags.qk_pos_emb_head_dim} rotary channels "
+            "(--qk-pos-emb-head-dim)",
+            f"use --dsa-indexer-head-dim {flags.qk_pos_emb_head_dim} or more",
+        )
+    if flags.dsa_indexer_rotate_activation and width & (width - 1):
+        yield (
+            f"a Hadamard matrix has 2^n rows, but --dsa-indexer-head-dim is {width}",
+            "use a power of two, or add --no-dsa-indexer-rotate-activation",
+        )
+
+
+def sparse_attention_supports_attention_options(flags: RuleFlags) -> Violations:
+    """Sparse attention has no dropout, sinks and windows."""
+    if not derive.has_sparse_attention(flags):
+        return
+    if flags.attention_dropout:
+        yield (
+            f"sparse attention (dsa) has no dropout, but --attention-dropout is {flags.attention_dropout:g}",
+            "add --attention-dropout 0",
+        )
+    if flags.softmax_type != "vanilla" or flags.window_size is not None:
+        yield "sparse attention (dsa) has neither sinks nor windows", "leave out --softmax-type and --window-size"
 
 
 def rotary_dim_is_even(flags: RuleFlags) -> Violations:

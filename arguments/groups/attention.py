@@ -8,7 +8,7 @@ from arguments.flag import REQUIRED, differs, flag, new_flag, unsupported
 from arguments.values import LayerPattern
 from megatron_moe.config.linear_attention import CPMode
 
-_sparse_attention = partial(unsupported, note="only dense softmax attention is implemented")
+_sparse_attention = partial(unsupported, note="compressed keys are not implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,10 @@ class AttentionFlags:
     multi-latent attention is multiplied by m^2."""
 
     experimental_attention_variant: str | None = unsupported(
-        None, note="of the variants, only gated delta nets are implemented", works=("gated_delta_net", "gdn")
+        None, note="of the variants, gated delta nets and DSA are implemented", works=("gated_delta_net", "gdn", "dsa")
     )
-    """Type of the mixer that replaces softmax attention in the layers of `--linear-attention-freq`."""
+    """Mixer that replaces softmax attention: a gated delta net in the layers of `--linear-attention-freq`, or sparse
+    attention (dsa), which multi-latent attention becomes in all layers."""
     linear_attention_freq: LayerPattern | None = flag(None)
     """Layers with linear attention: all but every n-th layer, or a list with 1 (linear) or 0 (softmax) per layer."""
     linear_conv_kernel_dim: int = flag(4, least=1)
@@ -96,16 +97,24 @@ class AttentionFlags:
     heads on all positions. chunkwise: each rank computes all heads on its positions, and ranks gather the states that
     the chunks of others add; numbers of heads only have to be multiples of the tensor-parallel size."""
 
-    dsa_indexer_n_heads: int | None = _sparse_attention(None)
-    """Number of heads of the sparse-attention indexer."""
-    dsa_indexer_head_dim: int | None = _sparse_attention(None)
-    """Head dimension of the sparse-attention indexer."""
-    dsa_indexer_topk: int | None = _sparse_attention(None)
+    dsa_indexer_n_heads: int | None = flag(None, least=1)
+    """Number of heads of the indexer of sparse attention (`--experimental-attention-variant dsa`)."""
+    dsa_indexer_head_dim: int | None = flag(None, least=1)
+    """Head dimension of the indexer."""
+    dsa_indexer_topk: int | None = flag(None, least=1)
     """Number of keys that sparse attention selects per query."""
-    dsa_indexer_loss_coeff: float | None = _sparse_attention(None)
-    """Weight of the indexer's training loss in the total loss."""
-    dsa_indexer_use_sparse_loss: bool = _sparse_attention(False)
-    """Compute the indexer loss from the selected keys instead of all keys."""
+    dsa_indexer_loss_coeff: float | None = flag(None, least=0)
+    """Weight of the indexer's loss, the divergence of its scores from attention. Not set: it is not trained."""
+    dsa_indexer_use_sparse_loss: bool = flag(False)
+    """Compute the indexer's loss from the selected keys instead of all keys."""
+    dsa_indexer_rope_interleaved: bool = flag(False)
+    """Rotate the indexer's channel pairs (0, 1), (2, 3), ... (GLM-5) instead of halves (DeepSeek-V3.2)."""
+    dsa_indexer_rotate_activation: bool = flag(True, off=("--disable-dsa-indexer-rotate-activation",))
+    """Multiply the indexer's queries and keys by a Hadamard matrix, which keeps their products."""
+    dsa_indexer_scoring_relu: bool = flag(True, off=("--disable-dsa-indexer-scoring-relu",))
+    """Apply ReLU to the products of queries and keys in the indexer's scores."""
+    dsa_indexer_k_norm_epsilon: float | None = flag(None, least=0)
+    """Epsilon of the LayerNorm of the indexer's keys. Not set: that of the other norms."""
     csa_compress_ratios: str | None = _sparse_attention(None)
     """Compression ratios of keys and values, one per layer."""
     csa_compress_rotary_base: float = _sparse_attention(40000.0)

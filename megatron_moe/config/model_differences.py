@@ -14,7 +14,7 @@ _WITHOUT_EFFECT = frozenset(
     (
         *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange", "cp_mode"),
         *("expert_rank_capacity_factor", "transport_backend", "push"),
-        *("hybridep", "row_alignment"),
+        *("hybridep", "row_alignment", "hadamard"),
         *("init", "max_positions", "vocab_size"),
         "position_embedding",  # recorded as learned_positions; mixers record rotary embeddings
     )
@@ -25,7 +25,7 @@ _TRAINING = frozenset(
     (
         *("dropout", "hidden_dropout", "embedding_dropout", "mtp", "capacity", "dtype"),
         *("balancing", "aux_loss_coeffs", "z_loss_coeff", "input_jitter_eps", "bias_update_rate", "quantile_ema"),
-        *("force_balancing", "force_biased", "force_skew"),
+        *("force_balancing", "force_biased", "force_skew", "indexer_loss_coeff", "sparse_indexer_loss"),
     )
 )
 """Config fields that affect training but not the output of a trained model."""

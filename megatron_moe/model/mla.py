@@ -74,9 +74,16 @@ class MLA(SoftmaxAttention):
             q_SBND, k_SBND, v_SBNE = up(q_latent, kv_latent, q)
             discard = self.saved_tensors.discard_output("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
         with self.saved_tensors.offload_scope("core_attn"), discard:
-            context_SBNE = self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBND, v_SBNE)
+            context_SBNE = self._core(mb, hidden_SBH, q_latent, q_SBND, k_SBND, v_SBNE)
         with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBNE.flatten(2))
+
+    def _core(
+        self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, q_SBND: Tensor, k_SBND: Tensor, v: Tensor
+    ) -> Tensor:
+        """Output of attention, [S, B, N, v_head_dim]. `hidden_SBH` is the input, `q_latent` the second result of
+        `_down`."""
+        return self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBND, v)
 
     def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
         """See `SoftmaxAttention`. The rotated key part, which all heads share, is not scaled; the rotated part of q

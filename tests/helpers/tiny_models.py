@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, RopeConfig
+from megatron_moe.config.dsa import DSAConfig, IndexerConfig
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
@@ -49,6 +50,19 @@ def mla_config(**changes: Any) -> MLAConfig:
         norm=RMS,
     )
     return replace(config, **changes)
+
+
+def dsa_config(*, indexer: Any = None, **changes: Any) -> DSAConfig:
+    """Multi-latent attention to the 3 keys that an indexer with 8 heads chooses. `indexer` changes its fields."""
+    config = IndexerConfig(
+        num_heads=8,
+        head_dim=8,
+        topk=3,
+        rope=RopeConfig(dim=4),
+        norm=NormConfig(kind="LayerNorm", eps=1e-6),
+        indexer_loss_coeff=0.5,
+    )
+    return DSAConfig.of(mla_config(**changes), replace(config, **(indexer or {})))
 
 
 _LINEAR_SIZES = {

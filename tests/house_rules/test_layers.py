@@ -59,8 +59,8 @@ GENERIC = (
 )  # fmt: skip
 """Packages and modules that treat all mixers and feed-forward modules alike, through the protocol of components."""
 COMPONENTS = frozenset(
-    "AttentionConfig SoftmaxMixerConfig MLAConfig LinearAttentionConfig GatedDeltaNetConfig MambaConfig MLPConfig "
-    "Attention MLA GatedDeltaNet Mamba MLP MoELayer".split()
+    "AttentionConfig SoftmaxMixerConfig MLAConfig DSAConfig LinearAttentionConfig GatedDeltaNetConfig MambaConfig "
+    "MLPConfig Attention MLA DSA GatedDeltaNet Mamba MLP MoELayer".split()
 )
 PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("map", "reader", "write"))
 """Modules that translate between configs and a config.json."""

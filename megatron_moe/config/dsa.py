@@ -1,0 +1,165 @@
+"""Sparse attention with a lightning indexer (DSA): multi-latent attention to the best-scored tokens of each query."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from megatron_moe.config.attention import NormConfig, RopeConfig
+from megatron_moe.config.component import NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.costs import TRAINING_FLOPS, ActivationSizes, FlopCount, SavedActivation, saved_tensor
+from megatron_moe.config.mla import MLAConfig
+from megatron_moe.config.parallel import ParallelConfig
+
+BLOCK_BYTES = 1 << 28
+"""Largest number of bytes of the scores that are computed at once; at least those of one query."""
+_FORWARD_FLOPS = 2
+_SCORE_COPIES = 5
+"""Tensors of the size of a block of scores that are alive at the same time: scores, masks, probabilities, gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """Lightning indexer: the score of key s for query t is sum_h w[t, h] relu(q[t, h] . k[s])."""
+
+    num_heads: int
+    """Number of heads of q (`--dsa-indexer-n-heads`); all share one key."""
+    head_dim: int
+    topk: int
+    """Number of keys that attention sees per query (`--dsa-indexer-topk`)."""
+    rope: RopeConfig
+    """Rotary embedding of the first `rope.dim` channels."""
+    norm: NormConfig
+    """LayerNorm of the key."""
+    relu: bool = True
+    """False: the scores are linear in q . k (`--no-dsa-indexer-scoring-relu`)."""
+    hadamard: bool = True
+    """Multiplies q and k by an orthogonal Hadamard matrix, which keeps their products
+    (`--no-dsa-indexer-rotate-activation` switches it off)."""
+    indexer_loss_coeff: float = 0.0
+    """Weight of the divergence of the scores from attention; 0: the indexer is not trained."""
+    sparse_indexer_loss: bool = False
+    """Compares both distributions over the chosen keys only (`--dsa-indexer-use-sparse-loss`), else over all keys that
+    the mask allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSAConfig(MLAConfig):
+    """Multi-latent attention of each query to the `indexer.topk` keys with the highest scores (DeepSeek-V3.2)."""
+
+    indexer: IndexerConfig
+
+    module: ClassVar[str] = "megatron_moe.model.dsa:DSA"
+    registered_as: ClassVar[str] = "dsa"
+    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"multi_latent_attention": True, "linear_attention_freq": False, "experimental_attention_variant": "dsa"}
+    )
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            **MLAConfig.megatron_names,
+            **{
+                f"self_attention.indexer.{name}": (f"self_attention.core_attention.indexer.{name}",)
+                for name in (
+                    *("linear_wq_b.weight", "linear_wk.weight", "linear_weights_proj.weight"),
+                    *("k_norm.weight", "k_norm.bias"),
+                )
+            },
+        }
+    )
+
+    @classmethod
+    def of(cls, latent: MLAConfig, indexer: IndexerConfig) -> "DSAConfig":
+        """Multi-latent attention with an indexer."""
+        return cls(**{field.name: getattr(latent, field.name) for field in fields(latent)}, indexer=indexer)
+
+    def as_flags(self) -> dict[str, Any]:
+        indexer = self.indexer
+        return {
+            **super().as_flags(),
+            "dsa_indexer_n_heads": indexer.num_heads,
+            "dsa_indexer_head_dim": indexer.head_dim,
+            "dsa_indexer_topk": indexer.topk,
+            "dsa_indexer_rope_interleaved": indexer.rope.interleaved,
+            "dsa_indexer_k_norm_epsilon": indexer.norm.eps,
+            "dsa_indexer_scoring_relu": indexer.relu,
+        }
+
+    @property
+    def rotary_tables(self) -> tuple[RopeConfig, ...]:
+        return (self.rope, self.indexer.rope)
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        yield from super().parameters(parallel)
+        indexer = self.indexer
+        linear = partial(linear_parameters, parallel=parallel, counted="attention", low="")
+        assert self.q_lora_rank is not None
+        yield from linear("indexer.linear_wq_b", (indexer.num_heads * indexer.head_dim, self.q_lora_rank))
+        yield from linear("indexer.linear_wk", (indexer.head_dim, self.hidden_size))
+        yield from indexer.norm.parameters("indexer.k_norm", indexer.head_dim, parallel)
+        yield from linear("indexer.linear_weights_proj", (indexer.num_heads, self.hidden_size))
+
+    def flops(self, seq_length: int) -> FlopCount:
+        """Attention counts the chosen pairs only, the indexer all pairs inside the causal mask: forward, and backward
+        if it has a loss."""
+        chosen, indexer = min(self.indexer.topk, seq_length), self.indexer
+        doubled_pairs = 2 * chosen * seq_length - chosen * chosen
+        of_attention = (self.q_width + self.out_width) * doubled_pairs * TRAINING_FLOPS // 2
+        per_pair = TRAINING_FLOPS if indexer.indexer_loss_coeff else _FORWARD_FLOPS
+        of_indexer = indexer.num_heads * indexer.head_dim * seq_length * seq_length * per_pair // 2
+        return replace(super().flops(seq_length), core_attention=of_attention + of_indexer)
+
+    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+        # the indexer reads the input in its original format
+        read = {"low": ""} if self.indexer.indexer_loss_coeff else {}
+        return {**super().input_marks(parallel), **read}
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        yield from super().saved_tensors(parallel, sizes)
+        indexer, tensor = self.indexer, partial(saved_tensor, "attention")
+        marks = {"offloaded_by": "core_attn"}
+        yield tensor("chosen keys", "U S/8", sizes.inner * -(-sizes.length // 8), 1, marks)
+        if not indexer.indexer_loss_coeff:
+            return
+        local, size, width = sizes.residual, sizes.activation, indexer.num_heads * indexer.head_dim
+        yield tensor("q latent of the indexer", "T Q", local * (self.q_lora_rank or 0), size, marks)
+        yield tensor("gradient of the indexer's q", "T I D", local * width, size, marks)
+        yield tensor("gradient of the indexer's weights", "T I", local * indexer.num_heads, size, marks)
+        keys = sizes.inner * parallel.cp
+        yield tensor("gradient of the indexer's keys", "S B D", keys * indexer.head_dim, size, marks)
+        yield tensor("key of the indexer before its norm", "T D", local * indexer.head_dim, size, marks)
+        yield tensor("statistics of the indexer's keys", "2 T", 2 * local, sizes.internal, marks)
+
+    def core_workspace(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+        whole = sizes.inner * parallel.cp
+        keys = whole * self.keys_values_width * (sizes.activation + sizes.internal)
+        queries = sizes.inner * (self.out_width + self.q_width) * sizes.activation
+        scores = sizes.inner * self.num_heads * sizes.length * sizes.internal
+        return float(queries + keys + _SCORE_COPIES * min(scores, BLOCK_BYTES))
+
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        if parallel.cp > 1 and self.core.context_exchange != "allgather":
+            return (
+                f"sparse attention chooses among the keys of all {parallel.cp} context-parallel ranks; use "
+                "--cp-comm-type all_gather"
+            )
+        return super().layout_problem(parallel)
+
+    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+        keys = self.indexer.head_dim * sizes.inner * sizes.activation * (parallel.cp - 1)
+        return super().context_parallel_bytes(parallel, sizes) + keys * (2 if self.indexer.indexer_loss_coeff else 1)
+
+    def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
+        yield from super().gemm_sizes(parallel)
+        yield "--dsa-indexer-head-dim", self.indexer.head_dim, 1
+
+    def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        yield from super().name_rules(model_type)
+        for name, hf_name in (
+            ("linear_wq_b.weight", "wq_b.weight"),
+            ("linear_wk.weight", "wk.weight"),
+            ("k_norm.weight", "k_norm.weight"),
+            ("k_norm.bias", "k_norm.bias"),
+            ("linear_weights_proj.weight", "weights_proj.weight"),
+        ):
+            yield NameRule(f"indexer.{name}", (f"self_attn.indexer.{hf_name}",))

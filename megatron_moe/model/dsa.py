@@ -1,0 +1,153 @@
+"""Sparse attention with a lightning indexer (DSA), as in DeepSeek-V3.2 and GLM-5.
+
+1. multi-latent attention's q, k and v (`model/mla.py`)
+2. the indexer: q from the normed q latent, one key and a weight per head from the hidden state, scores of all keys
+3. attention of each query to the keys with the highest scores
+4. the indexer's loss, with which attention trains the indexer and nothing else
+
+Every tensor-parallel rank has the whole indexer. With sequence parallelism, it scores the queries of its positions.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.config.dsa import DSAConfig
+from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.layers.components import Site
+from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.model.mla import MLA
+from megatron_moe.model.sparse_attention import QueryRows, Selection, choose_keys, sparse_attention
+from megatron_moe.moe.balancing import AttachLosses, BatchTokens
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context_parallel import in_order
+from megatron_moe.parallel.tensor_parallel import all_gather, my_positions, sequence_part
+
+
+class Indexer(nn.Module):
+    """Queries, keys and weights of the indexer, for the positions of this rank's residual stream."""
+
+    def __init__(self, config: DSAConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.config, self.ctx, self.kernels = config.indexer, ctx, kernels
+        heads, width = config.indexer.num_heads, config.indexer.head_dim
+        assert config.q_lora_rank is not None, "the indexer reads the q latent"
+        self.linear_wq_b = Linear(config.q_lora_rank, heads * width, ctx, kernels)
+        self.linear_wk = Linear(config.hidden_size, width, ctx, kernels)
+        self.k_norm = Norm(config.indexer.norm, width, ctx, kernels)
+        self.linear_weights_proj = Linear(config.hidden_size, heads, ctx, kernels)
+        self.scale = (heads * width) ** -0.5
+
+    def forward(self, hidden_SBH: Tensor, latent_SBQ: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q [S, B, I, D], k [S, B, D] and the weights of the I heads, [S, B, I]."""
+        q_SBID = self.linear_wq_b(latent_SBQ).unflatten(-1, (self.config.num_heads, -1))
+        k_SB1D = self.k_norm(self.linear_wk(hidden_SBH))[:, :, None]
+        assert mb.rotary is not None, "the rotary tables are not attached to the context"
+        index, number = sequence_part(self.ctx)
+        cos_SBD, sin_SBD = (table.chunk(number)[index] for table in mb.rotary[self.config.rope])
+        q_SBID, k_SB1D = (
+            self._turned(self.kernels.rope(x, cos_SBD, sin_SBD, self.config.rope.interleaved, 0))
+            for x in (q_SBID, k_SB1D)
+        )
+        return q_SBID, k_SB1D.squeeze(2), self.linear_weights_proj(hidden_SBH) * self.scale
+
+    def _turned(self, x_SBID: Tensor) -> Tensor:
+        if not self.config.hadamard:
+            return x_SBID
+        return x_SBID @ hadamard(self.config.head_dim, x_SBID)
+
+
+def hadamard(size: int, like: Tensor) -> Tensor:
+    """Orthogonal Hadamard matrix [size, size] of entries +-size^-1/2, in dtype and device of `like`. `size`: a power of
+    two."""
+    matrix = like.new_full((1, 1), size**-0.5)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    return matrix
+
+
+class DSA(MLA):
+    """Multi-latent self-attention to the keys that an indexer chooses."""
+
+    config: DSAConfig
+
+    def __init__(self, config: DSAConfig, site: Site, resources: ModelResources) -> None:
+        super().__init__(config, site, resources)
+        self.indexer = Indexer(config, self.ctx, self.kernels)
+
+    def _core(
+        self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, q_SBND: Tensor, k_SBND: Tensor, v: Tensor
+    ) -> Tensor:
+        coeff, part = self.config.indexer.indexer_loss_coeff, mb.tokens.part
+        is_split, segments_BS = part is not None and len(part.of_ranks) > 1, mb.tokens.segments_BS
+        own, v_SBNE = (range(len(q_SBND)),), v
+        if part is not None and is_split:
+            group, own, segments_BS = self.ctx.group(part.group), part.chunks, mb.tokens.whole_segments_BS
+            # cp: S * B * N * (D + E) elements to every rank; backward: reduce-scatter of as many
+            k_SBND, v_SBNE = (in_order(all_gather(x, group), part.of_ranks) for x in (k_SBND, v))
+        queries = QueryRows(own, segments_BS, q_SBND.device)
+        trains = bool(coeff) and mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            bits_BUK, loss = self._chosen(mb, hidden_SBH.detach(), q_latent.detach(), q_SBND, k_SBND, queries, trains)
+        attend = partial(self._attend_to, mb, bits_BUK, queries)
+        context_SBNE = self.saved_tensors.run("core_attn", attend, q_SBND, k_SBND, v_SBNE)
+        if not trains:
+            return context_SBNE
+        if mb.metrics is not None:
+            # the mean over ranks of the recorded values is the sum of the summands
+            mb.metrics.record("indexer_loss", loss.detach() * self._token_group().size, layer=self.layer)
+        if not torch.is_grad_enabled():
+            return context_SBNE
+        return AttachLosses.apply(context_SBNE, (coeff,), mb.aux_loss_scale, loss)  # type: ignore[no-untyped-call,no-any-return]
+
+    def _token_group(self):  # type: ignore[no-untyped-def]
+        """Group whose ranks score different queries of the microbatch."""
+        return self.ctx.group("tp_cp" if self.ctx.config.sequence_parallel else "cp")
+
+    def _chosen(
+        self,
+        mb: MicrobatchContext,
+        hidden_SBH: Tensor,
+        q_latent: Tensor,
+        q_SBND: Tensor,
+        k_SBND: Tensor,
+        queries: QueryRows,
+        trains: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Chosen keys and loss of `choose_keys`; the loss is computed if `trains`."""
+        with torch.no_grad():
+            norm = self.q_layernorm
+            latent_SBQ = norm.unquantized(q_latent) if isinstance(norm, Norm) else q_latent
+            assert isinstance(latent_SBQ, Tensor)
+        q_RBID, k_SBD, w_RBI = self.indexer(hidden_SBH, latent_SBQ, mb)
+        if self.ctx.config.sequence_parallel:
+            # tp: S * B * D elements of one key head; backward: reduce-scatter, which sums the gradients of all queries
+            k_SBD = all_gather(k_SBD, self.ctx.group("tp"))
+        part = mb.tokens.part
+        if part is not None and len(part.of_ranks) > 1:
+            # cp: the same
+            k_SBD = in_order(all_gather(k_SBD, self.ctx.group(part.group)), part.of_ranks)
+        weight_BR = self._weights(mb, q_RBID) if trains else None
+        state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")
+        job = Selection(*state, self.core.softmax_scale, weight_BR)
+        return choose_keys(q_RBID, k_SBD, w_RBI, q_SBND, k_SBND, job)
+
+    def _weights(self, mb: MicrobatchContext, q_RBID: Tensor) -> Tensor:
+        """Weight in the loss of every query that this rank scores, [B, R]: 1 / number of valid tokens of the
+        microbatch, 0 for padding."""
+        (rows, batch), valid_BS = q_RBID.shape[:2], mb.tokens.valid_BS
+        valid_BR = None if valid_BS is None else my_positions(valid_BS, self.ctx)
+        valid_T = None if valid_BR is None else valid_BR.t().reshape(-1)
+        number = BatchTokens(valid_T, rows * batch, batch, self._token_group()).number()
+        ones = q_RBID.new_ones(batch, rows, dtype=internal_dtype(q_RBID.dtype))
+        return (ones if valid_BR is None else ones * valid_BR) / number
+
+    def _attend_to(
+        self, mb: MicrobatchContext, bits_BUK: Tensor, queries: QueryRows, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        maxima_N = self.max_logits if mb.training else None
+        return sparse_attention(q, k, v, bits_BUK, queries, self.core.softmax_scale, maxima_N)

@@ -1,0 +1,313 @@
+"""Choice of the keys that each query attends to, the indexer's loss, and attention to the chosen keys.
+
+Queries are processed in blocks whose scores take at most `BLOCK_BYTES`, so that no tensor with a value per head, query
+and key is alive. Backward computes the scores of attention again; the chosen keys are saved as one bit per query and
+key. The gradients of the indexer's loss are computed in forward.
+
+The indexer's scores are I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]). Its loss is KL(p || softmax(I)), averaged over
+queries, where p is the sum over heads of the probabilities of attention, divided by its own sum (DeepSeek-V3.2, section
+2.1). Neither p nor the choice has a gradient.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.dsa import BLOCK_BYTES, IndexerConfig
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_, reduce_scatter_flat
+from megatron_moe.parallel.context import ProcessGroup
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """Queries of this rank, and the keys that the causal mask and documents let them see."""
+
+    chunks: tuple[range, ...]
+    """Positions of the queries in their sequence."""
+    segments_BS: Tensor | None
+    """Document ids of all positions of the sequences; None if every sequence is one document."""
+    device: torch.device
+
+    def __len__(self) -> int:
+        return sum(map(len, self.chunks))
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Position of every query."""
+        return [place for chunk in self.chunks for place in chunk]
+
+    @cached_property
+    def places_Q(self) -> Tensor:
+        """`places` on the device."""
+        return torch.cat([torch.arange(c.start, c.stop, device=self.device) for c in self.chunks])
+
+    def visible(self, rows: Tensor | slice, num_keys: int) -> Tensor:
+        """Whether the queries `rows` see each of the first `num_keys` keys: bool [B or 1, rows, num_keys]."""
+        places_C = self.places_Q[rows]
+        seen = places_C[:, None] >= torch.arange(num_keys, device=self.device)
+        if self.segments_BS is None:
+            return seen[None]
+        return seen & (self.segments_BS[:, places_C, None] == self.segments_BS[:, None, :num_keys])
+
+
+def blocks(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
+    """Ranges of rows that need at most `BLOCK_BYTES` each, or have one row."""
+    step = max(BLOCK_BYTES // max(bytes_per_row, 1), 1)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def pack_bits(mask: Tensor, width: int) -> Tensor:
+    """Bool [..., n] as one bit per value: uint8 [..., ceil(width / 8)], with n <= width. Missing values are False."""
+    padded = torch.nn.functional.pad(mask, (0, -(-width // 8) * 8 - mask.shape[-1])).unflatten(-1, (-1, 8))
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (padded.to(torch.uint8) << shifts).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, num: int) -> Tensor:
+    """First `num` values of `pack_bits`, bool [..., num]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[..., : -(-num // 8), None] >> shifts) & 1).flatten(-2)[..., :num].bool()
+
+
+def best_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
+    """Mask of the `topk` visible keys with the highest scores per query, bool [B, C, K]. Of keys with equal scores, the
+    first ones are chosen, so that the choice does not depend on the layout."""
+    visible = visible.expand_as(scores)
+    if scores.shape[-1] <= topk:
+        return visible
+    scores = scores.masked_fill(~visible, -torch.inf)
+    least = scores.topk(topk, dim=-1).values[..., -1:]
+    above, equal = scores > least, (scores == least) & visible
+    room = topk - above.sum(dim=-1, keepdim=True)
+    return above | (equal & (equal.cumsum(dim=-1) <= room))
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b of 3-D tensors in `dtype`, which is at least as wide as theirs and in which products are summed."""
+    if a.dtype == dtype:
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=dtype)
+    return torch.bmm(a.to(dtype), b.to(dtype))
+
+
+def _by_head(x_SBND: Tensor) -> Tensor:
+    """[S, B, N, D] -> [B N, S, D]."""
+    return x_SBND.permute(1, 2, 0, 3).flatten(0, 1)
+
+
+def _by_position(x_ZSD: Tensor, batch: int) -> Tensor:
+    """Inverse of `_by_head`."""
+    return x_ZSD.unflatten(0, (batch, -1)).permute(2, 0, 1, 3)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Arguments of `choose_keys` that are no tensors with gradients."""
+
+    config: IndexerConfig
+    queries: QueryRows
+    """All queries of this context-parallel rank."""
+    shard: tuple[int, int]
+    """(index, number) of the equal part of these queries that the indexer of this tensor-parallel rank scores."""
+    heads: ProcessGroup
+    """Group whose ranks share the heads of attention."""
+    softmax_scale: float
+    weight_BR: Tensor | None
+    """Weight in the loss of every query that this rank scores: 0 for padding; None: no loss."""
+
+
+class _ChooseKeys(torch.autograd.Function):
+    """Chosen keys of all queries of this rank, and this rank's summand of the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBNE: Tensor, k_SBNE: Tensor, job: Selection
+    ) -> tuple[Tensor, Tensor]:
+        (num_rows, batch, heads, _), seq = q_RBID.shape, len(k_SBD)
+        index, parts = job.shard
+        wide, places = internal_dtype(q_RBID.dtype), job.queries.places
+        loss = q_RBID.new_zeros((), dtype=wide)
+        has_grads = job.weight_BR is not None and any(ctx.needs_input_grad[:3])
+        grads = [torch.zeros_like(x, dtype=wide) for x in (q_RBID, k_SBD, w_RBI)] if has_grads else []
+        bits = []
+        num_heads = max(heads, parts * q_UBNE.shape[2] if job.weight_BR is not None else 0)
+        for rows in blocks(num_rows, batch * num_heads * seq * wide.itemsize):
+            # rows of all parts: each rank has the heads of attention for all of them
+            of_parts = [range(part * num_rows + rows.start, part * num_rows + rows.stop) for part in range(parts)]
+            num_keys = max(places[row] for part in of_parts for row in part) + 1
+            own = slice(of_parts[index].start, of_parts[index].stop)
+            pairs_BCIK = product(
+                q_RBID[rows].permute(1, 0, 2, 3).flatten(1, 2).to(wide),
+                k_SBD[:num_keys].permute(1, 2, 0).to(wide),
+                wide,
+            ).unflatten(1, (-1, heads))
+            shown_BCIK = pairs_BCIK.relu() if job.config.relu else pairs_BCIK
+            w_BCI = w_RBI[rows].permute(1, 0, 2).to(wide)
+            scores_BCK = (w_BCI[:, :, None] @ shown_BCIK).squeeze(2)
+            visible = job.queries.visible(own, num_keys)
+            chosen_BCK = best_keys(scores_BCK, visible, job.config.topk)
+            bits.append(pack_bits(chosen_BCK, seq))
+            if job.weight_BR is None:
+                continue
+            allowed_BCK = chosen_BCK if job.config.sparse_indexer_loss else visible.expand_as(chosen_BCK)
+            target_BCK = _attended(q_UBNE, k_SBNE, job, of_parts, allowed_BCK, num_keys)
+            log_BCK = scores_BCK.masked_fill(~allowed_BCK, -torch.inf).log_softmax(dim=-1)
+            weight_BC1 = job.weight_BR[:, rows, None]
+            divergence = torch.special.xlogy(target_BCK, target_BCK) - target_BCK * log_BCK.masked_fill(~allowed_BCK, 0)
+            loss += (divergence * weight_BC1).sum()
+            if not has_grads:
+                continue
+            of_scores_BCK = (log_BCK.exp() - target_BCK) * weight_BC1
+            grads[2][rows] = (shown_BCIK @ of_scores_BCK[..., None]).squeeze(-1).permute(1, 0, 2)
+            of_pairs = of_scores_BCK[:, :, None] * w_BCI[..., None]
+            if job.config.relu:
+                of_pairs = of_pairs * (pairs_BCIK > 0)
+            of_pairs = of_pairs.flatten(1, 2)
+            of_q = torch.bmm(of_pairs, k_SBD[:num_keys].transpose(0, 1).to(wide))
+            grads[0][rows] = of_q.unflatten(1, (-1, heads)).transpose(0, 1)
+            q_BZD = q_RBID[rows].permute(1, 0, 2, 3).flatten(1, 2).to(wide)
+            grads[1][:num_keys] += torch.bmm(of_pairs.mT, q_BZD).transpose(0, 1)
+        bits_BRK = torch.cat(bits, dim=1)
+        if parts > 1:
+            bits_BRK = _gathered(bits_BRK, job.heads)
+        ctx.mark_non_differentiable(bits_BRK)
+        ctx.save_for_backward(*(grad.to(q_RBID.dtype) for grad in grads))
+        return bits_BRK, loss
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [grad * outer[1].to(grad.dtype) for grad in ctx.saved_tensors]
+        return (*(grads or (None, None, None)), None, None, None)
+
+
+def _gathered(x_BRK: Tensor, group: ProcessGroup) -> Tensor:
+    """Rows (dim 1) of all ranks of a group."""
+    # tp: one bit per query of this rank and key; no gradient flows through the choice
+    own = x_BRK.transpose(0, 1).contiguous()
+    whole = own.new_empty(group.size * len(own), *own.shape[1:])
+    return all_gather_flat(whole, own, group).transpose(0, 1)
+
+
+def _attended(
+    q_UBNE: Tensor, k_SBNE: Tensor, job: Selection, of_parts: list[range], allowed_BCK: Tensor, num_keys: int
+) -> Tensor:
+    """Sum over the heads of all ranks of the probabilities of attention, divided by its sum: [B, C, K], for this rank's
+    queries. `of_parts`: rows of the queries of every part."""
+    batch, wide, parts = q_UBNE.shape[1], internal_dtype(q_UBNE.dtype), len(of_parts)
+    rows = torch.tensor([row for part in of_parts for row in part], device=q_UBNE.device)
+    if parts > 1 and job.config.sparse_indexer_loss:
+        # the other ranks choose the keys of their queries
+        bits = pack_bits(allowed_BCK, num_keys)
+        allowed = unpack_bits(_gathered(bits, job.heads), num_keys)
+    elif parts > 1:
+        allowed = job.queries.visible(rows, num_keys)
+    else:
+        allowed = allowed_BCK
+    logits_BNCK = product(_by_head(q_UBNE[rows]), _by_head(k_SBNE[:num_keys]).mT, wide).unflatten(0, (batch, -1))
+    logits_BNCK = (logits_BNCK * job.softmax_scale).masked_fill_(~allowed[:, None], -torch.inf)
+    total_BCK = logits_BNCK.softmax(dim=-1).sum(dim=1)
+    # tp: one value per query and key; no gradient flows through the target of the loss
+    if parts > 1:
+        whole = total_BCK.transpose(0, 1).contiguous()
+        own = whole.new_empty(len(whole) // parts, *whole.shape[1:])
+        total_BCK = reduce_scatter_flat(own, whole, job.heads).transpose(0, 1)
+    elif job.heads.size > 1:
+        total_BCK = all_reduce_(total_BCK, job.heads)
+    return total_BCK / total_BCK.sum(dim=-1, keepdim=True)
+
+
+def choose_keys(
+    q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBNE: Tensor, k_SBNE: Tensor, job: Selection
+) -> tuple[Tensor, Tensor]:
+    """Returns the keys that each query attends to, as bits [B, U, ceil(S / 8)] (`pack_bits`), and this rank's summand
+    of the indexer's loss, a scalar in the internal dtype.
+
+    `q_RBID`, `w_RBI`: queries [R, B, I, D] of the I heads of the indexer, and their weights, for this rank's part of
+    the U queries. `k_SBD`: its keys of all positions. `q_UBNE`, `k_SBNE`: queries and keys of attention, from which the
+    loss has no gradient.
+    """
+    given = q_RBID, k_SBD, w_RBI, q_UBNE.detach(), k_SBNE.detach()
+    return _ChooseKeys.apply(*given, job)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _SparseAttention(torch.autograd.Function):
+    """softmax(q k^T * scale) v over the chosen keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_UBND: Tensor,
+        k_SBND: Tensor,
+        v_SBNE: Tensor,
+        bits_BUK: Tensor,
+        queries: QueryRows,
+        scale: float,
+        maxima_N: Tensor | None,
+    ) -> Tensor:
+        num_rows, batch, heads, _ = q_UBND.shape
+        wide = internal_dtype(q_UBND.dtype)
+        q_ZUD, k_ZSD, v_ZSE = map(_by_head, (q_UBND, k_SBND, v_SBNE))
+        out_UBNE, lse_ZU = q_UBND.new_empty(num_rows, batch, heads, v_SBNE.shape[-1]), None
+        lse_ZU = q_UBND.new_empty(batch * heads, num_rows, dtype=wide)
+        for rows, num_keys, chosen in _attention_blocks(bits_BUK, queries, batch * heads * wide.itemsize):
+            logits = product(q_ZUD[:, rows], k_ZSD[:, :num_keys].mT, wide).mul_(scale)
+            logits.unflatten(0, (batch, -1)).masked_fill_(~chosen[:, None], -torch.inf)
+            if maxima_N is not None:
+                largest_N = logits.unflatten(0, (batch, -1)).amax(dim=(0, 2, 3))
+                maxima_N.copy_(torch.maximum(maxima_N, largest_N))
+            lse_ZU[:, rows] = logits.logsumexp(dim=-1)
+            probs = logits.sub_(lse_ZU[:, rows, None]).exp_().to(v_ZSE.dtype)
+            out_UBNE[rows] = _by_position(torch.bmm(probs, v_ZSE[:, :num_keys]), batch)
+        ctx.save_for_backward(q_UBND, k_SBND, v_SBNE, bits_BUK, out_UBNE, lse_ZU)
+        ctx.queries, ctx.scale = queries, scale
+        return out_UBNE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_UBND, k_SBND, v_SBNE, bits_BUK, out_UBNE, lse_ZU = ctx.saved_tensors
+        batch, heads, wide = q_UBND.shape[1], q_UBND.shape[2], lse_ZU.dtype
+        q_ZUD, k_ZSD, v_ZSE, grad_ZUE = map(_by_head, (q_UBND, k_SBND, v_SBNE, grads[0]))
+        delta_ZU = (grad_ZUE.to(wide) * _by_head(out_UBNE)).sum(dim=-1)
+        of_q = torch.empty_like(q_UBND)
+        of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (k_ZSD, v_ZSE))
+        for rows, num_keys, chosen in _attention_blocks(bits_BUK, ctx.queries, batch * heads * wide.itemsize):
+            logits = product(q_ZUD[:, rows], k_ZSD[:, :num_keys].mT, wide).mul_(ctx.scale)
+            logits.unflatten(0, (batch, -1)).masked_fill_(~chosen[:, None], -torch.inf)
+            probs = logits.sub_(lse_ZU[:, rows, None]).exp_()
+            of_v[:, :num_keys] += product(probs.to(v_ZSE.dtype).mT, grad_ZUE[:, rows].to(v_ZSE.dtype), wide)
+            of_probs = product(grad_ZUE[:, rows].to(v_ZSE.dtype), v_ZSE[:, :num_keys].mT, wide)
+            of_logits = of_probs.sub_(delta_ZU[:, rows, None]).mul_(probs).mul_(ctx.scale).to(q_ZUD.dtype)
+            of_q[rows] = _by_position(torch.bmm(of_logits, k_ZSD[:, :num_keys]), batch)
+            of_k[:, :num_keys] += product(of_logits.mT, q_ZUD[:, rows], wide)
+        of_keys = (_by_position(x, batch).to(y.dtype) for x, y in ((of_k, k_SBND), (of_v, v_SBNE)))
+        return (of_q, *of_keys, None, None, None, None)
+
+
+def _attention_blocks(bits_BUK: Tensor, queries: QueryRows, bytes_per_pair: int) -> Iterator[tuple[slice, int, Tensor]]:
+    """Yields (rows of the queries, number of keys up to the last that one of them sees, chosen keys)."""
+    places = queries.places
+    for rows in blocks(len(queries), bytes_per_pair * (max(places) + 1)):
+        num_keys = max(places[rows]) + 1
+        yield rows, num_keys, unpack_bits(bits_BUK[:, rows], num_keys)
+
+
+def sparse_attention(
+    q_UBND: Tensor,
+    k_SBND: Tensor,
+    v_SBNE: Tensor,
+    bits_BUK: Tensor,
+    queries: QueryRows,
+    softmax_scale: float,
+    maxima_N: Tensor | None = None,
+) -> Tensor:
+    """Attention [U, B, N, E] of each query to its chosen keys (`choose_keys`), of which every query has one at least.
+    Keys and values are those of all positions. `maxima_N`: largest logit of each head, which is raised in place."""
+    arguments = q_UBND, k_SBND, v_SBNE, bits_BUK, queries, softmax_scale, maxima_N
+    return _SparseAttention.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
