@@ -249,7 +249,7 @@ def _dsa(flags: Flags) -> tuple[DSAConfig, ...]:
         rope=replace(latent[0].rope, interleaved=flags.dsa_indexer_rope_interleaved),
         norm=NormConfig(kind="LayerNorm", eps=flags.norm_epsilon if eps is None else eps),
         relu=flags.dsa_indexer_scoring_relu,
-        hadamard=flags.dsa_indexer_rotate_activation,
+        rotate_activation=flags.dsa_indexer_rotate_activation,
         indexer_loss_coeff=flags.dsa_indexer_loss_coeff or 0.0,
         sparse_indexer_loss=flags.dsa_indexer_use_sparse_loss,
     )

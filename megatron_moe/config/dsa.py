@@ -15,8 +15,12 @@ from megatron_moe.config.parallel import ParallelConfig
 BLOCK_BYTES = 1 << 28
 """Largest number of bytes of the scores that are computed at once; at least those of one query."""
 _FORWARD_FLOPS = 2
-_SCORE_COPIES = 5
-"""Tensors of the size of a block of scores that are alive at the same time: scores, masks, probabilities, gradients."""
+_BACKWARD_COPIES = 5
+"""Values per query, key and head of attention in a block of its backward: probabilities, gradients, casts."""
+_LOGIT_COPIES = 2
+"""Values per query, key and head of attention in a block of the indexer's loss: logits, probabilities."""
+_INDEXER_COPIES = 2.25
+"""Values per query, key and head of the indexer in a block: products, their gradients, a mask of one byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class IndexerConfig:
     """LayerNorm of the key."""
     relu: bool = True
     """False: the scores are linear in q . k (`--no-dsa-indexer-scoring-relu`)."""
-    hadamard: bool = True
+    rotate_activation: bool = True
     """Multiplies q and k by an orthogonal Hadamard matrix, which keeps their products
     (`--no-dsa-indexer-rotate-activation` switches it off)."""
     indexer_loss_coeff: float = 0.0
@@ -131,11 +135,22 @@ class DSAConfig(MLAConfig):
         yield tensor("statistics of the indexer's keys", "2 T", 2 * local, sizes.internal, marks)
 
     def core_workspace(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        whole = sizes.inner * parallel.cp
+        """The backward of attention, or the forward of the indexer's loss, which computes its gradients."""
+        whole, pair = sizes.inner * parallel.cp, sizes.length * sizes.internal
         keys = whole * self.keys_values_width * (sizes.activation + sizes.internal)
         queries = sizes.inner * (self.out_width + self.q_width) * sizes.activation
-        scores = sizes.inner * self.num_heads * sizes.length * sizes.internal
-        return float(queries + keys + _SCORE_COPIES * min(scores, BLOCK_BYTES))
+        scores = min(sizes.inner * self.num_heads * pair, BLOCK_BYTES)
+        of_attention = queries + keys + _BACKWARD_COPIES * scores
+        indexer, parts = self.indexer, sizes.inner // sizes.residual
+        if not indexer.indexer_loss_coeff:
+            return float(of_attention)
+        most = max(indexer.num_heads, parts * self.num_heads)
+        block = min(sizes.residual * most * pair, BLOCK_BYTES) / most
+        grads = sizes.residual * indexer.num_heads * indexer.head_dim * (sizes.internal + sizes.activation)
+        of_loss = block * max(
+            indexer.num_heads + _LOGIT_COPIES * parts * self.num_heads, _INDEXER_COPIES * indexer.num_heads
+        )
+        return float(max(of_attention, of_loss + grads))
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         if parallel.cp > 1 and self.core.context_exchange != "allgather":

@@ -14,7 +14,7 @@ _WITHOUT_EFFECT = frozenset(
     (
         *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange", "cp_mode"),
         *("expert_rank_capacity_factor", "transport_backend", "push"),
-        *("hybridep", "row_alignment", "hadamard"),
+        *("hybridep", "row_alignment", "rotate_activation"),
         *("init", "max_positions", "vocab_size"),
         "position_embedding",  # recorded as learned_positions; mixers record rotary embeddings
     )

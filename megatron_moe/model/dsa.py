@@ -21,9 +21,9 @@ from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.mla import MLA
-from megatron_moe.model.sparse_attention import QueryRows, Selection, choose_keys, sparse_attention
+from megatron_moe.model.sparse_attention import KeyChoice, QueryRows, choose_keys, sparse_attention
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.context_parallel import in_order
 from megatron_moe.parallel.tensor_parallel import all_gather, my_positions, sequence_part
 
@@ -56,7 +56,7 @@ class Indexer(nn.Module):
         return q_SBID, k_SB1D.squeeze(2), self.linear_weights_proj(hidden_SBH) * self.scale
 
     def _turned(self, x_SBID: Tensor) -> Tensor:
-        if not self.config.hadamard:
+        if not self.config.rotate_activation:
             return x_SBID
         return x_SBID @ hadamard(self.config.head_dim, x_SBID)
 
@@ -84,7 +84,8 @@ class DSA(MLA):
     ) -> Tensor:
         coeff, part = self.config.indexer.indexer_loss_coeff, mb.tokens.part
         is_split, segments_BS = part is not None and len(part.of_ranks) > 1, mb.tokens.segments_BS
-        own, v_SBNE = (range(len(q_SBND)),), v
+        own: tuple[range, ...] = (range(len(q_SBND)),)
+        v_SBNE = v
         if part is not None and is_split:
             group, own, segments_BS = self.ctx.group(part.group), part.chunks, mb.tokens.whole_segments_BS
             # cp: S * B * N * (D + E) elements to every rank; backward: reduce-scatter of as many
@@ -104,7 +105,7 @@ class DSA(MLA):
             return context_SBNE
         return AttachLosses.apply(context_SBNE, (coeff,), mb.aux_loss_scale, loss)  # type: ignore[no-untyped-call,no-any-return]
 
-    def _token_group(self):  # type: ignore[no-untyped-def]
+    def _token_group(self) -> ProcessGroup:
         """Group whose ranks score different queries of the microbatch."""
         return self.ctx.group("tp_cp" if self.ctx.config.sequence_parallel else "cp")
 
@@ -133,7 +134,7 @@ class DSA(MLA):
             k_SBD = in_order(all_gather(k_SBD, self.ctx.group(part.group)), part.of_ranks)
         weight_BR = self._weights(mb, q_RBID) if trains else None
         state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")
-        job = Selection(*state, self.core.softmax_scale, weight_BR)
+        job = KeyChoice(*state, self.core.softmax_scale, weight_BR)
         return choose_keys(q_RBID, k_SBD, w_RBI, q_SBND, k_SBND, job)
 
     def _weights(self, mb: MicrobatchContext, q_RBID: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _by_position(x_ZSD: Tensor, batch: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Selection:
+class KeyChoice:
     """Arguments of `choose_keys` that are no tensors with gradients."""
 
     config: IndexerConfig
@@ -128,7 +128,7 @@ class _ChooseKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBNE: Tensor, k_SBNE: Tensor, job: Selection
+        ctx: Any, q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBNE: Tensor, k_SBNE: Tensor, job: KeyChoice
     ) -> tuple[Tensor, Tensor]:
         (num_rows, batch, heads, _), seq = q_RBID.shape, len(k_SBD)
         index, parts = job.shard
@@ -143,12 +143,11 @@ class _ChooseKeys(torch.autograd.Function):
             of_parts = [range(part * num_rows + rows.start, part * num_rows + rows.stop) for part in range(parts)]
             num_keys = max(places[row] for part in of_parts for row in part) + 1
             own = slice(of_parts[index].start, of_parts[index].stop)
-            pairs_BCIK = product(
-                q_RBID[rows].permute(1, 0, 2, 3).flatten(1, 2).to(wide),
-                k_SBD[:num_keys].permute(1, 2, 0).to(wide),
-                wide,
-            ).unflatten(1, (-1, heads))
-            shown_BCIK = pairs_BCIK.relu() if job.config.relu else pairs_BCIK
+            q_BZD = q_RBID[rows].permute(1, 0, 2, 3).flatten(1, 2).to(wide)
+            keys_BKD = k_SBD[:num_keys].transpose(0, 1).to(wide)
+            shown_BCIK = torch.bmm(q_BZD, keys_BKD.mT).unflatten(1, (-1, heads))
+            if job.config.relu:
+                shown_BCIK.relu_()
             w_BCI = w_RBI[rows].permute(1, 0, 2).to(wide)
             scores_BCK = (w_BCI[:, :, None] @ shown_BCIK).squeeze(2)
             visible = job.queries.visible(own, num_keys)
@@ -168,11 +167,10 @@ class _ChooseKeys(torch.autograd.Function):
             grads[2][rows] = (shown_BCIK @ of_scores_BCK[..., None]).squeeze(-1).permute(1, 0, 2)
             of_pairs = of_scores_BCK[:, :, None] * w_BCI[..., None]
             if job.config.relu:
-                of_pairs = of_pairs * (pairs_BCIK > 0)
+                of_pairs.masked_fill_(shown_BCIK == 0, 0)
+            del shown_BCIK
             of_pairs = of_pairs.flatten(1, 2)
-            of_q = torch.bmm(of_pairs, k_SBD[:num_keys].transpose(0, 1).to(wide))
-            grads[0][rows] = of_q.unflatten(1, (-1, heads)).transpose(0, 1)
-            q_BZD = q_RBID[rows].permute(1, 0, 2, 3).flatten(1, 2).to(wide)
+            grads[0][rows] = torch.bmm(of_pairs, keys_BKD).unflatten(1, (-1, heads)).transpose(0, 1)
             grads[1][:num_keys] += torch.bmm(of_pairs.mT, q_BZD).transpose(0, 1)
         bits_BRK = torch.cat(bits, dim=1)
         if parts > 1:
@@ -196,7 +194,7 @@ def _gathered(x_BRK: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _attended(
-    q_UBNE: Tensor, k_SBNE: Tensor, job: Selection, of_parts: list[range], allowed_BCK: Tensor, num_keys: int
+    q_UBNE: Tensor, k_SBNE: Tensor, job: KeyChoice, of_parts: list[range], allowed_BCK: Tensor, num_keys: int
 ) -> Tensor:
     """Sum over the heads of all ranks of the probabilities of attention, divided by its sum: [B, C, K], for this rank's
     queries. `of_parts`: rows of the queries of every part."""
@@ -211,7 +209,7 @@ def _attended(
     else:
         allowed = allowed_BCK
     logits_BNCK = product(_by_head(q_UBNE[rows]), _by_head(k_SBNE[:num_keys]).mT, wide).unflatten(0, (batch, -1))
-    logits_BNCK = (logits_BNCK * job.softmax_scale).masked_fill_(~allowed[:, None], -torch.inf)
+    logits_BNCK.mul_(job.softmax_scale).masked_fill_(~allowed[:, None], -torch.inf)
     total_BCK = logits_BNCK.softmax(dim=-1).sum(dim=1)
     # tp: one value per query and key; no gradient flows through the target of the loss
     if parts > 1:
@@ -224,7 +222,7 @@ def _attended(
 
 
 def choose_keys(
-    q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBNE: Tensor, k_SBNE: Tensor, job: Selection
+    q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBNE: Tensor, k_SBNE: Tensor, job: KeyChoice
 ) -> tuple[Tensor, Tensor]:
     """Returns the keys that each query attends to, as bits [B, U, ceil(S / 8)] (`pack_bits`), and this rank's summand
     of the indexer's loss, a scalar in the internal dtype.

@@ -47,6 +47,7 @@ _MLA: Mapping[str, Any] = {
     # Differs from 1e-6, which transformers uses for the latent norms regardless.
     "rms_norm_eps": 1e-4,
 }
+_INDEXER: Mapping[str, Any] = {"index_topk": 5, "index_n_heads": 12, "index_head_dim": 16}
 _MIXTRAL: Mapping[str, Any] = {
     **_COMMON,
     "num_experts_per_tok": 2,
@@ -208,6 +209,25 @@ def _deepseek() -> dict[str, transformers.PretrainedConfig]:
             topk_group=2,
             routed_scaling_factor=2.5,
             rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        "deepseek_v32": transformers.DeepseekV32Config(
+            **{**_MLA, "num_experts_per_tok": 4},
+            **_INDEXER,
+            q_lora_rank=16,
+            n_group=4,
+            topk_group=2,
+            rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        "deepseek_v32, odd": transformers.DeepseekV32Config(
+            **{**_MLA, "num_attention_heads": 3, "num_key_value_heads": 3, "v_head_dim": 7},
+            **{**_INDEXER, "index_topk": 7, "index_n_heads": 16, "index_head_dim": 8},
+            q_lora_rank=10,
+            n_group=1,
+            topk_group=1,
+            rope_parameters=_rope("default", 100.0),
+        ),
+        "glm_moe_dsa": transformers.GlmMoeDsaConfig(
+            **_MLA, **_INDEXER, q_lora_rank=16, rope_parameters=_rope("default", 1e3)
         ),
         # mscale alone is ignored by transformers: the concentration is 0.1 ln(factor) + 1.
         "deepseek_v3, no groups, half-split rope": transformers.DeepseekV3Config(

@@ -111,7 +111,7 @@ CASES = {
     "documents": ({}, {"segments_BS": DOCUMENTS}),
     "documents, sparse loss": ({"sparse_indexer_loss": True, "topk": 5}, {"segments_BS": DOCUMENTS}),
     "padding": ({}, {"valid_BS": torch.arange(SEQ).repeat(2, 1) < torch.tensor([[8], [11]])}),
-    "linear scores": ({"relu": False, "hadamard": False}, {}),
+    "linear scores": ({"relu": False, "rotate_activation": False}, {}),
     "one key": ({"topk": 1}, {}),
 }
 
@@ -250,7 +250,7 @@ def test_layouts_equal_one_rank(cell, sparse):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_replicated_positions_equal_one_rank(sparse):
     """Tensor parallelism without sequence parallelism, where every rank scores all queries."""
-    plan = with_indexers(cells.plan_of(cell_of("attention=mla layers=dense balance=none")), sparse_indexer_loss=sparse)
+    plan = with_indexers(cells.plan_of(cell_of("attention=mla balance=none")), sparse_indexer_loss=sparse)
     dense = plan.model.layers[0].feed_forward
     layers = tuple(replace(layer, feed_forward=dense) for layer in plan.model.layers)
     parallel = replace(plan.parallel, tp=2, world_size=2)
@@ -268,7 +268,8 @@ def test_emulated_memory_agrees_with_the_cost_model(more):
     words = "--multi-latent-attention --rope-type rope --experimental-attention-variant dsa --attention-dropout 0"
     words += " --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 64 --dsa-indexer-topk 128 --q-lora-rank 256"
     words += " --seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096 --bf16"
-    plan = plan_of(f"{words} --transformer-impl local --micro-batch-size 2 {more}", "--no-group-query-attention")
+    words += " --no-group-query-attention --transformer-impl local --micro-batch-size 2"
+    plan = plan_of(f"{words} {more}")
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
     expected = heaviest(RankMemory(plan).all_ranks())
     emulated = emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories

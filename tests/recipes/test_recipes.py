@@ -24,6 +24,8 @@ TABLE = {row.name: row for row in rows(REGISTRY)}
 ZOO = {str(row): row for row in zoo_rows()}
 OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
 HYBRIDS = {
+    "DeepSeek-V3.2": ("671.88", "38.40"),  # 671.03 of DeepSeek-V3 and 61 indexers
+    "GLM-5": ("743.91", "41.78"),
     "Nemotron-3-Nano-30B-A3B": ("31.58", "3.58"),
     "Nemotron-3-Super-120B-A12B": ("120.67", "12.77"),
     "Nemotron-3-Ultra-550B-A55B": ("549.31", "56.06"),
@@ -32,7 +34,7 @@ HYBRIDS = {
     "Qwen3-Next-80B-A3B": ("79.67", "3.87"),
     "Qwen3.5-35B-A3B": ("34.66", "3.45"),
 }
-"""Models with several kinds of mixers -> published billions of parameters without multi-token prediction, and of
+"""Models with other mixers than attention -> published billions of parameters without multi-token prediction, and of
 parameters that process a token."""
 WITHOUT_A_ROW = {
     "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", *HYBRIDS, "Quickstart",

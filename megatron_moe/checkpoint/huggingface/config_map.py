@@ -15,6 +15,7 @@ from megatron_moe.checkpoint.huggingface.config_reader import (
 )
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, yarn_mscale
 from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
+from megatron_moe.config.dsa import DSAConfig, IndexerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.mamba import MambaConfig
@@ -27,6 +28,8 @@ _MAX_LAYERS = 10_000
 """Maximum of num_hidden_layers. A larger value indicates a damaged file; its layer configs could exhaust memory."""
 _LATENT_NORM_EPS = 1e-6
 """Epsilon that transformers uses for the q and kv latent norms, for which it ignores rms_norm_eps."""
+_INDEXER_NORM_EPS = 1e-6
+"""Epsilon of the LayerNorm of the indexer's keys in DeepSeek-V3.2 and GLM-5; config.json has no key for it."""
 
 
 def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> ModelConfig:
@@ -324,6 +327,41 @@ def deepseek_v3(config: HFConfig) -> tuple[LayerConfig, ...]:
     return _deepseek_layers(config, _sigmoid_moe(config), interleaved=config.get("rope_interleave", True))
 
 
+def deepseek_v32(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of DeepSeek-V3.2 (arXiv 2512.02556): those of DeepSeek-V3 with an indexer in their attention."""
+    return _with_indexers(config, interleaved=False)
+
+
+def glm_moe_dsa(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of GLM-5 (arXiv 2602.15763): as DeepSeek-V3.2, but the indexer rotates adjacent channels."""
+    num_layers = config.integer("num_hidden_layers")
+    types = config.get("indexer_types", config.get("index_topk_pattern", ["full"] * num_layers))
+    shares = any(kind in ("shared", "S") for kind in types) or config.get("index_topk_freq", 1) > 1
+    config.refuse_if(shares, "has layers that use the keys chosen in another layer (indexer_types)")
+    return _with_indexers(config, interleaved=True)
+
+
+def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ...]:
+    """Layers of DeepSeek-V3 with indexers, whose rotation is `interleaved` or not."""
+    dense = {"dense": True, "sparse": False}
+    kinds = config.get("mlp_layer_types", None)
+    if kinds is not None:
+        leading = sum(dense[kind] for kind in kinds)
+        config.refuse_if(any(dense[kind] for kind in kinds[leading:]), "has dense layers after experts")
+        config = HFConfig({**config.values, "first_k_dense_replace": leading})
+    config.require("q_lora_rank")
+    layers = deepseek_v3(config)
+    mixer = _mla(config, interleaved=True)
+    indexer = IndexerConfig(
+        num_heads=config.integer("index_n_heads"),
+        head_dim=config.integer("index_head_dim"),
+        topk=config.integer("index_topk"),
+        rope=replace(mixer.rope, interleaved=interleaved),
+        norm=NormConfig(kind="LayerNorm", eps=_INDEXER_NORM_EPS),
+    )
+    return tuple(replace(layer, mixer=DSAConfig.of(mixer, indexer)) for layer in layers)
+
+
 def _sigmoid_moe(config: HFConfig, **options: Any) -> MoEConfig:
     """Reads the MoE layer of DeepSeek-V3: sigmoid scores, expert bias, expert groups, shared experts.
 
@@ -359,6 +397,8 @@ FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingP
         "deepseek_v2": deepseek_v2,
         "deepseek_v3": deepseek_v3,
         "kimi_k2": deepseek_v3,
+        "deepseek_v32": deepseek_v32,
+        "glm_moe_dsa": glm_moe_dsa,
     }
 )
 """Functions that build the layers, by `model_type`. A new family needs an entry here, name rules in `weight_map`, and a

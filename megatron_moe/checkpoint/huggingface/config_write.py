@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.config.attention import AttentionConfig, RopeConfig, SoftmaxMixerConfig
+from megatron_moe.config.dsa import DSAConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.linear_attention import LinearAttentionConfig
@@ -358,6 +359,24 @@ def _deepseek_v2(model: ModelConfig, moe: MoEConfig) -> Values:
     return {**keys, "scoring_func": "softmax", "topk_method": method}
 
 
+def _indexed(model: ModelConfig, moe: MoEConfig) -> Values:
+    mixer, keys = _latent(model, moe)
+    if not isinstance(mixer, DSAConfig):
+        raise _NoFamily
+    indexer, num_dense = mixer.indexer, len(_dense(model)[0])
+    return {
+        **keys,
+        "index_n_heads": indexer.num_heads,
+        "index_head_dim": indexer.head_dim,
+        "index_topk": indexer.topk,
+        "mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (len(model.layers) - num_dense),
+    }
+
+
+def _glm_moe_dsa(model: ModelConfig, moe: MoEConfig) -> Values:
+    return {**_indexed(model, moe), "indexer_types": ["full"] * len(model.layers)}
+
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "mixtral": Family("MixtralForCausalLM", _mixtral),
@@ -373,6 +392,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "minimax_m2": Family("MiniMaxM2ForCausalLM", _minimax_m2),
         "deepseek_v3": Family("DeepseekV3ForCausalLM", _deepseek_v3),
         "deepseek_v2": Family("DeepseekV2ForCausalLM", _deepseek_v2),
+        "deepseek_v32": Family("DeepseekV32ForCausalLM", _indexed),
+        "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", _glm_moe_dsa),
     }
 )
 """Families by `model_type`, general ones first. Kimi K2 has no class in transformers and equals deepseek_v3."""
