@@ -113,10 +113,10 @@ class DSAConfig(MLAConfig):
         of_indexer = indexer.num_heads * indexer.head_dim * seq_length * seq_length * per_pair // 2
         return replace(super().flops(seq_length), core_attention=of_attention + of_indexer)
 
-    def input_marks(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+    def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         # the indexer reads the input in its original format
         read = {"low": ""} if self.indexer.indexer_loss_coeff else {}
-        return {**super().input_marks(parallel), **read}
+        return {**super().saved_input_fields(parallel), **read}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         yield from super().saved_tensors(parallel, sizes)
