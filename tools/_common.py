@@ -136,8 +136,8 @@ def writing(path: Path) -> Iterator[None]:
 def map_in_order(
     executor: Executor | None, function: Callable[[Item], Result], items: Iterable[Item], max_pending: int
 ) -> Iterator[Result]:
-    """Yields the results in the order of the items. With an executor, at most `max_pending` items are submitted at a
-    time; without one, the items are computed sequentially."""
+    """Yields the results of `function` in the order of the items. With an executor, at most `max_pending` items are
+    submitted at a time; without one, the items are computed sequentially."""
     if executor is None:
         yield from map(function, items)
         return

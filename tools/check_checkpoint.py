@@ -25,7 +25,7 @@ _MAX_SHOWN = 20
 def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="checkpoints, folders of checkpoints, run folders")
-    parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of every folder")
+    parser.add_argument("--newest", action="store_true", help="check only the newest checkpoint of every folder")
     options = parser.parse_args(argv)
     by_folder = [find_checkpoints(folder) for folder in options.folders]
     found = [candidate for folder in by_folder for candidate in (folder[:1] if options.newest else folder)]

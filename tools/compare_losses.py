@@ -44,7 +44,8 @@ def read_curve(run: Path, key: str) -> dict[int, float]:
     if not path.is_file():
         raise DataProblem(f"{path} does not exist; give a run folder that holds metrics.jsonl")
     rows = [row for row in read_metrics(path) if key in row]
-    curve = {row["iteration"]: nan if row[key] is None else row[key] for row in rows}  # null: not finite
+    # null stands for a value that is not finite
+    curve = {row["iteration"]: nan if row[key] is None else row[key] for row in rows}
     invalid = [value for value in curve.values() if not isinstance(value, int | float)]
     if invalid:
         raise DataProblem(
@@ -94,8 +95,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--key", default="lm loss", help="metric to compare (default: lm loss)")
-    parser.add_argument("--rtol", type=float, default=0.0, help="largest relative difference that counts as equal")
-    parser.add_argument("--names", nargs=2, help="names of the two curves")
+    parser.add_argument(
+        "--rtol", type=float, default=0.0, help="maximum relative difference at which values count as equal"
+    )
+    parser.add_argument("--names", nargs=2, help="labels of the two curves")
     parser.add_argument("--plot", type=Path, help="write both curves to this PNG")
     options = parser.parse_args(argv)
     if options.plot and options.plot.suffix != ".png":

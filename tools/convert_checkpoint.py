@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             line, same = _compare_logits(outcome, options.compare_logits)
             outcome.report.notes.append(line)
             code = ExitCode.OK if same else ExitCode.DRIFT
-    finally:  # the conversion is complete even if the comparison fails
+    finally:  # writes the report even if the comparison fails, because the conversion is complete
         (outcome.output / REPORT).write_text(outcome.report.text(), encoding="utf-8")
     for note in outcome.report.notes:
         print(note)
@@ -105,7 +105,8 @@ def _flags_of_folder(folder: Path) -> list[str]:
     config = read_config(folder)
     flags = command_line_of(folder, Registry.declared())
     flags.append("--bf16" if weights_dtype(folder, config) == "BF16" else "--no-bf16")
-    flags += ["--skip-train"] if config.get("num_experts_per_tok") == 1 else []  # its router may have no gradient
+    # a top-1 router may have no gradient, which flag rules reject in training
+    flags += ["--skip-train"] if config.get("num_experts_per_tok") == 1 else []
     return flags
 
 
@@ -129,7 +130,10 @@ def _generate(plan: RunPlan, folder: Path) -> str:
     values = exported_config(plan.model, plan.data.vocab_size, Registry.declared())
     write_template(folder, values, plan.data.tokenizer)
     tokenizer = "with its tokenizer" if tokenizer_files(plan.data.tokenizer) else "without tokenizer files"
-    return f"config.json is generated, {tokenizer}; {values['architectures'][0]} of transformers loads the folder"
+    return (
+        f"config.json is generated, {tokenizer}; the class {values['architectures'][0]} of transformers loads the "
+        "folder"
+    )
 
 
 def skeleton(plan: RunPlan, folder: Path) -> GPT:
@@ -218,9 +222,11 @@ def _parse_size(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool_parser(__doc__, allow_abbrev=False)
-    parser.add_argument("--load", required=True, help="hf:FOLDER, or a checkpoint, or a folder of them (the newest)")
+    parser.add_argument(
+        "--load", required=True, help="hf:FOLDER, a checkpoint, or a folder of checkpoints (the newest is used)"
+    )
     parser.add_argument("--save", required=True, help="folder for checkpoints, or hf:FOLDER, which must not exist")
-    parser.add_argument("--hf-config", type=Path, help="folder with config.json and tokenizer for the export")
+    parser.add_argument("--hf-config", type=Path, help="folder whose config.json and tokenizer files are exported")
     size, dtypes = f"{SHARD_BYTES // 10**9}GB", ("keep", "bf16", "fp32")
     parser.add_argument("--shard-size", default=size, help="maximum size of an exported file (%(default)s)")
     parser.add_argument("--dtype", choices=dtypes, default="keep", help="dtype of exported weights (%(default)s)")

@@ -44,7 +44,8 @@ REPORTED = (
     "qwen3-235b-a22b-gb200-128-stash",
     "qwen3-next-80b-a3b-h100-128",
 )
-"""Recipes whose dry-run report is a golden file: FP8 with MTP, GB200, TP, one GPU, paged stash, unavailable layers."""
+"""Recipes whose dry-run reports are golden files. They cover FP8 with MTP, GB200, TP, one GPU, paged stash and
+unavailable layers."""
 COLUMNS = (
     "recipe",
     "parameters",

@@ -87,7 +87,7 @@ def _attention(device: torch.device) -> str:
 
 
 def _group(backend: str, device: torch.device) -> str:
-    """All-reduces a tensor in a temporary process group of one rank and checks the result."""
+    """Checks an all-reduce in a temporary process group of one rank."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     try:
         one = torch.ones(1, device=device)
@@ -125,7 +125,7 @@ def package_lines(found: Sequence[InstalledPackage], backends: Sequence[Backend]
             lines.append(f"      {each.problem}")
         flags = flags_of(package, backends, registry)
         if each.verdict in ("missing", "wrong"):
-            lines.append(f"      without it: {', '.join(flags) or 'no flag of this program is missing'}")
+            lines.append(f"      without it: {', '.join(flags) or 'no flag needs it'}")
             lines.append(f"      install: {package.install}")
     return lines
 
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     bad = [each.package.name for each in found if each.verdict == "wrong"]
     bad += [each.package.name for each in found if each.package.required and each.verdict == "missing"]
     bad += [probe.name for probe in tried if not probe.works]
-    lines.append(f"broken or missing: {', '.join(bad)}" if bad else "a run can start here")
+    lines.append(f"broken or missing: {', '.join(bad)}" if bad else "a run can start on this machine")
     print("\n".join(lines))
     return int(ExitCode.ENVIRONMENT if bad else ExitCode.OK)
 

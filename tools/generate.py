@@ -38,7 +38,8 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
 
 @torch.no_grad()
 def continue_text(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], options: argparse.Namespace) -> list[int]:
-    """Prompt's token ids, followed by up to `options.max_new_tokens` new ids; stops at the end-of-document id.
+    """Returns the token ids of the prompt, followed by up to `options.max_new_tokens` new ids; stops at the
+    end-of-document id.
 
     Chooses only ids in the tokenizer's vocabulary. Larger ids are padding of the embedding table.
     """
@@ -58,7 +59,7 @@ def continue_text(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], optio
 
 
 def pick(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
-    """Most likely id if `temperature` is 0, else an id sampled from the `top_k` most likely ids."""
+    """Returns the most likely id if `temperature` is 0, else an id sampled from the `top_k` most likely ids."""
     if temperature == 0.0:
         return int(logits_V.argmax())
     best, ids = torch.topk(logits_V, min(top_k, len(logits_V)))
@@ -69,8 +70,10 @@ def pick(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
 @reports_errors
 def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
-    parser.add_argument("--load", required=True, help="checkpoint, folder of them (the newest), or hf:FOLDER")
-    parser.add_argument("--prompt", default="", help="text to continue; empty: from the start of a document")
+    parser.add_argument(
+        "--load", required=True, help="checkpoint, folder of checkpoints (the newest is used), or hf:FOLDER"
+    )
+    parser.add_argument("--prompt", default="", help="text to continue; if empty, starts a new document")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
     parser.add_argument("--top-k", type=int, default=40)

@@ -33,14 +33,16 @@ def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("--load", type=Path, required=True, help="iter_NNNNNNN, or the folder that contains it")
     parser.add_argument("--save", type=Path, required=True, help="folder for checkpoints, which must not hold any")
-    parser.add_argument("--no-optimizer", action="store_true", help="import only the weights, as iteration 0")
+    parser.add_argument(
+        "--no-optimizer", action="store_true", help="import only the weights, as a checkpoint of iteration 0"
+    )
     options = parser.parse_args(own)
     print(convert(newest(options.load), options.save, flags, optimizer=not options.no_optimizer))
     return ExitCode.OK
 
 
 def newest(folder: Path) -> Path:
-    """Checkpoint named by the folder's tracker file, or the folder itself if it has no tracker file."""
+    """Returns the checkpoint named by the folder's tracker file, or the folder itself if it has none."""
     text = read_tracker(folder)
     if text is None:
         return folder

@@ -22,7 +22,7 @@ from tools._common import reports_errors, run_main, tool_parser
 
 _HEADINGS = ("tensor", "dtype", "shape", "pieces", "norm", "rms", "max abs", "nonfinite")
 _RIGHT = range(3, len(_HEADINGS))
-"""Right-aligned columns."""
+"""Indices of the right-aligned columns."""
 _SETTING = re.compile(r"\s+(?P<name>[a-z0-9-]+): (?P<value>.*?)\s+# (?P<origin>.*)")
 
 
@@ -45,7 +45,7 @@ def _summary(checkpoint: OpenCheckpoint, *, every: bool) -> Iterator[str]:
     yield f"{len(manifest.tensors)} tensors in {len(manifest.files)} files: {sizes}"
     settings = _settings(checkpoint)
     given = {name: value for name, (value, origin) in settings.items() if every or origin != "default"}
-    yield f"settings{'' if every else ' given'}:" if given else "no settings of a run"
+    yield f"settings{'' if every else ' given'}:" if given else "the checkpoint has no settings of a run"
     for name, value in given.items():
         yield f"  {name}: {value}"
     yield ""
@@ -103,9 +103,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint, folder of checkpoints (the newest), or run folder")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
-    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help="regular expression for tensors")
+    parser.add_argument(
+        "--only",
+        type=_pattern,
+        default="",
+        metavar="PATTERN",
+        help="print only tensors that match this regular expression",
+    )
     parser.add_argument("--no-norms", action="store_true", help="print the manifest only, without reading weights")
-    parser.add_argument("--settings", action="store_true", help="every setting of the run, not only those given")
+    parser.add_argument(
+        "--settings", action="store_true", help="print all settings of the run, not only those that were given"
+    )
     return parser
 
 

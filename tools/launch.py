@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add_cluster_options(parser)
     parser.add_argument("--launcher", choices=("slurm", "torchrun"), default="slurm")
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
-    parser.add_argument("--dry-run", action="store_true", help="print the script only")
+    parser.add_argument("--dry-run", action="store_true", help="only print the script")
     parser.add_argument("--name", help="name of the job (default: that of the recipe or file)")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--slurm", **several, metavar="X=Y", help="sbatch options; no-mem omits mem")
@@ -79,7 +79,7 @@ def plan_of(
 
 
 def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
-    """Number of nodes and of ranks per node, from the options or else from the recipe or config file.
+    """Returns (number of nodes, ranks per node), from the options or else from the recipe or config file.
 
     The default is one node for SLURM and one rank for torchrun. Raises FlagErrors if the ranks do not fill all nodes.
     """
@@ -104,7 +104,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
     if plan.logging.run_dir is None:
         flags = [*flags, "--run-dir", f"runs/{name}"]
         plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
-    assert plan.logging.run_dir is not None, f"no run folder in {flags}"
+    assert plan.logging.run_dir is not None, f"the flags have no --run-dir: {flags}"
     pairs = zip(plan.environment, plan.environment_reasons, strict=True)
     job = Job(
         name=name,

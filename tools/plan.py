@@ -42,7 +42,7 @@ from tools._common import (
 )
 
 _MOST_DOUBLINGS = 10
-"""Numbers of GPUs to try if none of the given number fits."""
+"""Maximum number of doublings of the number of GPUs if no layout fits on the given number."""
 
 
 @reports_errors
@@ -105,7 +105,7 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 
 
 def _given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
-    """Plan with the layout of the flags. Raises FlagErrors if they break a rule."""
+    """Returns the plan with the layout of the flags. Raises FlagErrors if they break a rule."""
     launch = ProcessInfo(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus))
     if problems := plan_settings.broken(settings, launch, RULES):
         raise FlagErrors(problems)
@@ -140,11 +140,18 @@ def _write(folder: Path | None, name: str, text: str) -> None:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = tool_parser(__doc__, allow_abbrev=False)
-    parser.add_argument("--gpu", type=str.lower, choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
+    parser.add_argument(
+        "--gpu", type=str.lower, choices=sorted(GPUS), help="GPU type (default: that of the recipe, or h100)"
+    )
     add_cluster_options(parser)
     parser.add_argument("--best", type=positive, default=10, help="number of layouts to print (10)")
-    parser.add_argument("--imbalance", type=float, default=1.0, help="expert rows of the fullest rank / mean (1)")
-    parser.add_argument("--write", type=Path, metavar="DIR", help="write each as a recipe to this folder")
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        help="expert rows of the most loaded rank, as a multiple of the mean (default: 1)",
+    )
+    parser.add_argument("--write", type=Path, metavar="DIR", help="write each layout as a recipe to this folder")
     parser.add_argument("--fit", action="store_true", help="keep the layout; select the cheapest memory options")
     options, words = parser.parse_known_args(argv)
     if not 1 <= options.imbalance < inf:

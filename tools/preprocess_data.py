@@ -164,7 +164,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add = parser.add_argument
     add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
-    add("--output-prefix", required=True, help="path of the output without _<key>_document.bin")
+    add("--output-prefix", required=True, help="path prefix of the output, without _<key>_document.bin")
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files per key")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
     add("--tokenizer-model", type=Path, help="file, or for HuggingFaceTokenizer the folder, of the tokenizer")

@@ -20,13 +20,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with the run's status.json")
     parser.add_argument("--exit-code", type=int, required=True, help="exit code of torchrun or srun")
     parser.add_argument("--since", type=float, default=0.0, help="start time of the ended run, seconds since the epoch")
-    parser.add_argument("--patience", type=int, default=3, help="starts without a new checkpoint before giving up (3)")
+    parser.add_argument(
+        "--patience",
+        type=int,
+        default=3,
+        help="number of starts without a new checkpoint after which the run is not restarted (default: 3)",
+    )
     options = parser.parse_args(argv)
     try:
         decision = decide_and_record(
             options.run_dir, options.exit_code, since=options.since, now=time.time(), patience=options.patience
         )
-    except OSError as error:  # without a history, restarts without progress would never end
+    except OSError as error:  # without a history, runs without progress would be restarted endlessly
         print(f"leave it: the history of {options.run_dir} cannot be written ({error.strerror}); fix the folder")
         return 1
     print(f"{'start again' if decision.restart else 'leave it'}: {decision.reason}")

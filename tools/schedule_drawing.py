@@ -14,7 +14,7 @@ FILL = (("forward", "-"), ("backward", "="), ("backward_input", "="), ("backward
 FORWARD = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd")
 BACKWARD = ("#c7e9c0", "#a1d99b", "#74c476", "#31a354")
 WEIGHT = ("#fee6ce", "#fdd0a2", "#fdae6b", "#e6550d")
-"""Colours of weight gradients, from the first model chunk to the last. FORWARD and BACKWARD have the same order."""
+"""Colours of weight gradients, from the first model chunk to the last. FORWARD and BACKWARD are in the same order."""
 IDLE = "#f3f3f3"
 
 

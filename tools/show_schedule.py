@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lists", action="store_true", help="print every rank's actions, including sends and receives")
     parser.add_argument("--draw", type=Path, action="append", default=[], metavar="FILE", help=" or ".join(CHARTS))
     columns = shutil.get_terminal_size((120, 40)).columns
-    parser.add_argument("--width", type=int, default=columns, help="columns of the text")
+    parser.add_argument("--width", type=int, default=columns, help="width of the text chart in columns")
     options = parser.parse_args(argv)
     times = (options.forward_time, options.backward_time)
     if not all(0 < time < inf for time in times) or not 0 <= options.transfer_time < inf:
@@ -102,7 +102,7 @@ def of_run(options: argparse.Namespace, words: Sequence[str]) -> ShownSchedule:
 
 
 def name(config: ScheduleConfig) -> str:
-    """Kind and sizes of a schedule."""
+    """Formats the kind and sizes of a schedule."""
     kind = "one stage" if config.pp == 1 else "1F1B" if config.vpp == 1 else "interleaved 1F1B"
     extras = ", overlapped" * config.overlap + ", backward split" * config.split_backward
     extras += ", forward only" * config.forward_only

@@ -38,7 +38,7 @@ _COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "validation_loss": ("validation", ".4f"),
     }
 )
-"""Column name -> (heading, format specification)."""
+"""Maps column names to (heading, format specification)."""
 _SPEEDS: Mapping[str, str] = MappingProxyType(
     {
         "seconds_per_step": "iteration-time",
@@ -47,7 +47,7 @@ _SPEEDS: Mapping[str, str] = MappingProxyType(
         "mfu": "mfu",
     }
 )
-"""Column name -> key in metrics.jsonl, for columns that are medians over the reports."""
+"""Maps column names to keys of metrics.jsonl, for columns that are medians over the reports."""
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
@@ -59,7 +59,7 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
     for place in places:
         here = sorted(path.parent for path in place.rglob(METRICS)) if place.is_dir() else []
         if not here:
-            raise DataProblem(f"{place} holds no run: no {METRICS} in it or below it")
+            raise DataProblem(f"{place} contains no run: there is no {METRICS} in it or below it")
         found += [run for run in here if run not in found]
     return found
 

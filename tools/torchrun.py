@@ -1,7 +1,7 @@
 """torchrun that exits with the code of the rank that failed first: `python tools/torchrun.py ARGUMENTS-OF-TORCHRUN`.
 
-torchrun itself exits with 1 for every failure, so a rank that was killed before it wrote status.json could not be told
-from a rejected command line. As in shells, the code of a rank that signal n ended is 128 + n.
+torchrun itself exits with 1 for every failure, so a rank that was killed before it wrote status.json could not be
+distinguished from a rejected command line. As in shells, the code of a rank that signal n ended is 128 + n.
 """
 
 import sys

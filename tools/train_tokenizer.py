@@ -97,7 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL or plain text, also .gz and .zst")
     parser.add_argument("--json-key", default="text", help="key of the text in JSONL (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="the model file to write")
+    parser.add_argument("--output", type=Path, required=True, help="output file of the model")
     parser.add_argument("--vocab-size", type=int, default=4096, help="number of pieces (default: %(default)s)")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(default: %(default)s)")
     parser.add_argument(

@@ -1,13 +1,13 @@
-"""Saving and loading against torch.distributed.checkpoint: the same state, the same ranks, the same disk, in turns.
+"""Compares saving and loading of checkpoints with torch.distributed.checkpoint: same state, ranks and disk, in
+alternating runs.
 
 python benchmarks/harness/bench_checkpoint.py --gigabytes 2 --ranks 2 4 --repeats 3 --output-dir benchmarks
 
 Every rank is a gloo process on the CPU and holds its share of weights in bf16, master weights and two moments in fp32.
-The folders lie under `--folder`; files are read back out of the page cache, as after a crash that left the host alive.
-Both programs write every file to the device before a save is complete. Neither deletes earlier checkpoints in the
-measured time, and the one that begins changes with every repeat.
-What is loaded is compared with what was saved. Seconds are medians, each from the first rank's start to the last one's
-end.
+Folders are created under `--folder`. Files are read from the page cache, as after a crash of the processes but not of
+the host. Both programs write every file to the device before a save is complete. Neither deletes earlier checkpoints in
+the measured time, and the order alternates with every repeat. Loaded values are compared with the saved ones. Times are
+medians in seconds, from the start of the first rank to the end of the last one.
 """
 
 import argparse
@@ -54,8 +54,8 @@ OURS, DCP, BLOCKED, DCP_BLOCKED = "save", "save, dcp", "async-save, blocked", "a
 ASYNC, DCP_ASYNC, LOAD, DCP_LOAD = "async-save, whole", "async-save, whole, dcp", "load", "load, dcp"
 ROWS = (
     ("save", OURS, DCP),
-    ("background save: training waits", BLOCKED, DCP_BLOCKED),
-    ("background save: until it is complete", ASYNC, DCP_ASYNC),
+    ("background save: time for which training is blocked", BLOCKED, DCP_BLOCKED),
+    ("background save: time until it is complete", ASYNC, DCP_ASYNC),
     ("load", LOAD, DCP_LOAD),
 )
 Times = dict[str, list[float]]
@@ -63,7 +63,7 @@ Result = TypeVar("Result")
 
 
 class Bench:
-    """What one rank does."""
+    """Measurements of one rank."""
 
     def __init__(self, rank: int, num_ranks: int, num_bytes: int, folder: Path) -> None:
         self.folder = folder
@@ -81,12 +81,13 @@ class Bench:
         self.ours = {key: TensorShard(shape, (TensorBox(offset, data),)) for key, data in self.local.items()}
         self.saver = CheckpointSaver(folder / "ours", self.context, say=lambda line: None)
         self.number = 0
-        # their thread takes part in collectives, which must not meet the main thread's
+        # the thread of torch.distributed.checkpoint runs collectives, which must not interfere with those of the main
+        # thread
         self.their_group = dist.new_group(backend="gloo")
         self.times: Times = {}
 
     def repeat(self) -> None:
-        """Every way once."""
+        """Runs every measurement once."""
         self.number += 1
         for turns in ((self._plain, self._plain_theirs), (self._background, self._background_theirs)):
             for turn in turns if self.number % 2 else reversed(turns):
@@ -143,10 +144,12 @@ class Bench:
         for data in self.local.values():
             data.zero_()
         self._timed(name, call)
-        assert [_sum(data) for data in self.local.values()] == sums, f"{name}: other values than were saved"
+        assert [_sum(data) for data in self.local.values()] == sums, (
+            f"{name}: the loaded values differ from the saved ones"
+        )
 
     def _clear(self) -> None:
-        """Removes all checkpoints."""
+        """Removes all checkpoints of the benchmark."""
         dist.barrier()
         if self.context.is_first:
             for path in (*self.folder.glob("dcp-*"), *self.folder.glob("ours/iter_*")):
@@ -160,7 +163,7 @@ def _sum(data: Tensor) -> int:
 
 
 def rank_main(rank: int, num_ranks: int, num_bytes: int, repeats: int, folder: Path) -> None:
-    """One rank's process. The first one leaves its times in a file."""
+    """Main function of a rank's process. The first rank writes its times to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_ranks)
     bench = Bench(rank, num_ranks, num_bytes, folder)
@@ -173,7 +176,7 @@ def rank_main(rank: int, num_ranks: int, num_bytes: int, repeats: int, folder: P
 
 
 def measured(num_ranks: int, num_bytes: int, repeats: int, where: Path | None) -> Times:
-    """The seconds of every way, `repeats` of each."""
+    """Returns the seconds of every measurement, `repeats` values for each."""
     with tempfile.TemporaryDirectory(dir=where, prefix="bench-checkpoint-") as name:
         folder = Path(name)
         mp.spawn(rank_main, (num_ranks, num_bytes, repeats, folder), nprocs=num_ranks)
@@ -182,7 +185,7 @@ def measured(num_ranks: int, num_bytes: int, repeats: int, where: Path | None) -
 
 
 def table(num_ranks: int, num_bytes: int, times: Times) -> str:
-    """Medians in seconds, and in parentheses all of them."""
+    """Formats medians in seconds, followed by all values in parentheses."""
     lines = [
         f"## {num_ranks} ranks",
         "",
@@ -204,13 +207,13 @@ def _cell(seconds: list[float], num_bytes: int, *, rate: bool) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the tables, and stores them where told."""
+    """Prints the tables and writes them to `--output-dir`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of state, over all ranks")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the state over all ranks, in GB")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes")
     parser.add_argument("--repeats", type=int, default=3, help="of every way")
     parser.add_argument(
-        "--folder", type=Path, help="where checkpoints go for the time of the run; default: where temporary files go"
+        "--folder", type=Path, help="folder for the checkpoints during the run (default: that of temporary files)"
     )
     parser.add_argument("--output-dir", type=Path, help="gets <date>-<machine>-checkpoint.md")
     options = parser.parse_args(argv)

@@ -2,8 +2,8 @@
 
     python benchmarks/harness/bench_fp8_loss.py [--iterations 1000] [--output-dir benchmarks] [-- --lr 1e-3 ...]
 
-Trains on the corpus of `bash scripts/quickstart.sh`. The runs of a model differ only in the GEMM format, except bf16
-runs that show by how much losses differ anyway: two with another rounding of one op, and one with another seed (initial
+Trains on the corpus of `bash scripts/quickstart.sh`. The runs of a model differ only in the GEMM format, except for
+bf16 runs that show how much losses vary: two with another rounding of one op, and one with another seed (initial
 weights and order of the data). Losses are smoothed exponentially and compared, at equal iterations, with the mean of
 the bf16 runs with the same seed.
 
@@ -57,7 +57,7 @@ _DELAYED = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 -
 
 @dataclass(frozen=True)
 class PrecisionVariant:
-    """One way to train a model."""
+    """Number format and settings with which a model is trained."""
 
     name: str
     flags: str = ""
@@ -83,9 +83,9 @@ VARIANTS = (
     PrecisionVariant("FP8 tensorwise, emulated", f"--fp8-format hybrid --fp8-recipe tensorwise {EMULATE}", 0.0025),
     PrecisionVariant("FP8 delayed, emulated", f"{_DELAYED} {EMULATE}", 0.0025),
 )
-"""Earlier variants start first."""
+"""Variants, in the order in which their runs start."""
 SMOOTHED, SETTLED = 0.1, 0.2
-"""Time constant of the smoothing and start of the comparison, as shares of the iterations."""
+"""Time constant of the smoothing and start of the comparison, as fractions of the iterations."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def report(curves: Sequence[Curve], machine: str, setup: str, picture: str, opti
         "models on the sources of the Python standard library; the flags are in the harness. Losses are smoothed",
         f"exponentially, with a time constant of {constant} iterations. Gaps are relative to the mean of the bf16 runs",
         f"with the same seed at the same iteration, from iteration {start} on. Runs share the device, so step times",
-        "are no measure of speed.",
+        "do not measure speed.",
         "",
         "| model | run | iterations | loss | gap at the end | largest gap | mean gap | limit | ms per step |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -249,7 +249,7 @@ def draw(curves: Sequence[Curve], path: Path, iterations: int) -> None:
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
-    """Environment file of a run, which may have been made on another machine."""
+    """Reads the environment file of a run, which may come from another machine."""
     path = min(options.runs.glob("*/environment.txt"))
     return dict(line.partition(": ")[::2] for line in path.read_text().splitlines())
 

@@ -3,8 +3,9 @@
     python benchmarks/harness/bench_hybrid_loss.py [--iterations 300] [--output-dir benchmarks]
 
 Trains a model of each kind, with Mamba-2 and with gated delta nets, on the corpus of `bash scripts/quickstart.sh`: on
-the CPU in fp32, there with another seed, and on the GPU in bf16, from the same initial weights. The curves agree if the
-smoothed loss of the GPU is nearer to that of the CPU than the run with another seed, on average over the iterations.
+the CPU in fp32, on the CPU in fp32 with another seed, and on the GPU in bf16 with the initial weights of the first run.
+The curves agree if the smoothed loss of the GPU is nearer to that of the CPU than the run with another seed, on average
+over the iterations.
 """
 
 import argparse

@@ -60,7 +60,7 @@ class VariantResult:
 
 
 def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[str] = ()) -> VariantResult:
-    """Trains one variant in a separate run folder. `more`: flags of all variants."""
+    """Trains one variant in a separate run folder. `more`: flags added to all variants."""
     run = folder / re.sub(r"\W+", "_", variant.name.lower())
     flags = ["--recipe", "quickstart", "--run-dir", str(run), "--train-iters", str(iterations), "--log-interval", "1"]
     flags += ["--save-interval", str(iterations), "--fresh", *variant.flags, *more]
@@ -102,7 +102,7 @@ def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
 def report(
     results: list[VariantResult], machine: str, picture: str, names: list[str] | None = None, more: Sequence[str] = ()
 ) -> str:
-    """Benchmark document. `names`: flags variants, None for all; `more`: flags of all variants."""
+    """Benchmark document. `names`: names of the variants, None for all; `more`: flags added to all variants."""
     reference = results[0]
     iterations = max(reference.losses)
     flags = [] if names is None else ["--variants", *names]
@@ -113,8 +113,8 @@ def report(
         "",
         f"{date.today()}, torch {torch.__version__}, `{command}`.",
         "The quickstart recipe (`scripts/recipes/quickstart.yaml`) on the sources of the Python standard library. All",
-        "variants start from the same weights and see the same samples. They stay together to rounding until rounding",
-        "first changes which experts a token visits; from there on they are different runs with the same statistics.",
+        "variants start from the same weights and see the same samples. Losses agree up to rounding until rounding",
+        "first changes the experts of a token; from then on they are different runs with the same statistics.",
         f"Differences are the largest relative ones of the loss to that of {reference.variant.name}.",
         "",
         "| variant | first loss | last loss | validation loss | iterations 1 to 10 | 1 to 50 | all | ms per step |",
@@ -149,7 +149,7 @@ def draw(results: list[VariantResult], path: Path) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--runs", type=Path, default=Path("runs/bench_main_job"), help="where the run folders go")
+    parser.add_argument("--runs", type=Path, default=Path("runs/bench_main_job"), help="folder for the run folders")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     every = [variant.name for variant in VARIANTS]
     parser.add_argument("--variants", nargs="+", choices=every, metavar="NAME", help=f"of {every}; default: all")

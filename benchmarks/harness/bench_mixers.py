@@ -2,7 +2,7 @@
 
     python benchmarks/harness/bench_mixers.py [--output-dir benchmarks]
 
-If the package fla-core can be imported, its forward (and its backward, where it supports the GPU) is timed beside ours.
+If the package fla-core can be imported, its forward (and its backward, where it supports the GPU) is timed as well.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def ours(values: list[Tensor | None]) -> Tensor:
 
 
 def fla(values: list[Tensor | None]) -> Tensor:
-    """The same by fla-core, whose tensors have the batch first and q and k as many heads as v."""
+    """Computes the op with fla-core, whose tensors have the batch first and equally many heads for q, k and v."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.simple_gla import chunk_simple_gla
 
@@ -73,7 +73,7 @@ def fla(values: list[Tensor | None]) -> Tensor:
 
 
 def times(function: Callable[[list[Tensor | None]], Tensor], values: list[Tensor | None]) -> tuple[str, str]:
-    """Times of forward and backward, or the reason why there is none."""
+    """Times of forward and backward, or the reasons why they could not be measured."""
     try:
         with torch.no_grad():
             forward = f"{milliseconds(lambda: function(values)):.3f}"

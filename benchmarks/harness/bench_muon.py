@@ -31,7 +31,7 @@ from tools._common import split_at_dashes, tool_parser  # noqa: E402
 
 COMMON = "--weight-decay 0.1 --adam-beta2 0.95 --lr-decay-style cosine"
 MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
-"""Moonlight's settings: a matrix's update has the root mean square of AdamW's, so one learning rate serves both."""
+"""Moonlight's settings. Updates have the same root mean square as AdamW's, so both use one learning rate."""
 RATES = {"AdamW": ("5e-4", "1e-3", "2e-3", "4e-3"), "Muon": ("5e-4", "1e-3", "2e-3", "4e-3")}
 VARIANTS = tuple(
     PrecisionVariant(
@@ -41,7 +41,7 @@ VARIANTS = tuple(
     for rate in rates
 )
 SHAPES = ((8, 2816, 2048), (8, 2048, 1408), (1, 2048, 2048), (4, 4096, 7168), (4, 7168, 2048))
-"""Number of matrices, rows, columns: fc1 and fc2 of Moonlight's experts, an attention matrix, Kimi-K2's experts."""
+"""(number of matrices, rows, columns): fc1 and fc2 of Moonlight's experts, an attention matrix, Kimi-K2's experts."""
 TILES = (TILE, (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 3))
 
 
@@ -99,7 +99,8 @@ def _last(curve: Curve) -> float:
 
 
 def product_rows() -> list[str]:
-    """Rows of the table of `products`: milliseconds, and for our kernel TFLOP/s of the whole product."""
+    """Rows of the table of `products`: milliseconds, and for the kernel of this project TFLOP/s of the whole
+    product."""
     rows = []
     for number, rows_of, columns in SHAPES:
         x = torch.randn(number, rows_of, columns, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Compares layouts with one device on the GPUs of a host.
+"""Compares parallel layouts on the GPUs of a host with a run on one device.
 
     python benchmarks/harness/bench_nccl_parity.py --num-gpus 2 --data data/quickstart
 
@@ -30,8 +30,8 @@ from megatron_moe.logs.metrics_file import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 8
-FP64_RTOL = 1e-9  # largest relative difference of a loss in fp64
-TIMEOUT_S = 180  # of the runs of the recipe
+FP64_RTOL = 1e-9  # maximum relative difference of a loss in fp64
+TIMEOUT_S = 180  # timeout of the runs of the recipe
 EP, TP, PP, CP = (f"--{axis}-parallel-size" for axis in ("expert-model", "tensor-model", "pipeline-model", "context"))
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-alltoall-backend", "nccl")
 TP2 = (TP, "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
@@ -39,7 +39,7 @@ TP2 = (TP, "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel layout of the recipe over all ranks or one."""
+    """Parallel layout of the recipe over all ranks, or over one rank."""
 
     name: str
     flags: tuple[str, ...]
@@ -123,7 +123,7 @@ def run_rank(rank: int, runs: list[LayoutRun], output: Path) -> None:
 
 
 def run_all(runs: list[LayoutRun], ranks: int, folder: Path) -> list[str]:
-    """Runs everything, single-device runs concurrently with the others; returns messages about failed processes."""
+    """Runs all layouts, single-device runs concurrently with the others; returns messages about failed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [(rank, [run for run in runs if run.layout.ranks > 1]) for rank in range(ranks)]
     parts.append((0, [run for run in runs if run.layout.ranks == 1]))
@@ -175,7 +175,7 @@ def layout_table(runs: list[LayoutRun]) -> tuple[list[str], bool]:
     one, good = results[0], all(results)
     for run, result in zip(runs, results, strict=True):
         if result is None or one is None:
-            rows.append(f"| {run.layout.name} | did not end | | | | | |")
+            rows.append(f"| {run.layout.name} | did not finish | | | | | |")
             continue
         valid = abs(result.validation - one.validation) / one.validation
         early, late = largest_difference(result, one, 10), largest_difference(result, one, iterations)
@@ -188,13 +188,13 @@ def layout_table(runs: list[LayoutRun]) -> tuple[list[str], bool]:
 
 
 def run_cover(ranks: int, report: Path, seconds: float) -> tuple[list[str], bool]:
-    """Runs the tests of the cover: rows of Markdown, and whether all passed."""
+    """Runs the parity tests. Returns (rows of a Markdown table, whether all tests passed)."""
     command = ["timeout", "--signal=INT", f"{seconds:g}", sys.executable, "-m", "pytest", "-q", "-m", f"gpu{ranks}"]
     command += ["tests/gpu/test_parity_nccl.py", "-o", "junit_family=xunit1", f"--junitxml={report.resolve()}"]
     report.unlink(missing_ok=True)
     done = subprocess.run(command, cwd=REPOSITORY, check=False)
     if not report.exists():
-        return ["The cover did not end."], False
+        return ["The test run did not finish."], False
     rows = ["| test | cells | passed | largest relative error by quantity | seconds |", "|---|---|---|---|---|"]
     cases = defaultdict(list)
     for case in ElementTree.parse(report).iter("testcase"):
@@ -213,7 +213,7 @@ def run_cover(ranks: int, report: Path, seconds: float) -> tuple[list[str], bool
 
 
 def run_layouts(ranks: int, options: argparse.Namespace) -> tuple[list[str], bool]:
-    """Trains the recipe under every layout: Markdown, and whether it may stand."""
+    """Trains the recipe with every layout. Returns (Markdown lines, whether all layouts agree)."""
     runs = runs_of(ranks, options)
     problems = run_all(runs, ranks, options.runs)
     lines, good = [], not problems
@@ -228,12 +228,16 @@ def run_layouts(ranks: int, options: argparse.Namespace) -> tuple[list[str], boo
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-gpus", type=int, choices=(2, 4), required=True)
-    parser.add_argument("--data", type=Path, default=Path("data/quickstart"), help="folder of the quickstart's corpus")
-    parser.add_argument("--iterations", type=int, default=100, help="of the runs in fp32")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data/quickstart"), help="folder with the corpus of the quickstart"
+    )
+    parser.add_argument("--iterations", type=int, default=100, help="iterations of the fp32 runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--port", type=int, default=29600, help="the first of as many ports as runs")
-    parser.add_argument("--cover-seconds", type=float, default=600.0, help="after which the cover is cut short")
-    parser.add_argument("--runs", type=Path, default=Path("runs/bench_nccl_parity"), help="where the run folders go")
+    parser.add_argument("--port", type=int, default=29600, help="first of the ports that the runs use, one per run")
+    parser.add_argument(
+        "--cover-seconds", type=float, default=600.0, help="seconds after which the parity tests are stopped"
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/bench_nccl_parity"), help="folder for the run folders")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     options = parser.parse_args(argv)
     ranks, on_gpu = options.num_gpus, options.device == "cuda"

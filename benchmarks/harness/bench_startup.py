@@ -43,7 +43,8 @@ PHASES = {
     "log the summary": "build:log_run_summary",
     "first step": "train.trainer:Trainer.step",
 }
-"""Phase of a start -> function below megatron_moe in which it runs. Calls inside another phase are not counted."""
+"""Maps each phase of a start to the function of megatron_moe in which it runs. Calls inside another phase are not
+counted."""
 FIRST, LAST = ("launcher", "imports"), ("other", "total")
 _WORKER, _BEGIN, _FOLDER = "--measure-this-process", "BENCH_STARTUP_BEGIN", "BENCH_STARTUP_FOLDER"
 
@@ -137,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="runs of every command")
     parser.add_argument("--output", type=Path, help="file for the table")
-    parser.add_argument("--question", action="append", help="words to measure instead of the usual ones")
+    parser.add_argument("--question", action="append", help="arguments to measure instead of the default ones")
     parser.add_argument("--start", action="store_true", help="measure the start of a training run")
     parser.add_argument("--ranks", type=int, default=1, help="processes of the training run, started by torchrun")
     parser.add_argument("flags", nargs="*", help="flags of the training run, after --")

@@ -38,9 +38,9 @@ from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402
 
 FAILURES = (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError)
-"""Exceptions that fail a case but not the table."""
+"""Exceptions that end a case but not the benchmark."""
 COLUMNS = (
-    "case", "steps", "ms per step (least, most)", "TFLOP/s", "target", "aim", "of balanced", "peak MiB",
+    "case", "steps", "ms per step (minimum, maximum)", "TFLOP/s", "target", "aim", "of balanced", "peak MiB",
     "W of limit", "SM MHz", "kernels", "idle ms", "exposed ms", "loss, first to last", "busiest expert", "fullest rank",
     "took s",
 )  # fmt: skip
@@ -193,7 +193,13 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in CASES if case.num_gpus == int(os.environ.get("WORLD_SIZE", "1"))]
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for all cases together")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="time limit of all cases together, in seconds",
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     parser.add_argument("--kernels-dir", type=Path, help="folder for the kernel lists of traced cases")
     parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
@@ -248,7 +254,7 @@ def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> l
                 store(result, options.kernels_dir / name)
         (options.output_dir / f"{stem}.md").write_text(report(done, machine, command_of(options, theirs), pictures))
         if outcome.case.num_gpus > 1 and outcome.seconds and not result:
-            break  # another rank may wait for this one; torchrun ends it
+            break  # no `continue`: another rank may wait for this one, and torchrun ends it
     return done
 
 

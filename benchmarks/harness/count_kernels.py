@@ -4,8 +4,8 @@
 
 Arguments after `--` go to pretrain_moe.py. One rank is emulated without its peers (`memory_emulation/`) and without a
 GPU: a launch is a call of a Triton kernel, a collective, or an operation of torch that runs a kernel on a GPU. A
-library function counts as one launch, although the backward of cuDNN's attention has three. The table is a difference
-between steps with one layer and one microbatch more and less.
+library function counts as one launch, although the backward of cuDNN's attention has three. Counts are differences
+between steps with one more layer and one more microbatch.
 """
 
 import argparse
@@ -36,12 +36,12 @@ _WITHOUT_KERNEL = frozenset(
 _LIBRARY_CALLS = ("_product_into", "_wide_product", "_grouped_mm", "_attend", "_differentiate")
 """Functions of backends that call a library, which fakes replace."""
 LAYERS, MICROBATCHES = (2, 3), (2, 3)
-"""Numbers that the compared steps have."""
+"""Numbers of layers and of microbatches in the compared steps."""
 
 
 @dataclass(frozen=True)
 class LaunchSite:
-    """Kind of a launch and its place in the product."""
+    """Kind of a launch and its call site."""
 
     operation: str
     """Operation of torch, collective, library function, or "kernel" for a Triton kernel."""
@@ -66,7 +66,7 @@ class LaunchCounter(TorchDispatchMode):
         return result
 
     def add(self, operation: str) -> None:
-        """Counts one launch at the current place."""
+        """Counts one launch at the current call site."""
         self.counts[LaunchSite(operation, _place())] += 1
 
     @contextmanager
@@ -93,7 +93,7 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def _launches(func: Any, result: Any) -> bool:
-    """Whether an operation of torch launches a kernel: none for allocations, views, and tensors on the host."""
+    """Whether an operation of torch launches a kernel. Allocations, views and operations on host tensors do not."""
     namespace, _, name = func.name().partition("::")
     if namespace == "c10d":
         return True
@@ -105,8 +105,8 @@ def _launches(func: Any, result: Any) -> bool:
 
 
 def _place() -> str:
-    """Innermost function of the product on the stack, and the innermost one outside kernels and collectives, or the
-    autograd node whose backward runs."""
+    """Returns the call site: the innermost function of megatron_moe on the stack, and the innermost one outside kernels
+    and collectives or the autograd node whose backward runs."""
     inner, outer = "", ""
     frame: Any = sys._getframe(2)
     while frame is not None and not outer:

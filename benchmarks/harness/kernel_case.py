@@ -18,15 +18,16 @@ class KernelCase:
     run: Callable[..., Results]
     """Function of a kernel set and the inputs."""
     inputs: tuple[Tensor, ...] = ()
-    """Inputs that require gradients; empty: no backward."""
+    """Inputs that require gradients; empty if the case has no backward."""
     gigabytes: float = 0.0
     """Minimum memory traffic of forward and backward, each tensor read or written once per direction."""
     teraflop: float = 0.0
-    """Operations of matrix products."""
+    """Floating-point operations of the matrix products, in units of 1e12."""
     alongside: tuple[str, ...] = ()
     """Other ops that the backend also provides in this row."""
     compiled: str | None = "reference"
-    """Backend whose code torch.compile gets; None omits torch.compile and all backends that `auto` does not select."""
+    """Backend whose code torch.compile compiles; None omits torch.compile and all backends that `auto` does not
+    select."""
 
     @property
     def op(self) -> str:
@@ -51,5 +52,5 @@ class Draw:
         return torch.randint(end, shape, device=self.device)
 
     def moved(self, numel: int) -> float:
-        """Gigabytes of `numel` elements."""
+        """Memory traffic of `numel` elements, in GB."""
         return numel * self.dtype.itemsize / 1e9

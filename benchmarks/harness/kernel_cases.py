@@ -25,18 +25,19 @@ EXCHANGE_OPS = ("mark_ranks", "push_tokens", "push_sums", "sum_partials", "wait_
 """Ops of the flex dispatcher, which exchange rows between ranks."""
 NOT_TIMED: Mapping[str, str] = MappingProxyType(
     {
-        "linear_forward": "stands in the row of linear_weight_grad",
-        "linear_input_grad": "stands in the row of linear_weight_grad",
-        "sort_rows_dense": "plain torch alone computes it, for dense maps of tokens to experts",
+        "linear_forward": "included in the row of linear_weight_grad",
+        "linear_input_grad": "included in the row of linear_weight_grad",
+        "sort_rows_dense": "computed only by plain torch, for dense maps of tokens to experts",
         **dict.fromkeys(EXCHANGE_OPS, "timed over several GPUs by bench_dispatch.py"),
         **dict.fromkeys(LOW_PRECISION_OPS, "timed by bench_fp8.py"),
     }
 )
-"""Ops without a row, and why. Only those of exchanges and of low precision have a kernel of our own."""
+"""Maps each op without a row to the reason. Of these, only ops of exchanges and of low precision have a kernel of this
+project."""
 
 EPS = 1e-5
 FP32 = 4
-"""Bytes of an angle, a moment or a wide gradient."""
+"""Bytes of an element in fp32: angle, moment or gradient."""
 
 
 def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[KernelCase]:
@@ -52,15 +53,16 @@ def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
 
 
 def norms(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """The forward reads x and writes the result; the backward reads the gradient and x, and writes the gradient of x.
-    Weights are read twice and their gradients written once."""
+    """Cases of norms. The forward reads x and writes the result; the backward reads the gradient and x, and writes the
+    gradient of x. Weights are read twice and their gradients written once."""
     x, residual = (draw(args.tokens, args.hidden) for _ in range(2))
     weight, bias = (draw(args.hidden) for _ in range(2))
     size, each = x.numel(), weight.numel()
     yield KernelCase(
         "rms_norm", lambda k, x, w: k.rms_norm(x, w, EPS, False), (x, weight), draw.moved(5 * size + 3 * each)
     )
-    # the residual is read too, and the sum written; its gradient is read, and one gradient serves both
+    # also reads the residual and writes the sum; backward reads the gradient of the sum, and one gradient serves both
+    # inputs
     yield KernelCase(
         "add_rms_norm",
         lambda k, r, x, w: k.add_rms_norm(r, x, w, EPS, False),
@@ -76,10 +78,11 @@ def norms(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def positions(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Values are views: the forward leaves them where they are, the backward puts their gradients among the others."""
+    """Cases of RoPE and of splitting q, k and v. Values are views: forward does not copy them, and backward writes
+    their gradients next to those of q and k."""
     batch, heads, groups, width = args.tokens // args.seq, args.heads, args.groups, args.head_dim
     cos, sin = (draw.fixed(args.seq, 1, width, dtype=torch.float32) for _ in range(2))
-    angles = FP32 * 2 * cos.numel() / 1e9  # half of cos and of sin, in both directions
+    angles = FP32 * 2 * cos.numel() / 1e9  # half of cos and of sin is read, in forward and backward
     q = draw(args.seq, batch, heads, width)
     yield KernelCase("rope", lambda k, q: k.rope(q, cos, sin, False), (q,), draw.moved(4 * q.numel()) + angles)
 
@@ -108,7 +111,8 @@ def positions(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         "latent_key_value",
         lambda k, kv, shared: k.latent_key_value(kv, shared, width),
         (kv, shared),
-        # own and shared parts to keys; gradients of keys and values to those of own parts, shared part and values
+        # forward copies own and shared parts to keys; backward maps gradients of keys and values to those of own parts,
+        # shared part and valuess
         draw.moved((own + shared.numel() + keys) + (keys + own) + (2 * own + shared.numel())),
     )
 
@@ -124,12 +128,12 @@ def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         draw.moved(8 * rows * args.ffn + 3 * rows),
     )
     logits_TV, labels_T = draw(args.tokens, args.vocab), draw.ids(args.vocab, args.tokens)
-    size = draw.moved(3 * logits_TV.numel())  # read in both directions; their gradient
+    size = draw.moved(3 * logits_TV.numel())  # reads the logits in forward and backward, and writes their gradient
     yield KernelCase("cross_entropy", lambda k, logits: k.cross_entropy(logits, labels_T), (logits_TV,), size)
 
 
 def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Gradients read, and the rows of the ids that occur read and written in fp32."""
+    """Case of the embedding gradient: reads the gradients, and reads and writes the rows of used ids in fp32."""
     grad_TH = draw.fixed(args.tokens, args.hidden)
     table = torch.zeros(args.vocab, args.hidden, device=draw.device)
     frequencies = 1.0 / torch.arange(1, args.vocab + 1, device=draw.device)
@@ -147,7 +151,7 @@ def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def linear(args: argparse.Namespace, draw: Draw) -> KernelCase:
-    """With the weight gradient added to an fp32 buffer."""
+    """Cases of linear layers, with the weight gradient added to an fp32 buffer."""
     tokens, hidden = args.tokens, args.hidden
     x, grad, weight = (draw.fixed(rows, hidden) for rows in (tokens, tokens, hidden))
     out = torch.zeros(hidden, hidden, device=draw.device)
@@ -182,7 +186,7 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         nonfinite=torch.zeros((), dtype=torch.bool, device=device),
     )
     yield KernelCase("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), FP32 * size / 1e9)
-    # master, gradient and moments read; master and moments written
+    # reads master weights, gradient and moments; writes master weights and moments
     yield KernelCase("adamw_", lambda k: k.adamw_(*flat, move), (), 7 * FP32 * size / 1e9)
     grad = flat[0]
     weights = torch.randn(size, device=device).bfloat16()

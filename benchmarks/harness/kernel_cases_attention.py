@@ -1,4 +1,4 @@
-"""Rows of attention in the table of kernels: over a whole sequence, and between two parts of one."""
+"""Cases of `benchmarks/harness/time_kernels.py` for attention, over whole sequences and between two parts of one."""
 
 import argparse
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, Kernels, PositionSpan
 
-"""What a block of attention takes behind its tensors; nothing is dropped."""
+"""Arguments of an attention block after its tensors, without dropout."""
 
 
 def attention_cases(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
@@ -23,7 +23,7 @@ def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
     q = draw(args.seq, batch, heads, width)
     key, value = (draw(args.seq, batch, args.groups, width) for _ in range(2))
-    # forward: three read, one written; backward: these four and a gradient read, three gradients written
+    # forward reads three tensors and writes one; backward reads these four and a gradient, and writes three gradients
     gigabytes = draw.moved(6 * q.numel() + 6 * key.numel())
     window = max(args.seq // 32, 1)
     for name, config, seen, compiled in (
@@ -37,7 +37,7 @@ def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         ("attention (sinks)", CoreAttentionConfig(softmax_scale=width**-0.5, sinks=True), args.seq, None),
     ):
         pairs = seen * args.seq - seen * (seen - 1) // 2
-        flop = 7 * 2 * batch * heads * pairs * width  # two products forward and five backward
+        flop = 7 * 2 * batch * heads * pairs * width  # two products in forward, five in backward
         sinks = (draw(heads),) if config.sinks else ()
 
         def run(k: Kernels, *inputs: torch.Tensor, config: CoreAttentionConfig = config) -> torch.Tensor:
@@ -48,8 +48,8 @@ def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Steps of a ring of context parallelism: the rank's own part, and one that every query sees all of. What was found
-    before is read and written in fp32, and so are the gradients that a block adds to."""
+    """Cases of a context-parallel ring step: the rank's own part, and a part that every query sees completely. Earlier
+    results are read and written in fp32, and so are the gradients to which a block adds."""
     batch, heads, width, device = args.tokens // args.seq, args.heads, args.head_dim, draw.device
     q, grad, out = (draw.fixed(args.seq, batch, heads, width) for _ in range(3))
     key, value = (draw.fixed(args.seq, batch, args.groups, width) for _ in range(2))
@@ -84,13 +84,13 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def _linear(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Linear attention, and the convolution and gated norm of its mixers."""
+    """Cases of linear attention, and of the convolution and gated norm of its mixers."""
     batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
     q, key, value, gate = (draw(args.seq, batch, heads, width) for _ in range(4))
     decay, beta = (-draw(args.seq, batch, heads).detach().float().abs() for _ in range(2))
-    # forward: three read, one written; backward: these four and a gradient read, three gradients written
+    # forward reads three tensors and writes one; backward reads these four and a gradient, and writes three gradients
     gigabytes = draw.moved(12 * q.numel())
-    # within a chunk and with the state, forward and twice that in backward
+    # products within a chunk and with the state, in forward and twice as many in backward
     flop = 3 * 2 * 4 * args.tokens * heads * width * max(width, CHUNK)
     for name, strength in (("decay", None), ("delta rule", beta.neg().sigmoid())):
 

@@ -1,4 +1,4 @@
-"""Cases of `benchmarks/harness/time_kernels.py` for routing, rows and experts, all of them routed at random."""
+"""Cases of `benchmarks/harness/time_kernels.py` for routing, rows and experts, with random routing."""
 
 import argparse
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ from megatron_moe.kernels.pages import Pages, make_pages
 from megatron_moe.kernels.reference import backend as reference
 
 FP32, INT32, INT64 = 4, 4, 8
-"""Bytes: of logits, scores and probabilities; of pages; of ids and places."""
+"""Bytes per element of logits, scores and probabilities (fp32), of page indices (int32), and of ids and row indices
+(int64)."""
 
 
 def moe_cases(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
@@ -33,24 +34,26 @@ def routing(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         "router_logits",
         lambda k, x, w: k.router_logits(x, w, torch.float32),
         (x, gate),
-        # both inputs read in both directions, and their gradients written; logits written, their gradient read
+        # reads both inputs in forward and backward, writes their gradients and the logits, and reads the gradient of
+        # the logits
         draw.moved(3 * (tokens + experts) * hidden) + 2 * FP32 * scores / 1e9,
         6 * tokens * experts * hidden / 1e12,
     )
     router = RouterConfig(hidden_size=hidden, num_experts=experts, topk=args.topk)
-    # logits read twice, their gradient written; ids and weights written, ids and the weights' gradients read
+    # reads the logits twice and writes their gradient; writes ids and probabilities, and reads ids and the gradients of
+    # probabilities
     size = (3 * FP32 * scores + 2 * (INT64 + FP32) * choices) / 1e9
     yield KernelCase("route", lambda k, logits: k.route(logits, None, router).probs_TK, (logits_TE,), size)
     yield KernelCase("route with losses", partial(with_losses, router), (logits_TE,), size)
     ids_TK = reference.route(logits_TE, None, router).ids_TK
     yield KernelCase("count_tokens", lambda k: k.count_tokens(ids_TK, experts), (), INT64 * (choices + experts) / 1e9)
-    # ids read; tokens, choices and rows written, and the ends
+    # reads ids; writes tokens, choices, rows and offsets
     size = (4 * INT64 * choices + INT32 * experts) / 1e9
     yield KernelCase("sort_rows", lambda k: k.sort_rows(ids_TK, experts, None).token_R, (), size)
 
 
 def with_losses(router: RouterConfig, kernels: Kernels, logits_TE: Tensor) -> tuple[Tensor, ...]:
-    """Weights, and the sums that a balancing and a z loss are made of."""
+    """Returns router probabilities, and the sums from which a balancing loss and a z loss are computed."""
     routed = kernels.route(logits_TE, None, router, balance_sets=1, z=True)
     assert routed.balance is not None and routed.z_sum is not None
     return routed.probs_TK, routed.balance.scores_GE, routed.z_sum
@@ -59,7 +62,7 @@ def with_losses(router: RouterConfig, kernels: Kernels, logits_TE: Tensor) -> tu
 def rows_of_experts(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     tokens, hidden, rows = args.tokens, args.hidden, args.tokens * args.topk
     index = reference.sort_rows(choices_of(args, draw), args.experts, None)
-    size = draw.moved(2 * (tokens + rows) * hidden) + 2 * INT64 * rows / 1e9  # each copy also reads where to
+    size = draw.moved(2 * (tokens + rows) * hidden) + 2 * INT64 * rows / 1e9  # each copy also reads the destination
     yield KernelCase("permute", lambda k, x: k.permute(x, index), (draw(tokens, hidden),), size)
     yield KernelCase("unpermute", lambda k, r: k.unpermute(r, index, tokens), (draw(rows, hidden),), size)
     probs_TK = draw(tokens, args.topk, dtype=torch.float32)
@@ -84,7 +87,7 @@ def pages(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         alongside=("free_pages",),
     )
     yield KernelCase("unpack_rows", lambda k: k.unpack_rows(table, len(rows_RW), kept), (), size + of_table)
-    # the free list is a ring: giving back the same pages again costs the same
+    # the free list is a ring buffer, so freeing the same pages again costs the same
     yield KernelCase("free_pages", lambda k: k.free_pages(table, taken), (), 2 * of_table)
 
 
@@ -94,8 +97,8 @@ def stash(rows_RW: Tensor, draw: Draw) -> Pages:
 
 
 def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """The first matrix of the experts. Plain torch multiplies expert after expert; torch.compile is given torch's own
-    grouped product instead where it takes it (bf16), for of a loop over 128 experts it would make 128 kernels."""
+    """Cases of the experts' first matrix. Plain torch multiplies expert by expert. torch.compile gets torch's grouped
+    GEMM if that supports the dtype (bf16), because a loop over 128 experts would become 128 kernels."""
     source = "torch_native" if draw.dtype is torch.bfloat16 else reference.NAME
     rows, hidden, wide = args.tokens * args.topk, args.hidden, 2 * args.ffn
     stack = draw.fixed(args.experts, wide, hidden)
@@ -124,13 +127,13 @@ def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCas
 
 
 def grouped_part(args: argparse.Namespace, draw: Draw) -> GroupedPart:
-    """What one microbatch brings: gradients, rows, and ends."""
+    """Creates the operands of one microbatch: gradients, rows and offsets."""
     rows = args.tokens * args.topk
-    counts_E = draw.ids(args.experts, rows).bincount(minlength=args.experts)  # multinomial
+    counts_E = draw.ids(args.experts, rows).bincount(minlength=args.experts)  # multinomial distribution of the rows
     ends_E = counts_E.cumsum(0).to(torch.int32)
     return GroupedPart(draw.fixed(rows, 2 * args.ffn), draw.fixed(rows, args.hidden), ends_E)
 
 
 def choices_of(args: argparse.Namespace, draw: Draw) -> Tensor:
-    """ids_TK, different ones for each token."""
+    """Creates ids_TK with distinct ids for each token."""
     return torch.rand(args.tokens, args.experts, device=draw.device).topk(args.topk).indices

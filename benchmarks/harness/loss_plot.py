@@ -1,4 +1,4 @@
-"""Picture of loss curves, with their differences to a reference below."""
+"""Plot of loss curves with their differences from a reference below."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class PlottedCurve:
-    """One run of a `draw_losses` picture."""
+    """One run in a plot of `draw_losses`."""
 
     name: str
     color: str

@@ -128,7 +128,7 @@ def host_functions(run: TimedRun, number: int = 80) -> str:
     """Table of the Python functions that take most host time in a step."""
     torch.cuda.synchronize()
     text, profiler = io.StringIO(), cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):  # the profiler sees one thread
+    with torch.autograd.set_multithreading_enabled(False):  # the profiler records only one thread
         profiler.runcall(run.step)
     pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(number)
     return text.getvalue()
@@ -219,13 +219,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--traced-steps", type=int, default=2)
     parser.add_argument("--output-dir", type=Path)
-    parser.add_argument("--quick-init", action="store_true", help="draw weights on the device: losses are not a run's")
-    parser.add_argument("--host-profile", action="store_true", help="time Python functions in one more step")
+    parser.add_argument(
+        "--quick-init", action="store_true", help="draw weights on the device; losses then differ from those of a run"
+    )
+    parser.add_argument("--host-profile", action="store_true", help="measure Python functions in one additional step")
     options = parser.parse_args(own)
     reports = int(os.environ.get("RANK", "0")) == 0
     folder: Path | None = options.output_dir if reports else None
     try:
-        require_gpu("the kernels of a GPU are")
+        require_gpu("GPU kernels are")
         plan = plan_to_run(theirs)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -8,15 +8,17 @@ from typing import Any
 BF16_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 SKEWED = "--no-moe-router-force-load-balancing --moe-router-force-biased 1.0"
 LEARNED = "--no-moe-router-force-load-balancing --no-mock-data --split 100,0,0 --train-iters 400"
-"""Keeps the recipe's vocabulary size, which is larger than the tokenizer's and a multiple of 128."""
+"""Flags of learned routing on text. The recipe's vocabulary size is kept; it is larger than the tokenizer's and a
+multiple of 128."""
 BEST = "--micro-batch-size 8 --moe-expert-wgrad-interval 1"
-"""One microbatch per step, hence no batching of weight gradients."""
+"""Flags of the fastest batch: one microbatch per step, so weight gradients are not batched."""
 NO_OVERLAP = "--no-overlap-grad-reduce --no-overlap-param-gather"
 WHOLE = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
-"""Captures in the third warm-up step."""
+"""Flags that capture whole steps, in the third warm-up step."""
 MB1_WHOLE = f"--micro-batch-size 1 {WHOLE} {NO_OVERLAP}"
 HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
-"""Drops half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight gradients."""
+"""Flags that drop half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight
+gradients."""
 PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
 MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
 EP2 = {"m27": "--recipe m27 --num-layers 10 --moe-layer-freq ([0]*1+[1]*9)", "q24": "--recipe q24 --num-layers 8"}
@@ -25,7 +27,7 @@ FLEX = (
     "--expert-model-parallel-size 2 --global-batch-size 32 --moe-token-dispatcher-type flex "
     "--moe-expert-rank-capacity-factor 2"
 )
-"""No routing exceeds this bound of expert rows, and all cases have buffers of the same size."""
+"""Flags of the flex dispatcher. The row bound suffices for any routing, and all cases have buffers of the same size."""
 MOE_GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn moe --cuda-graph-warmup-steps 2"
 OVERLAPS = {
     "": "",
@@ -33,13 +35,13 @@ OVERLAPS = {
     "-pairs": "--overlap-moe-expert-parallel-comm",
     "-pairs-wgrad": "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
 }
-"""Overlaps of the exchange with compute, with buffers for balanced routing."""
+"""Flags that overlap the exchange with computation, with buffers for balanced routing."""
 FP8_WGRAD = "--fp8-format e4m3 --fp8-recipe blockwise"
 FP8 = f"{FP8_WGRAD} --no-fp8-wgrad"
 STORED = "--use-distributed-optimizer --fp8-param-gather"
 FP16_MASTERS = "--main-params-dtype fp16"
 LEAST_FP8 = f"{FP8_WGRAD} {STORED} --fp8-expert-wgrad always --activation-func-fp8-input-store {FP16_MASTERS}"
-"""Settings of FP8 with the least memory; compare with `FP16_MASTERS`."""
+"""FP8 flags with the least memory; compare with `FP16_MASTERS`."""
 BOUND = "--moe-expert-rank-capacity-factor 1.1"
 WIRE = "--moe-dispatch-fwd-dtype fp8 --moe-combine-bwd-dtype fp8"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
@@ -215,7 +217,7 @@ def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
 
 CASES = (
     *_both("", "micro batch 2", "--micro-batch-size 2", (("400", "490"), ("440", "515")), traced=2),
-    *_both("-mb8", "micro batch 8, the best that fits", BEST, (("420", "500"), ("460", "525"))),
+    *_both("-mb8", "micro batch 8, the largest that fits", BEST, (("420", "500"), ("460", "525"))),
     *_both("-mb4", "micro batch 4", "--micro-batch-size 4", _NONE),
     *_both("-mb1", "micro batch 1", "--micro-batch-size 1", _NONE, traced=2, step_seconds=0.6),
     *_both("-mb1-whole", "micro batch 1, whole steps as CUDA graphs", f"--micro-batch-size 1 {WHOLE}", _NONE),

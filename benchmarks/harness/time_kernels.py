@@ -36,27 +36,27 @@ from megatron_moe.kernels.registry import BACKENDS, discover, select_kernels, su
 from megatron_moe.parallel.context import torch_dtype
 
 PAUSE = 20_000_000
-"""Clock cycles, about 10 ms: longer than the host takes to launch seven runs of anything here."""
+"""Duration of the pause in clock cycles, about 10 ms: longer than the host takes to launch seven runs of any case."""
 LASTING = 3000.0
-"""Milliseconds in which a GPU's clock comes down to what its power allows."""
+"""Milliseconds after which the power limit has reduced the clock of a GPU."""
 SLOW = 20.0
-"""Milliseconds from which on three runs after one are enough."""
+"""Time of a run, in milliseconds, from which on three runs after a warm-up run are enough."""
 COMPILED = "compiled"
 NO_MEMORY, FAILED, NO_TIME = "out of memory", "failed", "no time"
-"""Cells without a time."""
+"""Table cells for cases without a measured time."""
 PROBLEMS = (RuntimeError, ValueError, TypeError, AssertionError)
-"""What backends and torch.compile raise where they cannot; the other cells are wanted all the same."""
+"""Exceptions of backends and torch.compile for unsupported cases; the other cells are still measured."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches."""
+    """Rates that this machine reaches."""
 
     gigabytes_per_ms: float
     teraflop_per_ms: float
-    """In a few products after a pause."""
+    """Rate of a few matrix products after a pause."""
     lasting_teraflop_per_ms: float
-    """In products without a pause, when the machine has reached its limit of power."""
+    """Rate of matrix products without pauses, once the GPU has reached its power limit."""
 
 
 def main(argv: list[str]) -> int:
@@ -94,7 +94,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--ops", nargs="+", metavar="OP", choices=OPS, help="only the rows of these ops")
+    parser.add_argument("--ops", nargs="+", metavar="OP", choices=OPS, help="measure only the rows of these ops")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--compile-seconds", type=float, default=80.0)
     for name, default in (
@@ -120,7 +120,8 @@ def written(cell: float | str) -> str:
 
 
 def achieved(case: KernelCase, cell: float | str, ceilings: Ceilings) -> str:
-    """Two cells: the rate, and its share of the ceiling, of what takes longer at best."""
+    """Returns two cells, the rate and its fraction of the maximum, for memory traffic or operations, whichever takes
+    longer at best."""
     if isinstance(cell, str):
         return " | "
     moving, computing = case.gigabytes / ceilings.gigabytes_per_ms, case.teraflop / ceilings.teraflop_per_ms
@@ -129,7 +130,7 @@ def achieved(case: KernelCase, cell: float | str, ceilings: Ceilings) -> str:
 
 
 class Meter:
-    """Measures cases; what goes wrong in one cell stays in that cell."""
+    """Measures cases. An error affects only its own table cell."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, compile_seconds: float) -> None:
         self.device, self.dtype = device, dtype
@@ -137,7 +138,7 @@ class Meter:
         self.failed = False
 
     def measure(self, case: KernelCase, taken: str) -> dict[str, float | str]:
-        """Milliseconds by backend, or why there are none."""
+        """Milliseconds by backend, or the reason why a backend has none."""
         times = {
             name: self.cell(case, partial(case.run, kernels))
             for name, kernels in bundles(case, taken, self.device, self.dtype)
@@ -148,7 +149,8 @@ class Meter:
 
     def compiled(self, case: KernelCase, source: str) -> float | str:
         """Time of the compiled torch code of one backend; empty if the backend does not support the case."""
-        torch.compiler.reset()  # it gives up on functions that it has met too often, and all cases look alike to it
+        # torch.compile stops compiling a function after several recompilations, and all cases look alike to it
+        torch.compiler.reset()
         kernels = dict(bundles(case, source, self.device, self.dtype)).get(source)
         if kernels is None:
             return ""
@@ -171,7 +173,8 @@ class Meter:
 
 
 def bundles(case: KernelCase, taken: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, KernelSet]]:
-    """The reference, and each backend for this case's ops alone where it can."""
+    """Yields kernel sets: the reference, and the reference with the ops of this case from each backend that supports
+    them."""
     yield reference.NAME, reference.bundle()
     for backend in discover(BACKENDS):
         wanted = case.compiled is not None or backend.name == taken
@@ -184,7 +187,7 @@ def bundles(case: KernelCase, taken: str, device: torch.device, dtype: torch.dty
 
 
 def both_ways(run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
-    """The function and its backward."""
+    """Wraps a function to run its forward and backward."""
     if not inputs:
         return run
 

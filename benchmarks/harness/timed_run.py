@@ -1,5 +1,5 @@
-"""Shared by the step benchmarks: a run without logs and checkpoints, timed and traced steps, power readings of the GPU,
-and kernel times by kind."""
+"""Helpers shared by the step benchmarks: a run without logs and checkpoints, timed and traced steps, power readings of
+the GPU, and kernel times by kind."""
 
 import os
 import re
@@ -30,7 +30,7 @@ from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 
 EVERY_MS = 100
-"""Interval of board readings."""
+"""Interval between readings of GPU power and clock, in milliseconds."""
 KINDS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|_push_(tokens|sums)|_wait_for_arrival|deep_ep::"),
     ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|key_grads|query_grads|softmax_warp"),
@@ -87,9 +87,9 @@ class CommunicationTime:
     """Milliseconds per step in which communication kernels ran."""
 
     overlapped: float
-    """While another kernel ran too."""
+    """Milliseconds in which another kernel ran at the same time."""
     exposed: float
-    """While no other kernel ran."""
+    """Milliseconds in which no other kernel ran."""
 
     def __str__(self) -> str:
         return f"communication: {self.overlapped:.2f} ms overlapped, {self.exposed:.2f} ms exposed per step"
@@ -111,8 +111,8 @@ def require_gpu(what: str) -> None:
 class TimedRun:
     """Objects of a run for timing its steps.
 
-    `quick`: draws initial weights on the device, which is faster but gives other values than the run. `context`: that
-    of a process group that outlives the run; None: the run creates its own process group.
+    `quick`: draws initial weights on the device, which is faster but gives other values than the run. `context`:
+    context of an existing process group; if None, the run creates a process group.
     """
 
     def __init__(self, plan: RunPlan, *, quick: bool = False, context: ParallelContext | None = None) -> None:
@@ -120,7 +120,7 @@ class TimedRun:
         if context is not None:
             build.set_algorithms(plan)
         self.context = build.build_context(plan) if context is None else context
-        with ExitStack() as undo:  # another run may follow one that runs out of memory
+        with ExitStack() as undo:  # cleans up after errors, because another run may follow one that runs out of memory
             undo.callback(self.context.stop)
             kernels = build.build_kernels(plan, self.context)
             model = build.build_model(plan, self.context, kernels, initial=not quick)
@@ -129,7 +129,7 @@ class TimedRun:
             self.trainer: Trainer = build.build_trainer(plan, self.context, model, kernels)
             loader = build.build_train_loader(plan, self.context, build.build_data(plan, self.context))
             undo.pop_all()
-        assert loader is not None, "a run without training has no step to profile"
+        assert loader is not None, "a run with --skip-train has no step to profile"
         self.loader: TrainLoader = loader
         self.state = TrainState()
         self.kernel_table = kernels.table()
@@ -176,7 +176,7 @@ class TimedRun:
             # the old store keeps the keys of this process group, which a later run of this process would read
             os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        torch.use_deterministic_algorithms(False)  # for later runs of this process
+        torch.use_deterministic_algorithms(False)  # restores the default for later runs of this process
 
 
 @torch.no_grad()
@@ -285,7 +285,7 @@ class Board:
         return Reading(*map(median, zip(*map(astuple, readings), strict=True)))
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None, "a command without its output"
+        assert process.stdout is not None, "the command has no output pipe"
         with process.stdout as lines:
             for line in lines:
                 reading = _reading(line)

@@ -1,4 +1,6 @@
-"""The dry run: its report of every recipe, what it needs, what it refuses, and that it is the plan that runs."""
+"""`--dry-run`: its report for every recipe, its requirements and errors, and equality of its plan with the plan of the
+run.
+"""
 
 import json
 import shlex
@@ -97,7 +99,7 @@ def test_what_does_not_fit_comes_with_ways_out(tmp_path, monkeypatch):
     assert found["memory"]["total_gib"] == pytest.approx(memory["ways_out"][0]["total_gib"])
 
 
-def test_a_plan_that_no_option_makes_fit_says_so():
+def test_a_plan_that_fits_with_no_memory_option_is_reported():
     assert "no memory options suffice for this layout" in answer_to("--recipe q6 --gpu rtx4090 --dry-run")
 
 
@@ -420,7 +422,7 @@ def test_the_quickstart_is_estimated_before_its_tokenizer_is_trained():
     ],
 )
 def test_a_missing_tokenizer_is_one_line_among_the_problems(more: str, without: str, size: int, assumed: str):
-    """Where the size of the vocabulary is known."""
+    """The vocabulary size of the report is that of --vocab-size, or an assumed one."""
     argv = [*words(SMALL, f"--data-path {without}"), *more.split()]
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--dry-run=json"], {}, vocab_size_of=missing)

@@ -1,4 +1,4 @@
-"""Where experts have FP8 weight gradients."""
+"""Conditions under which experts compute weight gradients in FP8."""
 
 import pytest
 

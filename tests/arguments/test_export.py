@@ -1,4 +1,4 @@
-"""Exports read back as what they were made from, whatever the values are."""
+"""Exported flags, read back, give the same settings for any values."""
 
 import json
 import shlex
@@ -36,7 +36,7 @@ LEGIBLE = ANY.filter(_is_legible)
 PRINTABLE = LEGIBLE.filter(lambda text: not unprintable(text))
 """Values that an environment variable may have."""
 FRAMED = ANY.map(lambda text: f"a{text}z")
-"""Words that begin or end with blanks and the like may be what a shell or a clipboard has made of other words."""
+"""Any text between two letters: leading or trailing whitespace may come from a shell or clipboard and is rejected."""
 COMMAND_LINE_ONLY = ("forced_routing_of_data_is_requested", "forced_skew_is_possible")
 """Rules whose legal flags must stand on the command line, so that a file with them is rejected."""
 LEGAL = list({case.rule: case for case in CASES if not case.environ and case.rule not in COMMAND_LINE_ONLY}.values())

@@ -1,4 +1,4 @@
-"""YAML files in their three shapes, variables, origins, and files that are wrong."""
+"""YAML files of flags: the three accepted structures, environment variables, origins of values, and invalid files."""
 
 import re
 from pathlib import Path

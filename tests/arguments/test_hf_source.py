@@ -1,4 +1,4 @@
-"""`--load hf:DIR` as the source of model flags, tokenizer and defaults."""
+"""`--load hf:DIR` takes model flags, tokenizer and defaults from a Hugging Face folder."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Flags from a config.json and back: every public family, what no flag says, and what is refused."""
+"""Conversion of config.json to flags and back: every public family, settings without a flag, and rejected configs."""
 
 import json
 import shlex
@@ -60,11 +60,11 @@ ARCHITECTURES = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-value-heads 16 "
     "--linear-key-head-dim 24 --linear-value-head-dim 20 --linear-conv-kernel-dim 3 --attention-output-gate",
 )
-"""More of what a command line can ask of a model."""
+"""Further combinations of flags that define a model."""
 
 
 def unsaid(model: ModelConfig) -> list[str]:
-    """What the flags of a model leave different from it."""
+    """Differences between a model and the model that its exported flags define."""
     return differences(described(model), model)
 
 

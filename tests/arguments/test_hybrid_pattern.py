@@ -1,4 +1,4 @@
-"""Patterns of hybrid models: letters, pipeline stages, multi-token prediction, and what they mean for the model."""
+"""Layer patterns of hybrid models: letters, pipeline stages, multi-token prediction, and the resulting model config."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Launch environments as dictionaries."""
+"""Ranks and addresses from the environment variables of launchers."""
 
 import pytest
 
@@ -35,7 +35,7 @@ MPIRUN = {
     "MASTER_ADDR": "head",
 }
 BATCH_SHELL = {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}
-"""What a shell inside of an allocation sees."""
+"""SLURM variables of a shell within an allocation, outside srun."""
 
 
 def test_without_a_launcher_there_is_one_process():

@@ -1,4 +1,4 @@
-"""--te-precision-config-file: patterns, recipes and messages, and the modules that get another recipe."""
+"""--te-precision-config-file: patterns, recipes, error messages, and the modules whose recipe it changes."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The door: help, exports that read back, nothing heavy imported, no traceback whatever the words are."""
+"""Reading of command lines: help, exports, imports without torch, and error reports instead of tracebacks."""
 
 import subprocess
 import sys

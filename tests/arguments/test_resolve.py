@@ -1,4 +1,4 @@
-"""What flags mean: specs, lengths in samples, defaults that follow from other flags."""
+"""Resolution of flags to configs: layer specs, lengths in samples, and defaults derived from other flags."""
 
 import math
 from dataclasses import replace
@@ -503,7 +503,7 @@ def test_microbatches_overlap_only_with_expert_communication():
     assert plan.schedule(4).overlap and plan.pipeline.ep_overlap_early_attn_memory_release
 
 
-def test_small_choices_of_data_model_and_loop():
+def test_flags_of_data_model_and_training_loop():
     plan = plan_of(
         "--tokenizer-type NullTokenizer --vocab-size 99 --null-tokenizer-eod-id 5 --null-tokenizer-pad-id 6 "
         "--full-validation --mid-level-dataset-surplus 0.01 --iterations-to-skip 3 7 --init-method-xavier-uniform "

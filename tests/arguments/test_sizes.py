@@ -1,4 +1,4 @@
-"""Notes on GEMM sizes that are slow on GPUs, with their remedy, only where they apply."""
+"""Notes on GEMM sizes that are slow on GPUs, and their remedies."""
 
 import pytest
 

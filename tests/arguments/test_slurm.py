@@ -1,4 +1,4 @@
-"""The texts of job scripts, from a job to a script."""
+"""Generation of job scripts for SLURM and torchrun."""
 
 import shlex
 import subprocess
@@ -26,7 +26,7 @@ JOB = Job(
 
 
 def lines_printed(script: str) -> list[str]:
-    """What the script prints when bash runs it."""
+    """Lines that bash prints when it runs the script."""
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, check=True)
     return done.stdout.splitlines()
 

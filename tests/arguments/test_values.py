@@ -1,4 +1,4 @@
-"""Texts into values and back; patterns of layers; nothing is ever evaluated."""
+"""Conversion of flag values from and to text, and layer patterns; text is never evaluated as code."""
 
 from typing import Literal
 

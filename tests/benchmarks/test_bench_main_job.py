@@ -1,4 +1,4 @@
-"""Benchmark of whole runs: selected variants and reference of the comparison."""
+"""Benchmark of whole runs: selection of variants, and the reference of the comparison."""
 
 import shlex
 from pathlib import Path

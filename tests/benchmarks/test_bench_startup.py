@@ -1,4 +1,4 @@
-"""Benchmark of the start: a table of commands without torch, and a table of the phases of a training run."""
+"""Benchmark of startup: tables of the commands that do not load torch, and of the startup phases of a training run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from benchmarks.harness import bench_startup
 from tests.helpers.thinned import nightly_only
 
 
-def test_a_question_is_a_row_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_row_of_a_command_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "table.md"
     words = ["--repeats", "1", "--output", str(output), "--question=--help", "--question=--num-layers 4"]
     bench_startup.main(words)

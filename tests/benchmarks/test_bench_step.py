@@ -1,4 +1,4 @@
-"""Table of step times: flags of its cases, and remarks of failed or omitted cases."""
+"""Table of step times: flags of its cases, and remarks on failed or omitted cases."""
 
 import re
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
     assert plan.loop.train_iters >= case.warmup + case.steps + case.traced
 
 
-def test_a_row_has_what_was_measured():
+def test_a_row_contains_the_measured_values():
     board = Reading(watts=698.4, limit_watts=700.0, sm_mhz=1530.0)
     balanced = CaseOutcome(BY_NAME["q6"], (), 20.0, result(361.3, board=board))
     skewed = CaseOutcome(BY_NAME["q6-skewed"], (), 19.6, result(366.4, tflops=394.4))
@@ -85,7 +85,7 @@ def test_a_row_has_what_was_measured():
     assert cells(row(skewed, []))[6] == "not measured"
 
 
-def test_a_case_that_fails_or_finds_no_time_leaves_the_others(capsys):
+def test_a_case_that_fails_or_exceeds_the_time_does_not_affect_others(capsys):
     clock = count(0.0, 10.0)
     cases = [(BY_NAME[name], ("--recipe", name)) for name in ("q6", "m8", "q6-learned", "ds4")]
 

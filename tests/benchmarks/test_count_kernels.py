@@ -1,4 +1,4 @@
-"""Launches per layer and microbatch where ranks share a sequence, counted without a GPU."""
+"""Kernel launches per layer and microbatch with tensor and context parallelism, counted without a GPU."""
 
 import pytest
 

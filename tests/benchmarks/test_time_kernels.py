@@ -1,4 +1,4 @@
-"""Table of kernels: a row for every op with an own kernel; a failing cell does not affect others."""
+"""Kernel benchmark: one row for every op with a kernel of this project, also if some measurements fail."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_every_op_has_a_row_or_a_reason(small_cases: dict[str, KernelCase]):
     assert not timed & set(NOT_TIMED)
 
 
-def test_no_op_with_a_kernel_of_our_own_is_left_out(small_cases: dict[str, KernelCase]):
+def test_every_op_with_a_kernel_of_this_project_is_measured(small_cases: dict[str, KernelCase]):
     ours = {op for backend in discover(BACKENDS) if backend.name in OURS for op in backend.provides}
     assert len(ours) > 20
     assert ours - set(EXCHANGE_OPS) - set(LOW_PRECISION_OPS) <= {case.op for case in small_cases.values()}
@@ -78,7 +78,9 @@ def times_of(run, inputs=()) -> tuple[dict[str, float | str], time_kernels.Meter
     ("problem", "cell", "failed"),
     [(torch.OutOfMemoryError("no room"), "out of memory", False), (ValueError("broken"), "failed", True)],
 )
-def test_a_cell_fails_alone(capsys: pytest.CaptureFixture[str], problem: Exception, cell: str, failed: bool):
+def test_a_failing_measurement_does_not_affect_others(
+    capsys: pytest.CaptureFixture[str], problem: Exception, cell: str, failed: bool
+):
     def run(kernels):
         if kernels.rms_norm is reference.rms_norm:
             raise problem

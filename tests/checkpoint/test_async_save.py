@@ -1,4 +1,4 @@
-"""Asynchronous saves: the bytes of a synchronous save, taken at the call, and never an incomplete checkpoint."""
+"""Asynchronous saves write the bytes of synchronous saves and never leave an incomplete checkpoint."""
 
 import errno
 import threading
@@ -35,7 +35,7 @@ PATIENCE = 120.0
 
 
 class Gated(Storage):
-    """Writes no file before its gate is open."""
+    """Storage that blocks every write until `gate` is set."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -173,7 +173,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Slow(Storage):
-    """Takes its time for each tensor."""
+    """Storage that reads the chunks of a file slowly and counts them."""
 
     def __init__(self) -> None:
         self.num_chunks = 0
@@ -211,7 +211,7 @@ def test_close_completes_a_commit_and_returns_its_iteration(tmp_path: Path, pati
 
 
 class GatedCommit(Storage):
-    """Gives no checkpoint its name before its gate is open."""
+    """Storage that blocks the final rename of a checkpoint until `gate` is set."""
 
     def __init__(self) -> None:
         self.gate, self.reached = threading.Event(), threading.Event()

@@ -87,7 +87,7 @@ def test_a_folder_round_trips_exactly(name: str, shard_bytes: int, tmp_path: Pat
     equal(found, tensors_in(folder))
     assert sorted(row.hf_name for row in report.rows) == sorted(found)
     hf_config = read_config(folder) | {"dtype": "bfloat16"}
-    if "num_nextn_predict_layers" in hf_config:  # transformers writes no such layer, and says 1 all the same
+    if "num_nextn_predict_layers" in hf_config:  # transformers writes 1, although it saves no such layer
         hf_config["num_nextn_predict_layers"] = 0
     assert read_config(tmp_path / "back") == hf_config
 

@@ -1,4 +1,4 @@
-"""Specs from config.json: against the flags of the public model table, and what is refused."""
+"""Model configs from config.json: equality with the flags of the public model table, and rejected configs."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,9 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 ROWS = {str(row): row for row in zoo_rows()}
 
 LATENT_NORM = "layers 0-26 mixer norm eps: 1e-05, published 1e-06"
-"""Flags have one epsilon; the published code norms the latents of attention with 1e-6 whatever rms_norm_eps says."""
+"""Flags have one epsilon; the published code normalises the latents of attention with 1e-6 for any value of
+rms_norm_eps.
+"""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

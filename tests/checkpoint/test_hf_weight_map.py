@@ -1,4 +1,4 @@
-"""Names and layouts: every transform is undone exactly, and every name of a model has one mapping."""
+"""Mapping of Hugging Face weights: every transform has an exact inverse, and every name of a model has one mapping."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hugging Face folders: exact round trips, and one complete error message for folders that do not fit."""
+"""Hugging Face folders: exact round trips, and one complete error message for incompatible folders."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Selection of the folder and of the parts of a checkpoint that a run loads."""
+"""Selection of the checkpoint folder, and of the parts of a checkpoint, that a run loads."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def test_the_runs_own_newest_checkpoint_comes_before_load(tmp_path: Path) -> Non
     assert (source.origin, [c.iteration for c in source.candidates]) == ("--save", [20, 10])
 
 
-def test_a_given_step_comes_before_everything(tmp_path: Path) -> None:
+def test_a_requested_step_has_the_highest_precedence(tmp_path: Path) -> None:
     own, other = saved_folder(tmp_path / "own", 10, 20), saved_folder(tmp_path / "other", 10, 90)
     source = choose(save=own, load=str(other), ckpt_step=10)
     assert (source.origin, source.location) == ("--ckpt-step", str(other))
@@ -81,7 +81,7 @@ def test_a_run_that_saves_no_optimizer_resumes_without_it(tmp_path: Path) -> Non
     assert loaded.iteration == 10 and not tensors["master.embedding.weight"].any()
 
 
-def test_fresh_ignores_the_own_folder(tmp_path: Path) -> None:
+def test_fresh_ignores_checkpoints_in_the_save_folder(tmp_path: Path) -> None:
     own, other = saved_folder(tmp_path / "own", 10), saved_folder(tmp_path / "other", 5)
     assert choose(save=own, fresh=True) is None
     assert choose(save=own, load=str(own), fresh=True) is None

@@ -1,4 +1,4 @@
-"""The manifest: its own seal, what it may say, and that a hostile one is refused before anything is allocated."""
+"""Checkpoint manifest: its checksum, its schema, and rejection of malicious manifests before any allocation."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""docs/folding.md and docs/schedule.md say what the code says."""
+"""Tables and examples in docs/folding.md and docs/schedule.md agree with the code."""
 
 import re
 import shlex
@@ -57,5 +57,5 @@ def test_the_charts_are_what_the_tool_prints(block, capsys):
     assert shown.strip("\n") in capsys.readouterr().out
 
 
-def test_there_are_charts():
+def test_the_page_contains_six_charts():
     assert SCHEDULE.count("```\n$ ") == 6

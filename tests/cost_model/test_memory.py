@@ -1,4 +1,4 @@
-"""Memory of the cost model: state against built tensors, activations against hand counts."""
+"""Memory of the cost model: state against built tensors, activations against values counted manually."""
 
 from collections import Counter
 from dataclasses import replace
@@ -309,7 +309,7 @@ def test_optimizer_offload_removes_state_from_the_device():
 
 
 def test_fp8_halves_the_inputs_of_expert_gemms():
-    """About 16 GB of DeepSeek-V3's expert inputs, says the paper, for the 60 layers in flight on pipeline rank 2."""
+    """The paper gives about 16 GB for the expert inputs of DeepSeek-V3, with 60 layers in flight on pipeline rank 2."""
     low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision=low_precision_config("tensorwise"))), 2)
     saved = dict(of_rank(DEEPSEEK, 2).activations)["experts"] - dict(low.activations)["experts"]
     assert saved == 60 * (448 + 128) / 2 * (1 << 20)

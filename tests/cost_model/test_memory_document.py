@@ -34,7 +34,7 @@ def of_rank(plan: RunPlan, rank: int = 1) -> RankBytes:
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """(figure, published, ours)."""
+    """Rows of the table: (quantity, published value, value of the cost model)."""
     plain = of_rank(DEEPSEEK)
 
     def freed(*modules: str) -> float:

@@ -132,7 +132,7 @@ def test_exhaustive_order_takes_every_sample_exactly_once() -> None:
         assert sorted(pairs) == [(number, sample) for number, size in enumerate(sizes) for sample in range(size)]
 
 
-def test_a_data_set_without_samples_gives_none() -> None:
+def test_a_data_set_without_samples_yields_no_samples() -> None:
     assert exhaustive_order([0, 3, 0], 3)["dataset_index"].tolist() == [1, 1, 1]
 
 

@@ -1,4 +1,4 @@
-"""Cached index arrays: complete, or rebuilt."""
+"""Cached index arrays are rebuilt if they are missing or incomplete."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From flags to the samples of every split."""
+"""Construction of the datasets of every split from flags."""
 
 import time
 from collections.abc import Sequence

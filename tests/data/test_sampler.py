@@ -31,7 +31,7 @@ def test_ramp_equals_the_formula_at_every_count() -> None:
         assert ramp.size_at(consumed) == 3 + 2 * increments
 
 
-def test_ramp_without_distance_or_samples_is_constant_at_once() -> None:
+def test_ramp_without_distance_or_samples_is_constant() -> None:
     assert batch(4, (4, 2, 100)).size_at(0) == 4
     assert batch(8, (4, 2, 0)).size_at(1) == 8
 

@@ -1,4 +1,4 @@
-"""Every kind of tokenizer, with small models trained here."""
+"""Every type of tokenizer, with small models trained by the tests."""
 
 import base64
 import io

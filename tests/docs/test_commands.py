@@ -24,7 +24,7 @@ from tests.tools.test_import_megatron import MODELS as MEGATRON_MODELS
 
 PAGES = ("README.md", *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").glob("*.md"))))
 CONVERSION = "docs/conversion.md"
-"""Its commands use the results of earlier ones."""
+"""Page whose commands use the results of earlier commands."""
 ELSEWHERE = {
     "python3 -m venv": "scripts/quickstart.sh",
     "bash scripts/install.sh": "scripts/quickstart.sh",
@@ -220,7 +220,7 @@ def test_every_other_command_is_run_by_ci() -> None:
         assert all(name in text or f"/../{name}" in text for name in script), f"{where}: {command}"
 
 
-def test_commands_stand_in_blocks_that_are_run() -> None:
+def test_all_commands_are_in_executed_code_blocks() -> None:
     """Neither indented nor in blocks of another language."""
     start = re.compile(r"^(?: {4}|\t)(?:python|bash|torchrun|make) \S", re.MULTILINE)
     for page in PAGES:

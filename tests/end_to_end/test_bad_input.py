@@ -50,7 +50,7 @@ def test_a_truncated_index(reject, copied, tmp_path):
     assert not checkpoints(tmp_path)
 
 
-def test_a_foreign_index(reject, copied, tmp_path):
+def test_an_index_file_of_another_format_is_rejected(reject, copied, tmp_path):
     copied.with_suffix(".idx").write_bytes(b"PK\x03\x04" + bytes(100))
     reject(arguments(str(copied), tmp_path / "run"), ExitCode.DATA, "corpus.idx")
 
@@ -82,12 +82,12 @@ def test_a_missing_tokenizer(reject, data, tmp_path):
     reject(arguments(data, tmp_path / "run", *more), ExitCode.DATA, "nowhere.model", "does not exist")
 
 
-def test_a_wrong_flag(reject, data, tmp_path):
+def test_an_invalid_flag_is_reported(reject, data, tmp_path):
     reject(arguments(data, tmp_path / "run", "--moe-router-topkk", "3"), ExitCode.CONFIG, "--moe-router-topk")
     assert not (tmp_path / "run").exists()
 
 
-def test_all_wrong_flags_at_once(reject, data, tmp_path):
+def test_all_invalid_flags_are_reported(reject, data, tmp_path):
     more = ["--moe-router-topk", "9", "--num-query-groups", "3", "--global-batch-size", "7"]
     words = ["--moe-router-topk", "--num-query-groups", "--global-batch-size", "3 problems"]
     reject(arguments(data, tmp_path / "run", *more), ExitCode.CONFIG, *words)

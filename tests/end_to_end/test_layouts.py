@@ -1,4 +1,4 @@
-"""Runs on two ranks log the numbers of one rank, and their checkpoints resume on one rank."""
+"""Runs on two ranks log the same numbers as a run on one rank, and their checkpoints can be resumed on one rank."""
 
 from pathlib import Path
 

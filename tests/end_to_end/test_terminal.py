@@ -1,4 +1,4 @@
-"""Output of a run on a terminal and into a pipe."""
+"""Output of a run to a terminal and to a pipe."""
 
 import os
 import pty

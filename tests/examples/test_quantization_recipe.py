@@ -84,7 +84,7 @@ def test_emulated_memory_agrees_with_the_cost_model():
     check_memory(plan_of(f"{USE} {sizes} --moe-ffn-hidden-size 1024 --transformer-impl local --micro-batch-size 1"))
 
 
-def test_it_needs_emulation():
+def test_the_recipe_requires_emulation():
     config = recipe()
     with pytest.raises(EnvironmentProblem, match="No GPU has tensor cores for the recipe int8_blocks"):
         select_kernels(KernelConfig(), torch.device("cpu"), torch.bfloat16, config)

@@ -57,7 +57,7 @@ def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> N
 
 
 def test_a_rank_ends_when_its_launcher_died_before_it_began(data: str, tmp_path: Path) -> None:
-    """P7: nobody would end it, and it would hold the run's lock."""
+    """P7: otherwise the rank would continue unsupervised and keep the lock of the run folder."""
     run = tmp_path / "run"
     program = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, run, *ENDLESS)]
     waits = 'until [ -e "$0" ]; do sleep 0.01; done; exec env "$@"'

@@ -209,7 +209,7 @@ STATES = {
 def test_an_update_that_stores_a_nonfinite_number_ends_the_run(
     where: str, value: float, found: str, steps: int, tmp_path: Path
 ) -> None:
-    """Also with on_nonfinite="skip", because the weights of the last finite step are lost."""
+    """The run ends even with on_nonfinite="skip", because the weights of the last finite step are lost."""
     optimizer = OptimizerConfig(clip_grad=0.5, offload=STATES[where])
     plan = tiny.plan(resilience=SKIP, optimizer=optimizer, logging=LoggingConfig(run_dir=tmp_path))
     trainers: list[Trainer] = []

@@ -1,4 +1,4 @@
-"""Writes the result of every GPU test as it ends, so that a run that is stopped leaves those before."""
+"""Writes the result of every GPU test when it ends, so that an interrupted run keeps the results of completed tests."""
 
 from pathlib import Path
 

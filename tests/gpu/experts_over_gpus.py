@@ -1,4 +1,4 @@
-"""What every rank of the tests of experts over GPUs runs."""
+"""Functions that every rank runs in the GPU tests of expert parallelism."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ CAPACITIES = (None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.0, pad=
 
 
 def cases(num_ranks: int) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
-    """Every fold and dispatcher, with features in turn."""
+    """All parallel layouts and dispatchers; optional features rotate over the cases."""
     found = []
     for place, fold in enumerate(folds(num_ranks)):
         for dispatcher in ("allgather", "alltoall"):
@@ -99,7 +99,8 @@ def flex_layers(context_of: ContextOf, num_ranks: int, ranks_per_host: int | Non
 
 
 def bf16_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Every fold with the flex dispatcher, on one host and on two, in bf16; and the result of the local dispatcher on
+    """Results of every layout with the flex dispatcher, on one host and on two, in bf16; and the result of the local
+    dispatcher on
     one GPU, with the same kernels."""
     results = []
     for fold, config, data in bf16_cases(num_ranks):
@@ -125,8 +126,9 @@ def hierarchical_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def flex_cases(num_ranks: int, ranks_per_host: int | None = None) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
-    """Every fold with the flex dispatcher; in turn, shared experts overlapped, SMs reserved, and row bounds
-    that no rank exceeds."""
+    """All parallel layouts with the flex dispatcher; overlapped shared experts, reserved SMs, and row bounds that no
+    rank exceeds rotate over the cases.
+    """
     found = []
     for place, each in enumerate(folds(num_ranks)):
         fold = replace(each, ranks_per_host=ranks_per_host)
@@ -367,7 +369,7 @@ def trained(context: ParallelContext, recipe: str, name: str, num_steps: int) ->
 
 
 def on_rank(context: ParallelContext, job: Callable[..., list[Any]], num_ranks: int) -> list[Any]:
-    """What `job` returns, with contexts of any layout in the process group of `context`."""
+    """Runs `job` with contexts of any layout in the process group of `context`; returns its results."""
 
     def context_of(config: ParallelConfig, dtype: torch.dtype) -> ParallelContext:
         return ParallelContext.within(config, context.rank, device=context.device, dtype=dtype, handles=context.handles)
@@ -376,5 +378,5 @@ def on_rank(context: ParallelContext, job: Callable[..., list[Any]], num_ranks: 
 
 
 def on_gpus(num_ranks: int, job: Callable[..., list[Any]]) -> list[list[Any]]:
-    """What `job` returns on every rank, one process per GPU."""
+    """Runs `job` in one process per GPU; returns the results of every rank."""
     return ranks.on_gpus(ParallelConfig(world_size=num_ranks), on_rank, job, num_ranks, timeout=LIMIT_S)

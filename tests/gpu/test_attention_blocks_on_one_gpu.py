@@ -1,4 +1,4 @@
-"""Attention in parts and with sinks on one GPU, by cuDNN and by our own kernels, against plain torch in fp64."""
+"""Blockwise attention and attention with sinks on one GPU: cuDNN and Triton kernels against plain torch in fp64."""
 
 from typing import Any
 
@@ -91,7 +91,7 @@ def test_triton_blocks_of_four_ranks_match_one(
 def test_ring_attention_with_documents_and_windows_matches_one_rank(
     width: int, value_width: int, window: tuple[int, int] | None
 ) -> None:
-    """Rectangles that a window leaves whole are cuDNN's, the others ours."""
+    """cuDNN computes the rectangles that the window does not cut, the Triton kernels the others."""
     inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, window=window)
     parts = split_positions("zigzag", 1024, 4)
     segments_BS = (torch.arange(1024, device="cuda") * 5 // 1024).expand(2, 1024)

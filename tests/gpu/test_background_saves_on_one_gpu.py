@@ -1,4 +1,4 @@
-"""Saving in the background from a GPU: the copy goes into page-locked memory and is that of the moment of the call."""
+"""Asynchronous saves from a GPU: tensors are copied to pinned memory with their values at the time of the call."""
 
 import time
 from pathlib import Path

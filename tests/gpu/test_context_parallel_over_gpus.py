@@ -1,4 +1,4 @@
-"""A sequence split over GPUs under NCCL: the numbers of one rank, and no waiting for the device."""
+"""Context parallelism with NCCL: equality with one rank, and no host-device synchronisation."""
 
 from dataclasses import replace
 from typing import Any

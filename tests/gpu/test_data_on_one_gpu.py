@@ -1,4 +1,4 @@
-"""Batches on a GPU: the same numbers, and the host does not wait for them."""
+"""Batches on a GPU: same values as on the CPU, without host-device synchronisation."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What an emulation without a GPU says is the allocator's peak in a real step of the same rank without peers."""
+"""Peak memory emulated without a GPU equals the allocator's peak in a real step of the same rank without peers."""
 
 import json
 import os

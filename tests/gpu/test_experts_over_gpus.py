@@ -1,4 +1,4 @@
-"""Experts over ranks under NCCL: the numbers of one rank, and no waiting for the device where none is declared."""
+"""Expert parallelism with NCCL: equality with one rank, and no host-device synchronisation except where declared."""
 
 from functools import cache
 
@@ -118,5 +118,5 @@ def test_replayed_training_steps_equal_eager_ones(recipe: str, name: str, num_gp
 
 @cache
 def steps_of(recipe: str, name: str, num_gpus: int) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """What `trained` returns on every rank."""
+    """Results of `trained` on every rank."""
     return ranks.on_gpus(ParallelConfig(world_size=num_gpus), trained, recipe, name, 22, timeout=LIMIT_S)

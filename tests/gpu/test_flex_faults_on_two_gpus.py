@@ -1,4 +1,4 @@
-"""Training over symmetric memory with a rank that first stops for a while and is later killed."""
+"""Training with the flex dispatcher over symmetric memory, with a rank that is first suspended and later killed."""
 
 import os
 import signal

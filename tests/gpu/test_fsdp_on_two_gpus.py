@@ -1,4 +1,4 @@
-"""Sharded gradients and weights of units under NCCL: gathers and reductions on their own streams, no host waits."""
+"""FSDP with NCCL: gathers and reductions run on separate streams without host-device synchronisation."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""CUDA graphs on one GPU: replayed steps are computed steps bit for bit, whatever the routing does."""
+"""CUDA graphs on one GPU: replayed steps equal eager steps bit for bit for any routing."""
 
 import gc
 import os

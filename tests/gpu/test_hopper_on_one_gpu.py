@@ -1,4 +1,4 @@
-"""Grouped products by TMA and warpgroups against fp64, and against themselves."""
+"""Grouped GEMMs of the `hopper` backend: comparison with fp64, and bitwise reproducibility."""
 
 from collections.abc import Iterator
 

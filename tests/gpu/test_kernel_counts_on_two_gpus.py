@@ -1,4 +1,4 @@
-"""Kernels that a rank launches per layer and microbatch where ranks share a sequence, counted by the profiler."""
+"""Kernel launches per layer and microbatch with tensor and context parallelism, counted by the profiler."""
 
 from functools import cache
 

@@ -188,7 +188,7 @@ def test_query_key_value_matches_fp64(
 
 
 def test_norms_and_heads_are_bitwise_reproducible() -> None:
-    """At sizes where every SM adds its own share of the weights' gradients."""
+    """Sizes at which every SM contributes a partial sum to the weight gradients."""
     kernels, _ = bundles(BF16)
     x, qkv = draw(1024, 4, 2048).to(BF16).cuda(), draw(1024, 4, 4, 10 * 128, seed=1).to(BF16).cuda()
     cos, sin = (torch.rand(1024, 1, 128, device="cuda") for _ in range(2))
@@ -241,7 +241,7 @@ def test_router_logits_are_accurate_to_fp32(tokens: int, width: int, experts: in
 def test_routing_matches_the_cpu(
     experts: int, topk: int, groups: tuple[int | None, int | None], score: Any, dtype: torch.dtype
 ) -> None:
-    """More tokens than the programs hold at a time; two launches agree to the bit."""
+    """More tokens than all programs process in one iteration; two launches give identical bits."""
     num_groups, group_topk = groups
     config = RouterConfig(
         hidden_size=8, num_experts=experts, topk=topk, score_function=score, num_groups=num_groups,

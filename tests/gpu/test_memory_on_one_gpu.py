@@ -1,4 +1,4 @@
-"""On a GPU too, what runs again or waits on the host changes no bit, and takes less memory."""
+"""Recompute and activation offload on a GPU give bitwise identical results and use less memory."""
 
 from collections.abc import Iterator
 from functools import cache

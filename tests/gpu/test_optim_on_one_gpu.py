@@ -1,4 +1,6 @@
-"""Buffers, norm, clip and AdamW on one GPU: the CPU's numbers, no wait for the host, and a checkpoint of it all."""
+"""Gradient buffers, norm, clipping and AdamW on one GPU: equality with the CPU, no host-device synchronisation,
+checkpoints.
+"""
 
 from pathlib import Path
 

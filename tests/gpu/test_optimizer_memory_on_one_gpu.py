@@ -1,4 +1,4 @@
-"""Narrow optimizer state on one GPU: the compiled kernel against the CPU's numbers; state that lives in host memory."""
+"""Low-precision optimizer state on one GPU: the compiled kernel against the CPU, and state in host memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A real lack of memory on a GPU ends with the report."""
+"""A real out-of-memory error on a GPU ends the run with a report."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Pipelines under NCCL give the numbers of one GPU, in fp64 on the reference kernels."""
+"""Pipeline parallelism with NCCL gives the results of one GPU, in fp64 with the reference kernels."""
 
 from functools import cache
 

@@ -1,4 +1,6 @@
-"""Functions that no kernel fuses: Triton's ops leave them to plain torch, without waiting for the device."""
+"""Registered functions without a fused kernel: the Triton ops compute them in plain torch, without host-device
+synchronisation.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

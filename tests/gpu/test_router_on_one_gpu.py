@@ -1,4 +1,4 @@
-"""The router on one GPU: the same numbers as on the CPU, and it never waits for the host."""
+"""The router on one GPU: same values as on the CPU, without host-device synchronisation."""
 
 from contextlib import nullcontext
 
@@ -36,8 +36,9 @@ CASES = [
 
 
 def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: bool = False):
-    """One microbatch with padding, and the update: routing, tally, router and input gradient. `ours`: by our kernels,
-    which take fp64 too, although no run asks them to."""
+    """One microbatch with padding, and the update: routing, tally, router and input gradient. `ours`: uses the Triton
+    kernels, which also support fp64, although no run uses it.
+    """
     ctx = ParallelContext.single(device=device)
     router = make_router(ctx=ctx, capacity=capacity, **fields)
     if ours:

@@ -1,4 +1,4 @@
-"""ZeRO-1 under NCCL: reductions in place, means in the collective, gathers on their own stream."""
+"""ZeRO-1 with NCCL: in-place reductions, averages computed by the collective, and gathers on a separate stream."""
 
 import pickle
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Rows in pages on a GPU: the compiled kernels are the reference, can be recorded, and never wait for the host."""
+"""Paged stash on a GPU: compiled kernels equal the reference, can be captured, and do not synchronise with the host."""
 
 import pytest
 import torch

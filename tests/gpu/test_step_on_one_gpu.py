@@ -1,4 +1,4 @@
-"""Whole training steps on one GPU: they never wait for the host, and repeat bit for bit when asked to."""
+"""Whole training steps on one GPU: no host-device synchronisation, and bitwise reproducible results."""
 
 import os
 from collections.abc import Iterator

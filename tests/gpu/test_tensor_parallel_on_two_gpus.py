@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism under NCCL: the numbers of one GPU, and no waiting for the device."""
+"""Tensor and sequence parallelism with NCCL: equality with one GPU, and no host-device synchronisation."""
 
 import pickle
 from pathlib import Path

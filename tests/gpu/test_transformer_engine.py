@@ -1,4 +1,4 @@
-"""The real Transformer Engine on one GPU: its ops against the reference, and models that train by it."""
+"""Transformer Engine on one GPU: its ops against the reference, and training of models with it."""
 
 import importlib.util
 import os
@@ -121,8 +121,10 @@ def low_precision_kernels(config: LowPrecisionConfig) -> Kernels:
 
 @RECIPES
 @pytest.mark.parametrize("shape", [(256, 384), (96, 160), (2048, 1024), (50, 20)], ids=str)
-def test_operands_have_our_bytes(shape: tuple[int, int], name: str) -> None:
-    """Copies of inputs, gradients and weights, in every combination; (50, 20) is quantised by our own kernels."""
+def test_operands_have_the_bytes_of_this_projects_kernels(shape: tuple[int, int], name: str) -> None:
+    """Copies of inputs, gradients and weights, in every combination; (50, 20) is quantised by the kernels of this
+    project.
+    """
     config = CONFIGS[name]
     theirs, ours = Operands(low_precision_kernels(config), config), Operands(REFERENCE, config)
     x = draw(*shape).bfloat16()
@@ -202,7 +204,7 @@ def test_grouped_products_match_dequantised_operands(accumulate: bool, counts: l
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
-def test_fp8_losses_match_those_of_our_kernels(recipe: str) -> None:
+def test_fp8_losses_match_those_of_this_projects_kernels(recipe: str) -> None:
     """The first step has equal bytes of all operands; later ones differ by the order of sums."""
     losses = []
     named = (
@@ -231,7 +233,7 @@ def test_fp8_losses_match_those_of_our_kernels(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["q6", "m8"])
-def test_losses_match_those_of_our_kernels(recipe: str) -> None:
+def test_losses_match_those_of_this_projects_kernels(recipe: str) -> None:
     losses = []
     for backend in ("auto", "transformer_engine"):
         flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--kernel-backend", backend]

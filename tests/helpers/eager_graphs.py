@@ -20,7 +20,7 @@ from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphReco
 
 class EagerRecorder(CudaGraphRecorder):
     def __init__(self) -> None:
-        """Has no stream."""
+        """Creates a stand-in without a stream."""
 
     def pool(self) -> Any:
         return _Pool()
@@ -92,7 +92,7 @@ class _Tape(CapturedGraph, TorchDispatchMode):
         references of tapes per storage, by the address of the storage object. `pooled`: storages of all graphs."""
         TorchDispatchMode.__init__(self)
         self._calls: list[tuple[Any, Any, Any, list[tuple[Tensor, int]]]] = []
-        """Op, arguments, and its new tensors with their places in the result."""
+        """(op, positional arguments, keyword arguments, new tensors with their indices in the result) of each call."""
         self._before: list[tuple[Tensor, Tensor]] = []
         self._own: dict[int, Tensor] = {}
         """One tensor per storage that the graph allocates, by the address of the storage object."""
@@ -100,7 +100,7 @@ class _Tape(CapturedGraph, TorchDispatchMode):
         """One tensor per storage that no graph has allocated."""
         self._held = held
         self._references: Counter[int] = Counter()
-        """Those of this tape."""
+        """References that this tape holds, by the address of the storage."""
         self._reusable, self._pooled = reusable, pooled
         with self:
             self.outputs = work()

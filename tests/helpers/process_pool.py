@@ -172,7 +172,7 @@ def _values(workers: Sequence[Worker], timeout: float) -> list[Any]:
     while len(answers) < len(workers):
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in answers}
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:  # also after the deadline, for answers that arrived while this process was not scheduled
+        if not ready:  # polled after the deadline too, for answers that arrived while this process was not scheduled
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)

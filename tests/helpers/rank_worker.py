@@ -1,6 +1,6 @@
 """Worker process of the pool: receives jobs, runs each as one rank, and returns the result.
 
-On the CPU every job gets a fresh gloo group. On GPUs the process joins one NCCL group that stands as long as it lives.
+On the CPU every job gets a fresh gloo group. On GPUs the process joins one NCCL group for its whole lifetime.
 
 Started by `tests/helpers/process_pool.py`, which has the other end of the pipe.
 """

@@ -150,7 +150,7 @@ def run_program(
 
 
 def run_on_hosts(num_hosts: int, arguments: Sequence[str], *, cwd: Path) -> list[subprocess.CompletedProcess]:
-    """Runs `pretrain_moe.py ARGUMENTS` on gloo processes that seem to be on a host each; returns results by rank."""
+    """Runs `pretrain_moe.py ARGUMENTS` on gloo processes, each on an emulated host; returns results by rank."""
     port = f"{free_port()}"
 
     def environment(rank: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Run folders as runs write them."""
+"""Creates run folders with the files that runs write."""
 
 import json
 from dataclasses import asdict

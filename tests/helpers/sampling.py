@@ -34,7 +34,8 @@ SAMPLED = {
 
 
 def sample(cases: Sequence[frozenset[Hashable]], n: int) -> set[int]:
-    """Places of one of n cases, or of all cases if there are at most n. A case is the set of its parameters' values.
+    """Indices of one in every n cases, or of all cases if there are at most n. A case is the set of its parameters'
+    values.
 
     Every n-th case could have the same value of a parameter. Cases with the most values that no earlier case has are
     taken first, then evenly spaced ones.

@@ -121,7 +121,7 @@ def dense_ancestor(config: ModelConfig, granularity: int) -> ModelConfig:
 
 
 def build(config: ModelConfig, *, seed: int = 7, **stage: Any) -> GPT:
-    """fp64 model on the reference kernels, initialised as its config says."""
+    """fp64 model on the reference kernels, with the initialisation of its config."""
     model = GPT(config, ParallelContext.single(), reference.bundle(), **stage)
     init_parameters(model, seed, config.init)
     return model

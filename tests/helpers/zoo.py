@@ -1,6 +1,6 @@
 """Public MoE architectures (data_files/zoo_models.tsv) as command lines and model configs.
 
-Left out are models with parts that this program does not have: linear attention, sparse-attention indexers, Mamba.
+Models with unsupported components are omitted: linear attention, sparse-attention indexers, Mamba.
 Where a router is foreign (sparsemixer of Phi-3.5-MoE, corrected softmax of ERNIE, here sigmoid) its parameters are
 those of an ordinary one.
 """

@@ -19,7 +19,7 @@ NO_TORCH = (
     "checkpoint.huggingface.config_write",
     "checkpoint.huggingface.config_reader", "resilience.packages",
 )  # fmt: skip
-"""Packages and modules that load without torch, so that `--help` and `--dry-run` answer at once."""
+"""Packages and modules that load without torch, so that `--help` and `--dry-run` start fast."""
 
 THIRD_PARTY = ("torch", "numpy", "safetensors", "yaml")
 """Packages that a module may import at its top. Modules of `NO_TORCH` import none of them, `arguments` only yaml."""

@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Import:
-    """An imported module and its place."""
+    """An imported module and the line of the import."""
 
     module: str
     line: int

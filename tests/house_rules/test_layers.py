@@ -65,7 +65,7 @@ COMPONENTS = frozenset(
 PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("map", "reader", "write"))
 """Modules that translate between configs and a config.json."""
 ROUTED = frozenset("MoEConfig RouterConfig ExpertsConfig moe moe_configs routed_experts".split())
-"""Classes and attributes of MoE layers, in whose place the cost model uses `Component.exchange`."""
+"""Classes and attributes of MoE layers that the cost model must not use; it uses `Component.exchange` instead."""
 
 
 def component_findings(files: Iterable[Source]) -> list[str]:

@@ -1,4 +1,6 @@
-"""docs/tour.md lists the files that a token passes in an expert-parallel MoE layer on a GPU host, there and back."""
+"""docs/tour.md lists the files that a token passes in the forward and backward pass of an expert-parallel MoE layer on
+a GPU host.
+"""
 
 import re
 import sys

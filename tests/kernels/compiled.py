@@ -9,7 +9,7 @@ from typing import Any
 SHARED_MEMORY = 232_448
 """Bytes that one program can have on an H100 or H200."""
 NO_SPILLS = "0 bytes spill stores, 0 bytes spill loads"
-"""What ptxas says of a kernel whose numbers fit into registers."""
+"""Line that ptxas prints for a kernel without register spills."""
 
 _BEFORE = """
 import json, subprocess, tempfile, torch, triton
@@ -38,10 +38,10 @@ class Compiled:
 
 
 def compiled(launches: str) -> list[dict[str, Any]]:
-    """What the compiler makes of every launch: "shared", its bytes of shared memory, "ptxas", what that says, and the
-    texts "ptx" and "ttgir".
+    """Results of compiling every launch: "shared" (bytes of shared memory), "ptxas" (its output), "ptx" and "ttgir"
+    (the code).
 
-    `launches`: Python that puts `Compiled(kernel)` in the place of kernels and calls their wrappers.
+    `launches`: Python code that replaces kernels by `Compiled(kernel)` and calls their wrappers.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     words = [sys.executable, "-c", f"{_BEFORE}\n{launches}\nprint(json.dumps(found))"]

@@ -1,4 +1,4 @@
-"""Attention between two parts of a sequence by our Triton kernels under the interpreter, against the reference."""
+"""Attention between two parts of a sequence: interpreted Triton kernels against the reference."""
 
 from typing import Any
 

@@ -239,7 +239,9 @@ def test_linear_layer_gradients_by_a_mixed_kernel_set(stand_ins: None) -> None:
 
 @TE_RECIPES
 @pytest.mark.parametrize("usage", [{}, {"columnwise": False}, {"rowwise": False}], ids=str)
-def test_operands_of_transformer_engine_have_our_bytes(stand_ins: None, usage, config: LowPrecisionConfig) -> None:
+def test_operands_of_transformer_engine_have_the_bytes_of_this_projects_kernels(
+    stand_ins: None, usage, config: LowPrecisionConfig
+) -> None:
     """Whole matrices and rows of experts; sizes that are multiples of blocks, of 32, and odd ones."""
     theirs, ours = Operands(bundle(TE), config), Operands(REFERENCE, config)
     for shape in ((256, 384), (96, 160), (50, 20)):

@@ -1,4 +1,4 @@
-"""What stands around cuDNN's two ops, which need a GPU: here plain torch computes them, as torch documents them."""
+"""Code around cuDNN's two attention ops, which need a GPU; the tests replace both by plain torch implementations."""
 
 from typing import Any
 

@@ -201,7 +201,7 @@ def test_permuted_casts(align: int) -> None:
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(("align", "bound"), [(1, None), (16, None), (1, 31)])
-def test_permuted_copies(align: int, bound: int | None, element: str) -> None:
+def test_permutation_of_quantised_copies(align: int, bound: int | None, element: str) -> None:
     """Tokens are a view of slots with one row of scales per token; rows beyond a bound are not written."""
     ids = torch.rand(20, 3, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
     ids[3, 1] = ids[7] = -1

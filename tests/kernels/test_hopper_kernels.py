@@ -1,5 +1,6 @@
-"""The kernels for Hopper, as far as a machine without a GPU can tell: they compile, their addresses are right, and what
-they cannot do is refused. Results: tests/gpu/test_hopper_on_one_gpu.py."""
+"""Hopper kernels without a GPU: compilation, computed addresses, and rejection of unsupported operands. Results:
+tests/gpu/test_hopper_on_one_gpu.py.
+"""
 
 import re
 from typing import Any
@@ -90,7 +91,7 @@ def test_other_devices_are_not_supported(dtype: torch.dtype) -> None:
     ("version", "fit"), [("3.6.0", Priority.TAILORED), ("3.6.1+git", Priority.TAILORED), ("3.9.0", Priority.NO)]
 )
 def test_other_triton_versions_are_not_supported(version: str, fit: Priority, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels would not compile, in the middle of the first step."""
+    """With these versions, compilation of the kernels would fail during the first step."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper_kernels.triton, "__version__", version)

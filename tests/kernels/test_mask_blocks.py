@@ -1,4 +1,4 @@
-"""Rectangles in which two parts of a sequence see each other, against the mask of every pair of places."""
+"""Rectangles of the attention mask between two parts of a sequence, against the mask of every pair of positions."""
 
 from itertools import product
 

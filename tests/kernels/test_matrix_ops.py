@@ -52,7 +52,7 @@ def test_descent_matches_the_reference(name: str, apply_update: bool) -> None:
         ops.descend_(master, draw(1300, seed=2).bfloat16(), 0.3, move(apply_update=apply_update), weights)
         assert torch.equal(before, master.data) != apply_update
         found.append({"master": master.data.double(), "weights": (start if weights is None else weights).double()})
-    if name == "remainder":  # its digits differ in the last place of the sum
+    if name == "remainder":  # its values differ by rounding of the sum's last digit
         assert (found[0]["master"] - found[1]["master"]).abs().max() <= 2
         found = [{"weights": each["weights"]} for each in found]
     FP32_REF.check_all(*found, "master weights and weights")

@@ -1,4 +1,4 @@
-"""Rows in pages: what is taken is given back, in any order, and the Triton kernels are the reference."""
+"""Paged rows: pages are freed in any order, and the Triton kernels equal the reference."""
 
 import random
 

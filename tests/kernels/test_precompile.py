@@ -72,7 +72,7 @@ def test_a_kernel_that_another_process_compiles_comes_last(tmp_path: Path):
     assert stored == ["b", "c", "a"]
 
 
-def test_a_kernel_that_cannot_be_compiled_leaves_the_others(tmp_path: Path):
+def test_a_kernel_that_cannot_be_compiled_does_not_affect_others(tmp_path: Path):
     def fail() -> None:
         raise RuntimeError("no registers")
 

@@ -108,7 +108,7 @@ class TestGroupedProducts:
 
 
 class Sink:
-    """Keeps what it is asked to compute, and runs it when told."""
+    """Stores deferred weight-gradient computations until `run` is called."""
 
     def __init__(self, like: Tensor) -> None:
         self.buffer = torch.zeros(like.shape, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Pushes between ranks: the Triton kernels, interpreted, against the reference; ranks take turns in one process."""
+"""Pushes between ranks: interpreted Triton kernels against the reference, with all ranks in one process."""
 
 import random
 import time

@@ -186,7 +186,7 @@ def test_an_operand_that_is_not_finite_makes_results_nan(recipe: str, where: str
     """No cast turns inf into the largest element. Earlier scales (delayed) do not hide a magnitude like 1e38 either."""
     config = EVERY_RECIPE[recipe]
     if value == 1e38 and recipe != "delayed":
-        return  # a finite number with a scale of its own
+        return  # scales computed from the tensor itself represent it
     delayed = DelayedScaling(config, torch.device("cpu"), None, 0) if recipe == "delayed" else None
     quantizer = LinearQuantizer(config, KERNELS, delayed=delayed)
     x, weight, grad = (draw(32, 32, seed=seed, dtype=torch.float32) for seed in range(3))
@@ -202,7 +202,7 @@ def test_an_operand_that_is_not_finite_makes_results_nan(recipe: str, where: str
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
 def test_emulated_weight_gradients_in_bf16_are_rounded_once(grouped: bool) -> None:
-    """As tensor cores do: products and sums in fp32, also over several microbatches of experts."""
+    """Products and sums are in fp32, as in tensor cores, also over several microbatches of experts."""
     config = CONFIGS["tensorwise"]
     layer = LinearQuantizer(config, KERNELS)
     grad, x = (draw(64, width, seed=width, dtype=torch.bfloat16) for width in (24, 40))

@@ -1,4 +1,4 @@
-"""Choices, weights and sums of the router's op in plain torch against one token worked out at a time."""
+"""Expert ids, weights and sums of the router op in plain torch, against a loop over tokens."""
 
 import math
 
@@ -82,7 +82,7 @@ SCORES = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftp
 @pytest.mark.parametrize("groups", [(None, None), (4, 2), (3, 3)])
 @pytest.mark.parametrize("scaling", [None, 2.5])
 @pytest.mark.parametrize("function, pre", SCORES)
-def test_routing_matches_a_computation_by_hand(function, pre, scaling, groups, topk) -> None:
+def test_routing_matches_a_manual_computation(function, pre, scaling, groups, topk) -> None:
     if groups[1] and topk < groups[1]:
         groups = (groups[0], 1)
     config = spec_of(

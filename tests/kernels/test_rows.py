@@ -1,4 +1,4 @@
-"""Sorting tokens into rows and back: properties that hold for every routing, and cases by hand."""
+"""Sorting tokens into rows and back: properties of every routing, and cases with explicit results."""
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ def test_rms_norm_of_strided_rows() -> None:
 
 
 def test_layer_norm_of_strided_rows() -> None:
-    """More rows than the programs take at once."""
+    """More rows than all programs process in one iteration."""
     inputs = [draw(100, 1100), draw(1024, seed=1), draw(1024, seed=2)]
     compare(lambda k: lambda x, w, b: k.layer_norm(x[:, 3:1027], w, b, 1e-6, False), inputs, torch.float32)
 

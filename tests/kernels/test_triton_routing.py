@@ -114,7 +114,7 @@ def test_backward_of_one_result_skips_the_others(kind: str, only: int, backwards
 
 @pytest.mark.parametrize("fields", [{}, {"z": True}, {"balance_sets": 1}, {"balance_sets": 2, "z": True}])
 def test_every_program_takes_one_ticket_if_sums_are_requested(fields: dict[str, Any], forwards: Launches) -> None:
-    """The buffer ends with the ticket: anywhere else it would be counted among choices, or in foreign memory."""
+    """The last element of the buffer counts tickets; at another address the count would change other values."""
     routed = triton_kernels.route(draw(400, 40), None, router(num_experts=40), **fields)
     (((programs, *given), _),) = forwards.known
     (counts,) = (x for x in given if isinstance(x, Tensor) and x.dim() == 1 and x.dtype is torch.int64)

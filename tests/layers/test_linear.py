@@ -1,4 +1,4 @@
-"""The linear of every kind over tensor parallel ranks is the linear of one rank."""
+"""Every type of linear layer gives the same results with tensor parallelism as on one rank."""
 
 import pytest
 import torch

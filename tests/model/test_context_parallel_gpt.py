@@ -50,7 +50,7 @@ class Run:
 
 
 def run(config: ModelConfig, batch: MicroBatch, ctx: ParallelContext, *, per_token: bool = False) -> Run:
-    """What one rank differentiates and reports, and the gradients, reduced over the context-parallel ranks."""
+    """Loss and metrics of one rank, and the gradients, reduced over the context-parallel ranks."""
     gpt = GPT(config, ctx, KERNELS)
     init_parameters(gpt, 7, config.init)
     batch, cp = split_sequence(to_device(batch, ctx.device), ctx), ctx.group("cp")

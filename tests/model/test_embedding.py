@@ -1,4 +1,4 @@
-"""Words, learned positions and dropout."""
+"""Word embeddings, learned position embeddings and dropout."""
 
 import torch
 

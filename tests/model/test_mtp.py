@@ -22,7 +22,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 0, 1]])
 
 
 def ahead(document: list[int], s: int, d: int) -> int | None:
-    """The place d after s, if it is in the same document."""
+    """Position d after s if it is in the same document, otherwise None."""
     return s + d if s + d < len(document) and document[s] == document[s + d] else None
 
 

@@ -1,4 +1,4 @@
-"""A model over tensor parallel ranks is the model of one rank: losses, gradients, and weights after three steps."""
+"""A tensor-parallel model equals the model on one rank: losses, gradients, and weights after three steps."""
 
 import pytest
 import torch

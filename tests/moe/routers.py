@@ -23,7 +23,7 @@ def make_router(
     layer: int = 3,
     **fields: Any,
 ) -> Router:
-    """A router of 8 experts, top-2 unless told otherwise, with random weights, in fp64 unless the context says so."""
+    """Router with 8 experts and random weights; by default top-2 and in fp64."""
     fields = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **fields}
     router = Router(RouterConfig(**fields), capacity, layer, ctx or ParallelContext.single(), reference.bundle())
     draw = torch.Generator().manual_seed(seed)

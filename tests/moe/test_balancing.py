@@ -123,7 +123,7 @@ def test_bias_is_updated_once_per_global_batch():
 
 
 def test_bias_update_uses_the_load_after_drops():
-    """All tokens want experts 0 and 1, of which each takes two."""
+    """All tokens choose experts 0 and 1, which have a capacity of two tokens each."""
     router = _biased(capacity=CapacityConfig(factor=0.5))
     with torch.no_grad():
         router.weight.zero_()

@@ -29,7 +29,7 @@ def test_capacity_is_the_rounded_up_share_and_at_most_all_tokens(num_tokens, top
     assert expert_capacity(num_tokens, topk, num_experts, factor) == expected
 
 
-# Six tokens, three experts, top-2, logits worked out by hand. Softmax over two chosen logits a > b gives the first
+# Six tokens, three experts, top-2, with explicit logits. Softmax over two chosen logits a > b gives the first
 # 1 / (1 + exp(b - a)), so that the gap between the two alone decides the weights.
 #   token  logits      choices (weight above, below one half)
 #   0      3 2 0       0 (gap 1), 1

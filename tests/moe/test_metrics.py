@@ -1,4 +1,4 @@
-"""Router metrics against values computed by hand."""
+"""Router metrics against values computed manually."""
 
 import math
 

@@ -69,7 +69,7 @@ def record(plan, context, run_plan=None, masked=False):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "two of three tokens"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_given_choices_train_alike_in_every_layout(name, masked):
+def test_given_choices_train_identically_in_every_layout(name, masked):
     plan = plan_of(cell_of(name))
     one = record(plan, ParallelContext.single(), oracle_plan(plan), masked)
     ranks = on_threads(plan.parallel, lambda context: record(plan, context, masked=masked))

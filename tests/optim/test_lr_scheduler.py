@@ -24,7 +24,7 @@ SPEC = LRConfig(max_lr=1e-3, min_lr=1e-4, init_lr=1e-5, warmup_samples=100, deca
         ("WSD", {0: 1e-5, 100: 1e-3, 800: 1e-3, 900: 1e-4 + 9e-4 * (math.sqrt(2) - 1), 1000: 1e-4, 1001: 1e-4}),
     ],
 )
-def test_every_curve_has_the_values_computed_by_hand(style: str, expected: dict[int, float]) -> None:
+def test_every_curve_has_the_values_computed_manually(style: str, expected: dict[int, float]) -> None:
     schedule = LRSchedule(replace(SPEC, style=style))
     for samples, value in expected.items():
         FP64_REF.check(schedule.lr(samples), value, f"{style} at {samples}")

@@ -1,4 +1,4 @@
-"""Ranks that were started differently."""
+"""Errors for ranks that were started with different arguments."""
 
 import pytest
 

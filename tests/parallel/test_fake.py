@@ -1,4 +1,4 @@
-"""Fake contexts: one process emulates any rank of any world, also of models on a thousand ranks."""
+"""Fake parallel contexts: one process emulates any rank of any world size, up to thousands of ranks."""
 
 import time
 from collections.abc import Iterator
@@ -114,7 +114,7 @@ def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
     config, fold = deepseek_v3(), FOLDS["wide experts"]
     of_every_stage = range(0, 1024, 64)
     for rank in (*of_every_stage, 517, 1023):
-        start = time.process_time()  # this process's own, whatever else the machine does
+        start = time.process_time()  # CPU time of this process, independent of the machine's load
         with fake_context(fold, rank) as context:
             parameters = list(stage_of(config, context).parameters())
         seconds = time.process_time() - start

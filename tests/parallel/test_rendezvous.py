@@ -27,7 +27,7 @@ def refused(rank: int, port: int, start_id: str = "") -> OtherRankProblem:
     return problem.value
 
 
-def test_a_rank_that_never_comes_is_named_with_place_and_time() -> None:
+def test_a_rank_that_never_connects_is_reported_with_address_and_time() -> None:
     """Fault 37: code 13."""
     port = free_port()
     problem = refused(0, port)
@@ -35,7 +35,7 @@ def test_a_rank_that_never_comes_is_named_with_place_and_time() -> None:
     assert f"1 of 2 ranks did not connect to 127.0.0.1:{port} within 0.02 minutes: rank 1" in str(problem)
 
 
-def test_a_first_rank_that_never_comes_is_reported_with_place_and_time() -> None:
+def test_a_first_rank_that_never_connects_is_reported_with_address_and_time() -> None:
     """Fault 37: code 13."""
     port = free_port()
     said = str(refused(1, port))

@@ -1,4 +1,4 @@
-"""Order of waits, copies and events on CUDA streams, against a recorder in the place of torch.cuda."""
+"""Order of waits, copies and events on CUDA streams, against a recorder that replaces torch.cuda."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -43,7 +43,7 @@ def check(size, function, inputs, probes, outs, grads):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("size", [2, 4])
 class TestEqualParts:
-    def test_copy_to_sums_what_the_ranks_did_with_their_copies(self, size, shape):
+    def test_copy_to_sums_the_gradients_of_all_ranks(self, size, shape):
         x, probes = randn(*shape), different(shape, size, 20)
         check(size, tensor_parallel.copy_to, [x] * size, probes, [x] * size, [sum(probes)] * size)
 

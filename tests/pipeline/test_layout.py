@@ -149,7 +149,7 @@ def test_layers_are_placed_by_megatrons_arithmetic(sizes, layers):
     assert sum(stage.final_norm for stage in layout.stages) == 1
 
 
-def test_chunks_of_an_even_layout_start_where_megatron_says():
+def test_chunks_of_an_even_layout_start_at_megatrons_offsets():
     """Chunk v of rank p starts at v (L / vpp) + p (L / pp / vpp)."""
     for num_layers, pp, vpp in ((24, 4, 3), (32, 8, 2), (12, 2, 3)):
         layout = even_layout(num_layers, pp=pp, vpp=vpp)

@@ -8,7 +8,7 @@ from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_
 
 
 def computed(rank: int, **sizes: int | bool) -> str:
-    """What a rank computes, as text, without transfers."""
+    """Computations of a rank as text, without transfers."""
     entries = build_schedule(ScheduleConfig(**sizes))[rank]
     return " ".join(str(entry) for entry in entries if isinstance(entry, OverlappedPair) or not entry.is_transfer)
 

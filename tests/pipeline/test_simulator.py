@@ -14,7 +14,7 @@ from megatron_moe.pipeline.simulator import Durations, SimulationReport, most_in
 
 
 def legal(pp: int, vpp: int) -> Iterator[ScheduleConfig]:
-    """Up to 32 microbatches in groups of the pipeline's size; some in groups of one more, or of all of them."""
+    """Schedules of up to 32 microbatches in groups of `pp`; some in groups of pp + 1 or of all microbatches."""
     for num_microbatches in range(1, 33):
         larger = {pp + 1, num_microbatches} if vpp > 1 and num_microbatches in (3, 5, 8, 11, 18, 31) else set()
         for group_size in sorted({pp} | larger):

@@ -107,7 +107,7 @@ def test_nan_does_not_leave_its_block(value: float) -> None:
 @pytest.mark.parametrize("recipe", FORMATS)
 @pytest.mark.parametrize("offsets", [[5, 5, 150, 290], [0, 0, 0, 300], [16, 48, 176, 256], [0, 0, 0, 0]], ids=str)
 def test_rows_of_experts_are_quantised_separately(recipe: str, offsets: list[int]) -> None:
-    """The copies of each expert's rows equal those of its rows alone, whatever other rows contain."""
+    """The copies of each expert's rows equal those of its rows alone, for any content of the other rows."""
     fmt = FORMATS[recipe][0]
     rows = make_input((300, 64), "narrow", torch.bfloat16)
     rows[offsets[-1] :] = math.nan

@@ -36,7 +36,8 @@ def shipped() -> list[Case]:
 
 def published() -> Iterator[Case]:
     """Rows of published.tsv: layouts of the Model Zoo, Megatron-LM's dev branch and Megatron-Bridge, as flags over our
-    model files. Where a source names no pipeline layout it is `auto`; positions are at least as many as tokens."""
+    model files. The pipeline layout is `auto` if the source gives none. --max-position-embeddings is at least the
+    sequence length."""
     with _FILE.open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE):
             parts = [str(_PARTS / f"{part}.yaml") for part in ("pretrain", *row["parts"].split())]

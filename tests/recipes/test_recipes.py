@@ -144,7 +144,7 @@ def test_a_name_means_one_file():
     assert sorted(stems) == recipe_names()
 
 
-def test_every_part_is_part_of_a_recipe():
+def test_every_included_file_belongs_to_a_recipe():
     named = dict(recipe_files())
     recipes = [path for name, path in named.items() if not name.startswith("parts/")]
     used = {file.path for recipe in recipes for file in read_files(recipe, REGISTRY, {})}

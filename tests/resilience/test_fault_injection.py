@@ -1,4 +1,4 @@
-"""Parsing of `--inject`, which tests only may use."""
+"""Parsing of `--inject`, a flag that only tests may use."""
 
 import pytest
 

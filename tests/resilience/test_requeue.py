@@ -1,4 +1,4 @@
-"""Restart decisions."""
+"""Decisions whether a run that has ended is restarted."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Verdicts about repeated steps."""
+"""Classification of the results of repeated steps."""
 
 import math
 

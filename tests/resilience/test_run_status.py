@@ -85,7 +85,7 @@ def test_first_independent_failure_is_named(tmp_path: Path) -> None:
 
 
 def test_lost_connection_without_a_named_rank_is_replaced_by_an_attributed_one(tmp_path: Path) -> None:
-    """Also if its file is newer."""
+    """The report without a named rank is replaced even if its file is newer."""
     first, other = (RunStatus(tmp_path, rank=rank) for rank in (0, 2))
     first.fail(ExitCode.OTHER_RANK, "the connection broke")
     later = time.time() + 1.0

@@ -47,7 +47,7 @@ def test_ctrl_c_is_an_exit_signal_from_the_first_step_on(capfd: pytest.CaptureFi
         assert signals.received == signal.SIGINT
         assert "SIGINT: exiting after this step; a second signal exits immediately" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt, match="SIGINT, the second signal"):
-            os.kill(os.getpid(), signal.SIGINT)  # at once, as no launcher repeats signals
+            os.kill(os.getpid(), signal.SIGINT)  # counts immediately, as no launcher repeats signals
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -1,1 +1,1 @@
-"""apex's extension behind `apex.normalization`; its presence says that apex was built with CUDA extensions."""
+"""Stand-in for the CUDA extension of `apex.normalization`, present if apex was built with them."""

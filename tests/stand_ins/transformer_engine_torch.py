@@ -1,4 +1,4 @@
-"""The functions of Transformer Engine's extension that its Python code calls."""
+"""Stand-ins for the functions of Transformer Engine's extension module that its Python code calls."""
 
 import torch
 import torch.nn.functional as F

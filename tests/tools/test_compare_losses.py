@@ -26,7 +26,7 @@ def test_first_differing_iteration_is_reported(tmp_path, capsys):
 
 
 def test_non_finite_loss_differs_from_everything(tmp_path, capsys):
-    """metrics.jsonl has null in its place."""
+    """Non-finite losses are null in metrics.jsonl."""
     good, bad = run_of(tmp_path / "good", 2.0, 1.5, 1.4), run_of(tmp_path / "bad", 2.0, None, 1.4)
     assert main([good, bad]) == main([bad, good]) == ExitCode.NUMERICS
     assert "from iteration 2 on" in capsys.readouterr().out

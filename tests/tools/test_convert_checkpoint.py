@@ -40,7 +40,7 @@ def test_there_and_back_with_the_same_logits(folder: Path, tmp_path: Path, capsy
 
 
 def test_top_1_with_a_renormalised_softmax_is_converted(tmp_path: Path):
-    """Its router has no gradient, but its weights are a model."""
+    """The router of such a model has no gradient, but its weights can be converted."""
     config = configs()[MODEL]
     one = {**config.to_dict(), "num_experts_per_tok": 1, "norm_topk_prob": True}
     folder = saved(hf_model(type(config)(**one)), tmp_path / "hf")
@@ -86,7 +86,7 @@ def test_a_run_with_kernels_of_a_gpu_is_converted_and_sampled_on_a_cpu(folder: P
 
 
 def test_logits_of_experts_of_an_odd_width_are_compared(tmp_path: Path):
-    """Rows of 44 bytes: the grouped product, which transformers takes unless told otherwise, refuses them."""
+    """Rows of 44 bytes: the grouped product, which is the default of transformers, rejects them."""
     config = configs()[MODEL]
     odd = saved(hf_model(type(config)(**{**config.to_dict(), "moe_intermediate_size": 11})), tmp_path / "odd")
     assert main(["--load", f"hf:{odd}", "--save", str(tmp_path / "ours"), "--compare-logits", "9"]) == ExitCode.OK

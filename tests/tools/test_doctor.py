@@ -30,7 +30,7 @@ def no_probes(monkeypatch):
 def test_complete_machine_can_start_a_run(capsys):
     assert doctor.main(["--device", "cpu"]) == ExitCode.OK
     out = capsys.readouterr().out
-    assert out.endswith("a run can start here\n") and "bf16                  works   matrix product" in out
+    assert out.endswith("a run can start on this machine\n") and "bf16                  works   matrix product" in out
 
 
 def test_missing_package_is_reported_with_flags_and_installation():
@@ -40,7 +40,7 @@ def test_missing_package_is_reported_with_flags_and_installation():
         "      without it: --kernel-backend transformer_engine",
         '      install: pip install --no-build-isolation ".[te]"',
     ]
-    assert "no flag of this program is missing" in doctor.package_lines([missing], [], REGISTRY)[1]
+    assert "no flag needs it" in doctor.package_lines([missing], [], REGISTRY)[1]
 
 
 def test_unavailable_flags_are_marked():

@@ -17,7 +17,7 @@ RUN = (
     "--untie-embeddings-and-output-weights --max-position-embeddings 16 --micro-batch-size 1 --mock-data "
     "--train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 4 --device cpu"
 )
-"""Its vocabulary of 4 is padded to 128."""
+"""Flags of a tiny model; its vocabulary of 4 is padded to 128."""
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("megatron")
     for archive in FILES.glob("*.tar.xz"):
         with tarfile.open(archive) as tar:
-            # our own archives; Python before 3.11.4 has no filters for those of others
+            # trusted archives of this repository; Python before 3.11.4 cannot filter untrusted ones
             tar.extraction_filter = getattr(tarfile, "data_filter", None)
             tar.extractall(root / archive.name.removesuffix(".tar.xz").removeprefix("megatron-core-"))
     return root

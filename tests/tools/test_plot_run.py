@@ -1,4 +1,6 @@
-"""tools/plot_run.py: one well-formed page without other files, with curves, loads and differences of runs."""
+"""tools/plot_run.py: one well-formed page that references no other files, with curves, expert loads and differences
+between runs.
+"""
 
 import base64
 import json
@@ -36,7 +38,7 @@ addEventListener("load", () => {
   document.getElementById("seen").textContent = JSON.stringify(seen);
 });
 </script>"""
-"""Replaces the shown page by what the browser made of it."""
+"""Script that replaces the page by measurements of its layout in the browser, as JSON."""
 
 
 def write_run(folder: Path, *, steps: int = 20, lr: str = "0.001", offset: float = 0.0, gpu: bool = True) -> Path:
@@ -134,7 +136,7 @@ def test_curves_are_placed_by_their_values():
     assert x1 - x0 == pytest.approx(x2 - x1) and y0 - y2 == pytest.approx((y0 - y1) / 2)
 
 
-def test_a_run_without_gpu_says_what_is_not_recorded(tmp_path):
+def test_a_run_without_gpu_reports_what_is_not_recorded(tmp_path):
     text = page([RunRecords.read(write_run(tmp_path / "run", gpu=False), "run")])
     assert "Peak memory (GiB): not recorded; memory is recorded on GPUs." in text
     assert "Differences" not in text

@@ -1,4 +1,4 @@
-"""Text to token files: the same bytes from every input format and number of workers, complete or absent."""
+"""tools/preprocess_data.py: identical bytes for every input format and number of workers, and no incomplete files."""
 
 import contextlib
 import fcntl

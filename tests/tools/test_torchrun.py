@@ -10,7 +10,7 @@ RANK = 'import os; os.environ["RANK"] == "1" and {}; __import__("time").sleep(60
 
 
 def exit_code(rank_1: str) -> int:
-    """Exit code of torchrun if rank 1 of 2 runs this expression at once, and rank 0 sleeps."""
+    """Exit code of torchrun if rank 1 of 2 runs this expression immediately, and rank 0 sleeps."""
     command = [sys.executable, str(REPOSITORY / "tools" / "torchrun.py"), "--standalone", "--nproc-per-node", "2"]
     command += ["--no-python", sys.executable, "-c", RANK.format(rank_1)]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=100)

@@ -36,7 +36,7 @@ def texts_of(corpus: Path, count: int) -> list[str]:
 def test_quickstart_tokenizer_is_lossless_and_trained_within_a_minute(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    begin = time.process_time()  # this process's own, whatever else the machine does
+    begin = time.process_time()  # CPU time of this process, independent of the machine's load
     tokenizer = train(corpus, tmp_path / "new" / "tokenizer.model", "--vocab-size", "4096")
     assert time.process_time() - begin < 40
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (4096, 1, -1)

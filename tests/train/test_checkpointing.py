@@ -207,7 +207,7 @@ def test_changed_data_is_reported(trained: tuple[Path, Run]) -> None:
 
 
 def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path: Path) -> None:
-    """Same path and size, other tokens."""
+    """The file keeps its path and size, but contains other tokens."""
 
     def begin() -> Run:
         data = {"mock_data": False, "train_data_path": (str(tmp_path / "a"),), "data_path": ()}

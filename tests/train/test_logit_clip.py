@@ -1,4 +1,4 @@
-"""QK-clip and the largest attention logits: rules of the weights, crafted logits, layouts."""
+"""QK-clip and the largest attention logits: scaling of the weights, constructed logits, layouts."""
 
 import math
 from dataclasses import replace

@@ -132,7 +132,7 @@ def test_quantizers_of_all_kinds_of_layers_have_their_names() -> None:
     }
 
 
-def test_experts_alone_can_have_weight_gradients_in_the_dtype_of_the_parameters() -> None:
+def test_only_experts_can_have_weight_gradients_in_the_parameter_dtype() -> None:
     config = replace(CONFIGS["blockwise"], expert_weight_grad=False)
     model = make_trainer(plan_of(config), ParallelContext.single()).model
     in_low = {

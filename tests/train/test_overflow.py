@@ -63,7 +63,7 @@ def setup(plan: RunPlan, context: ParallelContext) -> tuple[Trainer, TrainLoader
 def train(
     plan: RunPlan, context: ParallelContext, read_each: bool = False, make: Any = setup
 ) -> tuple[Reports, dict[str, Tensor], float]:
-    """`read_each`: reads the result of every step at once, as before a save."""
+    """`read_each`: reads the result of every step immediately, as before a save."""
     trainer, loader = make(plan, context)
     reports, state, config = Reports(), TrainState(), build.build_train_state_config(plan)
     supervisor = StepSupervisor(trainer, TrainingLog(trainer, reports), loader)

@@ -1,4 +1,4 @@
-"""Steps over packed sequences equal steps over sequences that are alone in their rows."""
+"""Training steps with packed sequences equal steps with one sequence per row."""
 
 from dataclasses import replace
 from typing import Any

@@ -115,7 +115,7 @@ GRAPHS = {
 def test_a_trace_holds_the_choices_of_every_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    """Also of replayed graphs; a recomputed forward is recorded once."""
+    """Includes the calls of replayed graphs; a recomputed forward is recorded only once."""
     chosen: dict[int, list[list[list[int]]]] = {1: [], 2: []}
     record = Router._record
 

@@ -1,5 +1,6 @@
-"""Weights stored in FP8 or FP4 (--fp8-param-gather, --fp4-param-gather): equal numbers as with quantised copies of
-plain weights, in every layout."""
+"""Weights stored in FP8 or FP4 (--fp8-param-gather, --fp4-param-gather): results equal those of quantised copies of
+plain weights in every layout.
+"""
 
 import re
 from dataclasses import replace

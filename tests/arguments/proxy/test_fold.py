@@ -1,4 +1,4 @@
-"""Folding a layout to a few ranks."""
+"""Reduction of a parallel layout to a few ranks."""
 
 import pytest
 

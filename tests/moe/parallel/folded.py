@@ -203,7 +203,7 @@ def forward_backward(
     data: Data,
     metrics: MetricAccumulator | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Output and input of this rank's tokens, and its place in (dp, cp, tp)."""
+    """Output and input of this rank's tokens, and its (dp, cp, tp) coordinates."""
     place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
     hidden, push, _ = data.piece(parallel, *place)
     hidden, push = (part.to(ctx.device, ctx.dtype) for part in (hidden, push))

@@ -463,7 +463,7 @@ def test_dispatchers_read_split_sizes_on_the_host_once(monkeypatch) -> None:
 
 
 def test_groups_on_several_hosts_use_the_hierarchical_exchange() -> None:
-    """Not for expert choice or padded experts, whose sizes are known."""
+    """Expert choice and padded experts do not use it, because their sizes are known in advance."""
     dense_router = {"balancing": ("expert_choice",)}
     padded = CapacityConfig(factor=1.0, pad=True)
     expected = {

@@ -1,5 +1,6 @@
-"""The MoE layer over every legal fold of up to eight ranks gives the numbers of one rank: output, gradients of input
-and weights, metrics, token counts."""
+"""In every legal parallel layout of up to eight ranks, the MoE layer gives the results of one rank: output, gradients
+of input and weights, metrics, token counts.
+"""
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_every_kind_of_routing(fold: ParallelConfig, dispatcher: str, fields) ->
 @pytest.mark.parametrize("fold", [parallel(8, ep=8), parallel(4, etp=2, ep=2), parallel(2, etp=2)], ids=name_of)
 @pytest.mark.parametrize("favourite", [0, 3, 7])
 def test_all_tokens_to_one_expert(fold: ParallelConfig, dispatcher: str, favourite: int) -> None:
-    """All other ranks get no row at all."""
+    """All other ranks receive no rows."""
     data = Data.random(fold.dp)
     for hidden in data.hidden:
         hidden[..., 0] = 1.0

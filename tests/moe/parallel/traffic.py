@@ -1,4 +1,4 @@
-"""Counts what ranks as threads give to collectives."""
+"""Counts the collectives, and the bytes passed to them, of ranks that are threads."""
 
 import threading
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ OPS = {
     "reduce_scatter_tensor": ("reduce_scatter", 1),
     "all_reduce": ("all_reduce", 0),
 }
-"""Function of torch.distributed -> our word, and which argument is given."""
+"""Maps a function of torch.distributed to (name in the counts, index of the argument with the sent tensor)."""
 
 
 class Traffic:

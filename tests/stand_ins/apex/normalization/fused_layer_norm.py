@@ -1,4 +1,4 @@
-"""apex's norms, by torch's."""
+"""Stand-in for apex's norms, computed by torch."""
 
 from collections.abc import Sequence
 

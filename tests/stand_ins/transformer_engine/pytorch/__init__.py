@@ -1,4 +1,4 @@
-"""Transformer Engine's attention module, by torch's, and its quantized tensors."""
+"""Stand-in for Transformer Engine's attention module, computed by torch, and for its quantized tensors."""
 
 import torch
 import torch.nn.functional as F
