@@ -209,8 +209,8 @@ class ChunksOverRanks:
             return None
         rows = []
         for start in self._starts:
-            places = torch.arange(start - seen, start + self._length, device=self._segments_BS.device).clamp_min(0)
-            chunk = self._segments_BS[:, places]
+            positions = torch.arange(start - seen, start + self._length, device=self._segments_BS.device).clamp_min(0)
+            chunk = self._segments_BS[:, positions]
             if before is not None:
                 chunk = torch.cat([chunk[:, :1].expand(-1, before), chunk[:, 1:]], dim=1)
             rows.append(torch.cat([chunk, chunk[:, -1:].expand(-1, after)], dim=1))

@@ -37,22 +37,22 @@ class QueryRows:
         return sum(map(len, self.chunks))
 
     @cached_property
-    def places(self) -> list[int]:
+    def positions(self) -> list[int]:
         """Position of every query."""
-        return [place for chunk in self.chunks for place in chunk]
+        return [position for chunk in self.chunks for position in chunk]
 
     @cached_property
-    def places_Q(self) -> Tensor:
-        """`places` on the device."""
+    def positions_Q(self) -> Tensor:
+        """`positions` on the device."""
         return torch.cat([torch.arange(c.start, c.stop, device=self.device) for c in self.chunks])
 
     def visible(self, rows: Tensor | slice, num_keys: int) -> Tensor:
         """Whether the queries `rows` see each of the first `num_keys` keys: bool [B or 1, rows, num_keys]."""
-        places_C = self.places_Q[rows]
-        seen = places_C[:, None] >= torch.arange(num_keys, device=self.device)
+        positions_C = self.positions_Q[rows]
+        seen = positions_C[:, None] >= torch.arange(num_keys, device=self.device)
         if self.segments_BS is None:
             return seen[None]
-        return seen & (self.segments_BS[:, places_C, None] == self.segments_BS[:, None, :num_keys])
+        return seen & (self.segments_BS[:, positions_C, None] == self.segments_BS[:, None, :num_keys])
 
 
 def blocks(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
@@ -132,7 +132,7 @@ class _ChooseKeys(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         (num_rows, batch, heads, _), seq = q_RBID.shape, len(k_SBD)
         index, parts = job.shard
-        wide, places = internal_dtype(q_RBID.dtype), job.queries.places
+        wide, positions = internal_dtype(q_RBID.dtype), job.queries.positions
         loss = q_RBID.new_zeros((), dtype=wide)
         has_grads = job.weight_BR is not None and any(ctx.needs_input_grad[:3])
         grads = [torch.zeros_like(x, dtype=wide) for x in (q_RBID, k_SBD, w_RBI)] if has_grads else []
@@ -141,7 +141,7 @@ class _ChooseKeys(torch.autograd.Function):
         for rows in blocks(num_rows, batch * num_heads * seq * wide.itemsize):
             # rows of all parts: each rank has the heads of attention for all of them
             of_parts = [range(part * num_rows + rows.start, part * num_rows + rows.stop) for part in range(parts)]
-            num_keys = max(places[row] for part in of_parts for row in part) + 1
+            num_keys = max(positions[row] for part in of_parts for row in part) + 1
             own = slice(of_parts[index].start, of_parts[index].stop)
             q_BZD = q_RBID[rows].permute(1, 0, 2, 3).flatten(1, 2).to(wide)
             keys_BKD = k_SBD[:num_keys].transpose(0, 1).to(wide)
@@ -290,9 +290,9 @@ class _SparseAttention(torch.autograd.Function):
 
 def _attention_blocks(bits_BUK: Tensor, queries: QueryRows, bytes_per_pair: int) -> Iterator[tuple[slice, int, Tensor]]:
     """Yields (rows of the queries, number of keys up to the last that one of them sees, chosen keys)."""
-    places = queries.places
-    for rows in blocks(len(queries), bytes_per_pair * (max(places) + 1)):
-        num_keys = max(places[rows]) + 1
+    positions = queries.positions
+    for rows in blocks(len(queries), bytes_per_pair * (max(positions) + 1)):
+        num_keys = max(positions[rows]) + 1
         yield rows, num_keys, unpack_bits(bits_BUK[:, rows], num_keys)
 
 
