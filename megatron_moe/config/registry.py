@@ -29,7 +29,7 @@ class RegistrationProblem(RunError):
 class ComponentRegistry(Generic[T]):
     """Components of one kind by name, in order of registration."""
 
-    def __init__(self, kind: str, entry: str = "", accepts: Callable[[Any], bool] = callable) -> None:
+    def __init__(self, kind: str, entry: str = "builtins:object", accepts: Callable[[Any], bool] = callable) -> None:
         """
         Args:
             kind: what the entries are, as messages name it: "score function".

@@ -403,6 +403,8 @@ class RankMemory:
         has one graph instance per microbatch that is in flight at any time. An instance keeps the activations of the
         captured modules and the workspace of their backward, which starts in the last layer while all of them exist."""
         modules, pipeline = self.plan.cuda_graphs.cuda_graph_modules, self.plan.pipeline
+        if not modules:
+            return 0.0
         instances = [max(counts) for counts in zip(*(now for now, _ in self.moments(rank)), strict=True)]
         deferred = pipeline.delay_wgrad_compute or pipeline.overlap_dispatch_backward_with_experts_wgrad
         found = 0.0
@@ -410,12 +412,12 @@ class RankMemory:
             saved = sum(map(self._captured_by, layers))
             # buffers of the gradients of a module's outputs, and the output of the last module
             static = [stream_bytes(layer.hidden_size, self.sizes) for layer in layers if any(self._is_captured(layer))]
-            if deferred and modules:
+            if deferred:
                 # weight gradients of all layers may be computed last: gradients are kept, in about as much memory as
                 # the activations, and modules do not share buffers
                 found += number * (saved + len(modules) * sum(static))
             else:
-                workspaces = [self._workspace(layer, longest)[1] for layer in layers]
+                workspaces = [self._workspace(layer, longest)[1] for layer in dict.fromkeys(layers)]
                 found += number * (max(workspaces, default=0.0) + max(static, default=0.0))
             found += (number - used) * saved
         return found

@@ -120,7 +120,7 @@ def test_a_run_folder_selects_its_checkpoints(tmp_path: Path) -> None:
     assert [c.iteration for c in choose(load=run).candidates] == [20, 10]
     assert [c.iteration for c in choose(load=run, ckpt_step=10).candidates] == [10]
     assert [c.iteration for c in choose(pretrained_checkpoint=run).candidates] == [20, 10]
-    with pytest.raises(CheckpointProblem, match="is the folder it loads from"):
+    with pytest.raises(CheckpointProblem, match="is the folder from which it loads"):
         choose(load=run, save=Path(run) / "checkpoints", finetune=True)
 
 

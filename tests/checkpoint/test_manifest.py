@@ -122,10 +122,10 @@ HOSTILE = {
     "tensor in the header": (changed(*B, "pieces", 0, "start", to=0), "begins at byte"),
     "tensor past the end": (changed(*B, "pieces", 0, "start", to=HEAD + 66), "begins at byte"),
     "bytes of no tensor": (changed("files", FILE, "size", to=HEAD + 1000), "begins at byte"),
-    "header longer than the file": (changed("files", FILE, "head", to=HEAD + 1000), "a head of"),
+    "header longer than the file": (changed("files", FILE, "head", to=HEAD + 1000), "its head of"),
     "header of a gigabyte": (
         changed("files", FILE, to={"size": 1 << 31, "head": 1 << 30, "crc32": "0" * 8}),
-        "a head of",
+        "its head of",
     ),
     "unknown element type": (changed(*A, "dtype", to="pickle"), "unknown element type"),
     "checksum in capitals": (changed(*B, "pieces", 0, "crc32", to="ABCDEF01"), "not a crc32"),

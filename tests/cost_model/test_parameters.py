@@ -22,6 +22,7 @@ from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers.tiny_models import (
     attention_config,
     build,
+    dsa_config,
     layer_config,
     mla_config,
     mlp_config,
@@ -96,6 +97,7 @@ MODELS = {
     "latent attention without norms, with sinks": model_config(
         layer_config(mla_config(qk_norm=False, core={"sinks": True}))
     ),
+    "sparse attention": model_config(layer_config(dsa_config())),
     "heads normed without weights": model_config(layer_config(attention_config(qk_norm="l2"))),
     "experts": model_config(layer_config(), layer_config(feed_forward=moe_config())),
     "experts with everything": model_config(biased_moe_layer()),

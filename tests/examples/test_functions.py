@@ -182,8 +182,8 @@ def test_upcycling_uses_the_score_of_a_zero_logit():
         ("--moe-router-score-function tangent", "is not one of softmax, sigmoid, renormalized_softmax, sqrtsoftplus"),
         ("--moe-router-load-balancing-type kl_loss", "is not one of aux_loss, seq_aux_loss"),
         ("--activation-func mish", "is not one of silu, gelu"),
-        ("--import no_such.py", "--import no_such.py: there is no such Python file"),
-        (f"--import {FOLDER / 'failing.txt'}", "there is no such Python file"),
+        ("--import no_such.py", "--import no_such.py: the Python file does not exist"),
+        (f"--import {FOLDER / 'failing.txt'}", "the Python file does not exist"),
         ("--router-temperature 2", "--router-temperature is not a flag"),
     ],
 )

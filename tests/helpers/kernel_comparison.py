@@ -141,7 +141,12 @@ def route_and_pull(
 
 
 def check_norm_with_input(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Checks that a norm that also returns its input adds the gradients of both as autograd would, bit for bit."""
+    """Checks that a norm that also returns its input adds the gradients of both as autograd would, bit for bit.
+
+    On a GPU, this holds for dtypes narrower than fp32: in fp32, the compiler fuses the last product with the sum, which
+    then is rounded once instead of twice.
+    """
+    tolerance = FP32_REF if device.type == "cuda" and dtype == torch.float32 else EXACT
     shapes = [(6, 40), (40,), (6, 40), (6, 40)]
     x, weight, *grads = (draw(*shape, seed=seed).to(device, dtype) for seed, shape in enumerate(shapes))
     leaves = x.requires_grad_(), weight.requires_grad_()
@@ -150,4 +155,4 @@ def check_norm_with_input(kernels: Any, device: torch.device, dtype: torch.dtype
     fused = torch.autograd.grad((total, normed), leaves, grads)
     apart = torch.autograd.grad((x.view_as(x), plain), leaves, grads)
     for actual, expected in zip((total, normed, *fused), (x, plain, *apart), strict=True):
-        EXACT.check(actual, expected)
+        tolerance.check(actual, expected)

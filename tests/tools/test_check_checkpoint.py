@@ -46,7 +46,10 @@ def test_every_problem_is_reported_with_its_location(tmp_path: Path, capsys):
         (lambda path: (path / MANIFEST).unlink(), "No such file"),
         (lambda path: next(path.glob("model*")).unlink(), "No such file"),
         (lambda path: flip_bit(path / MANIFEST, 30, 1), "its own crc32 is"),
-        (lambda path: path.rename(path.with_name("iter_0000009")), "iteration 3 in the folder iter_0000009"),
+        (
+            lambda path: path.rename(path.with_name("iter_0000009")),
+            "its iteration 3 differs from that of the folder iter_0000009",
+        ),
         (lambda path: next(path.glob("optim*")).write_bytes(b""), "0 bytes, the manifest says"),
     ],
     ids=["no manifest", "no weights", "manifest", "renamed", "emptied"],
@@ -86,4 +89,4 @@ def test_one_damaged_checkpoint_among_valid_ones_is_an_error(tmp_path: Path, cap
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path, capsys):
     assert main([str(tmp_path)]) == INVALID
-    assert "holds no checkpoint" in capsys.readouterr().err
+    assert "contains no checkpoint" in capsys.readouterr().err

@@ -145,7 +145,7 @@ def test_a_model_far_too_large_for_its_files_is_not_built(size: dict, tmp_path: 
     [
         (["--load", "a", "--save", "b"], ExitCode.CONFIG, "one of --load a and --save b must be hf:FOLDER"),
         (["--load", "hf:a", "--save", "hf:b"], ExitCode.CONFIG, "one of --load hf:a and --save hf:b must be hf:FOLDER"),
-        (["--load", "nowhere", "--save", "hf:b"], ExitCode.CHECKPOINT, "nowhere holds no checkpoint"),
+        (["--load", "nowhere", "--save", "hf:b"], ExitCode.CHECKPOINT, "nowhere contains no checkpoint"),
         (["--load", "hf:nowhere", "--save", "b"], ExitCode.CHECKPOINT, "nowhere/config.json does not exist"),
     ],
 )
@@ -167,7 +167,9 @@ def test_without_a_config_the_export_generates_one(folder: Path, tmp_path: Path,
     words = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b", "--compare-logits", "8"]
     assert main(words) == ExitCode.OK
     said = capsys.readouterr().out
-    assert "config.json is generated, without tokenizer files; Qwen3MoeForCausalLM of transformers loads" in said
+    assert (
+        "config.json is generated, without tokenizer files; the class Qwen3MoeForCausalLM of transformers loads" in said
+    )
     assert {path.name for path in (tmp_path / "b").iterdir()} >= {"config.json", "generation_config.json"}
 
 

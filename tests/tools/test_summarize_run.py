@@ -41,7 +41,7 @@ def test_nonfinite_loss_is_skipped(tmp_path):
 def test_find_runs(tmp_path):
     runs = [make_run(tmp_path / "sweep" / name, (1.0,)) for name in ("b", "a")]
     assert find_runs([tmp_path / "sweep", runs[0]]) == [runs[1], runs[0]]
-    with pytest.raises(DataProblem, match="empty holds no run"):
+    with pytest.raises(DataProblem, match="empty contains no run"):
         find_runs([tmp_path / "empty"])
 
 
@@ -86,4 +86,4 @@ def test_a_table_is_printed_and_written(tmp_path, capsys):
 
 def test_a_folder_without_runs_is_a_data_problem(tmp_path, capsys):
     assert main([str(tmp_path)]) == ExitCode.DATA
-    assert "holds no run" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
