@@ -133,7 +133,10 @@ def test_a_batched_gradient_does_not_keep_the_graph_of_its_rows_alive() -> None:
 
 @pytest.mark.parametrize(
     ("interval", "deferred", "problem"),
-    [(2, False, "linear_fc1.weight: a weight gradient of the last step"), (1, True, "3 weight gradients of the last")],
+    [
+        (2, False, "linear_fc1.weight: a deferred weight gradient of the last"),
+        (1, True, "3 deferred weight gradients of the last"),
+    ],
 )
 def test_a_step_cannot_begin_before_all_weight_gradients_of_the_last_one(
     interval: int, deferred: bool, problem: str

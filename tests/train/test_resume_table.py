@@ -100,17 +100,15 @@ def model_functions() -> dict[str, tuple[ModelConfig, str]]:
 
     eps = NormConfig(kind="RMSNorm", eps=1e-3)
     sinkhorn = with_router(balancing=("sinkhorn",), aux_loss_coeffs=(0.0,))
-    unrotated = replace(tiny.model(), position_embedding="none")
     core = tiny.attention().core
     return {
         "top-k": (with_router(topk=3), "layers 1-2 feed_forward router topk: 3, checkpoint 2"),
         "score function": (with_router(score_function="sigmoid"), "score_function: 'sigmoid', checkpoint 'softmax'"),
         "selection": (sinkhorn, "router selection: 'sinkhorn', checkpoint 'topk'"),
         "rotary base": (with_attention(rope=RopeConfig(dim=8, base=1e6)), "layers 0-2 mixer rope base: 1000000.0"),
-        "rotary dim": (with_attention(rope=None), "mixer rope: None, checkpoint RopeConfig"),
+        "positions": (with_attention(rope=None), "mixer rope: None, checkpoint RopeConfig"),
         "window": (with_attention(core=replace(core, window=(7, 0))), "mixer core window: (7, 0), checkpoint None"),
         "epsilon": (replace(tiny.model(), norm=eps), "norm eps: 0.001, checkpoint 1e-05"),
-        "positions": (unrotated, "position_embedding: 'none', checkpoint 'rope'"),
     }
 
 
