@@ -155,7 +155,7 @@ def test_probabilities_follow_the_current_scores():
 @pytest.mark.parametrize(
     ("shape", "layers", "mine", "message"),
     [
-        ((2, 5, 2, 2), (0, 1, 2), (0,), "choices of 2 layers for 3 layers"),
+        ((2, 5, 2, 2), (0, 1, 2), (0,), "choices of 2 layers, but `layers` names 3"),
         ((2, 5, 2, 2), (0, 2), (0, 1), r"no expert choices for layers \[1\] of this rank"),
         ((2, 3, 1, 2), (0,), (0,), "2 sequences of 3 positions; the microbatch has 2 of 5"),
         ((2, 6, 1, 2), (0,), (0,), "2 sequences of 6 positions"),
