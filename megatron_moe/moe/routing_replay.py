@@ -110,7 +110,8 @@ def given_routing(
     num_sequences, num_positions, num_layers, _ = ids_BSLK.shape
     wanted = _whole_shape(tokens)
     if num_layers != len(layers):
-        raise ValueError(f"the ids hold the choices of {num_layers} layers, but `layers` names {len(layers)}: {list(layers)}")
+        named = f"{len(layers)}: {list(layers)}"
+        raise ValueError(f"the ids are the choices of {num_layers} layers, but `layers` names {named}")
     if missing := sorted(set(own_layers) - set(layers)):
         raise ValueError(f"no expert choices for layers {missing} of this rank; given: layers {list(layers)}")
     if num_sequences != wanted[0] or wanted[1] - num_positions not in (0, 1):
