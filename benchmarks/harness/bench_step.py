@@ -9,7 +9,8 @@ Rewrites `<date>-<machine>-step-table.md` after every case, so that an interrupt
 and cases that exceed the budget, have a remark in their row. Flags after `--` are added to every case. Weights are
 drawn on the device. Cases of learned routing train on the corpus of `bash scripts/quickstart.sh`. Cases of replayed
 routing read DIR/m27 and DIR/q24, which `--moe-routing-trace-path` writes in a run with the same layers, experts, top-k,
-sequence length and micro batch.
+sequence length and micro batch. Without torchrun, a case for several GPUs is timed on its rank 0 alone: communication
+takes no time, so the step takes as long as the computation of one rank and the host that launches it.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -59,11 +60,25 @@ class CaseOutcome:
     """Reason for a missing result."""
 
 
+def num_processes() -> int:
+    """Number of processes that the launcher started, one per GPU."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def measured(case: StepCase, words: Sequence[str]) -> Profile:
-    """Builds and times a case; redirects its output to stderr."""
+    """Builds and times a case; redirects its output to stderr. In a single process, a case for several GPUs is timed
+    on rank 0 alone."""
+    num_absent = case.num_gpus - num_processes()
     with contextlib.redirect_stdout(sys.stderr):
-        plan = plan_to_run(words)
-        return profile(plan, warmup=case.warmup, steps=case.steps, traced=case.traced, trace=None, quick=True)
+        return profile(
+            plan_to_run(words, num_absent),
+            warmup=case.warmup,
+            steps=case.steps,
+            traced=case.traced,
+            trace=None,
+            quick=True,
+            peers=num_absent == 0,
+        )
 
 
 def outcomes(
@@ -191,8 +206,9 @@ def _breakdown(traced: Sequence[CaseOutcome]) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in CASES if case.num_gpus == int(os.environ.get("WORLD_SIZE", "1"))]
-    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
+    names = [case.name for case in CASES if case.num_gpus == num_processes()]
+    possible = [case.name for case in CASES] if num_processes() == 1 else names
+    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=possible, default=names, help=", ".join(possible))
     parser.add_argument(
         "--budget",
         type=float,
@@ -216,18 +232,23 @@ def main(argv: list[str]) -> int:
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
-    num_gpus = int(os.environ.get("WORLD_SIZE", "1"))
-    machine = f"{num_gpus} {torch.cuda.get_device_name().replace('NVIDIA ', '')}"
+    machine = f"{num_processes()} {torch.cuda.get_device_name().replace('NVIDIA ', '')}"
     done = write(options, theirs, machine)
     return int(ExitCode.BUG if any(each.seconds and not each.result for each in done) else ExitCode.OK)
+
+
+def _alone(case: StepCase) -> StepCase:
+    """Marks a case for several GPUs that a single process times."""
+    if case.num_gpus == num_processes():
+        return case
+    return replace(case, title=f"{case.title}, rank 0 without peers")
 
 
 def command_of(options: argparse.Namespace, theirs: Sequence[str]) -> str:
     """Command line for the document, without folders of this machine."""
     every = len(options.cases) == len(parser().get_default("cases"))
     chosen = [] if every else ["--cases", *options.cases]
-    num_gpus = os.environ.get("WORLD_SIZE", "1")
-    start = ["python"] if num_gpus == "1" else ["torchrun", "--nproc-per-node", num_gpus]
+    start = ["python"] if num_processes() == 1 else ["torchrun", "--nproc-per-node", f"{num_processes()}"]
     return shlex.join([*start, "benchmarks/harness/bench_step.py", *chosen, *(["--", *theirs] if theirs else [])])
 
 
@@ -238,7 +259,7 @@ def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> l
         sys.stdout = sys.stderr
     options.output_dir.mkdir(parents=True, exist_ok=True)
     stem = f"{date.today()}-{machine.lower().replace(' ', '-')}-step-table"
-    chosen = [case for case in CASES if case.name in options.cases]
+    chosen = [_alone(case) for case in CASES if case.name in options.cases]
     words = [words_of(case, options.data_path, options.tokenizer_model, options.trace_dir, theirs) for case in chosen]
     done: list[CaseOutcome] = []
     pictures: dict[str, str] = {}
@@ -253,7 +274,7 @@ def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> l
             if options.kernels_dir:
                 store(result, options.kernels_dir / name)
         (options.output_dir / f"{stem}.md").write_text(report(done, machine, command_of(options, theirs), pictures))
-        if outcome.case.num_gpus > 1 and outcome.seconds and not result:
+        if num_processes() > 1 and outcome.seconds and not result:
             break  # no `continue`: another rank may wait for this one, and torchrun ends it
     return done
 

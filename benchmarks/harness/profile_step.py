@@ -1,7 +1,7 @@
 """Profiles a few steps of a recipe on a GPU.
 
     python benchmarks/harness/profile_step.py [--warmup 4] [--steps 10] [--output-dir FOLDER] [--host-profile] \
-        -- --config my.yaml
+        [--without-peers 2] -- --config my.yaml
 
 Arguments after `--` go to pretrain_moe.py. Prints the median step time, TFLOP/s by Megatron's formula, peak memory and
 the time of every kind of kernel, and how much communication is exposed. `--output-dir` also writes the table, a chart,
@@ -33,6 +33,7 @@ from benchmarks.harness.timed_run import (  # noqa: E402
     Share,
     TimedRun,
     communication_times,
+    context_without_peers,
     graph_pool_bytes,
     kind_of,
     layer_windows,
@@ -85,10 +86,21 @@ class Profile:
 
 
 def profile(
-    plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None, quick: bool, host: bool = False
+    plan: RunPlan,
+    *,
+    warmup: int,
+    steps: int,
+    traced: int,
+    trace: Path | None,
+    quick: bool,
+    host: bool = False,
+    peers: bool = True,
 ) -> Profile:
-    """Runs warm-up steps, timed steps and traced steps, and with `host` one whose Python functions are timed."""
-    run = TimedRun(plan, quick=quick)
+    """Runs warm-up steps, timed steps and traced steps, and with `host` one whose Python functions are timed.
+
+    `peers`: False if this process is the only rank of a plan for several; see `context_without_peers`.
+    """
+    run = TimedRun(plan, quick=quick, context=None if peers else context_without_peers(plan))
     print(run.kernel_table, flush=True)
     try:
         with Board(nvidia_smi(f"GPU-{torch.cuda.get_device_properties(run.context.device).uuid}")) as board:
@@ -223,12 +235,19 @@ def main(argv: list[str]) -> int:
         "--quick-init", action="store_true", help="draw weights on the device; losses then differ from those of a run"
     )
     parser.add_argument("--host-profile", action="store_true", help="measure Python functions in one additional step")
+    parser.add_argument(
+        "--without-peers",
+        type=int,
+        metavar="RANKS",
+        default=1,
+        help="time rank 0 of a run of RANKS ranks, the others of which do not exist: communication takes no time",
+    )
     options = parser.parse_args(own)
     reports = int(os.environ.get("RANK", "0")) == 0
     folder: Path | None = options.output_dir if reports else None
     try:
         require_gpu("GPU kernels are")
-        plan = plan_to_run(theirs)
+        plan = plan_to_run(theirs, options.without_peers - 1)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         trace = folder / "trace.json" if folder else None
@@ -240,6 +259,7 @@ def main(argv: list[str]) -> int:
             trace=trace,
             quick=options.quick_init,
             host=options.host_profile,
+            peers=options.without_peers == 1,
         )
     except RunError as problem:
         print(problem, file=sys.stderr)

@@ -6,7 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,9 +22,10 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.memory_emulation.rank import assumed_load, transport_without_peers, with_assumed_choices
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
@@ -95,11 +96,28 @@ class CommunicationTime:
         return f"communication: {self.overlapped:.2f} ms overlapped, {self.exposed:.2f} ms exposed per step"
 
 
-def plan_to_run(words: Sequence[str]) -> RunPlan:
-    """Plan of a pretrain_moe.py command line; sets its environment variables in this process. Raises FlagErrors."""
-    plan = read_plan(list(words), os.environ, vocab_size_of=vocab_size_of)
+def plan_to_run(words: Sequence[str], num_absent: int = 0) -> RunPlan:
+    """Plan of a pretrain_moe.py command line; sets its environment variables in this process. Raises FlagErrors.
+
+    `num_absent`: number of further ranks on this host that will not be started; see `context_without_peers`.
+    """
+    ranks = {"RANK": "0", "WORLD_SIZE": f"{num_absent + 1}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{num_absent + 1}"}
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    environment = {**os.environ, **(ranks | where if num_absent else {})}
+    plan = read_plan(list(words), environment, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
     return plan
+
+
+def context_without_peers(plan: RunPlan, device: str = "cuda:0") -> ParallelContext:
+    """Context of rank 0 whose peers do not exist: collectives return at once, with placeholder values.
+
+    Step times are then those of one rank's computation and of its host, a lower bound for any interconnect.
+    """
+    build.set_algorithms(plan)
+    holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
+    parallel = replace(plan.parallel, embedding_ranks=holders)
+    return ParallelContext.fake(parallel, 0, dtype=torch_dtype(plan.precision.params), device=device)
 
 
 def require_gpu(what: str) -> None:
@@ -112,7 +130,7 @@ class TimedRun:
     """Objects of a run for timing its steps.
 
     `quick`: draws initial weights on the device, which is faster but gives other values than the run. `context`:
-    context of an existing process group; if None, the run creates a process group.
+    context of an existing process group, or of `context_without_peers`; if None, the run creates a process group.
     """
 
     def __init__(self, plan: RunPlan, *, quick: bool = False, context: ParallelContext | None = None) -> None:
@@ -122,11 +140,15 @@ class TimedRun:
         self.context = build.build_context(plan) if context is None else context
         with ExitStack() as undo:  # cleans up after errors, because another run may follow one that runs out of memory
             undo.callback(self.context.stop)
-            kernels = build.build_kernels(plan, self.context)
-            model = build.build_model(plan, self.context, kernels, initial=not quick)
+            kernels, stand_in = build.build_kernels(plan, self.context), None
+            if self.context.is_fake:
+                load = assumed_load(self.context)
+                kernels, stand_in = with_assumed_choices(kernels, load), partial(transport_without_peers, load)
+            model = build.build_model(plan, self.context, kernels, initial=not quick, stand_in_transport=stand_in)
             if quick:
                 draw_on_device(model, plan.model.init.std)
-            self.trainer: Trainer = build.build_trainer(plan, self.context, model, kernels)
+            has_peers = not self.context.is_fake
+            self.trainer: Trainer = build.build_trainer(plan, self.context, model, kernels, has_peers=has_peers)
             loader = build.build_train_loader(plan, self.context, build.build_data(plan, self.context))
             undo.pop_all()
         assert loader is not None, "a run with --skip-train has no step to profile"
@@ -172,7 +194,7 @@ class TimedRun:
     def close(self) -> None:
         self.loader.close()
         self.context.stop()
-        if self.context.owns_process_group:
+        if self.context.owns_process_group and not self.context.is_fake:
             # the old store keeps the keys of this process group, which a later run of this process would read
             os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
