@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -22,7 +22,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.memory_emulation.rank import assumed_load, transport_without_peers, with_assumed_choices
+from megatron_moe.memory_emulation.rank import assumed_ids, assumed_load, transport_without_peers, with_assumed_choices
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
@@ -143,7 +143,9 @@ class TimedRun:
             kernels, stand_in = build.build_kernels(plan, self.context), None
             if self.context.is_fake:
                 load = assumed_load(self.context)
-                kernels, stand_in = with_assumed_choices(kernels, load), partial(transport_without_peers, load)
+                # made once, because a copy from the host would wait for the device
+                kernels = with_assumed_choices(kernels, load, cache(assumed_ids))
+                stand_in = partial(transport_without_peers, load)
             model = build.build_model(plan, self.context, kernels, initial=not quick, stand_in_transport=stand_in)
             if quick:
                 draw_on_device(model, plan.model.init.std)

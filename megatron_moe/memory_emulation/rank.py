@@ -4,7 +4,7 @@ Model, schedule and optimizer are those of a real run. On the `meta` device, ten
 fakes selected by `kernels.py`. On a GPU, real kernels run, and placeholders replace the data from other ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -245,18 +245,6 @@ def transport_without_peers(load: RoutedLoad, transport: ExpertTransport, config
     return transport
 
 
-def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
-    """Kernel set whose `route` returns expert ids with the assumed load. Probabilities are those of the real top-k."""
-
-    def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
-        ids_TK = assumed_ids(load, config, len(logits_TE), logits_TE.device)
-        routed = kernels.route(logits_TE, bias_E, config, **given)
-        return routed._replace(ids_TK=ids_TK, counts_E=kernels.count_tokens(ids_TK, config.num_experts))
-
-    functions = {op: getattr(kernels, op) for op in OPS} | {"route": route}
-    return KernelSet.of(functions, kernels.choices)
-
-
 def assumed_ids(load: RoutedLoad, config: RouterConfig, num_tokens: int, device: torch.device) -> Tensor:
     """Expert ids, int64 [T, K]. Each expert occurs as often as `load` assumes. The experts of a token are distinct."""
     num_choices = num_tokens * config.topk
@@ -265,3 +253,20 @@ def assumed_ids(load: RoutedLoad, config: RouterConfig, num_tokens: int, device:
     ids = experts.repeat_interleave(counts_E, output_size=num_choices)
     # an expert has at most num_tokens consecutive entries of `ids`, so each token gets it at most once
     return ids.view(config.topk, num_tokens).T.contiguous()
+
+
+def with_assumed_choices(
+    kernels: KernelSet, load: RoutedLoad, choose: Callable[..., Tensor] = assumed_ids
+) -> KernelSet:
+    """Kernel set whose `route` returns expert ids with the assumed load. Probabilities are those of the real top-k.
+
+    `choose`: replaces `assumed_ids`, for example by a function that caches its results.
+    """
+
+    def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
+        ids_TK = choose(load, config, len(logits_TE), logits_TE.device)
+        routed = kernels.route(logits_TE, bias_E, config, **given)
+        return routed._replace(ids_TK=ids_TK, counts_E=kernels.count_tokens(ids_TK, config.num_experts))
+
+    functions = {op: getattr(kernels, op) for op in OPS} | {"route": route}
+    return KernelSet.of(functions, kernels.choices)
