@@ -109,6 +109,7 @@ _NONE, _PARTS = (("", ""), ("", "")), (("92%", "97%"), ("92%", "97%"))
 
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+CP2 = "--context-parallel-size 2"
 SKEW3 = "--moe-router-force-skew 3"
 _M27_STAGES = "Et*7|t*7|t*7|t*6L"
 
@@ -142,7 +143,11 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
         ("ep2", "EP2, flex", FLEX, "452", "465"),
         ("alltoall", "EP2, alltoall", FLEX.replace(" flex", " alltoall"), "452", "465"),
         ("tp2", "TP2 with sequence parallelism, EP2, ETP1", f"{FLEX} {TP2}", "390", "430"),
-        ("cp2", "CP2, EP2", f"{FLEX} --context-parallel-size 2", "390", "430"),
+        ("tp2-graphs", "the same, attention and MoE layers as CUDA graphs", f"{FLEX} {TP2} {MOE_GRAPHS}", "390", "430"),
+        ("tp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {TP2} {WHOLE} {NO_OVERLAP}", "390", "430"),
+        ("cp2", "CP2, EP2", f"{FLEX} {CP2}", "390", "430"),
+        ("cp2-graphs", "the same, attention and MoE layers as CUDA graphs", f"{FLEX} {CP2} {MOE_GRAPHS}", "390", "430"),
+        ("cp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {CP2} {WHOLE} {NO_OVERLAP}", "390", "430"),
         ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} --decoder-first-pipeline-num-layers 6", "425", "440"),
         ("vpp2", "PP2, VPP2, EP1", f"{stages} --pipeline-model-parallel-layout Ettt|ttt|tt|ttL", "430", "445"),
         ("ep2-pairs", "EP2, overlapped exchange", f"{FLEX} {OVERLAPS['-pairs']}", "", ""),
@@ -178,7 +183,7 @@ def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipeline
         ("flex-skew3", "EP4, flex, expert skew 3", f"{SKEW3} {flex} --moe-expert-rank-capacity-factor 4", "95%", ""),
         ("flex-replayed", "EP4, flex, replayed choices", f"{flex} --moe-expert-rank-capacity-factor 4", "95%", ""),
         ("tp2-ep4", "TP2, EP4", f"{flex} {TP2}", "", ""),
-        ("cp2-ep4", "CP2, EP4", f"{flex} --context-parallel-size 2", "", ""),
+        ("cp2-ep4", "CP2, EP4", f"{flex} {CP2}", "", ""),
         ("pp2-ep2", "PP2, EP2", f"{pp2} {pipelines['pp2']}", "", ""),
         ("vpp2-ep2", "PP2, VPP2, EP2", f"{pp2} {pipelines['vpp2']}", "", ""),
         ("pp4", "PP4", f"{pp4} {pipelines['pp4']}", "", ""),

@@ -1,8 +1,5 @@
 """Order of waits, copies and events on CUDA streams, against a recorder that replaces torch.cuda."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -21,21 +18,20 @@ class FakeCuda:
         self.current = FakeStream(self, "main")
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self.use)
+        monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)
 
     def new_stream(self, device: torch.device, priority: int = 0) -> "FakeStream":
         self.num_streams += 1
         self.priorities.append(priority)
         return FakeStream(self, f"side {self.num_streams}")
 
-    @contextmanager
-    def use(self, stream: "FakeStream") -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+    def set_stream(self, stream: "FakeStream") -> None:
+        self.current = stream
 
 
 class FakeStream:
+    device_index = 0
+
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
 

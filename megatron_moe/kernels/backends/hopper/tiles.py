@@ -6,6 +6,8 @@ half a tile each. Every stage has two barriers: `full` completes when both opera
 warpgroups have read them. Loads for the next tile can therefore overlap with the last MMA and store of a tile.
 """
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 from triton._C.libtriton import ir
@@ -26,11 +28,20 @@ _BAND = gl.constexpr(16)
 """Row tiles per band, see `tile_origin`."""
 _FAR = gl.constexpr(1 << 30)
 """Index that exceeds the number of rows of any tensor; see `rows_by_slice`."""
+_LAYOUTS = MappingProxyType(
+    {
+        (size, rank): gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=rank)
+        for size in (1, 2, 4)
+        for rank in (2, 3, 4)
+    }
+)
+"""Shared-memory layouts by element size in bytes and number of dims. The 128-byte swizzle avoids bank conflicts. Built
+once, because building one takes as long on the host as a launch."""
 
 
 def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """TMA descriptor for blocks of a tensor. Out-of-bounds elements are read as zero and not written."""
-    return TensorDescriptor.from_tensor(tensor, block, _layout(tensor, block))
+    return TensorDescriptor.from_tensor(tensor, block, _layout(tensor.element_size(), block[-1], len(block)))
 
 
 def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
@@ -43,7 +54,7 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]
-    return TensorDescriptor(matrix, shape, strides, [1, 1, *block], _layout(matrix, [1, 1, *block]))
+    return TensorDescriptor(matrix, shape, strides, [1, 1, *block], _layout(matrix.element_size(), block[-1], 4))
 
 
 def aligned(matrix: Tensor, what: str) -> Tensor:
@@ -64,11 +75,10 @@ def aligned(matrix: Tensor, what: str) -> Tensor:
     return matrix if fits else matrix.clone(memory_format=torch.contiguous_format)
 
 
-def _layout(tensor: Tensor, block: list[int]) -> gl.NVMMASharedLayout:
-    """Shared-memory layout with a 128-byte swizzle, which avoids bank conflicts."""
-    size = tensor.element_size()
-    assert block[-1] * size % 128 == 0, f"rows of {block[-1]} elements of {size} bytes"
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=len(block))
+def _layout(size: int, width: int, rank: int) -> gl.NVMMASharedLayout:
+    """Shared-memory layout of a block with `rank` dims and rows of `width` elements of `size` bytes."""
+    assert width * size % 128 == 0, f"rows of {width} elements of {size} bytes"
+    return _LAYOUTS[size, rank]
 
 
 @builtin
