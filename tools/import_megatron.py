@@ -3,8 +3,9 @@
     python tools/import_megatron.py --load ckpts/iter_0010000 --save runs/my/checkpoints -- --config my.yaml
 
 The arguments after `--` are pretrain_moe.py flags of the run to continue; they describe the model. Reads `torch_dist`
-checkpoints with per-parameter optimizer state (--dist-ckpt-optim-fully-reshardable in Megatron). With --no-optimizer,
-reads only the weights, from any `torch_dist` checkpoint or from the older format with one mp_rank_* folder per rank.
+checkpoints with per-parameter optimizer state (--dist-ckpt-optim-fully-reshardable in Megatron) and `fsdp_dtensor`
+checkpoints of Megatron-FSDP. With --no-optimizer, reads only the weights, from any of these or from the older format
+with one mp_rank_* folder per rank.
 To resume at the checkpoint's iteration, start the run with `--load runs/my/checkpoints`; add --finetune to start from
 the weights only. No code that the checkpoint's pickles reference is executed.
 """

@@ -10,18 +10,20 @@ import shutil
 import tarfile
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_moe.api import plan_of_checkpoint
 from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.megatron import source
+from megatron_moe.checkpoint.megatron.fsdp_dtensor import FSDPDTensor
 from megatron_moe.checkpoint.megatron.per_rank import PerRank
 from megatron_moe.checkpoint.megatron.pickles import Inert, load_archive, load_pickle
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
@@ -47,7 +49,7 @@ MODELS = {
     "mla": f"{COMMON} --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8 "
     "--qk-pos-emb-head-dim 8 --qk-layernorm --mtp-num-layers 1 --moe-layer-freq [0,1]",
 }
-KEPT = (("0.16.1", "gqa"), ("0.19.2", "gqa"), ("0.19.2", "alike"), ("0.19.2", "mla"))
+KEPT = (("0.16.1", "gqa"), ("0.19.2", "gqa"), ("0.19.2", "alike"), ("0.19.2", "mla"), ("0.19.2-fsdp", "gqa"))
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +275,7 @@ class Exploit:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("victim", [".metadata", "common state", "tensor", "per rank"])
+@pytest.mark.parametrize("victim", [".metadata", "common state", "tensor", "per rank", "object of FSDP"])
 def test_pickles_of_a_checkpoint_are_not_executed(victim: str, kept: Path, tmp_path: Path) -> None:
     evidence = tmp_path / "evidence"
     folder = copy_of(kept, tmp_path, "0.19.2/gqa-per-rank" if victim == "per rank" else "0.16.1/gqa")
@@ -281,6 +283,9 @@ def test_pickles_of_a_checkpoint_are_not_executed(victim: str, kept: Path, tmp_p
     match victim:
         case "per rank":
             torch.save(exploit, folder / "mp_rank_00" / "model_optim_rng.pt")
+        case "object of FSDP":
+            folder = tmp_path / "fsdp"
+            dcp.save({"model.x": torch.ones(1), **exploit}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
         case ".metadata":
             (folder / ".metadata").write_bytes(pickle.dumps(Exploit(evidence)))
         case "common state":
@@ -293,6 +298,52 @@ def test_pickles_of_a_checkpoint_are_not_executed(victim: str, kept: Path, tmp_p
                 file.write_bytes((buffer.getvalue() * (size // len(buffer.getvalue()) + 1))[:size])
     assert refused(folder, tmp_path) == ExitCode.CHECKPOINT
     assert not evidence.exists(), "the pickle was executed"
+
+
+def save_fsdp(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a checkpoint in the format fsdp_dtensor from tensors by its keys."""
+    content = {**tensors, "args": Namespace(consumed_train_samples=6), "iteration": 3}
+    dcp.save(content, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def fsdp_keys(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Keys and tensors with which Megatron-FSDP and Transformer Engine store one of our parameters."""
+    for expert, each in enumerate(value) if "mlp.experts." in name else [("", value)]:
+        halves = dict(zip(("_w", "_v"), each.chunk(2), strict=True)) if "linear_fc1" in name else {"": each}
+        yield from ((f"model.module.{name}{expert}{half}", part.clone()) for half, part in halves.items())
+
+
+def test_fsdp_experts_as_separate_tensors_are_stacked(kept: Path, tmp_path: Path, capsys) -> None:
+    weights = whole_weights(kept, tmp_path)
+    stored = dict(pair for name, value in weights.items() for pair in fsdp_keys(name, value))
+    save_fsdp(tmp_path / "ckpt", stored)
+    found = imported(tmp_path / "ckpt", tmp_path / "again", "gqa", "--no-optimizer")
+    for name, value in weights.items():
+        EXACT.check(found[f"model.{name}"].float(), value.float(), name)
+    missing = "model.module.decoder.layers.1.mlp.experts.linear_fc1.weight2_v"
+    assert missing in stored
+    save_fsdp(tmp_path / "less", {key: value for key, value in stored.items() if key != missing})
+    assert refused(tmp_path / "less", tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
+    assert "others are missing, or shapes differ" in capsys.readouterr().err
+
+
+def test_fsdp_sections_of_a_projection_are_joined(tmp_path: Path) -> None:
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    sizes = {"query": 4, "key": 4, "value": 6, "z": 6, "beta": 2, "alpha": 2}
+    weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+    sections = zip(sizes, weight.split(list(sizes.values())), strict=True)
+    save_fsdp(tmp_path / "ckpt", {f"model.module.{name}.{key}": part.clone() for key, part in sections})
+    found = FSDPDTensor(tmp_path / "ckpt")
+    assert found.tensors[name].shape == weight.shape
+    for first, number in ((0, 24), (3, 1), (3, 12), (22, 2)):
+        EXACT.check(found.read(name, (first, 2), (number, 5)), weight[first : first + number, 2:7], f"{first} {number}")
+
+
+def test_dcp_files_of_another_format_are_rejected(kept: Path, tmp_path: Path, capsys) -> None:
+    folder = copy_of(kept, tmp_path)
+    (folder / "metadata.json").unlink()
+    assert refused(folder, tmp_path) == ExitCode.CHECKPOINT
+    assert "has no weights in the format fsdp_dtensor" in capsys.readouterr().err
 
 
 def test_names_that_are_not_allowed_become_inert(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(?P<tp>\d{2})(?P<rest>(_\d{3}){0,2})")
 LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
-_EXPERT = re.compile(
+EXPERT = re.compile(
     r"(?P<head>.+\.mlp\.experts)\.(local_experts\.(?P<one>\d+)\.(?P<matrix>linear_fc[12])\.weight"
     r"|(?P<grouped>linear_fc[12])\.weight(?P<other>\d+))"
 )
@@ -143,7 +143,7 @@ class PerRank:
         return sorted((key for key in content if re.fullmatch(r"model\d{1,4}", str(key))), key=lambda key: int(key[5:]))
 
     def _add(self, name: str, shard: LazyTensor, tp: int, ep: int) -> None:
-        match, key = _EXPERT.fullmatch(name), (0, 0)
+        match, key = EXPERT.fullmatch(name), (0, 0)
         if match is not None:
             name = f"{match['head']}.{match['matrix'] or match['grouped']}.weight"
             key = (ep, int(match["one"] or match["other"]))

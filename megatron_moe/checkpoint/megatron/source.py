@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.checkpoint.megatron.fsdp_dtensor import FSDPDTensor
 from megatron_moe.checkpoint.megatron.per_rank import FILE, LAYER, PerRank
 from megatron_moe.checkpoint.megatron.torch_dist import TorchDist
 from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.text import listed
 
-Source = TorchDist | PerRank
+Source = TorchDist | FSDPDTensor | PerRank
 _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError, OSError)
 """Exceptions that opening a malformed checkpoint can raise."""
 _MAX_COUNT = 1 << 48
@@ -129,22 +130,19 @@ def import_model(
 
 
 def open_megatron(folder: Path) -> Source:
-    """Opens a torch_dist or per-rank checkpoint. Raises CheckpointProblem if `folder` is neither."""
+    """Opens a torch_dist, fsdp_dtensor or per-rank checkpoint. Raises CheckpointProblem if `folder` is none of them."""
     try:
         if (folder / "metadata.json").is_file():
             return TorchDist(folder)
         if any(folder.glob(f"mp_rank_*/{FILE}")):
             return PerRank(folder)
         if (folder / ".metadata").is_file():
-            raise CheckpointProblem(
-                f"{folder} has the files of --ckpt-format fsdp_dtensor, which is not supported; continue that run once "
-                "without --use-megatron-fsdp and with --ckpt-format torch_dist, or export it to Hugging Face"
-            )
+            return FSDPDTensor(folder)
     except _MALFORMED as error:
         raise CheckpointProblem(
             f"{folder} is a malformed Megatron checkpoint ({type(error).__name__}: {error!s:.200}); copy it again"
         ) from error
-    raise CheckpointProblem(f"{folder} is not a Megatron checkpoint: it has neither metadata.json nor mp_rank_*/{FILE}")
+    raise CheckpointProblem(f"{folder} is not a Megatron checkpoint: it has neither .metadata nor mp_rank_*/{FILE}")
 
 
 def _optimizer(

@@ -1,8 +1,8 @@
-"""Reads Megatron's `torch_dist` checkpoints (torch.distributed.checkpoint files with pickled metadata)."""
+"""Reads files of torch.distributed.checkpoint (DCP), whose metadata is pickled, and the `torch_dist` checkpoints that
+Megatron writes with it."""
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,23 +43,13 @@ class StoredTensor:
     chunks: tuple[StoredChunk, ...]
 
 
-class TorchDist:
-    """Reads a checkpoint folder `iter_NNNNNNN` in torch_dist format. Raises CheckpointProblem if it is malformed."""
+class DCPFiles:
+    """Reads a folder with DCP files. Raises CheckpointProblem if it is malformed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            kind = json.loads(self._bytes("metadata.json"))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointProblem(f"{folder / 'metadata.json'} is not JSON ({error}); copy it again") from error
-        backend = kind.get("sharded_backend") if isinstance(kind, dict) else kind
-        if backend != "torch_dist":
-            raise CheckpointProblem(
-                f"{folder}: metadata.json names the backend {backend!r:.80}, but only torch_dist can be read; convert "
-                "it with Megatron's --ckpt-convert-format torch_dist"
-            )
-        self.tensors, objects = self._entries()
-        self.common = self._common(objects)
+        self.tensors, self.objects = self._entries()
+        """Stored tensors, and locations of pickled objects, by name."""
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Reads a box of a global tensor: `shape` elements from the index `offset` in each dim."""
@@ -94,17 +84,10 @@ class TorchDist:
             file.seek(chunk.start)
             return file.read(chunk.size)
 
-    def _common(self, objects: Mapping[str, StoredChunk]) -> dict[str, Any]:
-        """Reads args, iteration etc. from common.pt or, since Megatron-Core 0.17, from one of the pickled `objects`."""
-        stored = next((chunk for name, chunk in objects.items() if name.startswith("common_state/")), None)
-        if (self.folder / "common.pt").is_file() or stored is None:
-            content = load_archive(self.folder / "common.pt", f"{self.folder}/common.pt")
-        else:
-            content = load_archive(self._stored(stored), f"{self.folder / stored.file}, common state")
-            content = content[0] if isinstance(content, list) and content else content
-        if not isinstance(content, dict):
-            raise CheckpointProblem(f"{self.folder}: the common state is not a dict")
-        return content
+    def read_object(self, name: str) -> Any:
+        """Reads one of `objects`."""
+        stored = self.objects[name]
+        return load_archive(self._stored(stored), f"{self.folder / stored.file}, {name}")
 
     def _entries(self) -> tuple[dict[str, StoredTensor], dict[str, StoredChunk]]:
         """Reads .metadata. Returns the tensors and the locations of all other objects, by name."""
@@ -159,3 +142,34 @@ class TorchDist:
             return read_bounded(self.folder / name, MAX_PICKLE_BYTES)
         except OSError as error:
             raise CheckpointProblem(f"{self.folder / name} cannot be read: {error.strerror}") from error
+
+
+class TorchDist(DCPFiles):
+    """Reads a checkpoint folder `iter_NNNNNNN` in torch_dist format. Raises CheckpointProblem if it is malformed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            kind = json.loads(self._bytes("metadata.json"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointProblem(f"{folder / 'metadata.json'} is not JSON ({error}); copy it again") from error
+        backend = kind.get("sharded_backend") if isinstance(kind, dict) else kind
+        if backend != "torch_dist":
+            raise CheckpointProblem(
+                f"{folder}: metadata.json names the backend {backend!r:.80}, but only torch_dist can be read; convert "
+                "it with Megatron's --ckpt-convert-format torch_dist"
+            )
+        super().__init__(folder)
+        self.common = self._common()
+
+    def _common(self) -> dict[str, Any]:
+        """Reads args, iteration etc. from common.pt or, since Megatron-Core 0.17, from a pickled object."""
+        stored = next((name for name in self.objects if name.startswith("common_state/")), None)
+        if (self.folder / "common.pt").is_file() or stored is None:
+            content = load_archive(self.folder / "common.pt", f"{self.folder}/common.pt")
+        else:
+            content = self.read_object(stored)
+            content = content[0] if isinstance(content, list) and content else content
+        if not isinstance(content, dict):
+            raise CheckpointProblem(f"{self.folder}: the common state is not a dict")
+        return content
