@@ -1,6 +1,8 @@
 """Worker process of the pool: receives jobs, runs each as one rank, and returns the result.
 
-On the CPU every job gets a fresh gloo group. On GPUs the process joins one NCCL group for its whole lifetime.
+On the CPU every job gets a fresh gloo group. On GPUs the process joins one group for its whole lifetime: NCCL, or gloo
+if ranks share GPUs because the machine has fewer. Then symmetric memory connects ranks of one GPU, so that its kernels
+can be tested on one GPU; collectives cannot be captured in CUDA graphs.
 
 Started by `tests/helpers/process_pool.py`, which has the other end of the pipe.
 """
@@ -38,7 +40,7 @@ class Job:
     dtype: torch.dtype
     seed: int
     on_gpu: bool = False
-    """True if rank r uses GPU r. All jobs of a pool then have the same number of ranks."""
+    """True if rank r uses GPU r modulo their number. All jobs of a pool then have the same number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,14 @@ def _on_cpu(job: Job) -> ParallelContext:
 
 
 def _on_gpu(job: Job, handles: Handles) -> ParallelContext:
-    device = torch.device("cuda", job.rank)
+    num_gpus = torch.cuda.device_count()
+    device = torch.device("cuda", job.rank % num_gpus)
     if not dist.is_initialized():
         torch.cuda.set_device(device)
-        _meet(job, "nccl", device)
+        shares = num_gpus < job.config.world_size
+        if shares:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        _meet(job, "gloo" if shares else "nccl", None if shares else device)
     return ParallelContext.within(job.config, job.rank, dtype=job.dtype, device=device, seed=job.seed, handles=handles)
 
 
