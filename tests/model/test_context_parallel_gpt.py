@@ -1,5 +1,6 @@
 """Losses and weight gradients of a model with context parallelism equal those of one rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron_moe.config.linear_attention import CPMode
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicroBatch, split_sequence, to_device
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT, objective
 from megatron_moe.model.init import init_parameters
@@ -49,9 +51,11 @@ class Run:
     gradients: dict[str, Tensor]
 
 
-def run(config: ModelConfig, batch: MicroBatch, ctx: ParallelContext, *, per_token: bool = False) -> Run:
+def run(
+    config: ModelConfig, batch: MicroBatch, ctx: ParallelContext, *, per_token: bool = False, kernels: Kernels = KERNELS
+) -> Run:
     """Loss and metrics of one rank, and the gradients, reduced over the context-parallel ranks."""
-    gpt = GPT(config, ctx, KERNELS)
+    gpt = GPT(config, ctx, kernels)
     init_parameters(gpt, 7, config.init)
     batch, cp = split_sequence(to_device(batch, ctx.device), ctx), ctx.group("cp")
     scalar, sums = objective(gpt(batch), batch, mtp=config.mtp, per_token=per_token)
@@ -76,6 +80,19 @@ def documents(batch: int = 2, seq: int = SEQ) -> dict[str, Tensor]:
     segments = [torch.repeat_interleave(torch.arange(len(of)), torch.tensor(of)) for of in lengths]
     positions = [torch.cat([torch.arange(length) for length in of]) for of in lengths]
     return {"segments_BS": torch.stack(segments), "positions_BS": torch.stack(positions)}
+
+
+def one_by_one(packed: MicroBatch, spans: Sequence[tuple[int, int]]) -> list[MicroBatch]:
+    """Microbatch of each document of a packed sequence. `spans`: (first position, end) of the documents."""
+    return [
+        MicroBatch(
+            tokens_BS=packed.tokens_BS[:, start:end],
+            labels_BS=packed.labels_BS[:, start:end],
+            loss_mask_BS=packed.loss_mask_BS[:, start:end],
+            context=tiny_models.make_mb(1, end - start),
+        )
+        for start, end in spans
+    ]
 
 
 MIXERS = {
@@ -132,15 +149,10 @@ def test_packed_documents_are_separate_sequences(config: ModelConfig, parallel: 
     """Ranks with three documents in one sequence, against one rank that is given the documents one by one."""
     packed = microbatch(1, SEQ, **documents(1))
     over_ranks = on_threads(parallel, lambda ctx: run(config, packed, ctx, per_token=True))
-    apart: list[Run] = []
-    for start, end in ((0, 1), (1, 7), (7, 16)):
-        alone = MicroBatch(
-            tokens_BS=packed.tokens_BS[:, start:end],
-            labels_BS=packed.labels_BS[:, start:end],
-            loss_mask_BS=packed.loss_mask_BS[:, start:end],
-            context=tiny_models.make_mb(1, end - start),
-        )
-        apart.append(run(config, alone, ParallelContext.single(), per_token=True))
+    apart = [
+        run(config, alone, ParallelContext.single(), per_token=True)
+        for alone in one_by_one(packed, ((0, 1), (1, 7), (7, 16)))
+    ]
     for result in over_ranks:
         FP64_LAYOUT.check(result.sums, sum(each.sums for each in apart), "sum of losses, tokens")
         for name, grad in result.gradients.items():

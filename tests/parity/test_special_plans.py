@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import Balancing, MoEConfig
 from tests.parity.cells import compare_plan, plan_of
@@ -38,4 +39,24 @@ def test_routing_that_depends_on_all_tokens_of_a_rank_equals_one_rank_with_the_s
         return replace(moe, router=replace(moe.router, balancing=(kind,), z_loss_coeff=0.01))
 
     comparison = compare_plan(replace(plan, model=with_experts(plan.model, with_method)))
+    assert comparison.equal, comparison.text()
+
+
+@pytest.mark.parametrize("mixer", ["delta", "mamba"])
+def test_states_passed_between_chunks_equal_one_rank(mixer: str) -> None:
+    """Linear attention with `--linear-cp-mode chunkwise` beside tensor, pipeline and expert parallelism."""
+    plan = plan_of(
+        cell_of(
+            f"tp=2 sp=on cp=2 pp=2 ep=4 dispatcher=alltoall attention={mixer} accumulation=2 documents=packed "
+            "loss=token recompute=full"
+        )
+    )
+    layers = tuple(
+        replace(layer, mixer=replace(layer.mixer, cp_mode="chunkwise"))
+        if isinstance(layer.mixer, LinearAttentionConfig)
+        else layer
+        for layer in plan.model.layers
+    )
+    assert layers != plan.model.layers
+    comparison = compare_plan(replace(plan, model=replace(plan.model, layers=layers)))
     assert comparison.equal, comparison.text()
