@@ -36,11 +36,11 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": model.max_positions,
         "untie_embeddings_and_output_weights": not model.tied_embeddings,
         "hidden_dropout": first.hidden_dropout,
-        "apply_residual_connection_post_layernorm": first.residual_from_norm,
         "init_method_std": model.init.std,
         "mtp_num_layers": model.mtp.num_layers if model.mtp else None,
         "position_embedding_type": "learned_absolute" if model.position_embedding == "learned_absolute" else "none",
         **first.norm.as_flags(),
+        **first.residual.as_flags(),
     }
     for kind in ("mixer", "feed_forward"):
         if depth:

@@ -27,6 +27,7 @@ from megatron_moe.config.registry import (
     SCORE_FUNCTIONS,
     ComponentRegistry,
 )
+from megatron_moe.config.residual import AddedResidual
 from megatron_moe.config.transport import HybridEPConfig, PushConfig
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
@@ -75,7 +76,7 @@ def _layer(flags: Flags, mixer: MixerConfig, feed_forward: FeedForwardConfig) ->
         feed_forward=feed_forward,
         norm=_norm(flags),
         hidden_dropout=flags.hidden_dropout,
-        residual_from_norm=flags.apply_residual_connection_post_layernorm,
+        residual=AddedResidual(from_norm=flags.apply_residual_connection_post_layernorm),
     )
 
 

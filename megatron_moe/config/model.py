@@ -9,6 +9,7 @@ from megatron_moe.config.component import Component, FeedForwardConfig, MixerCon
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.residual import AddedResidual, ResidualConfig
 
 
 class Sublayer(NamedTuple):
@@ -32,8 +33,7 @@ class LayerConfig:
     feed_forward: FeedForwardConfig
     norm: NormConfig
     hidden_dropout: float = 0.0
-    residual_from_norm: bool = False
-    """Uses the norm's output, not its input, as the residual (`--apply-residual-connection-post-layernorm`)."""
+    residual: ResidualConfig = AddedResidual()
 
     @property
     def hidden_size(self) -> int:

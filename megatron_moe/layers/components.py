@@ -1,5 +1,7 @@
-"""Base classes of the modules of components, and their construction from configs (`config/component.py`)."""
+"""Base classes of the modules of components and of residual connections, and their construction from configs
+(`config/component.py`, `config/residual.py`)."""
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +12,9 @@ from megatron_moe.config.registry import resolve
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.node_chain import LayerState, Node, parameters_of
+from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
+from megatron_moe.memory.saved_tensors import DiscardScope
 
 
 class Site(NamedTuple):
@@ -64,6 +68,36 @@ class FeedForward(nn.Module):
     def _run(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:
             return state.evolve(out_SBH=self(state.normed_SBH), normed_SBH=None)
+
+
+class SublayerInput(NamedTuple):
+    """Input of a sublayer, and what is needed to write its output to the residual stream."""
+
+    stream: Tensor
+    """Residual stream to which the output is written."""
+    normed_SBH: Tensor
+    """Input of the sublayer's module: the result of the norm."""
+    discard: DiscardScope
+    """Scope for operations that read `normed_SBH` (`LayerState.discard`)."""
+    stream_weights: Any = None
+    """Weights with which the output is written (`LayerState.stream_weights`)."""
+
+
+class Connection(ABC):
+    """Base class of residual connections of one sublayer, constructed as `Class(config, hidden_size, resources)`."""
+
+    @abstractmethod
+    def read(self, stream: Tensor, norm: Norm) -> SublayerInput:
+        """Returns the norm of the sublayer's input."""
+
+    @abstractmethod
+    def write(self, stream: Tensor, weights: Any, out_SBH: Tensor) -> Tensor:
+        """Returns the residual stream after the sublayer, whose output is `out_SBH`. `stream` and `weights` are those
+        of its `SublayerInput`."""
+
+    def write_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:
+        """Writes the output of the sublayer before this one (see `write`), then reads the input of this one."""
+        return self.read(self.write(stream, weights, out_SBH), norm)
 
 
 def new_module(config: Component, site: Site, resources: ModelResources) -> Any:

@@ -50,6 +50,8 @@ class LayerState:
 
     hidden_SBH: Tensor = _UNSET
     """Residual stream."""
+    stream_weights: Any = None
+    """Weights with which `out_SBH` is written to the residual stream, from `SublayerInput`."""
     normed_SBH: Tensor = _UNSET
     """Input of the feed-forward module."""
     discard: DiscardScope = _NO_SCOPE

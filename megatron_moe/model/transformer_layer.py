@@ -1,12 +1,15 @@
 """A transformer layer: a mixer and a feed-forward module, each with a norm and a residual connection."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.registry import resolve
+from megatron_moe.config.residual import AddedResidual
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.layers.components import FeedForward, Mixer, Site, new_module
+from megatron_moe.layers.components import Connection, FeedForward, Mixer, Site, SublayerInput, new_module
 from megatron_moe.layers.linear import Linear, copy_format
 from megatron_moe.layers.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.layers.norm import Norm
@@ -16,7 +19,7 @@ from megatron_moe.parallel.tensor_parallel import sequence_part
 
 
 class TransformerLayer(nn.Module):
-    """Computes x = x + self_attention(norm(x)), then x = x + mlp(norm(x)).
+    """Computes x = x + self_attention(norm(x)), then x = x + mlp(norm(x)), or another residual connection.
 
     `self_attention` is the module of `config.mixer`, and `mlp` that of `config.feed_forward`; one of them may be absent
     (None), with its norm and its sum. `nodes` contains the steps of this computation: the mixer, then the nodes of the
@@ -33,6 +36,8 @@ class TransformerLayer(nn.Module):
     mlp: FeedForward | None
     input_layernorm: Norm
     pre_mlp_layernorm: Norm
+    connections: dict[str, Connection]
+    """Residual connection of every module."""
 
     def __init__(self, config: LayerConfig, layer: int, site: str, resources: ModelResources) -> None:
         super().__init__()
@@ -49,6 +54,8 @@ class TransformerLayer(nn.Module):
         for name, norm, module in modules:
             setattr(self, norm, self._new_norm(config, resources, module.input_linears))
             setattr(self, name, module)
+        connection = resolve(config.residual.module)
+        self.connections = {name: connection(config.residual, config.hidden_size, resources) for name, *_ in modules}
         self.nodes = tuple(self._chain())
 
     def _chain(self) -> Iterator[Node]:
@@ -78,50 +85,65 @@ class TransformerLayer(nn.Module):
         """Applies the layer to the hidden states [S, B, H] of this rank; returns the same shape."""
         return run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), mb).hidden_SBH
 
-    def _mixed(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor]:
-        """Runs the mixer with its norm. Returns its output and the tensor to which it is added."""
+    def _mixed(self, stream: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Any, Tensor]:
+        """Runs the mixer with its norm. Returns the residual stream, its weights, and the output to write to it."""
         assert self.self_attention is not None, "the layer has no mixer"
         with self.saved_tensors.offload_scope("attn_norm"):
-            hidden_SBH, normed_SBH = self.input_layernorm(hidden_SBH, keeps_input=True)
-            recompute = self.input_layernorm.unquantized
-            discard = self.saved_tensors.discard_output("layernorm", recompute, (hidden_SBH,), normed_SBH)
-        with discard:
-            out_SBH = self._dropped(self.self_attention(normed_SBH, mb), "attention", mb)
-        return out_SBH, self._residual_of(hidden_SBH, normed_SBH)
+            read = self.connections["self_attention"].read(stream, self.input_layernorm)
+        with read.discard:
+            out_SBH = self._dropped(self.self_attention(read.normed_SBH, mb), "attention", mb)
+        return read.stream, read.stream_weights, out_SBH
 
     def _mixer(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Runs the mixer with its norm and residual connection."""
-        out_SBH, residual_SBH = self._mixed(state.hidden_SBH, mb)
-        return state.evolve(hidden_SBH=residual_SBH + out_SBH)
+        written = self.connections["self_attention"].write(*self._mixed(state.hidden_SBH, mb))
+        return state.evolve(hidden_SBH=written)
 
     def _norm(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Runs the norm before the feed-forward module."""
         with self.saved_tensors.offload_scope("mlp_norm"):
-            return self._normed(state, state.hidden_SBH, self.pre_mlp_layernorm(state.hidden_SBH))
+            return _with_input(state, self.connections["mlp"].read(state.hidden_SBH, self.pre_mlp_layernorm))
 
     def _mixer_and_norm(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Runs the mixer with its norm and residual connection, and the norm before the feed-forward module."""
-        out_SBH, residual_SBH = self._mixed(state.hidden_SBH, mb)
+        written = self._mixed(state.hidden_SBH, mb)
         with self.saved_tensors.offload_scope("mlp_norm"):
-            return self._normed(state, *self.pre_mlp_layernorm(out_SBH, residual_SBH))
-
-    def _normed(self, state: LayerState, hidden_SBH: Tensor, normed_SBH: Tensor) -> LayerState:
-        recompute = self.pre_mlp_layernorm.unquantized
-        discard = self.saved_tensors.discard_output("layernorm", recompute, (hidden_SBH,), normed_SBH)
-        hidden_SBH = self._residual_of(hidden_SBH, normed_SBH)
-        return state.evolve(hidden_SBH=hidden_SBH, normed_SBH=normed_SBH, discard=discard)
+            return _with_input(state, self.connections["mlp"].write_and_read(*written, self.pre_mlp_layernorm))
 
     def _residual(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        """Adds the output of the feed-forward module to the residual stream."""
-        hidden_SBH = state.hidden_SBH + self._dropped(state.out_SBH, "mlp", mb)
-        return EMPTY_STATE.evolve(hidden_SBH=hidden_SBH, earlier=state.earlier)
-
-    def _residual_of(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
-        """Tensor to which a module's output is added: `normed_SBH` with `residual_from_norm`, else `hidden_SBH`."""
-        return normed_SBH if self.config.residual_from_norm else hidden_SBH
+        """Writes the output of the feed-forward module to the residual stream."""
+        out_SBH = self._dropped(state.out_SBH, "mlp", mb)
+        stream = self.connections["mlp"].write(state.hidden_SBH, state.stream_weights, out_SBH)
+        return EMPTY_STATE.evolve(hidden_SBH=stream, earlier=state.earlier)
 
     def _dropped(self, out_SBH: Tensor, part: str, mb: MicrobatchContext) -> Tensor:
         if not self.config.hidden_dropout:
             return out_SBH
         key = mb.key(f"{self.site}.{part}_residual")
         return rng.dropout(out_SBH, self.config.hidden_dropout, key, part=self.positions)
+
+
+def _with_input(state: LayerState, read: SublayerInput) -> LayerState:
+    stream, normed_SBH, discard, weights = read
+    return state.evolve(hidden_SBH=stream, normed_SBH=normed_SBH, discard=discard, stream_weights=weights)
+
+
+class AddedConnection(Connection):
+    """Adds the output of the sublayer to its input. The sum is fused with the norm that follows it."""
+
+    def __init__(self, config: AddedResidual, hidden_size: int, resources: ModelResources) -> None:
+        self._from_norm = config.from_norm
+        self._saved_tensors = resources.saved_tensors
+
+    def read(self, stream: Tensor, norm: Norm) -> SublayerInput:
+        return self._read(norm, *norm(stream, keeps_input=True))
+
+    def write(self, stream: Tensor, weights: Any, out_SBH: Tensor) -> Tensor:
+        return stream + out_SBH
+
+    def write_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:
+        return self._read(norm, *norm(out_SBH, stream))
+
+    def _read(self, norm: Norm, hidden_SBH: Tensor, normed_SBH: Tensor) -> SublayerInput:
+        discard = self._saved_tensors.discard_output("layernorm", norm.unquantized, (hidden_SBH,), normed_SBH)
+        return SublayerInput(normed_SBH if self._from_norm else hidden_SBH, normed_SBH, discard)

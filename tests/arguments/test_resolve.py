@@ -16,6 +16,7 @@ from megatron_moe.config.model import InitConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, RouterConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
+from megatron_moe.config.residual import AddedResidual
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.parameters import count_parameters
 from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS, OVERLAP
@@ -515,7 +516,7 @@ def test_flags_of_data_model_and_training_loop():
     logging = plan_of("--log-memory-interval 5 --log-device-memory-used").logging
     assert (logging.log_memory_interval, logging.log_device_memory_used) == (5, True)
     assert plan.model.init.method == "xavier_uniform"
-    assert all(layer.residual_from_norm for layer in plan.model.layers)
+    assert all(layer.residual == AddedResidual(from_norm=True) for layer in plan.model.layers)
 
 
 def test_the_two_files_of_gpt2():

@@ -21,6 +21,7 @@ from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.residual import AddedResidual
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.kernels.reference.backend import bundle
@@ -169,7 +170,9 @@ def test_a_generated_config_has_the_logits_of_the_published_one(name: str, tmp_p
 
 def test_a_model_of_no_family_is_rejected(tmp_path: Path):
     _, config = model_of(CONFIGS["qwen3_moe"], tmp_path)
-    mixed = replace(config, layers=(replace(config.layers[0], residual_from_norm=True), *config.layers[1:]))
+    mixed = replace(
+        config, layers=(replace(config.layers[0], residual=AddedResidual(from_norm=True)), *config.layers[1:])
+    )
     with pytest.raises(NoPublishedFamily, match="the nearest, qwen3_moe, differs") as caught:
         generated_config(mixed, VOCAB)
     assert caught.value.nearest is not None

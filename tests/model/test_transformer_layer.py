@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.residual import AddedResidual
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.node_chain import BoundNodes, LayerState, run_nodes, schedule_steps
@@ -26,8 +27,8 @@ SPECS = {
     "LayerNorm": layer_config(norm=NormConfig(kind="LayerNorm")),
     "MLA": layer_config(mla_config()),
     "MoE": layer_config(feed_forward=moe_config()),
-    "residual from norm": layer_config(residual_from_norm=True),
-    "MoE, residual from norm": layer_config(feed_forward=moe_config(), residual_from_norm=True),
+    "residual from norm": layer_config(residual=AddedResidual(from_norm=True)),
+    "MoE, residual from norm": layer_config(feed_forward=moe_config(), residual=AddedResidual(from_norm=True)),
 }
 
 
@@ -44,12 +45,12 @@ def mb_of(layer: TransformerLayer, **changes) -> MicrobatchContext:
 def by_hand(layer: TransformerLayer, x: Tensor, mb: MicrobatchContext, dropout: float = 0.0) -> Tensor:
     normed = layer.input_layernorm(x)
     attention_out = layer.self_attention(normed, mb)
-    x = (normed if layer.config.residual_from_norm else x) + rng.dropout(
+    x = (normed if layer.config.residual.from_norm else x) + rng.dropout(
         attention_out, dropout, mb.key("decoder.layers.0.attention_residual")
     )
     normed = layer.pre_mlp_layernorm(x)
     fed = layer.mlp(normed, mb) if layer.config.is_moe else layer.mlp(normed)
-    return (normed if layer.config.residual_from_norm else x) + rng.dropout(
+    return (normed if layer.config.residual.from_norm else x) + rng.dropout(
         fed, dropout, mb.key("decoder.layers.0.mlp_residual")
     )
 
