@@ -347,6 +347,16 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     def attention(self, inputs: AttentionInputs) -> Tensor:
         """Attention over a whole sequence -> [S, B, N, E]."""
 
+    def sparse_attention(
+        self, q_UBND: Tensor, kv_SBD: Tensor, ids_UBK: Tensor, sinks_N: Tensor | None, value_width: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of each query to the rows of `kv_SBD` with the given ids (int32 or int64, distinct; -1 for none),
+        which all heads share. A row is a key; its first E = `value_width` channels are also the value. `sinks_N`: see
+        `AttentionInputs`. Returns the output [U, B, N, E], differentiable, and the log-sum-exp of the logits and the
+        sink [U, B, N] in the internal dtype. They are 0 and -inf for a query without keys and sinks. Ids of -1 at the
+        end cost nothing."""
+        ...
+
     # Attention between two parts of a sequence. Its backward needs the output and log-sum-exp over all parts.
     def attention_block(
         self, block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None

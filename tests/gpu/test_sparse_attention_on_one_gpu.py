@@ -8,7 +8,9 @@ from torch import Tensor
 
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.config.dsa import IndexerConfig
+from megatron_moe.kernels.backends.triton.sparse_attention.op import sparse_attention as attend_to_rows
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.kernels.reference.sparse_attention import sparse_attention as reference
 from megatron_moe.model.sparse_attention import KeyChoice, QueryRows, choose_keys, pack_bits, sparse_attention
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import BF16_BLOCKS, BF16_KERNEL
@@ -76,3 +78,50 @@ def indexed(config: IndexerConfig, device: str, dtype: torch.dtype) -> tuple[Ten
 
     found = results(loss, inputs, device, dtype)
     return chosen[0], found
+
+
+def causal_ids(seq: int, topk: int) -> Tensor:
+    """Random choice of up to `topk` keys of every query that the causal mask shows, ascending and then -1: int32 [seq,
+    1, topk]."""
+    ids = torch.full((seq, topk), -1, device="cuda", dtype=torch.int32)
+    for first in range(0, seq, 1024):
+        last = min(first + 1024, seq)
+        scores = torch.rand(last - first, last, device="cuda")
+        hidden = torch.arange(last, device="cuda") > torch.arange(first, last, device="cuda")[:, None]
+        best = scores.masked_fill_(hidden, -1.0).topk(min(topk, last))
+        chosen = torch.where(best.values < 0, seq, best.indices).sort().values
+        ids[first:last, : chosen.shape[1]] = torch.where(chosen == seq, -1, chosen).int()
+    return ids[:, None]
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    ("seq", "heads", "rest"),
+    [(4096, 128, 64), (4096, 64, 64), (8192, 64, 64), (32768, 128, 64), (4097, 20, 64), (4096, 64, 0)],
+)
+def test_attention_to_chosen_rows_matches_fp64(seq: int, heads: int, rest: int, sinks: bool) -> None:
+    """Gradients flow from a sample of the queries only, for which fp64 computes them."""
+    torch.manual_seed(1)
+    ids, topk = causal_ids(seq, 2048), 2048
+    q = torch.randn(seq, 1, heads, 512 + rest, device="cuda", dtype=torch.bfloat16)
+    kv = torch.randn(seq, 1, 512 + rest, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(heads, device="cuda") if sinks else None
+    sample = torch.cat([torch.arange(3, device="cuda"), torch.randperm(seq, device="cuda")[:93]]).unique()
+    grad = torch.randn(len(sample), 1, heads, 512, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    leaves = [None if x is None else x.detach().requires_grad_() for x in (q, kv, logits)]
+    out, lse = attend_to_rows(leaves[0], leaves[1], ids, leaves[2], 512, 0.1)
+    whole = torch.zeros_like(out).index_copy_(0, sample, grad)
+    grads = torch.autograd.grad(out, [x for x in leaves if x is not None], whole)
+    torch.cuda.set_sync_debug_mode("default")
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in (q[sample], kv, logits)]
+    expected, expected_lse = reference(wide[0], wide[1], ids[sample], wide[2], 512, 0.1)
+    expected_grads = torch.autograd.grad(expected, [x for x in wide if x is not None], grad.double())
+    assert ids.shape[-1] == topk and not grads[0].any(dim=-1).all()
+    names = ("q", "kv", "sinks")[: len(grads)]
+    actual = {"out": out[sample], "lse": lse[sample], **dict(zip(names, (grads[0][sample], *grads[1:]), strict=True))}
+    wanted = {"out": expected, "lse": expected_lse, **dict(zip(names, expected_grads, strict=True))}
+    BF16_BLOCKS.check_all(
+        {name: x.detach().double().cpu() for name, x in actual.items()},
+        {name: x.detach().cpu() for name, x in wanted.items()},
+    )

@@ -110,6 +110,13 @@ def attention_block(*chunks: range, dtype: torch.dtype = BF16, forward: bool = T
     return case
 
 
+def sparse_attention(k: Any) -> Any:
+    q, kv, sinks = leaf(20, 2, 3, 48), leaf(20, 2, 48), leaf(3)
+    out, lse = k.sparse_attention(q, kv, torch.zeros(20, 2, 8, dtype=torch.int32), sinks, 32, 0.25)
+    assert lse.shape == (20, 2, 3) and lse.dtype is torch.float32
+    return out, [q, kv, sinks]
+
+
 def linear_attention(*, delta: bool) -> Case:
     def case(k: Any) -> Any:
         q, k_, v, decay = (
@@ -164,6 +171,7 @@ CASES: dict[str, Case] = {
     "attention_block with window": attention_block(range(16, 32), range(64, 96), window=(40, 0)),
     "linear_attention": linear_attention(delta=False),
     "linear_attention with the delta rule": linear_attention(delta=True),
+    "sparse_attention": sparse_attention,
     "short_conv": differentiable("short_conv", [(20, 2, 96), (96, 4), (96,)], None),
     "gated_rms_norm": differentiable("gated_rms_norm", [(20, 2, 3, 32), (20, 2, 3, 32), (32,)], 1e-6, True),
     "activation": differentiable("activation", [(40, 128), (40,)], ActivationConfig(kind="silu", gated=True)),

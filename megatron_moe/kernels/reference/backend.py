@@ -67,6 +67,7 @@ from megatron_moe.kernels.reference.routing import router_logits as router_logit
 from megatron_moe.kernels.reference.routing import sort_rows as sort_rows
 from megatron_moe.kernels.reference.routing import sort_rows_dense as sort_rows_dense
 from megatron_moe.kernels.reference.routing import unpermute as unpermute
+from megatron_moe.kernels.reference.sparse_attention import sparse_attention as sparse_attention
 from megatron_moe.parallel import rng
 from megatron_moe.precision.dither import dither
 from megatron_moe.precision.optimizer_state import FIRST_SALT, SECOND_SALT, pack, round_weights, unpack

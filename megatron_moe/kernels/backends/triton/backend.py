@@ -44,6 +44,7 @@ from megatron_moe.kernels.backends.triton.routing.op import route
 from megatron_moe.kernels.backends.triton.rows import gather_probs, permute, unpermute
 from megatron_moe.kernels.backends.triton.short_conv import short_conv
 from megatron_moe.kernels.backends.triton.sort import count_tokens, sort_rows
+from megatron_moe.kernels.backends.triton.sparse_attention.op import sparse_attention
 from megatron_moe.kernels.backends.triton.stored_weight import quantize_weight_part, transpose_weight, weight_amax_
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority, Support
 
@@ -71,6 +72,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "attention_block": "cuDNN and a merge kernel; Triton for windows, document masks and --deterministic-mode",
         "attention_block_grad": "cuDNN; Triton for windows, document masks and --deterministic-mode",
         "max_logits_": "skips tiles of rows whose log-sum-exps are small",
+        "sparse_attention": "gathers rows inside the kernels; torch for --deterministic-mode",
         "linear_attention": "chunks of 64 tokens as matrix products; torch for heads wider than 128",
         "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
         "embedding_grad": "adds the summed gradient of each id to the gradient buffer",
