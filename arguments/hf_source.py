@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arguments.errors import Problem
+from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry, normal
 from arguments.huggingface import TRAINING_FLAGS, described_with, published_flags
 from arguments.parser import Given, Settings
@@ -66,13 +66,19 @@ class HFSource:
 def hf_source(layers: Sequence[Sequence[Given]], registry: Registry) -> HFSource | None:
     """Flags of the folder that the last `--load hf:DIR` names; None without one, or if it has no config.json.
 
-    Raises FlagErrors if config.json describes a model that no flags describe.
+    Raises FlagErrors if config.json describes a model that no flags describe, or if `--load DIR` without `hf:` names
+    the folder of a published model, from which the run would not load.
     """
     loads = [given for layer in layers for given in layer if normal(given.option) == "--load" and given.words]
     location = (loads[-1].words or ("",))[0] if loads else ""
     folder = Path(location.removeprefix(HUGGING_FACE))
-    if not location.startswith(HUGGING_FACE) or not (folder / "config.json").is_file():
+    if not location or not (folder / "config.json").is_file():
         return None
+    if not location.startswith(HUGGING_FACE):
+        if any(folder.glob("iter_*")):
+            return None
+        what = f"--load {location} is the folder of a Hugging Face model and has no checkpoint of a run"
+        raise FlagErrors([Problem(what=what, remedy=f"--load {HUGGING_FACE}{location}")])
     return source_of(folder, registry)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -98,12 +99,17 @@ def reports_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Runs a tool's `main` and exits with its code; Ctrl-C exits without a traceback."""
+    """Runs a tool's `main` and exits with its code; Ctrl-C and a closed pipe (`| head`) exit without a traceback."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(ExitCode.INTERRUPTED)
+        code = ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids an error when Python flushes at exit
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
 
 
 def run_command(command: Sequence[str], output: IO[str] | None = None) -> int:

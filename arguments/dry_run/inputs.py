@@ -124,6 +124,4 @@ def _is_loadable(location: str) -> bool:
 
 def _absent(location: str) -> str:
     path = Path(location.removeprefix(_HUGGING_FACE))
-    if path == Path(location) and (path / "config.json").is_file():
-        return f"is a folder of a Hugging Face model, which is loaded by hf:{path}"
     return "holds no checkpoint" if path.exists() else "does not exist"

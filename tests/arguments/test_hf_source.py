@@ -56,6 +56,18 @@ def test_a_folder_gives_model_tokenizer_and_defaults(tmp_path):
     assert "--tokenizer-model" in line
 
 
+def test_a_folder_without_its_prefix_is_rejected(tmp_path):
+    """Otherwise the run would start from random weights."""
+    folder = folder_of(QWEN, tmp_path / "hf")
+    with pytest.raises(FlagErrors) as caught:
+        planned(f"--load {folder}")
+    assert [problem.remedy for problem in caught.value.problems] == [f"--load hf:{folder}"]
+    (folder / "iter_0000010").mkdir()
+    with pytest.raises(FlagErrors) as caught:
+        planned(f"--load {folder}")
+    assert not any("--load" in problem.what for problem in caught.value.problems)
+
+
 def test_the_command_line_overrides_defaults_but_not_the_model(tmp_path):
     folder = folder_of(QWEN, tmp_path / "hf")
     more = (

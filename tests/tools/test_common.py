@@ -76,3 +76,14 @@ def test_ctrl_c_ends_a_tool_without_a_traceback_after_its_command():
     out, err = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED
     assert out == b"saved\n" and err.endswith(b"interrupted\n") and b"run_main(main)" not in err
+
+
+def test_a_closed_pipe_ends_a_tool_without_a_traceback():
+    program = "from tools._common import run_main; run_main(lambda words: [print('x' * 99) for _ in range(9999)] and 0)"
+    tool = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert tool.stdout.readline() == b"x" * 99 + b"\n"
+    tool.stdout.close()
+    assert tool.stderr.read() == b"" and tool.wait() == 128 + signal.SIGPIPE
+    tool.stderr.close()
