@@ -29,16 +29,21 @@ class Rotations:
     def attach(self, mb: MicrobatchContext) -> MicrobatchContext:
         """Returns `mb` with the cos/sin tables for its positions, in `MicrobatchContext.rotary`."""
         tables = {
-            config: self._table(config, freqs, mb.tokens.positions_BS) for config, freqs in self.frequencies.items()
+            config: cos_and_sin(config, freqs, mb.tokens.positions_BS, self.dtype)
+            for config, freqs in self.frequencies.items()
         }
         return replace(mb, rotary=tables)
 
-    def _table(self, config: RopeConfig, frequencies: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin tables, each [S, B, dim]; both halves of the last dim hold the same values."""
-        angles = positions_BS.T[:, :, None].double() * frequencies
-        angles = torch.cat([angles, angles], dim=-1)
-        scale = concentration(config)
-        return (angles.cos() * scale).to(self.dtype), (angles.sin() * scale).to(self.dtype)
+
+def cos_and_sin(
+    config: RopeConfig, frequencies: Tensor, positions_BS: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin tables of positions, each [S, B, dim]; both halves of the last dim hold the same values.
+    `frequencies`: result of `inverse_frequencies`."""
+    angles = positions_BS.T[:, :, None].double() * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    scale = concentration(config)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:

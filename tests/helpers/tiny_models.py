@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, RopeConfig
+from megatron_moe.config.compressed_attention import CompressedAttentionConfig
 from megatron_moe.config.dsa import DSAConfig, IndexerConfig
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.mamba import MambaConfig
@@ -63,6 +64,36 @@ def dsa_config(*, indexer: Any = None, **changes: Any) -> DSAConfig:
         indexer_loss_coeff=0.5,
     )
     return DSAConfig.of(mla_config(**changes), replace(config, **(indexer or {})))
+
+
+def compressed_config(ratio: int = 4, *, indexer: Any = None, **changes: Any) -> CompressedAttentionConfig:
+    """Four heads in two groups, a window of 3 tokens and, with ratio 4, two chosen entries. `indexer` changes the
+    indexer's fields; False leaves it out."""
+    rope = RopeConfig(
+        dim=4,
+        base=500.0,
+        interleaved=True,
+        scaling="yarn",
+        scaling_factor=4.0,
+        original_max_positions=64,
+        beta_fast=4.0,
+        concentration=1.0,
+    )
+    chooser = IndexerConfig(num_heads=8, head_dim=8, topk=2, rope=rope, norm=RMS, indexer_loss_coeff=0.5)
+    config = CompressedAttentionConfig(
+        hidden_size=HIDDEN,
+        num_heads=4,
+        head_dim=10,
+        q_lora_rank=12,
+        window=3,
+        ratio=ratio,
+        indexer=replace(chooser, **(indexer or {})) if ratio == 4 and indexer is not False else None,
+        output_groups=2,
+        output_rank=6,
+        rope=rope if ratio else RopeConfig(dim=4, interleaved=True),
+        norm=RMS,
+    )
+    return replace(config, **changes)
 
 
 _LINEAR_SIZES = {

@@ -1,0 +1,237 @@
+"""Compressed attention (DeepSeek-V4): a window of tokens, and entries that summarise groups of earlier tokens."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from megatron_moe.config.attention import NormConfig, RopeConfig
+from megatron_moe.config.component import MixerConfig, NameRule, ParamSpec, linear_parameters
+from megatron_moe.config.costs import (
+    TRAINING_FLOPS,
+    ActivationSizes,
+    FlopCount,
+    LowCopies,
+    SavedActivation,
+    saved_tensor,
+)
+from megatron_moe.config.dsa import IndexerConfig
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.precision import LowPrecisionConfig
+
+OVERLAPPING_RATIO = 4
+"""Compression ratio whose entries also summarise the group before, and among which an indexer chooses."""
+_FORWARD_FLOPS = 2
+_INDEX_BYTES = 4
+"""Bytes of the number of a row that a query attends to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttentionConfig(MixerConfig):
+    """Attention with one key head, which is also the value, to a window of tokens and to entries of earlier tokens."""
+
+    num_heads: int
+    """Number of query heads (`--num-attention-heads`)."""
+    head_dim: int
+    """Channels per head of q, k and v (`--v-head-dim`)."""
+    q_lora_rank: int
+    """Width of the compressed q."""
+    window: int
+    """Number of tokens that a query sees, with its own (`--csa-window-size`)."""
+    ratio: int
+    """Number of tokens in the group that an entry summarises (`--csa-compress-ratios`). 0: there are no entries."""
+    indexer: IndexerConfig | None
+    """Chooses the entries that a query sees; its keys are entries too. None: a query sees all entries that end at or
+    before it, as with `--csa-dense-mode`."""
+    output_groups: int
+    """Number of groups of heads that the output projection compresses separately (`--o-groups`)."""
+    output_rank: int
+    """Width of the compressed output of a group (`--o-lora-rank`)."""
+    rope: RopeConfig
+    """Rotary embedding of the last `rope.dim` channels. The output is rotated back by the position of its query."""
+    norm: NormConfig
+    """Kind and epsilon of all norms; that of q is per head and has no weight."""
+
+    module: ClassVar[str] = "megatron_moe.model.compressed_attention:CompressedAttention"
+    registered_as: ClassVar[str] = "compressed_attention"
+    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            "multi_latent_attention": True,
+            "linear_attention_freq": False,
+            "experimental_attention_variant": "dsv4_hybrid",
+        }
+    )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an entry also summarises the group before its own."""
+        return self.ratio == OVERLAPPING_RATIO
+
+    @property
+    def q_width(self) -> int:
+        """Width of q over all heads, which is also that of the output of attention."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Width of the compressed output over all groups."""
+        return self.output_groups * self.output_rank
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def rotary_tables(self) -> tuple[RopeConfig, ...]:
+        return (self.rope,)
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        return ("mla_up_proj",)
+
+    def group_width(self, width: int) -> int:
+        """Channels per token from which entries of `width` channels are made."""
+        return 2 * width if self.overlaps else width
+
+    def num_chosen(self, seq_length: int) -> int:
+        """Largest number of entries that a query sees."""
+        if not self.ratio:
+            return 0
+        entries = seq_length // self.ratio
+        return entries if self.indexer is None else min(self.indexer.topk, entries)
+
+    def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        linear = partial(linear_parameters, parallel=parallel, counted="attention")
+        quantised = partial(linear, low="qkv_linear")
+        yield from quantised("linear_q_down_proj", (self.q_lora_rank, self.hidden_size))
+        yield from self.norm.parameters("q_layernorm", self.q_lora_rank, parallel)
+        up = (self.q_width, self.q_lora_rank)
+        yield from quantised("linear_q_up_proj", up, recomputed_by=("mla_up_proj",))
+        yield from quantised("linear_kv_proj", (self.head_dim, self.hidden_size))
+        yield from self.norm.parameters("kv_layernorm", self.head_dim, parallel)
+        sinks = ParamMeta(role="sink", decay=False)
+        yield ParamSpec(name="sinks", shape=(self.num_heads,), meta=sinks, counted="attention")
+        if self.ratio:
+            yield from self._compressor("compressor", self.head_dim, parallel)
+        if self.indexer is not None:
+            shape = (self.indexer.num_heads * self.indexer.head_dim, self.q_lora_rank)
+            yield from linear("indexer.linear_wq_b", shape, low="")
+            yield from linear("indexer.linear_weights_proj", (self.indexer.num_heads, self.hidden_size), low="")
+            yield from self._compressor("indexer.compressor", self.indexer.head_dim, parallel)
+        inputs = self.q_width // self.output_groups
+        grouped = ParamMeta(role="matrix", fan_in=inputs)
+        yield ParamSpec(name="linear_o_group_proj", shape=(self.out_width, inputs), meta=grouped, counted="attention")
+        yield from linear("linear_proj", (self.hidden_size, self.out_width), low="attn_proj", init="output")
+
+    def _compressor(self, name: str, width: int, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+        channels = self.group_width(width)
+        linear = partial(linear_parameters, parallel=parallel, counted="attention", low="")
+        yield from linear(f"{name}.linear_wkv", (channels, self.hidden_size))
+        yield from linear(f"{name}.linear_wgate", (channels, self.hidden_size))
+        positions = ParamMeta(role="vector", fan_in=self.ratio)
+        yield ParamSpec(name=f"{name}.ape", shape=(self.ratio, channels), meta=positions, counted="attention")
+        yield from self.norm.parameters(f"{name}.norm", width, parallel)
+
+    def flops(self, seq_length: int) -> FlopCount:
+        """Attention counts the pairs of queries and the tokens and entries that they see; the indexer scores all
+        entries that end at or before a query: forward, and backward if it has a loss."""
+        window = min(self.window, seq_length)
+        doubled_pairs = 2 * window * seq_length - window * window
+        of_indexer = 0
+        if self.ratio:
+            # query t sees (t + 1) // ratio entries, but at most the chosen number: areas of a triangle and a rectangle
+            chosen = self.num_chosen(seq_length)
+            doubled_pairs += chosen * (2 * seq_length - chosen * self.ratio)
+        if self.indexer is not None:
+            per_pair = TRAINING_FLOPS if self.indexer.indexer_loss_coeff else _FORWARD_FLOPS
+            entries = seq_length * (seq_length // self.ratio)
+            of_indexer = self.indexer.num_heads * self.indexer.head_dim * entries * per_pair // 2
+        return FlopCount(core_attention=self.q_width * doubled_pairs * TRAINING_FLOPS + of_indexer)
+
+    def layout_problem(self, parallel: ParallelConfig) -> str | None:
+        if parallel.tp > 1:
+            return (
+                f"compressed attention has one key head, which {parallel.tp} tensor-parallel ranks cannot share; use "
+                "--tensor-model-parallel-size 1"
+            )
+        return None
+
+    def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
+        # compressors read the input in its original format
+        return {"low": "" if self.ratio else "qkv_linear", "shared": True}
+
+    def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Keys, and values and gates of entries, are those of all context-parallel ranks."""
+        tokens, size, wide = sizes.inner, sizes.activation, sizes.internal
+        whole, heads = tokens * parallel.cp, tokens * self.num_heads
+        tensor, core = partial(saved_tensor, "attention"), {"offloaded_by": "core_attn"}
+        yield tensor("q latent", "T Q", tokens * self.q_lora_rank, size)
+        yield tensor("q latent, normed", "T Q", tokens * self.q_lora_rank, size, {"low": "qkv_linear"})
+        yield tensor("key before its norm", "U D", tokens * self.head_dim, size)
+        yield tensor("statistics of norms", "U (2+N)", tokens * (2 + self.num_heads), wide)
+        yield tensor("q", "U N D", heads * self.head_dim, size, {"recomputed_by": ("mla_up_proj",), **core})
+        yield tensor("output", "U N D", heads * self.head_dim, size, core)
+        yield tensor("log-sum-exp", "U N", heads, wide, core)
+        entries = whole // self.ratio if self.ratio else 0
+        yield tensor("keys and entries", "(S+E) B D", (whole + entries) * self.head_dim, size, core)
+        seen = min(self.window, sizes.length) + self.num_chosen(sizes.length)
+        yield tensor("numbers of the rows that a query sees", "U K", tokens * seen, _INDEX_BYTES, core)
+        if self.ratio:
+            channels = 2 * self.group_width(self.head_dim)
+            yield tensor("values and gates of entries", "S B C", whole * channels, size, core)
+            yield tensor("entries before their norm", "E B D", entries * self.head_dim, size, core)
+            yield tensor("rotation and statistics of entries", "E B P", entries * (2 * self.rope.dim + 1), wide, core)
+        marks = {"low": "attn_proj", "offloaded_by": "attn_proj"}
+        yield tensor("compressed output", "U G R", tokens * self.out_width, size, marks)
+
+    def backward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """Backward of the output projection, or of attention: gradients of output, q and the keys of all ranks."""
+        tokens, size, wide = sizes.inner, sizes.activation, sizes.internal
+        of_heads, copies = tokens * self.q_width * size, LowCopies.of(low)
+        projection = tokens * (self.hidden_size * copies.grad + self.out_width * size) + 2 * of_heads
+        keys = tokens * parallel.cp * self.head_dim * (size + wide)
+        return float(max(projection, 2 * of_heads + keys))
+
+    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+        """Bytes of keys, and of values and gates of entries, and their gradients; those of the indexer have none."""
+        channels = self.head_dim + (2 * self.group_width(self.head_dim) if self.ratio else 0)
+        of_indexer = 2 * self.group_width(self.indexer.head_dim) if self.indexer is not None else 0
+        return float((parallel.cp - 1) * sizes.inner * sizes.activation * (2 * channels + of_indexer))
+
+    def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
+        yield "--q-lora-rank", self.q_lora_rank, 1
+        yield "--v-head-dim", self.head_dim, 1
+        yield "--qk-pos-emb-head-dim", self.rope.dim, 1
+        yield "--o-lora-rank", self.output_rank, 1
+        if self.indexer is not None:
+            yield "--dsa-indexer-head-dim", self.indexer.head_dim, 1
+
+    def name_rules(self, model_type: str) -> Iterator[NameRule]:
+        """Names in the published folders; those of transformers' modules differ."""
+        for name, hf_name in (
+            ("linear_q_down_proj.weight", "wq_a.weight"),
+            ("q_layernorm.weight", "q_norm.weight"),
+            ("linear_q_up_proj.weight", "wq_b.weight"),
+            ("linear_kv_proj.weight", "wkv.weight"),
+            ("kv_layernorm.weight", "kv_norm.weight"),
+            ("sinks", "attn_sink"),
+            ("linear_o_group_proj", "wo_a.weight"),
+            ("linear_proj.weight", "wo_b.weight"),
+            ("indexer.linear_wq_b.weight", "indexer.wq_b.weight"),
+            ("indexer.linear_weights_proj.weight", "indexer.weights_proj.weight"),
+            *(
+                (f"{path}.{name}", f"{path}.{hf_name}")
+                for path in ("compressor", "indexer.compressor")
+                for name, hf_name in (
+                    ("linear_wkv.weight", "wkv.weight"),
+                    ("linear_wgate.weight", "wgate.weight"),
+                    ("ape", "ape"),
+                    ("norm.weight", "norm.weight"),
+                )
+            ),
+        ):
+            yield NameRule(name, (f"attn.{hf_name}",))

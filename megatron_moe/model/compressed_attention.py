@@ -1,0 +1,327 @@
+"""Compressed attention, the mixer of DeepSeek-V4.
+
+1. q from a low-rank latent, with a norm per head; one key head, which is also the value
+2. entries, which summarise groups of tokens (`model/token_groups.py`)
+3. the indexer, which has smaller entries as keys, chooses the entries that a query sees
+4. rotary positions on the last channels of q, keys and entries; an entry has the position of its first token
+5. softmax attention to the last tokens and to entries, with a learned sink per head
+6. the opposite rotation of the output, so that it depends on relative positions only
+7. output projection: a low-rank projection of each group of heads, then one of all groups
+
+Every context-parallel rank computes all entries, from keys, values and gates that are gathered.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.config.compressed_attention import CompressedAttentionConfig
+from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.layers.components import Mixer, Site
+from megatron_moe.layers.declared import DeclaredParameters
+from megatron_moe.layers.linear import copy_format
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.memory.output_discard import PackedTensor, unpack
+from megatron_moe.memory.recompute import checkpoint
+from megatron_moe.model.attention import rotate
+from megatron_moe.model.dsa import hadamard
+from megatron_moe.model.rope import cos_and_sin, inverse_frequencies
+from megatron_moe.model.sparse_attention import best_keys, blocks
+from megatron_moe.model.token_groups import TokenGroups, entries
+from megatron_moe.parallel.context_parallel import in_order
+from megatron_moe.parallel.tensor_parallel import all_gather
+
+
+@dataclass(frozen=True)
+class VisibleTokens:
+    """Positions and documents of the tokens of one microbatch, whose sequences context-parallel ranks may share."""
+
+    own_U: Tensor
+    """Position in its sequence of each of this rank's tokens, int64."""
+    positions_BS: Tensor
+    """Rotary positions of all tokens of the sequences."""
+    segments_BS: Tensor | None
+    """Document ids of all tokens of the sequences; None if every sequence is one document."""
+
+    def window(self, width: int) -> Tensor:
+        """Positions of the last `width` tokens of each token's document up to it, int32 [U, B, width]; -1 for none."""
+        ids_UW = self.own_U[:, None] - torch.arange(width, device=self.own_U.device)
+        ids_UBW = ids_UW[:, None].expand(-1, len(self.positions_BS), -1)
+        if self.segments_BS is not None:
+            same_BUW = self.segments_BS[:, ids_UW.clamp(min=0)] == self.segments_BS[:, self.own_U, None]
+            ids_UBW = ids_UBW.masked_fill(~same_BUW.transpose(0, 1), -1)
+        return ids_UBW.clamp(min=-1).to(torch.int32)
+
+
+class Compressor(nn.Module):
+    """Makes the entries of groups of tokens."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: CompressedAttentionConfig, name: str, width: int, resources: ModelResources) -> None:
+        """`name`: path of the module; `width`: channels of an entry."""
+        super().__init__()
+        declared = DeclaredParameters(config, resources)
+        self.linear_wkv, self.linear_wgate = (
+            declared.linear(f"{name}.{kind}") for kind in ("linear_wkv", "linear_wgate")
+        )
+        self.ape = declared.parameter(f"{name}.ape")
+        self.norm = Norm(config.norm, width, resources.ctx, resources.kernels)
+        self.config, self.width, self.kernels = config, width, resources.kernels
+        frequencies = inverse_frequencies(config.rope).to(resources.ctx.device)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def projections(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and gates of this rank's tokens."""
+        return self.linear_wkv(hidden_SBH), self.linear_wgate(hidden_SBH)
+
+    def forward(self, values_SBC: Tensor, gates_SBC: Tensor, groups: TokenGroups, positions_BS: Tensor) -> Tensor:
+        """Entries [E, B, width] from the projections of all tokens."""
+        make = partial(entries, groups=groups, width=self.width)
+        pooled_EBD = self.norm(checkpoint(make, make, values_SBC, gates_SBC, self.ape))
+        assert isinstance(pooled_EBD, Tensor)
+        rope, starts_BE = self.config.rope, groups.starts(positions_BS)
+        tables = cos_and_sin(rope, self.frequencies, starts_BE, internal_dtype(pooled_EBD.dtype))
+        return self.kernels.rope(pooled_EBD[:, :, None], *tables, rope.interleaved, self.width - rope.dim).squeeze(2)
+
+
+class EntryIndexer(nn.Module):
+    """Chooses the entries that each query sees."""
+
+    def __init__(self, config: CompressedAttentionConfig, resources: ModelResources) -> None:
+        super().__init__()
+        assert config.indexer is not None
+        self.config, self.rope, self.kernels = config.indexer, config.rope, resources.kernels
+        declared = DeclaredParameters(config, resources)
+        self.linear_wq_b = declared.linear("indexer.linear_wq_b")
+        self.linear_weights_proj = declared.linear("indexer.linear_weights_proj")
+        self.compressor = Compressor(config, "indexer.compressor", config.indexer.head_dim, resources)
+
+    def queries(self, hidden_SBH: Tensor, latent_SBQ: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor]:
+        """Queries [U, B, I, D] and weights [U, B, I] of the I heads, for this rank's tokens."""
+        q_UBID = self.linear_wq_b(latent_SBQ).unflatten(-1, (self.config.num_heads, -1))
+        q_UBID = self.rotated(rotate(self.kernels, q_UBID, self.rope, mb, start=self.config.head_dim - self.rope.dim))
+        scale = (self.config.num_heads * self.config.head_dim) ** -0.5
+        return q_UBID, self.linear_weights_proj(hidden_SBH) * scale
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Queries or keys times the Hadamard matrix, if it is enabled."""
+        return x @ hadamard(self.config.head_dim, x) if self.config.rotate_activation else x
+
+
+def chosen_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
+    """Numbers of the visible entries with the highest scores sum_h w_h relu(q_h . k) of each query, int32 [U, B, K] in
+    ascending order, -1 at the end for none. Of entries with equal scores, the first ones are chosen."""
+    number, (num_queries, batch, heads, _), wide = len(k_EBD), q_UBID.shape, internal_dtype(q_UBID.dtype)
+    k_B1DE = k_EBD.permute(1, 2, 0)[:, None].to(wide)
+    order_E = number - torch.arange(number, device=k_EBD.device, dtype=torch.int32)
+    found = []
+    for rows in blocks(num_queries, batch * heads * number * wide.itemsize):
+        products = q_UBID[rows].permute(1, 0, 2, 3).to(wide) @ k_B1DE
+        products = products.relu() if relu else products
+        scores_BCE = (w_UBI[rows].transpose(0, 1)[:, :, None].to(wide) @ products).squeeze(2)
+        mask_BCE = best_keys(scores_BCE, visible_BUE[:, rows], topk)
+        found.append(first_of(mask_BCE, order_E, min(topk, number)))
+    return torch.cat(found)
+
+
+def first_of(mask_BCE: Tensor, order_E: Tensor, most: int) -> Tensor:
+    """Indices of the first `most` True values, int32 [C, B, most], -1 for none. `order_E`: E, E - 1, ... 1."""
+    ranks = torch.where(mask_BCE, order_E, 0).topk(most, dim=-1).values
+    return torch.where(ranks > 0, len(order_E) - ranks, -1).transpose(0, 1)
+
+
+class CompressedAttention(Mixer):
+    """Attention to a window of tokens and to entries of earlier tokens."""
+
+    def __init__(self, config: CompressedAttentionConfig, site: Site, resources: ModelResources) -> None:
+        super().__init__(site, resources)
+        self.config = config
+        declared, norm = DeclaredParameters(config, resources), partial(Norm, config.norm)
+        down = partial(declared.linear, saves_input=self.saved_tensors.is_recomputed("layernorm"), common_input=True)
+        self.linear_q_down_proj, self.linear_kv_proj = down("linear_q_down_proj"), down("linear_kv_proj")
+        self.input_linears = (self.linear_q_down_proj, self.linear_kv_proj)
+        self.linear_q_up_proj = declared.linear("linear_q_up_proj")
+        fmt = copy_format([self.linear_q_up_proj])
+        self.q_layernorm = norm(config.q_lora_rank, self.ctx, self.kernels, copy_format=fmt)
+        self.kv_layernorm = norm(config.head_dim, self.ctx, self.kernels)
+        self.sinks = declared.parameter("sinks")
+        self.compressor = Compressor(config, "compressor", config.head_dim, resources) if config.ratio else None
+        self.indexer = EntryIndexer(config, resources) if config.indexer is not None else None
+        self.linear_o_group_proj = declared.parameter("linear_o_group_proj")
+        self.linear_proj = declared.linear("linear_proj")
+
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
+        """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""
+        config, tokens = self.config, self._tokens(mb)
+        with self.saved_tensors.offload_scope("qkv_linear"):
+            latent_SBQ, kv_SBD = self.linear_q_down_proj(hidden_SBH), self.linear_kv_proj(hidden_SBH)
+            recipe = QueryRecipe(self.kernels, *self._tables(mb), config)
+            raw_SBND, produced = self._raw_q(latent_SBQ), PackedOutput()
+            q_SBND = _NormedRotation.apply(raw_SBND, recipe, produced)  # type: ignore[no-untyped-call]
+            make = partial(self._make_q, recipe)
+            discard = self.saved_tensors.discard_output("mla_up_proj", make, (latent_SBQ,), q_SBND)
+            kv_SB1D = rotate(self.kernels, self.kv_layernorm(kv_SBD)[:, :, None], config.rope, mb, start=recipe.start)
+        with self.saved_tensors.offload_scope("core_attn"), discard:
+            produced.packed = self.saved_tensors.pack(q_SBND.detach())
+            rows_SBD, ids = (
+                self._whole(kv_SB1D.squeeze(2), mb),
+                tokens.window(min(config.window, tokens.positions_BS.shape[1])),
+            )
+            if self.compressor is not None:
+                entries_EBD, groups = self._entries(self.compressor, hidden_SBH, mb, tokens)
+                chosen = self._chosen(hidden_SBH, latent_SBQ, mb, tokens, groups)
+                ids = torch.cat([ids, torch.where(chosen < 0, chosen, chosen + len(rows_SBD))], dim=-1)
+                rows_SBD = torch.cat([rows_SBD, entries_EBD])
+            state = self.sinks, config.head_dim, config.softmax_scale
+            context_SBND, _ = self.kernels.sparse_attention(q_SBND, rows_SBD, ids, *state)
+        with self.saved_tensors.offload_scope("attn_proj"):
+            out_SBC = _GroupedOutput.apply(context_SBND, self.linear_o_group_proj, recipe, config.output_groups)  # type: ignore[no-untyped-call]
+            return self.linear_proj(out_SBC)
+
+    def _raw_q(self, latent_SBQ: Tensor) -> Tensor:
+        return self.linear_q_up_proj(self.q_layernorm(latent_SBQ)).unflatten(-1, (self.config.num_heads, -1))
+
+    def _make_q(self, recipe: "QueryRecipe", latent_SBQ: Tensor) -> Tensor:
+        return recipe.apply(self._raw_q(latent_SBQ))[0]
+
+    def _tables(self, mb: MicrobatchContext) -> tuple[Tensor, Tensor]:
+        assert mb.rotary is not None, "the rotary tables are not attached to the context"
+        return mb.rotary[self.config.rope]
+
+    def _tokens(self, mb: MicrobatchContext) -> VisibleTokens:
+        meta, device = mb.tokens, mb.tokens.positions_BS.device
+        if meta.part is None or len(meta.part.of_ranks) == 1:
+            own_U = torch.arange(meta.positions_BS.shape[1], device=device)
+            return VisibleTokens(own_U, meta.positions_BS, meta.segments_BS)
+        own_U = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in meta.part.chunks])
+        positions_BS = self._whole(meta.positions_BS.T.contiguous(), mb).T
+        return VisibleTokens(own_U, positions_BS, meta.whole_segments_BS)
+
+    def _whole(self, x_SBC: Tensor, mb: MicrobatchContext) -> Tensor:
+        """Rows of all context-parallel ranks, in order of their positions."""
+        part = mb.tokens.part
+        if part is None or len(part.of_ranks) == 1:
+            return x_SBC
+        # cp: all rows to every rank; backward: reduce-scatter of as many
+        return in_order(all_gather(x_SBC, self.ctx.group(part.group)), part.of_ranks)
+
+    def _entries(
+        self, compressor: Compressor, hidden_SBH: Tensor, mb: MicrobatchContext, tokens: VisibleTokens
+    ) -> tuple[Tensor, TokenGroups]:
+        values_SBC, gates_SBC = (self._whole(x, mb) for x in compressor.projections(hidden_SBH))
+        groups = TokenGroups.of(self.config.ratio, len(values_SBC), tokens.segments_BS, values_SBC.device)
+        return compressor(values_SBC, gates_SBC, groups, tokens.positions_BS), groups
+
+    def _chosen(
+        self, hidden_SBH: Tensor, latent_SBQ: Tensor, mb: MicrobatchContext, tokens: VisibleTokens, groups: TokenGroups
+    ) -> Tensor:
+        """Numbers of the entries that each query sees, int32 [U, B, K]; -1 for none."""
+        visible_BUE, batch = groups.visible(tokens.own_U), len(tokens.positions_BS)
+        number = visible_BUE.shape[-1]
+        if self.indexer is None:
+            ids_E = torch.arange(number, device=hidden_SBH.device, dtype=torch.int32)
+            return torch.where(visible_BUE, ids_E, -1).expand(batch, -1, -1).transpose(0, 1)
+        with torch.no_grad():
+            latent = self.q_layernorm.unquantized(latent_SBQ)
+            assert isinstance(latent, Tensor)
+            q_UBID, w_UBI = self.indexer.queries(hidden_SBH, latent, mb)
+            keys, _ = self._entries(self.indexer.compressor, hidden_SBH, mb, tokens)
+            k_EBD = self.indexer.rotated(keys)
+            indexer = self.indexer.config
+            return chosen_entries(q_UBID, k_EBD, w_UBI, visible_BUE, indexer.topk, indexer.relu)
+
+
+@dataclass(frozen=True)
+class QueryRecipe:
+    """Norm per head and rotation of the queries."""
+
+    kernels: Kernels
+    cos_SBD: Tensor
+    sin_SBD: Tensor
+    config: CompressedAttentionConfig
+
+    @property
+    def start(self) -> int:
+        """First rotated channel of a head."""
+        return self.config.head_dim - self.config.rope.dim
+
+    def rotate(self, x_SBND: Tensor, *, back: bool = False) -> Tensor:
+        """Rotates by the tokens' positions, or back."""
+        sin_SBD = -self.sin_SBD if back else self.sin_SBD
+        return self.kernels.rope(x_SBND, self.cos_SBD, sin_SBD, self.config.rope.interleaved, self.start)
+
+    def apply(self, x_SBND: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns x / rms(x), rotated, and 1 / rms(x) [S, B, N, 1] in the internal dtype."""
+        wide = internal_dtype(x_SBND.dtype)
+        square = torch.linalg.vector_norm(x_SBND, dim=-1, keepdim=True, dtype=wide).square() / x_SBND.shape[-1]
+        scale = torch.rsqrt(square + self.config.norm.eps)
+        return self.rotate(torch.mul(x_SBND, scale, out=torch.empty_like(x_SBND))), scale
+
+
+@dataclass
+class PackedOutput:
+    """Output of `_NormedRotation`, from which its backward reads instead of from its input."""
+
+    packed: PackedTensor | None = None
+
+    def take(self) -> Tensor:
+        """The output; it is not kept."""
+        assert self.packed is not None
+        output, self.packed = unpack(self.packed), None
+        return output
+
+
+class _NormedRotation(torch.autograd.Function):
+    """q = R(x / rms(x)) for a rotation R. With s = 1 / rms(x), the gradient of x is s R^-1(g - q mean(g q)), so that
+    only q and s are saved, and q by attention anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBND: Tensor, recipe: QueryRecipe, produced: PackedOutput) -> Tensor:
+        q_SBND, scale = recipe.apply(x_SBND)
+        ctx.save_for_backward(scale)
+        ctx.recipe, ctx.produced = recipe, produced
+        return q_SBND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,), q_SBND, grad_SBND = ctx.saved_tensors, ctx.produced.take(), grads[0]
+        of_normed = torch.empty_like(q_SBND)
+        for rows in blocks(len(q_SBND), q_SBND[0].numel() * scale.element_size()):
+            q, grad = q_SBND[rows].to(scale.dtype), grad_SBND[rows].to(scale.dtype)
+            of_normed[rows] = (grad - q * (grad * q).mean(dim=-1, keepdim=True)) * scale[rows]
+        return ctx.recipe.rotate(of_normed, back=True), None, None
+
+
+class _GroupedOutput(torch.autograd.Function):
+    """Rotates the output of attention back, and multiplies each group of heads by its matrix. Backward rotates again
+    instead of saving the result."""
+
+    @staticmethod
+    def forward(ctx: Any, context_SBND: Tensor, weight: Tensor, recipe: QueryRecipe, groups: int) -> Tensor:
+        ctx.save_for_backward(context_SBND, weight)
+        ctx.recipe, ctx.groups = recipe, groups
+        rows_GTK = _by_group(recipe.rotate(context_SBND, back=True), groups)
+        out_GTR = torch.bmm(rows_GTK, weight.unflatten(0, (groups, -1)).mT)
+        return out_GTR.transpose(0, 1).reshape(*context_SBND.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (context_SBND, weight), recipe, groups = ctx.saved_tensors, ctx.recipe, ctx.groups
+        grad_GTR = _by_group(grads[0], groups)
+        rows_GTK = _by_group(recipe.rotate(context_SBND, back=True), groups)
+        of_weight = torch.bmm(grad_GTR.mT, rows_GTK).flatten(0, 1)
+        del rows_GTK
+        of_rows = torch.empty_like(context_SBND, memory_format=torch.contiguous_format)
+        torch.bmm(grad_GTR, weight.unflatten(0, (groups, -1)), out=_by_group(of_rows, groups))
+        return recipe.rotate(of_rows), of_weight, None, None
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[S, B, ...] with equal channels of each group as [groups, S B, channels]."""
+    return x.flatten(2).flatten(0, 1).unflatten(-1, (groups, -1)).transpose(0, 1)

@@ -1,0 +1,234 @@
+"""Compressed attention against its formulas, one token at a time."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
+
+from megatron_moe.kernels.reference import sparse_attention
+from megatron_moe.model.rope import inverse_frequencies
+from tests.helpers.mixers import make, run
+from tests.helpers.tiny_models import HIDDEN, compressed_config, make_mb, randn
+from tests.helpers.tolerances import EXACT, FP64_REF
+
+SEQ = 23
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 3 + [2] * 11, [0] * 23])
+RESTARTED = torch.tensor([[*range(9), *range(3), *range(11)], [*range(23)]])
+
+
+class Oracle:
+    """One sequence at a time, one token at a time, with autograd for the gradients."""
+
+    def __init__(self, module, mb):
+        self.config, self.tokens = module.config, mb.tokens
+        self.weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+        self.frequencies = inverse_frequencies(module.config.rope)
+
+    def output(self, x_SBH):
+        columns = [self.sequence(x_SBH[:, b], b) for b in range(x_SBH.shape[1])]
+        return torch.stack(columns, dim=1)
+
+    def rms(self, v, name=None):
+        normed = v / torch.sqrt(v.pow(2).mean() + self.config.norm.eps)
+        return normed if name is None else normed * self.weights[name]
+
+    def turned(self, v, position, sign=1):
+        """The last channels as complex numbers, times e^(i angle)."""
+        dims = self.config.rope.dim
+        angle = sign * position * self.frequencies
+        a, b = v[-dims::2], v[-dims + 1 :: 2]
+        pairs = torch.stack([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
+        return torch.cat([v[:-dims], pairs.flatten()])
+
+    def entries(self, x, segments, positions, name, width):
+        """(entry, its last token, its document) of every whole group of every document."""
+        ratio, found = self.config.ratio, []
+        wkv, wgate, ape = (
+            self.weights[f"{name}.{part}"] for part in ("linear_wkv.weight", "linear_wgate.weight", "ape")
+        )
+        for document in sorted(set(segments)):
+            of_document = [t for t in range(len(x)) if segments[t] == document]
+            groups = [of_document[i : i + ratio] for i in range(0, len(of_document) - ratio + 1, ratio)]
+            for number, group in enumerate(groups):
+                half = slice(width, None) if ratio == 4 else slice(None)
+                values = [(wkv @ x[t])[half] for t in group]
+                gates = [(wgate @ x[t] + ape[j])[half] for j, t in enumerate(group)]
+                if ratio == 4 and number:
+                    values += [(wkv @ x[t])[:width] for t in groups[number - 1]]
+                    gates += [(wgate @ x[t] + ape[j])[:width] for j, t in enumerate(groups[number - 1])]
+                entry = torch.stack(
+                    [
+                        sum(torch.exp(gates[j][c]) * values[j][c] for j in range(len(gates)))
+                        / sum(torch.exp(gates[j][c]) for j in range(len(gates)))
+                        for c in range(width)
+                    ]
+                )
+                entry = self.turned(self.rms(entry, f"{name}.norm.weight"), positions[group[0]])
+                found.append((entry, group[-1], document))
+        return found
+
+    def chosen(self, x, latent, i, keys, position):
+        """Numbers of the keys with the highest scores."""
+        indexer = self.config.indexer
+        q = (self.weights["indexer.linear_wq_b.weight"] @ latent).view(indexer.num_heads, -1)
+        w = self.weights["indexer.linear_weights_proj.weight"] @ x
+        scores = []
+        for number, (key, _, _) in keys:
+            products = [self.turned(q[h], position) @ key for h in range(indexer.num_heads)]
+            total = sum(w[h] * products[h].clamp(min=0) for h in range(indexer.num_heads))
+            scores.append((-total.item(), number))
+        return {number for _, number in sorted(scores)[: indexer.topk]}
+
+    def sequence(self, x, b):
+        config, w, out = self.config, self.weights, []
+        segments = [0] * len(x) if self.tokens.segments_BS is None else self.tokens.segments_BS[b].tolist()
+        positions = self.tokens.positions_BS[b].tolist()
+        kv = [
+            self.turned(self.rms(w["linear_kv_proj.weight"] @ x[t], "kv_layernorm.weight"), positions[t])
+            for t in range(len(x))
+        ]
+        made = self.entries(x, segments, positions, "compressor", config.head_dim) if config.ratio else []
+        if config.indexer:
+            keys = self.entries(x, segments, positions, "indexer.compressor", config.indexer.head_dim)
+        for i in range(len(x)):
+            latent = self.rms(w["linear_q_down_proj.weight"] @ x[i], "q_layernorm.weight")
+            q = (w["linear_q_up_proj.weight"] @ latent).view(config.num_heads, -1)
+            seen = [j for j in range(i - config.window + 1, i + 1) if j >= 0 and segments[j] == segments[i]]
+            before = [e for e, (_, end, document) in enumerate(made) if end <= i and document == segments[i]]
+            if config.indexer:
+                best = self.chosen(x[i], latent, i, [(e, keys[e]) for e in before], positions[i])
+                before = [e for e in before if e in best]
+            rows = [kv[j] for j in seen] + [made[e][0] for e in before]
+            heads = []
+            for n in range(config.num_heads):
+                query = self.turned(self.rms(q[n]), positions[i])
+                weights = [torch.exp(query @ row / math.sqrt(config.head_dim)) for row in rows]
+                total = sum(weights) + torch.exp(w["sinks"][n])
+                context = sum(weight * row for weight, row in zip(weights, rows, strict=True)) / total
+                heads.append(self.turned(context, positions[i], sign=-1))
+            per_group = config.num_heads // config.output_groups
+            matrices = w["linear_o_group_proj"].chunk(config.output_groups)
+            latents = [matrices[g] @ torch.cat(heads[g * per_group :][:per_group]) for g in range(config.output_groups)]
+            out.append(w["linear_proj.weight"] @ torch.cat(latents))
+        return torch.stack(out)
+
+
+CASES = {
+    "window": (0, {}),
+    "heavy": (8, {}),
+    "few entries": (4, {}),
+    "many entries": (4, {"indexer": {"topk": 99}}),
+    "linear scores without rotation": (4, {"indexer": {"rotate_activation": False}}),
+    "dense": (4, {"indexer": False}),
+}
+
+
+TOKENS = {
+    "sequences": {},
+    "documents": {"segments_BS": DOCUMENTS},
+    "documents from 0": {"segments_BS": DOCUMENTS, "positions_BS": RESTARTED},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [*((name, "sequences") for name in CASES), ("heavy", "documents"), ("few entries", "documents from 0")],
+)
+def test_output_and_gradients_equal_the_formulas(name, tokens, monkeypatch):
+    monkeypatch.setattr(sparse_attention, "BLOCK_BYTES", 1 << 12)
+    ratio, changes = CASES[name]
+    mb = make_mb(2, SEQ, **TOKENS[tokens])
+    module = make(compressed_config(ratio, **changes))
+    torch.nn.init.normal_(module.sinks, generator=torch.Generator().manual_seed(4))
+    oracle, probe = Oracle(module, mb), randn(SEQ, 2, HIDDEN, seed=2)
+    x, same_x = randn(SEQ, 2, HIDDEN).requires_grad_(), randn(SEQ, 2, HIDDEN).requires_grad_()
+    out, expected = run(module, x, mb), oracle.output(same_x)
+    (out * probe).sum().backward()
+    (expected * probe).sum().backward()
+    FP64_REF.check(out, expected, "output")
+    FP64_REF.check(x.grad, same_x.grad, "input gradient")
+    trained = {name: p.grad for name, p in module.named_parameters() if not name.startswith("indexer.")}
+    FP64_REF.check_all(trained, {name: oracle.weights[name].grad for name in trained}, "gradients")
+    assert all(gradient.abs().max() > 1e-6 for gradient in trained.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_later_tokens_change_nothing(name):
+    ratio, changes = CASES[name]
+    module, mb, x = make(compressed_config(ratio, **changes)), make_mb(2, SEQ), randn(SEQ, 2, HIDDEN)
+    changed = torch.cat([x[:14], randn(SEQ - 14, 2, HIDDEN, seed=9)])
+    EXACT.check(run(module, x, mb)[:14].detach(), run(module, changed, mb)[:14].detach(), "earlier outputs")
+
+
+TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 8: "heavily_compressed_attention"}
+PUBLISHED = {
+    "wq_a": "q_a_proj", "q_norm": "q_a_norm", "wq_b": "q_b_proj", "wkv": "kv_proj", "wgate": "gate_proj",
+    "wo_a": "o_a_proj", "wo_b": "o_b_proj", "attn_sink": "sinks", "ape": "position_bias", "norm": "kv_norm",
+}  # fmt: skip
+
+
+def their_name(published):
+    """Name in transformers' module of a tensor of a published folder."""
+    parts = [PUBLISHED.get(part, part) for part in published.removeprefix("attn.").split(".")]
+    if parts[0] == "indexer":
+        inner = parts[2:] if parts[1] == "compressor" else parts[1:]
+        parts = ["compressor", "indexer", *(["scorer"] if inner[0] == "weights_proj" else []), *inner]
+    return ".".join(parts)
+
+
+@pytest.mark.parametrize("name", ["window", "heavy", "few entries", "many entries"])
+def test_output_and_gradients_equal_transformers(name):
+    ratio, changes = CASES[name]
+    config = compressed_config(ratio, **changes)
+    indexer, rope = compressed_config().indexer, compressed_config().rope
+    published = DeepseekV4Config(
+        hidden_size=HIDDEN,
+        num_hidden_layers=1,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        q_lora_rank=config.q_lora_rank,
+        layer_types=[TYPES[ratio]],
+        compress_rates={TYPES[4]: 4, TYPES[8]: 8},
+        sliding_window=config.window,
+        o_groups=config.output_groups,
+        o_lora_rank=config.output_rank,
+        index_n_heads=indexer.num_heads,
+        index_head_dim=indexer.head_dim,
+        index_topk=config.indexer.topk if config.indexer else 1,
+        rms_norm_eps=config.norm.eps,
+        qk_rope_head_dim=rope.dim,
+        compress_rope_theta=rope.base,
+        max_position_embeddings=256,
+        attn_implementation="eager",
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": rope.scaling_factor,
+            "beta_fast": rope.beta_fast,
+            "original_max_position_embeddings": rope.original_max_positions,
+        },
+    )
+    theirs = modeling_deepseek_v4.DeepseekV4Attention(published, 0).double()
+    ours, mb = make(config), make_mb(2, SEQ)
+    names = {rule.name: their_name(rule.hf_names[0]) for rule in config.name_rules("deepseek_v4")}
+    theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})
+    x, same_x, probe = (randn(SEQ, 2, HIDDEN, seed=seed) for seed in (1, 1, 2))
+    out = run(ours, x.requires_grad_(), mb)
+    (out * probe).sum().backward()
+    tables = modeling_deepseek_v4.DeepseekV4RotaryEmbedding(published)
+    positions = mb.tokens.positions_BS
+    positional = {kind: tables(same_x, positions, layer_type=kind) for kind in ("main", "compress")}
+    distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+    mask = torch.where((distance >= 0) & (distance < config.window), 0.0, -torch.inf).double()
+    same_x.requires_grad_()
+    expected, _ = theirs(same_x.transpose(0, 1), positional, positions, mask.expand(2, 1, -1, -1))
+    (expected.transpose(0, 1) * probe).sum().backward()
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(out, expected.transpose(0, 1))
+    close(x.grad, same_x.grad)
+    of_theirs = {name: p.grad for name, p in theirs.named_parameters()}
+    for own, parameter in ours.named_parameters():
+        if not own.startswith("indexer."):
+            close(parameter.grad, of_theirs[names[own]])
