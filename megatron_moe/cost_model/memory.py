@@ -248,6 +248,9 @@ class RankMemory:
         longest = max(len(stage.layers) for stage in stages)
         candidates = [self._workspace(layer, longest)[0] for layer in dict.fromkeys(layers)]
         workspace = max(candidates, key=lambda each: each.total, default=Workspace())
+        if plan.pipeline.overlap:
+            # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
+            workspace = workspace.and_more(max((self._saved_by(layer) for layer in set(layers)), default=0.0))
         graphs = self._graph_bytes(rank, in_flight, longest)
         if any(stage.loss for stage in stages):
             arguments = plan.model, plan.parallel, self.sizes
@@ -257,9 +260,6 @@ class RankMemory:
             else:  # the peak is in a layer, after the backward of the head
                 for each in heads:
                     modules[each.module] -= each.bytes
-        if plan.pipeline.overlap:
-            # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
-            workspace = workspace.and_more(max((self._saved_by(layer) for layer in set(layers)), default=0.0))
         return RankBytes(
             rank=rank,
             held=self.held(rank),

@@ -95,7 +95,8 @@ class GatheredElements(NamedTuple):
 def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
     """Number of elements of the memory to which a pipeline rank gathers sharded weights, and in which it computes
     gradients before they are reduced: those of two layers per grid and pass, and of embedding and head. Buffers have
-    the size of the largest layer that uses them; other memory that of the last layers, when most activations are saved.
+    the size of the largest layer that uses them; other memory that of the layers at the end of a forward, when most
+    activations are saved: the last ones and, if the backward of another microbatch overlaps, the first ones.
     """
     config, parallel = plan.data_parallel.fsdp, plan.parallel
     assert config is not None, "the run shards no weights or gradients"
@@ -109,7 +110,9 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
         ends = sum(size for (each, unit), size in units.items() if each == grid and "." not in unit)
         buffers = sum(max(sizes[first::NUM_BUFFERS], default=0) for first in range(NUM_BUFFERS))
         grads[grid] = ends + buffers
-        weights[grid] = ends + (buffers if config.fsdp_double_buffer else sum(sizes[: NUM_BUFFERS * config.num_passes]))
+        in_backward = sizes[NUM_BUFFERS:][-NUM_BUFFERS:] if config.num_passes == 2 else []
+        in_use = sum((*sizes[:NUM_BUFFERS], *in_backward))
+        weights[grid] = ends + (buffers if config.fsdp_double_buffer else in_use)
     return GatheredElements(HeldElements(**weights), HeldElements(**grads))
 
 

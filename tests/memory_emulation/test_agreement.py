@@ -76,7 +76,7 @@ def without_hardware(recipe: str) -> tuple[Settings, list[str]]:
     draft = Draft(settings, {})
     if draft.value("moe_token_dispatcher_type") == "flex":
         draft.put("moe_token_dispatcher_type", "alltoall", "no such library here")
-    for name in ("cuda_graph_impl", "cuda_graph_modules", "moe_paged_stash"):
+    for name in ("cuda_graph_impl", "cuda_graph_modules", "delay_offload_until_cuda_graph", "moe_paged_stash"):
         draft.reset("only with other hardware", name)
     for name, flag in REGISTRY.flags.items():
         waits = draft.settings.known(name) and not flag.available(draft.value(name))
@@ -308,8 +308,9 @@ def test_memory_options_agree(memory: MemoryConfig) -> None:
         (FSDPConfig(fsdp_double_buffer=True), {"world_size": 4, "ep": 2, "pp": 2}),
         (FSDPConfig(shards_weights=False, grad_comm="bf16"), {"world_size": 2}),
         (FSDPConfig(num_passes=2), {"world_size": 4, "ep": 2}),
+        (FSDPConfig(num_passes=2), {"world_size": 8, "ep": 2, "pp": 4, "virtual_stages": 2}),
     ],
-    ids=["weights", "double buffer and replicas", "outer", "stages", "gradients", "two passes"],
+    ids=["weights", "double buffer and replicas", "outer", "stages", "gradients", "two passes", "passes and stages"],
 )
 def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str, int]) -> None:
     plan = plan_of("m8")
@@ -321,14 +322,13 @@ def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str,
         parallel=parallel,
         data_parallel=DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=config),
         memory=replace(plan.memory, moe_expert_wgrad_interval=1),
-        pipeline=replace(plan.pipeline, overlap=overlap),
+        pipeline=replace(plan.pipeline, overlap=overlap, layout=None),
         batch=replace(plan.batch, global_batch_size=4 * parallel.dp * plan.batch.micro_batch_size),
     )
     found = compare(plan)
-    # the exchange of an overlapped pair has a workspace that is bounded, not computed
-    assert abs(found.ratio - 1) < (WITHIN if overlap else 0.01)
+    assert abs(found.ratio - 1) < 0.005
     for name in ("weights", "gradients"):
-        assert found.emulated[name] == pytest.approx(getattr(found.closed.state, name), rel=0.02), name
+        assert found.emulated[name] == pytest.approx(getattr(found.closed.state, name), rel=0.005), name
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
