@@ -253,8 +253,12 @@ class RankMemory:
             workspace = workspace.and_more(max((self._saved_by(layer) for layer in set(layers)), default=0.0))
         graphs = self._graph_bytes(rank, in_flight, longest)
         if any(stage.loss for stage in stages):
-            arguments = plan.model, plan.parallel, self.sizes
-            loss, heads = in_loss(*arguments), head_tensors(*arguments)
+            arguments, low = (plan.model, plan.parallel, self.sizes), plan.precision.low_precision
+            loss, heads = in_loss(*arguments, low), head_tensors(*arguments)
+            if low is not None and low.output_layer:
+                loss = loss.and_more(
+                    self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
+                )
             if workspace.total - sum(each.bytes for each in heads) <= loss.total:
                 workspace = loss
             else:  # the peak is in a layer, after the backward of the head
@@ -453,19 +457,18 @@ class RankMemory:
         if captured[0] != captured[1]:
             freed = 0.0  # memory of a pool serves only graphs
         attention = in_attention(*arguments, low).and_more(restored[True] - freed)
-        feed_forward = in_feed_forward(*arguments, low).and_more(restored[False] + self._transposed(layer))
+        parameters = layer.feed_forward.parameters(self.plan.parallel)
+        largest = max((spec.held(self.plan.parallel) for spec in parameters if spec.low), default=0)
+        feed_forward = in_feed_forward(*arguments, low).and_more(restored[False] + self._transposed(largest))
         parts = list(zip(captured, (attention, feed_forward), strict=True))
         outside = [part for in_graph, part in parts if not in_graph]
         inside = [part.total for in_graph, part in parts if in_graph]
         return max(outside, key=lambda each: each.total, default=Workspace()), max(inside, default=0.0)
 
-    def _transposed(self, layer: LayerConfig) -> float:
-        """Bytes of the transposed copy of a feed-forward part's largest weight stored in FP8 or FP4, made for
-        an input gradient."""
+    def _transposed(self, elements: int) -> float:
+        """Bytes of the transposed copy of a weight stored in FP8 or FP4, made for an input gradient."""
         if not self.plan.precision.low_precision_params:
             return 0.0
-        parameters = layer.feed_forward.parameters(self.plan.parallel)
-        elements = max((spec.held(self.plan.parallel) for spec in parameters if spec.low), default=0)
         return elements * stored_bytes(self.plan.precision).transposed
 
     def _staging(self, rank: int) -> float:

@@ -9,7 +9,7 @@ one part exist only during the backward of that part. Activation gradients have 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from megatron_moe.config.costs import ActivationSizes
+from megatron_moe.config.costs import ActivationSizes, LowCopies
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -58,12 +58,16 @@ def in_feed_forward(
     return max(moments, key=lambda moment: moment.total).and_more(stream_bytes(layer.hidden_size, sizes))
 
 
-def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
+def in_loss(
+    model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
+) -> Workspace:
     """Peak workspace of the loss: the gradient of the hidden state, because that of the logits overwrites them. A
-    chunked loss also stores the logits of one chunk."""
-    hidden = sizes.inner * model.hidden_size * sizes.activation
+    chunked loss also stores the logits of one chunk. `low`: FP8 or FP4 recipe, which may quantise the gradient of the
+    logits."""
+    hidden, vocab = sizes.inner * model.hidden_size * sizes.activation, model.vocab_size // parallel.tp
     chunk = 0 if model.loss_chunk is None else min(model.loss_chunk, sizes.inner)
-    return Workspace(other=float(hidden + chunk * (model.vocab_size // parallel.tp) * sizes.activation))
+    copies = LowCopies.of(low if low is not None and low.output_layer else None)
+    return Workspace(other=float(hidden + vocab * (chunk * sizes.activation + sizes.inner * copies.grad)))
 
 
 def stream_bytes(hidden: int, sizes: ActivationSizes) -> float:

@@ -205,6 +205,20 @@ def test_workspace_of_fused_casts_agrees(weight_grad: bool) -> None:
     assert abs(found.ratio - 1) < 0.003
 
 
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_output_layer_in_low_precision_agrees(recipe: str, stored: bool) -> None:
+    """The quantised copies of the gradient of the logits are the largest tensors."""
+    plan = plan_of("q6")
+    low = low_precision_config(recipe, output_layer=True)
+    precision = replace(plan.precision, low_precision=low, low_precision_params=stored)
+    sharded = replace(plan.data_parallel, use_distributed_optimizer=True)
+    model = replace(plan.model, loss_chunk=None)
+    found = compare(replace(plan, model=model, precision=precision, data_parallel=sharded))
+    assert found.emulated["workspace"] > 0.03 * found.peak
+    assert abs(found.ratio - 1) < 0.002
+
+
 def test_activation_inputs_in_fp8_agree() -> None:
     plan = plan_of("m8")
     plain, low = (
