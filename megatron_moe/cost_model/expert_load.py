@@ -5,8 +5,9 @@ selects g of G groups, then K experts of these groups. docs/communication-volume
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from math import comb, exp, lcm, log, sqrt
 from statistics import NormalDist
 from typing import Protocol
@@ -57,16 +58,20 @@ class LoadChoice:
 
     def destinations(self, num_parts: int) -> LoadSpread:
         """Number of parts to which a token is sent. A part (rank or domain) has E / num_parts consecutive experts."""
-        equal = self._parts_are_equal(num_parts)
-        hit = [1 - self._missed([part], num_parts) for part in range(1 if equal else num_parts)]
-        hit *= num_parts // len(hit)
-        mean, both = sum(hit), 0.0
-        firsts = [0] if equal else range(num_parts)
-        for first in firsts:
-            for second in range(num_parts):
-                if first != second:
-                    both += hit[first] + hit[second] - 1 + self._missed([first, second], num_parts)
-        both *= num_parts / len(firsts)
+        pairs: Iterable[tuple[int, int, int]] = ((*pair, 1) for pair in permutations(range(num_parts), 2))
+        if self._parts_are_equal(num_parts):
+            # (parts 0 and 1) stand for all pairs in the same group, (parts 0 and n - 1) for all other pairs
+            near = max(self.num_groups, num_parts) // self.num_groups - 1
+            pairs = (0, 1, num_parts * near), (0, num_parts - 1, num_parts * (num_parts - 1 - near))
+            hit = [1 - self._missed([0], num_parts)] * num_parts
+        else:
+            hit = [1 - self._missed([part], num_parts) for part in range(num_parts)]
+        mean = sum(hit)
+        both = sum(
+            count * (hit[first] + hit[second] - 1 + self._missed([first, second], num_parts))
+            for first, second, count in pairs
+            if count
+        )
         variance = mean + both - mean * mean
         return LoadSpread(mean=mean, std=sqrt(variance) if variance > _ROUNDING * mean * mean else 0.0)
 
@@ -129,30 +134,20 @@ class TokenCopies:
     """Number of ranks to which these hosts forward a token."""
 
 
-Destinations = Callable[[LoadChoice, int], LoadSpread]
-"""Function (random routing, total ranks or domains) -> number of ranks or domains to which a token is sent."""
-
-
-def token_copies(
-    router: RoutingSizes,
-    parallel: ParallelConfig,
-    destinations: Destinations = LoadChoice.destinations,
-    *,
-    rank: int | None = None,
-) -> TokenCopies:
+def token_copies(router: RoutingSizes, parallel: ParallelConfig, *, rank: int | None = None) -> TokenCopies:
     """Copies of a token between the hosts of the etp x ep group of `rank`; None selects the group with the most
     hosts."""
     choice, num_hosts = LoadChoice.of(router), _num_hosts(parallel, rank)
     ranks_per_host = parallel.ep * parallel.etp // num_hosts
     if ranks_per_host % parallel.etp:  # parts of an expert are on different hosts
-        per_token = destinations(choice, parallel.ep).mean * parallel.etp / ranks_per_host
+        per_token = choice.destinations(parallel.ep).mean * parallel.etp / ranks_per_host
     else:
-        per_token = destinations(choice, num_hosts).mean
+        per_token = choice.destinations(num_hosts).mean
     return TokenCopies(
         num_hosts=num_hosts,
         ranks_per_host=ranks_per_host,
         per_token=per_token,
-        forwarded=destinations(choice, parallel.ep).mean * parallel.etp,
+        forwarded=choice.destinations(parallel.ep).mean * parallel.etp,
     )
 
 

@@ -16,7 +16,7 @@ from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import SentCopies, TokenExchange
 from megatron_moe.cost_model.activations import activation_sizes
-from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
+from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import (
@@ -94,18 +94,12 @@ class ExpertTraffic:
 
 
 def expert_traffic(
-    exchange: TokenExchange,
-    num_ranks: int,
-    num_domains: int,
-    sizes: ActivationSizes,
-    *,
-    block: int = 128,
-    destinations: Destinations = LoadChoice.destinations,
+    exchange: TokenExchange, num_ranks: int, num_domains: int, sizes: ActivationSizes, *, block: int = 128
 ) -> ExpertTraffic:
     """Dispatch volume of uniformly random routing over `num_ranks` expert-parallel ranks in `num_domains` NVLink
     domains. `block`: channels per FP8 scale, 128 (4-byte scales) or 32 (MXFP8, 1-byte scales)."""
     choice, tokens = LoadChoice.of(exchange), sizes.residual
-    ranks, domains = destinations(choice, num_ranks), destinations(choice, num_domains)
+    ranks, domains = choice.destinations(num_ranks), choice.destinations(num_domains)
     width = exchange.width
     scale = 4 if block == 128 else 1
     other = (num_ranks - 1) / num_ranks
@@ -128,7 +122,6 @@ class Communication:
     plan: RunPlan
     placements: dict[str, Placement]
     """Process group name -> placement."""
-    destinations: Destinations = LoadChoice.destinations
 
     def of_rank(self, rank: int) -> list[Traffic]:
         """Communication of one rank in one step, by process group and purpose. `rank`: the pipeline rank."""
@@ -154,9 +147,7 @@ class Communication:
         placement = self.placements["ep"]
         low = self.plan.precision.low_precision
         block = low.fused_block or 128 if low is not None else 128
-        return expert_traffic(
-            exchange, placement.size, placement.domains[1], self._sizes, block=block, destinations=self.destinations
-        )
+        return expert_traffic(exchange, placement.size, placement.domains[1], self._sizes, block=block)
 
     @property
     def _sizes(self) -> ActivationSizes:
@@ -235,7 +226,7 @@ class Communication:
         once per rank. Ids and probabilities of all choices are sent with dispatched tokens, and the gradients of the
         probabilities with those of the tokens."""
         sizes, topk = self._sizes, exchange.topk
-        copies = token_copies(exchange, self.plan.parallel, self.destinations)
+        copies = token_copies(exchange, self.plan.parallel)
         domains = self.placements["etp_ep"].domains[1]
         row, hidden = exchange.width * sizes.activation, self.plan.pipeline.overlap
         for what, row_bytes in (("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal)), ("combine", 2 * row)):

@@ -12,7 +12,6 @@ from megatron_moe.config.costs import num_bytes
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import state_bytes_per_element
-from megatron_moe.cost_model.expert_load import Destinations, LoadChoice
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.memory import RankMemory
@@ -87,19 +86,13 @@ def estimate_values(plan: RunPlan, step: StepEstimate) -> dict[str, Any]:
 class Estimator:
     """Estimates the step time of a plan. `placements`: placement of groups on nodes, by group name ("ep", ...)."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        gpu: GPU,
-        placements: dict[str, Placement],
-        destinations: Destinations = LoadChoice.destinations,
-    ) -> None:
+    def __init__(self, plan: RunPlan, gpu: GPU, placements: dict[str, Placement]) -> None:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)
         self.rank = plan.layout.pp // 2
         """Pipeline rank, the middle one, whose communication represents that of all ranks."""
         self.stages = LayerWork(plan, self.rates).of_stages()
-        self.traffic = Communication(plan, placements, destinations).of_rank(self.rank)
+        self.traffic = Communication(plan, placements).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
         """Factor that converts times of `rank` to means over pipeline ranks: mean layers per rank divided by layers of

@@ -7,13 +7,11 @@ search ends when all remaining lower bounds are above the step times of the best
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from heapq import heappop, heappush
 from itertools import chain, combinations
 from itertools import count as count_up
 
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.expert_load import LoadChoice
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.cost_model.placement import Placements
@@ -62,7 +60,6 @@ class Planner:
         self.imbalance = imbalance
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
         self._placements = Placements(gpu)
-        self._destinations = cache(LoadChoice.destinations)
 
     def best(
         self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
@@ -109,7 +106,7 @@ class Planner:
 
     def estimator(self, plan: RunPlan) -> Estimator:
         """Creates the estimator of a plan's step time on this GPU."""
-        return Estimator(plan, self.gpu, self._placements.of_all(plan.parallel), self._destinations)
+        return Estimator(plan, self.gpu, self._placements.of_all(plan.parallel))
 
     def evaluate(self, plan: RunPlan) -> PlannedLayout:
         """Estimates step time and memory of a plan as given, whether or not it fits into device memory."""

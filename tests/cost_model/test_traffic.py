@@ -23,7 +23,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.config.transport import HIERARCHICAL, NCCL, TokenExchange
 from megatron_moe.cost_model.activations import activation_sizes
-from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, fullest, token_copies
+from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, fullest, token_copies
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
@@ -248,9 +248,11 @@ def test_exchange_of_any_feed_forward_module_is_counted():
     assert workspace.dispatch == 2 * 2 * num_tokens * 10 * FP32
 
 
-def rotated_choices(num_experts: int, num_tokens: int, ep: int) -> tuple[torch.Tensor, Destinations]:
-    """Choices [T, 2] and their `Destinations`. They contain every rotation of a token's choices by the experts of a
-    rank, so that all hosts and all ranks get the same number of tokens."""
+def rotated_choices(
+    num_experts: int, num_tokens: int, ep: int
+) -> tuple[torch.Tensor, Callable[[LoadChoice, int], LoadSpread]]:
+    """Choices [T, 2] and a replacement of `LoadChoice.destinations`. The choices contain every rotation of a token's
+    choices by the experts of a rank, so that all hosts and all ranks get the same number of tokens."""
     draw = torch.Generator().manual_seed(3)
     first_TK = torch.rand(num_tokens // ep, num_experts, generator=draw).topk(2).indices
     turns = num_experts // ep * torch.arange(ep)
@@ -264,7 +266,7 @@ def rotated_choices(num_experts: int, num_tokens: int, ep: int) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("fold", [{"ep": 4}, {"ep": 2, "etp": 2}, {"ep": 1, "etp": 4}], ids=str)
-def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold):
+def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold, monkeypatch):
     parallel, config = ParallelConfig(world_size=4, **fold), padded_moe("flex")
     num_experts, num_tokens = config.router.num_experts, BATCH * SEQ
     ids_TK, measured = rotated_choices(num_experts, num_tokens, parallel.ep)
@@ -277,7 +279,8 @@ def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold):
 
     num_copies = sum(on_threads(parallel, copies)) / parallel.world_size
     changed = plan(layer_config(feed_forward=config), parallel)
-    communication = Communication(changed, placements(parallel), measured)
+    monkeypatch.setattr(LoadChoice, "destinations", measured)
+    communication = Communication(changed, placements(parallel))
     found = [each for each in communication.of_rank(0) if each.group in ("ep", "etp", "etp_ep")]
     # dispatch, combine and the gradients of both, in two layers
     rows = 4 * 2 * num_copies * communication.expert_traffic(communication.exchange(changed.model.layers[0])).row_bytes
@@ -324,7 +327,8 @@ def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
     monkeypatch.setattr(AllToAll, "launch", counting)
     on_threads(parallel, rank, dtype=torch.float32)
     changed = plan(layer_config(feed_forward=config), parallel)
-    traffic = Communication(changed, placements(parallel), measured).of_rank(0)
+    monkeypatch.setattr(LoadChoice, "destinations", measured)
+    traffic = Communication(changed, placements(parallel)).of_rank(0)
     for group, where in (("etp_ep_inter", "between hosts"), ("etp_ep_intra", "within hosts")):
         predicted_bytes = sum(each.bytes for each in traffic if each.what.endswith(where))
         for each in range(parallel.world_size):
