@@ -1,15 +1,24 @@
-"""Times a dense layer stack under torch FSDP2, for comparison with `profile_step.py` of the same shape.
+"""Times sharded weights and gradients, Muon and QK-clip on two GPUs, and a dense layer stack under torch FSDP2.
 
-    torchrun --nproc-per-node 2 benchmarks/harness/bench_fsdp.py --layers 16 --hidden 4096 --ffn 14336 --heads 32
+    torchrun --nproc-per-node 2 benchmarks/harness/bench_fsdp.py [--cases m27-zero1 m27-zero3 ...] \
+        [--output-dir benchmarks]
 
-The stack has RMSNorm, causal attention (torch's scaled_dot_product_attention), SwiGLU, an embedding and an output
-layer, bf16 weights for compute, fp32 master weights and fused AdamW. Rank 0 prints the median step time, TFLOP/s per
-GPU by Megatron's formula, and peak memory.
+Writes `<date>-<machine>-fsdp-muon.md`, after every case, with step times, TFLOP/s by Megatron's formula, and the
+measured peak memory beside the closed form of the dry run. A case is compared with an earlier one, its baseline.
+Weights are drawn on the device. `--tiny` runs small models of the same settings on the CPU, where memory is not
+measured.
 """
 
 import argparse
+import gc
 import os
+import shlex
 import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +28,135 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
+
+from benchmarks.harness.step_cases import EP2, MUON  # noqa: E402
+from benchmarks.harness.timed_run import Marks, TimedRun, plan_to_run, require_gpu, timed_steps  # noqa: E402
+from megatron_moe.config.attention import AttentionConfig  # noqa: E402
+from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
+from megatron_moe.config.mlp import MLPConfig  # noqa: E402
+from megatron_moe.config.run import RunPlan  # noqa: E402
+from megatron_moe.cost_model.flops import flops_per_step  # noqa: E402
+from megatron_moe.cost_model.memory import RankMemory, heaviest  # noqa: E402
+from tools._common import tool_parser  # noqa: E402
+
+_BATCH = "--micro-batch-size 4 --moe-expert-wgrad-interval 1"
+_MODELS = {
+    **{name: f"{flags} --expert-model-parallel-size 1 {_BATCH}" for name, flags in EP2.items()},
+    "dense": (
+        "--recipe q24 --num-layers 16 --num-experts 0 --hidden-size 4096 --ffn-hidden-size 14336 "
+        "--num-attention-heads 32 --num-query-groups 32 --kv-channels 128 --no-qk-layernorm --vocab-size 32000 "
+        "--expert-model-parallel-size 1 --moe-token-dispatcher-type alltoall --micro-batch-size 1"
+    ),
+}
+_TINY = (
+    "--config scripts/recipes/parts/transformer.yaml --mock-data --tokenizer-type NullTokenizer --vocab-size 512 "
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --train-iters 100 --lr 1e-4 --bf16 --device cpu --micro-batch-size 1"
+)
+_TINY_MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall"
+_ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+_ZERO_3 = "--use-megatron-fsdp"
+_MILLION = "--global-batch-size 256"
+"""1,048,576 tokens a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    """Name; its first part is a key of `_MODELS`."""
+    title: str
+    flags: str
+    """Flags in addition to those of the model."""
+    baseline: str = ""
+    """Name of an earlier case, of which the step time is a multiple."""
+    must: str = ""
+    """Largest allowed multiple."""
+    aim: str = ""
+    steps: int = 8
+    torch_fsdp2: bool = False
+    """Whether the case times a layer stack of these shapes under torch FSDP2 instead."""
+
+    def words(self, *, tiny: bool) -> list[str]:
+        """Arguments of pretrain_moe.py."""
+        model = self.name.partition("-")[0]
+        flags = (
+            f"{_TINY} {_TINY_MOE if model != 'dense' else ''} {self.flags}"
+            if tiny
+            else f"{_MODELS[model]} {self.flags}"
+        )
+        return [*shlex.split(flags), *(["--global-batch-size", "8"] if tiny else [])]
+
+
+def _model_cases(model: str) -> tuple[Case, ...]:
+    base, title = f"{model}-zero1", model.upper()
+    against = partial(Case, baseline=base, must="1.06", aim="1.02")
+    return (
+        Case(name=base, title=f"{title}, ZeRO-1", flags=f"{_ZERO_1} --global-batch-size 32"),
+        against(name=f"{model}-zero3", title=f"{title}, ZeRO-3", flags=f"{_ZERO_3} --global-batch-size 32"),
+        against(
+            name=f"{model}-buffers",
+            title=f"{title}, ZeRO-3, double buffer",
+            flags=f"{_ZERO_3} --fsdp-double-buffer --global-batch-size 32",
+        ),
+        Case(
+            name=f"{model}-zero2",
+            title=f"{title}, ZeRO-2",
+            flags=f"{_ZERO_3} --data-parallel-sharding-strategy optim_grads --global-batch-size 32",
+            baseline=base,
+        ),
+    )
+
+
+CASES = (
+    *_model_cases("m27"),
+    *_model_cases("q24"),
+    Case(name="dense-torch", title="dense stack, torch FSDP2", flags="--global-batch-size 8", torch_fsdp2=True),
+    Case(
+        name="dense-zero3",
+        title="dense stack, ZeRO-3",
+        flags=f"{_ZERO_3} --global-batch-size 8",
+        baseline="dense-torch",
+        must="1.00",
+        aim="0.91",
+    ),
+    Case(name="m27-1m", title="M27, AdamW, 1,048,576 tokens", flags=f"{_ZERO_1} {_MILLION}", steps=2),
+    Case(
+        name="m27-1m-muon",
+        title="M27, Muon, 1,048,576 tokens",
+        flags=f"{_ZERO_1} {_MILLION} {MUON}",
+        baseline="m27-1m",
+        must="1.05",
+        aim="1.02",
+        steps=2,
+    ),
+    Case(
+        name="m27-qk-clip",
+        title="M27, ZeRO-1, QK-clip",
+        flags=f"{_ZERO_1} --global-batch-size 32 --qk-clip",
+        baseline="m27-zero1",
+        must="1.005",
+        aim="1.00",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Result of a case."""
+
+    step_ms: tuple[float, ...]
+    tflops: float
+    """TFLOP/s per GPU by Megatron's formula, at the median step."""
+    peak_mib: float
+    """Largest allocation after the warm-up; 0 without a GPU."""
+    closed_mib: float = 0.0
+    """Peak of the dry run; 0 for torch FSDP2."""
+
+    @property
+    def median_ms(self) -> float:
+        return sorted(self.step_ms)[len(self.step_ms) // 2]
 
 
 class Layer(nn.Module):
@@ -57,52 +195,185 @@ class Stack(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens_BS.flatten())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (
-        ("layers", 16), ("hidden", 4096), ("ffn", 14336), ("heads", 32), ("vocab", 32000), ("seq", 4096),
-        ("micro-batch-size", 1), ("microbatches", 4), ("warmup", 3), ("steps", 8),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    torch.manual_seed(1)
-    with torch.device("cuda"):
-        stack = Stack(options.layers, options.hidden, options.ffn, options.heads, options.vocab)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for layer in stack.layers:
-        layer.compile()
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(stack, mp_policy=policy)
-    optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-5, fused=True)
-    tokens = torch.randint(options.vocab, (options.micro_batch_size, options.seq), device="cuda")
-    times = []
-    for step in range(options.warmup + options.steps):
-        if step == options.warmup:
-            torch.cuda.reset_peak_memory_stats()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(options.microbatches):
-            (stack(tokens) / options.microbatches).backward()
-        torch.nn.utils.clip_grad_norm_(stack.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    times = sorted(times[options.warmup :])
-    median = times[len(times) // 2]
-    num_tokens = options.microbatches * options.micro_batch_size * options.seq
-    weights = options.layers * (4 * options.hidden + 3 * options.ffn) * options.hidden + options.vocab * options.hidden
-    attention = options.layers * 2 * options.hidden * options.seq  # causal: half of the scores
-    tflops = 3 * (2 * weights + attention) * num_tokens / median / 1e9
-    if dist.get_rank() == 0:
-        peak = torch.cuda.max_memory_allocated() / 2**20
-        print(f"torch FSDP2: step {median:.1f} ms ({times[0]:.1f} to {times[-1]:.1f}), {tflops:.1f} TFLOP/s/GPU, "
-              f"peak {peak:,.0f} MiB")  # fmt: skip
-    dist.destroy_process_group()
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_mib(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
+
+
+def measured(plan: RunPlan, warmup: int, steps: int) -> Measurement:
+    """Times the steps of a run."""
+    run = TimedRun(plan, quick=True)
+    try:
+        timed_steps(run, warmup)
+        reset_peak(run.context.device)
+        times, _ = timed_steps(run, steps)
+        peak, num_samples = peak_mib(run.context.device), run.num_samples
+    finally:
+        run.close()
+    closed = heaviest(RankMemory(plan).all_ranks()).total / 2**20
+    return Measurement(step_ms=tuple(times), tflops=_tflops(plan, num_samples, times), peak_mib=peak, closed_mib=closed)
+
+
+def measured_torch_fsdp2(plan: RunPlan, warmup: int, steps: int) -> Measurement:
+    """Times a dense stack of the plan's shapes under torch FSDP2: weights in bf16 for computation, fp32 master weights
+    and fused AdamW; layers are compiled."""
+    on_gpu = plan.device != "cpu"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        torch.manual_seed(1)
+        mixer, feed_forward = plan.model.layers[0].mixer, plan.model.layers[0].feed_forward
+        assert isinstance(mixer, AttentionConfig) and isinstance(feed_forward, MLPConfig), "the stack is dense"
+        with device:
+            stack = Stack(
+                len(plan.model.layers),
+                plan.model.hidden_size,
+                feed_forward.ffn_hidden_size,
+                mixer.num_heads,
+                plan.model.vocab_size,
+            )
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for each in stack.layers:
+            if on_gpu:
+                each.compile()
+            fully_shard(each, mp_policy=policy)
+        fully_shard(stack, mp_policy=policy)
+        optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-5, fused=True)
+        size = plan.batch.micro_batch_size, plan.data.seq_length
+        tokens_BS = torch.randint(plan.model.vocab_size, size, device=device)
+
+        def run(number: int) -> list[float]:
+            marks = Marks(device)
+            for _ in range(number):
+                for _ in range(plan.num_microbatches):
+                    (stack(tokens_BS) / plan.num_microbatches).backward()
+                torch.nn.utils.clip_grad_norm_(stack.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                marks.add()
+            return marks.milliseconds()
+
+        run(warmup)
+        reset_peak(device)
+        times = run(steps)
+        peak = peak_mib(device)
+    finally:
+        dist.destroy_process_group()
+    return Measurement(step_ms=tuple(times), tflops=_tflops(plan, plan.batch.global_batch_size, times), peak_mib=peak)
+
+
+def _tflops(plan: RunPlan, num_samples: int, times: Sequence[float]) -> float:
+    flops = flops_per_step(plan.model, num_samples, plan.data.seq_length)
+    return flops / sorted(times)[len(times) // 2] / plan.parallel.world_size / 1e9
+
+
+COLUMNS = (
+    "case", "ms per step (minimum, maximum)", "TFLOP/s", "over", "ratio", "must", "aim", "peak MiB", "closed form MiB",
+    "peak over closed form",
+)  # fmt: skip
+
+
+def row(case: Case, found: Measurement | str, done: dict[str, Measurement]) -> str:
+    """Row of the table. `found`: result or the reason why there is none. `done`: results of earlier cases."""
+    if isinstance(found, str):
+        return f"| {case.title} | {found} |" + " |" * (len(COLUMNS) - 2)
+    times, base = sorted(found.step_ms), done.get(case.baseline)
+    cells = (
+        case.title,
+        f"{found.median_ms:.1f} ({times[0]:.1f}, {times[-1]:.1f})",
+        f"{found.tflops:.1f}",
+        case.baseline,
+        f"{found.median_ms / base.median_ms:.3f}" if base else "",
+        case.must,
+        case.aim,
+        f"{found.peak_mib:,.0f}" if found.peak_mib else "",
+        f"{found.closed_mib:,.0f}" if found.closed_mib else "",
+        f"{found.peak_mib / found.closed_mib:.4f}" if found.peak_mib and found.closed_mib else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def report(rows: Sequence[str], cases: Sequence[Case], machine: str, command: str, *, tiny: bool) -> str:
+    """Benchmark document."""
+    head = (
+        f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, weights drawn on the device. The median of the "
+        "timed steps is reported. TFLOP/s per GPU by Megatron's formula, also for torch FSDP2. Peak: largest "
+        "allocation after the warm-up. Ratio: step time over that of the case in the column before."
+    )
+    lines = [f"# FSDP and Muon on {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
+    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows]
+    lines += ["", "Flags of the cases, for `pretrain_moe.py`:", ""]
+    lines += [f"- {case.title}: `{shlex.join(case.words(tiny=tiny))}`" for case in cases]
+    return "\n".join(lines) + "\n"
+
+
+def outcomes(
+    cases: Sequence[Case], *, tiny: bool, measure: Callable[[Case, RunPlan], Measurement], write: Callable[..., None]
+) -> bool:
+    """Runs the cases in order and calls `write(rows, cases)` after each one. Returns False after a failure, which ends
+    the run, because other ranks may wait for this one."""
+    rows: list[str] = []
+    done: dict[str, Measurement] = {}
+    for index, case in enumerate(cases, start=1):
+        found: Measurement | str
+        try:
+            found = done[case.name] = measure(case, plan_to_run(case.words(tiny=tiny)))
+        except (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError) as error:
+            found = "failed: " + " ".join(f"{type(error).__name__}: {error}".split())[:300].replace("|", "\\|")
+        rows.append(row(case, found, done))
+        write(rows, cases[:index])
+        if isinstance(found, str):
+            return False
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return True
+
+
+def main(argv: list[str]) -> int:
+    parser = tool_parser(__doc__)
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    parser.add_argument("--warmup", type=int, default=3)
+    options: argparse.Namespace = parser.parse_args(argv)
+    try:
+        if not options.tiny:
+            require_gpu("steps on GPUs are")
+    except RunError as problem:
+        print(problem, file=sys.stderr)
+        return int(problem.code)
+    size = os.environ.get("WORLD_SIZE", "1")
+    machine = f"{size} CPU ranks" if options.tiny else f"{size}x{torch.cuda.get_device_name().replace('NVIDIA ', '')}"
+    chosen = [case for case in CASES if case.name in options.cases]
+    words = ["torchrun", "--nproc-per-node", size, "benchmarks/harness/bench_fsdp.py"]
+    words += [
+        *(["--tiny"] if options.tiny else []),
+        *([] if len(chosen) == len(CASES) else ["--cases", *options.cases]),
+    ]
+    path = options.output_dir / f"{date.today()}-{machine.lower().replace(' ', '-')}-fsdp-muon.md"
+
+    def measure(case: Case, plan: RunPlan) -> Measurement:
+        number = min(case.steps, 2) if options.tiny else case.steps
+        run = measured_torch_fsdp2 if case.torch_fsdp2 else measured
+        return run(plan, min(options.warmup, number), number)
+
+    def write(rows: Sequence[str], cases: Sequence[Case]) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(rows[-1], flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(report(rows, cases, machine, shlex.join(words), tiny=options.tiny))
+
+    succeeded = outcomes(chosen, tiny=options.tiny, measure=measure, write=write)
+    return int(ExitCode.OK if succeeded else ExitCode.BUG)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

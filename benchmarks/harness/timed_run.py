@@ -4,10 +4,12 @@ the GPU, and kernel times by kind."""
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -213,17 +215,39 @@ def draw_on_device(model: torch.nn.Module, std: float) -> None:
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
+class Marks:
+    """Points in time of a device's work, the first of which is the creation of this object."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._seconds: list[float] = []
+        """Points in time on a CPU."""
+        self.add()
+
+    def add(self) -> None:
+        """Adds a point after the work that was launched before."""
+        if self._on_gpu:
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+        else:
+            self._seconds.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        """Times between consecutive points; waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        of_events = [before.elapsed_time(after) for before, after in pairwise(self._events)]
+        return of_events + [1e3 * (after - before) for before, after in pairwise(self._seconds)]
+
+
 def timed_steps(run: TimedRun, num_steps: int) -> tuple[list[float], list[float]]:
     """Milliseconds and loss of each step; synchronises only at the end."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
-    losses = []
-    marks[0].record()
-    for mark in marks[1:]:
+    marks, losses = Marks(run.context.device), []
+    for _ in range(num_steps):
         losses.append(run.step().loss)
-        mark.record()
-    torch.cuda.synchronize()
-    times = [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
-    return times, [loss.item() for loss in losses]
+        marks.add()
+    return marks.milliseconds(), [loss.item() for loss in losses]
 
 
 def graph_pool_bytes(run: TimedRun) -> int:
