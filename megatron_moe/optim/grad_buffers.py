@@ -7,7 +7,7 @@ first gradient of a step overwrites the buffer, and later gradients are added. A
 step has gradient zero.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -219,15 +219,15 @@ class FlatBuffer:
 
     def shard_sizes(self, bucket: int) -> Sizes:
         """Number of elements of a bucket that each rank of `group` owns; None if they are equal."""
-        sizes = self._shard_sizes[bucket]
-        return None if len(set(sizes)) == 1 else sizes
+        return unless_equal(self._shard_sizes[bucket])
 
     def stored_sizes(self, bucket: int) -> list[Sizes]:
         """Sizes of each rank's shard of a bucket in the tensors of `stored_parts`; None where they are equal."""
-        sizes, bits = self.shard_sizes(bucket), self.key.code_bits
-        if sizes is None or not bits:
-            return [sizes] * max(len(bits), 1)
-        return [[size * each // 8 for size in sizes] for each in bits]
+        return self._stored(self.shard_sizes(bucket))
+
+    def _stored(self, sizes: Sizes) -> list[Sizes]:
+        """Sizes in the tensors of `stored_parts`, given those in elements."""
+        return [None if sizes is None else [size * bits // 8 for size in sizes] for bits in self.key.code_bits or (8,)]
 
     def owned_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
         """Views of elements `start` to `end`, which this rank owns, in the tensors that store the weights."""
@@ -306,6 +306,11 @@ class FlatBuffer:
             slots.append(MainGrad(name, parameter, main_grad, queue, interval))
             parameter.grad_accumulator = slots[-1]
         self.slots = tuple(slots)
+
+
+def unless_equal(sizes: Sequence[int]) -> Sizes:
+    """Sizes of shards as collectives expect them: None if they are equal."""
+    return None if len(set(sizes)) == 1 else sizes
 
 
 def replica_group(grid: Grid) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_moe.config.fsdp import NUM_BUFFERS, FSDPConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.param_meta import Grid
-from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, replica_group
+from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, replica_group, unless_equal
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
 from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamLayout, Range
 from megatron_moe.parallel.collectives import Sizes, start_all_reduce_, start_reduce_scatter_, start_reduce_scatters_
@@ -97,11 +97,12 @@ class UnitBuffer(FlatBuffer):
         """Group of ranks that hold the same shard."""
         self.shards_state = config.outer_dp_sharding_strategy == "optim" and self.replicas is not None
         """Whether the replicas of a shard update different parts of it."""
-        self.replica_sizes: list[int] = []
-        """Number of elements of the shard that each replica updates; empty unless `shards_state`."""
+        self.replica_sizes: Sizes = None
+        """With `shards_state`, number of elements of the shard that each replica updates; None if they are equal."""
         if self.replicas is not None and self.shards_state:
             ranges = layout.divided(self.shard, self.replicas.size, [0.0] * self.replicas.size)
-            self.owned, self.replica_sizes = (ranges[self.replicas.rank],), [end - start for start, end in ranges]
+            self.owned = (ranges[self.replicas.rank],)
+            self.replica_sizes = unless_equal([end - start for start, end in ranges])
         elif self.replicas is not None:
             self.counts = self.counts and self.replicas.rank == 0
         start, end = self.shard
@@ -174,9 +175,7 @@ class UnitBuffer(FlatBuffer):
     def replica_parts(self) -> list[Sizes]:
         """Sizes of the parts that the replicas of a shard update, for each of `weight_shards`; None if they are
         equal."""
-        sizes, bits = self.replica_sizes, self.key.code_bits or (8,)
-        equal = len(set(sizes)) == 1
-        return [None if equal else [size * each // 8 for size in sizes] for each in bits]
+        return self._stored(self.replica_sizes)
 
     def owned_grads(self, start: int, end: int) -> Tensor:
         return self.grad_shard[start - self.shard[0] : end - self.shard[0]]
@@ -295,8 +294,7 @@ class UnitReducer(GradReducer):
                 continue
             # sums the gradient shard of a unit over its replicas, the outer data-parallel ranks
             if buffer.shards_state:
-                sizes = None if len(set(buffer.replica_sizes)) == 1 else buffer.replica_sizes
-                pending.append(start_reduce_scatter_(buffer.grad_shard, buffer.replicas, sizes=sizes))
+                pending.append(start_reduce_scatter_(buffer.grad_shard, buffer.replicas, sizes=buffer.replica_sizes))
             else:
                 pending.append(start_all_reduce_(buffer.grad_shard, buffer.replicas))
         for each in pending:

@@ -26,7 +26,7 @@ from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.pipelines import KERNELS
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import nightly_only
-from tests.helpers.tolerances import FP64_LAYOUT
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.parity.cells import plan_of
 from tests.parity.dimensions import cell_of
 
@@ -131,6 +131,39 @@ def test_parameters_created_on_the_meta_device_have_the_same_initial_values() ->
 def test_replicas_of_shards_give_the_results_of_zero_1(config: FSDPConfig) -> None:
     run = plan_of(cell_of("dp=4 zero=on overlap=grads balance=none shared=on accumulation=2 ep=2 dispatcher=alltoall"))
     compare(run, config, instances=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "instances"),
+    [
+        ("dp=2 ep=2 dispatcher=alltoall", BUFFERS, 1),
+        ("dp=4 accumulation=2", replace(ZERO_3, outer_dp_sharding_strategy="optim"), 2),
+    ],
+)
+def test_a_non_finite_step_changes_no_bit_of_shards_and_state(layout: str, config: FSDPConfig, instances: int) -> None:
+    """One rank's loss is NaN. No later step updates until the host has decided; state is restored by a replay."""
+    run = sharded(plan_of(cell_of(f"{layout} zero=on overlap=grads")), config, instances)
+    run = replace(run, optimizer=replace(run.optimizer, optimizer="muon"))
+
+    def stored(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+        """Weights and optimizer state before and after a bad step, and whether the loss of that step is finite."""
+        trainer = build_trainer(run, context, build_model(run, context, KERNELS), KERNELS)
+        loader, found, loss = build_train_loader(run, context, build_data(run, context)), [], torch.zeros(())
+        for step in range(2):
+            if step == 1 and context.rank == 1:
+                trainer.model.decoder.final_layernorm.register_forward_hook(lambda module, args, out: out * torch.nan)
+            loss = trainer.step(loader.next_step(), TrainState(iteration=step)).loss
+            state = {
+                f"{each.kind} {each.name} {each.start}": each.data.clone() for each in trainer.optimizer.named_state()
+            }
+            with trainer.optimizer.plain_weights():
+                weights = {slot.name: slot.parameter.detach().clone() for slot in trainer.buffers.slots}
+            found.append(state | weights)
+        return found[0], found[1], bool(loss.isfinite())
+
+    for before, after, is_finite in on_threads(run.parallel, stored):
+        assert not is_finite and len(before) > 20
+        EXACT.check_all(after, before, "weights and state after a bad step")
 
 
 def test_weights_of_two_layers_are_gathered_in_the_order_of_their_use() -> None:
