@@ -12,6 +12,7 @@ from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeed
 from megatron_moe.config.dsa import DSAConfig, IndexerConfig
 from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
@@ -24,6 +25,7 @@ from megatron_moe.config.registry import (
     FEED_FORWARDS,
     METRICS,
     MIXERS,
+    RESIDUALS,
     SCORE_FUNCTIONS,
     ComponentRegistry,
 )
@@ -71,12 +73,26 @@ def layer_configs(flags: Flags) -> tuple[LayerConfig, ...]:
 
 
 def _layer(flags: Flags, mixer: MixerConfig, feed_forward: FeedForwardConfig) -> LayerConfig:
+    residual = "hyper_connections" if flags.enable_hyper_connections else "added"
     return LayerConfig(
         mixer=mixer,
         feed_forward=feed_forward,
         norm=_norm(flags),
         hidden_dropout=flags.hidden_dropout,
-        residual=AddedResidual(from_norm=flags.apply_residual_connection_post_layernorm),
+        residual=RESIDUALS.get(residual)(flags),
+    )
+
+
+def _added(flags: Flags) -> AddedResidual:
+    return AddedResidual(from_norm=flags.apply_residual_connection_post_layernorm)
+
+
+def _hyper_connections(flags: Flags) -> HyperConnectionsConfig:
+    return HyperConnectionsConfig(
+        num_streams=flags.num_residual_streams,
+        sinkhorn_iterations=flags.mhc_sinkhorn_iterations,
+        init_gating_factor=flags.mhc_init_gating_factor,
+        norm_eps=flags.norm_epsilon,
     )
 
 
@@ -369,6 +385,8 @@ def _shared(flags: Flags) -> SharedExpertsConfig | None:
     return SharedExpertsConfig(mlp=mlp, gate=flags.moe_shared_expert_gate)
 
 
+RESIDUALS.register("added", _added)
+RESIDUALS.register("hyper_connections", _hyper_connections)
 MIXERS.register("auto", _mixers)
 MIXERS.register("attention", _attention)
 MIXERS.register("mla", _mla)

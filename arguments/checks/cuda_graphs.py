@@ -7,7 +7,8 @@ from arguments.checks.violation import RuleFlags, Violations, missing_feature
 
 _IMPL = "--cuda-graph-impl"
 _FULL_ITERATION = f"{_IMPL} full_iteration"
-_NODES_OF = MappingProxyType({"mlp": ("mlp",), "moe": ("moe", "moe_router", "moe_preprocess")})
+_IN_MOE = ("moe", "moe_router", "moe_preprocess")
+_NODES_OF = MappingProxyType({"mlp": ("mlp",), "moe": _IN_MOE, "mhc": ("attn", "mamba", "mlp", *_IN_MOE)})
 """Module of --recompute-modules that is one node of a layer -> modules of --cuda-graph-modules inside this node."""
 _OFFLOADED_IN = MappingProxyType(
     {"attn": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"), "moe": ("expert_fc1", "moe_act")}
@@ -92,7 +93,7 @@ def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
     captured = _captured(flags)
     for recomputed in sorted(set(flags.recompute_modules or ()) & set(_NODES_OF)):
         inside = [name for name in captured if name in _NODES_OF[recomputed]]
-        if inside and (flags.num_experts or recomputed == "mlp"):
+        if inside and (flags.num_experts or recomputed != "moe"):
             yield (
                 f"--recompute-modules {recomputed} with captured {' '.join(inside)}, which is inside it",
                 "remove it from --recompute-modules, or capture other --cuda-graph-modules",

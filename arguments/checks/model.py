@@ -52,6 +52,15 @@ def clamp_needs_gate(flags: RuleFlags) -> Violations:
         )
 
 
+def hyper_connections_read_before_the_norm(flags: RuleFlags) -> Violations:
+    """Hyper-connections define what is added to the residual streams."""
+    if flags.enable_hyper_connections and flags.apply_residual_connection_post_layernorm:
+        yield (
+            "--enable-hyper-connections cannot be combined with --apply-residual-connection-post-layernorm",
+            "leave out one of them",
+        )
+
+
 def position_embedding_flags_agree(flags: RuleFlags) -> Violations:
     """The deprecated --no-position-embedding cannot disable an explicitly requested position embedding."""
     if not flags.add_position_embedding and flags.position_embedding_type == "learned_absolute":

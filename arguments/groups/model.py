@@ -1,7 +1,6 @@
 """Model flags other than attention and experts."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 
 from arguments.flag import REQUIRED, differs, flag, new_flag, refused, unsupported
@@ -9,8 +8,6 @@ from arguments.values import FilePath, LayerPattern
 from megatron_moe.config.registry import ACTIVATIONS, FEED_FORWARDS, MIXERS
 
 _GATED = "applies to all gated MLPs, dense ones included"
-
-_hyper_connections = partial(unsupported, note="only one residual stream is implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +139,7 @@ class ModelFlags:
     calculate_per_token_loss: bool = flag(False)
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""
 
-    enable_hyper_connections: bool = _hyper_connections(False, names=("--enable-mhc-connections",))
+    enable_hyper_connections: bool = flag(False, names=("--enable-mhc-connections",))
     """Use several residual streams with learned connections (hyper-connections)."""
     spec: tuple[str, ...] | None = refused(
         None,
@@ -162,7 +159,9 @@ class ModelFlags:
     """Number of groups of Mamba layers. The heads of a group share B and C."""
     mamba_num_heads: int | None = flag(None, least=1)
     """Number of heads of Mamba layers. Not set: 2 x hidden size / `--mamba-head-dim`."""
-    num_residual_streams: int = _hyper_connections(4, names=("--mhc-num-residual-streams",))
+    num_residual_streams: int = flag(4, names=("--mhc-num-residual-streams",), least=1)
     """Number of residual streams of hyper-connections."""
-    mhc_sinkhorn_iterations: int = _hyper_connections(20)
+    mhc_sinkhorn_iterations: int = flag(20, least=1)
     """Number of Sinkhorn iterations that normalize the connections between residual streams."""
+    mhc_init_gating_factor: float = flag(0.01)
+    """Initial value of the factors of the learned part of hyper-connections."""

@@ -27,7 +27,9 @@ from megatron_moe.config.transport import TokenExchange
 
 UNSHARDED = ParallelConfig()
 """Parallel config of a single rank, for properties of unsharded modules."""
-Counted = Literal["embedding", "attention", "dense_mlp", "router", "experts", "shared", "latent", "norms", "head"]
+Counted = Literal[
+    "embedding", "attention", "dense_mlp", "router", "experts", "shared", "latent", "norms", "connections", "head"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

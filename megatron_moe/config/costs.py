@@ -65,6 +65,8 @@ class FlopCount(CostSum[int]):
     experts: int = 0
     """Routed experts (`topk` per token) and the projections into and out of their latent space."""
     shared: int = 0
+    connections: int = 0
+    """Projections of hyper-connections."""
     mtp: int = 0
     """Layers and input projections of multi-token prediction. The logits of multi-token prediction are in `head`."""
     head: int = 0

@@ -61,6 +61,8 @@ class LayerConfig:
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Parameters by their name in the layer."""
         for name, norm, component in self.sublayers:
+            connection = f"{name}_{self.residual.submodule}"
+            yield from _within(connection, self.residual.parameters(self.hidden_size, parallel))
             yield from self.norm.parameters(norm, self.hidden_size, parallel)
             yield from _within(name, component.parameters(parallel))
 
@@ -134,6 +136,11 @@ class ModelConfig:
     init: InitConfig = InitConfig()
 
     @property
+    def residual(self) -> ResidualConfig:
+        """Residual connections of all layers."""
+        return self.layers[0].residual
+
+    @property
     def num_mtp(self) -> int:
         """Number of depths of multi-token prediction; 0 if disabled."""
         return self.mtp.num_layers if self.mtp else 0
@@ -184,14 +191,16 @@ class ModelConfig:
             yield ParamSpec(name="bias", shape=(self.vocab_size,), meta=meta, counted="head")
 
     def final_norm_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
-        """Parameters of the norm after the last layer."""
-        return self.norm.parameters("final_layernorm", self.hidden_size, parallel)
+        """Parameters of the norm after the last layer, and of the head of several residual streams before it."""
+        yield from _within("streams_head", self.residual.head_parameters(self.hidden_size, parallel))
+        yield from self.norm.parameters("final_layernorm", self.hidden_size, parallel)
 
     def mtp_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Parameters of one MTP layer: three norms, a projection [H, 2H] and a transformer layer."""
         hidden = self.hidden_size
-        for name in ("enorm", "hnorm", "final_layernorm"):
+        for name in ("enorm", "hnorm"):
             yield from self.norm.parameters(name, hidden, parallel)
+        yield from self.final_norm_parameters(parallel)
         shape = (hidden, 2 * hidden)
         yield from linear_parameters("eh_proj", shape, parallel, counted="attention", low="mtp", tp_dim=0)
         yield from _within("transformer_layer", self.mtp_layer.parameters(parallel))

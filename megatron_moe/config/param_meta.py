@@ -18,10 +18,13 @@ class ParamMeta:
 
     role: Role
     grid: Grid = "attention"
-    init: Literal["normal", "output", "embedding", "zeros", "ones", "uniform", "decay_rate", "time_step"] = "normal"
+    init: Literal[
+        "normal", "output", "embedding", "zeros", "ones", "uniform", "decay_rate", "time_step", "constant"
+    ] = "normal"
     """Initial values. output: normal with `InitConfig.output_std`, for matrices that write to the residual stream.
     uniform: in +-1 / sqrt(fan_in). decay_rate: logarithm of numbers uniform in 1 to 16. time_step: inverse
-    softplus of numbers whose logarithm is uniform, 0.001 to 0.1."""
+    softplus of numbers whose logarithm is uniform, 0.001 to 0.1. constant: the value `constant`."""
+    constant: float = 0.0
     fan_in: int = 1
     """Number of inputs per output element, for unit-gain initialisation."""
     num_experts: int | None = None

@@ -90,6 +90,8 @@ _CONFIG = "megatron_moe.config"
 MIXERS: ComponentRegistry[Any] = ComponentRegistry("mixer", "function of the flags")
 FEED_FORWARDS: ComponentRegistry[Any] = ComponentRegistry("feed-forward module", "function of the flags")
 """Functions from the flags to a sequence with the config of every layer's module (`config/component.py`)."""
+RESIDUALS: ComponentRegistry[Any] = ComponentRegistry("residual connection", "function of the flags")
+"""Functions from the flags to the config of the residual connections (`config/residual.py`)."""
 UPDATE_RULES: ComponentRegistry[Any] = ComponentRegistry("update rule", f"{_CONFIG}.update_rules:UpdateRuleSpec")
 TRANSPORTS: ComponentRegistry[Any] = ComponentRegistry("transport", f"{_CONFIG}.transport:ExpertTransport")
 QUANTIZATION_RECIPES: ComponentRegistry[Any] = ComponentRegistry(
@@ -113,7 +115,7 @@ CLASSES: tuple[ComponentRegistry[Any], ...] = (
     *(UPDATE_RULES, TRANSPORTS, QUANTIZATION_RECIPES, ELEMENTS, SCORE_FUNCTIONS, BALANCING, ACTIVATIONS, METRICS),
 )
 """Registries whose entries are of one class."""
-REGISTRIES = (MIXERS, FEED_FORWARDS, *CLASSES, FLAGS, IMPORTED)
+REGISTRIES = (MIXERS, FEED_FORWARDS, RESIDUALS, *CLASSES, FLAGS, IMPORTED)
 
 
 @contextmanager

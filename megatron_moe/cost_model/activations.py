@@ -41,7 +41,9 @@ def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
     for name, _, component in layer.sublayers:
         norm, input_by, options = _NORMS[name]
         marks = {"recomputed_by": ("layernorm",), **options, **component.saved_input_fields(parallel)}
-        saved += layer.norm.saved_tensors(norm, layer.hidden_size, sizes, input_by=input_by, **marks)
+        saved += layer.residual.saved_tensors(norm, layer.hidden_size, sizes, is_first=not saved, offloaded_by=input_by)
+        read, *others = layer.norm.saved_tensors(norm, layer.hidden_size, sizes, input_by=input_by, **marks)
+        saved += [replace(read, **layer.residual.input_fields()), *others]
         saved += component.saved_tensors(parallel, sizes)
     if layer.hidden_dropout:
         count = sizes.residual * layer.hidden_size
@@ -59,6 +61,7 @@ def stage_tensors(
     if stage.embedding:
         saved.append(saved_tensor("embedding", "tokens", "U", sizes.inner, INDEX))
     if stage.final_norm:
+        saved += model.residual.head_tensors("final_norm", model.hidden_size, sizes)
         saved += model.norm.saved_tensors("final_norm", model.hidden_size, sizes)
     if stage.num_mtp:
         for _ in range(model.num_mtp):
@@ -89,15 +92,17 @@ def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) 
 
 
 def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that one MTP depth saves. Its input hidden state is already saved as the final norm's output."""
-    hidden, tokens = model.hidden_size, sizes.residual
+    """Tensors that one MTP depth saves. Its input is already saved: as the final norm's output, or as several residual
+    streams before it."""
+    hidden, tokens, streams = model.hidden_size, sizes.residual, model.residual.num_streams
     yield saved_tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
-    yield saved_tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)
+    yield saved_tensor("mtp", "statistics", "T", (1 + streams) * tokens, sizes.internal)
     low = "" if parallel.sequence_parallel else "mtp"
-    yield saved_tensor("mtp", "joined", "T 2H", 2 * tokens * hidden, sizes.activation, {"low": low})
+    yield saved_tensor("mtp", "joined", "T 2H", 2 * tokens * streams * hidden, sizes.activation, {"low": low})
     own_input, *others = layer_tensors(model.mtp_layer, parallel, sizes)
     yield replace(own_input, module="mtp")
     for each in others:
         recomputed = (*each.recomputed_by, WHOLE_LAYER)
         yield replace(each, module="mtp", recomputed_by=recomputed)
+    yield from model.residual.head_tensors("mtp", hidden, sizes)
     yield from model.norm.saved_tensors("mtp", hidden, sizes)

@@ -11,7 +11,7 @@ from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.precision import FloatName
 
 _PROJECTIONS = MappingProxyType(
-    {"attention": "attention", "dense_mlp": "dense_mlp", "experts": "experts", "latent": "experts", "shared": "shared"}
+    {**{name: name for name in ("attention", "dense_mlp", "experts", "shared", "connections")}, "latent": "experts"}
 )
 """Maps each field of `ParamCount` to the field of `FlopCount` that counts the GEMMs with its matrices."""
 
@@ -24,7 +24,7 @@ def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> Flop
     Causal attention has S^2 / 2 query-key pairs.
     """
     head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * TRAINING_FLOPS
-    count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length))
+    count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length)) + _streams_head(model, seq_length)
     for layer, times in Counter(model.layers).items():
         count += count_layer_flops(layer, seq_length) * times
     return count * num_sequences
@@ -36,10 +36,16 @@ def flops_per_step(model: ModelConfig, num_sequences: float, seq_length: int) ->
 
 
 def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
-    """FLOPs of one MTP depth for one sequence: a decoder layer, the projection [H, 2H] and, as in Megatron, 3 norms."""
+    """FLOPs of one MTP depth for one sequence: a decoder layer, the projection [H, 2H] of every residual stream and, as
+    in Megatron, 3 norms."""
     hidden = model.hidden_size
-    own = seq_length * (2 * hidden * hidden + 3 * hidden) * TRAINING_FLOPS
-    return own + count_layer_flops(model.mtp_layer, seq_length).total
+    own = seq_length * (2 * hidden * hidden * model.residual.num_streams + 3 * hidden) * TRAINING_FLOPS
+    return own + count_layer_flops(model.mtp_layer, seq_length).total + _streams_head(model, seq_length).total
+
+
+def _streams_head(model: ModelConfig, seq_length: int) -> FlopCount:
+    """FLOPs of the head that makes one residual stream of several, for one sequence."""
+    return product_flops(model.final_norm_parameters(UNSHARDED), seq_length * TRAINING_FLOPS)
 
 
 def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:

@@ -415,7 +415,7 @@ class RankMemory:
         for number, used, layers in zip(instances, in_flight, self.layers_of_chunks(rank), strict=True):
             saved = sum(map(self._captured_by, layers))
             # buffers of the gradients of a module's outputs, and the output of the last module
-            static = [stream_bytes(layer.hidden_size, self.sizes) for layer in layers if any(self._is_captured(layer))]
+            static = [stream_bytes(layer, self.sizes) for layer in layers if any(self._is_captured(layer))]
             if deferred:
                 # weight gradients of all layers may be computed last: gradients are kept, in about as much memory as
                 # the activations, and modules do not share buffers
@@ -485,7 +485,8 @@ class RankMemory:
         """Bytes of pipeline buffers: a send and a receive buffer each for a hidden state and for its gradient."""
         if self.plan.layout.pp == 1:
             return 0.0
-        return 4.0 * self.sizes.residual * self.plan.model.hidden_size * self.sizes.activation
+        width = self.plan.model.residual.num_streams * self.plan.model.hidden_size
+        return 4.0 * self.sizes.residual * width * self.sizes.activation
 
 
 def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:

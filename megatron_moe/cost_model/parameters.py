@@ -27,6 +27,8 @@ class ParamCount(CostSum[int]):
     """Projections into and out of the experts' latent space."""
     norms: int = 0
     """Layer norms, q and k norms, norms of MLA's compressed q and kv, and the final norm."""
+    connections: int = 0
+    """Projections, scales and biases of hyper-connections."""
     mtp: int = 0
     """Norms, projections and layers of multi-token prediction."""
     head: int = 0

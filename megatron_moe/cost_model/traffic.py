@@ -322,8 +322,7 @@ class Communication:
             return
         last = len(layout.stages) - 1
         sent = sum((chunk < last) + (chunk > 0) for chunk in range(rank, last + 1, layout.pp))
-        size = float(
-            sent * self.plan.num_microbatches * sizes.residual * self.plan.model.hidden_size * sizes.activation
-        )
+        width = self.plan.model.residual.num_streams * self.plan.model.hidden_size
+        size = float(sent * self.plan.num_microbatches * sizes.residual * width * sizes.activation)
         crosses = self.placements["pp"].domains[1] > 1
         yield Traffic(group="pp", what="hidden states", bytes=size, network_bytes=size if crosses else 0.0, hidden=True)

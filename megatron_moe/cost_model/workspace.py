@@ -42,9 +42,8 @@ def in_attention(
     layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
 ) -> Workspace:
     """Peak workspace in the backward of a layer's mixer. `low`: FP8 or FP4 recipe of the layer."""
-    return Workspace(
-        other=layer.mixer.backward_workspace(parallel, sizes, low) + stream_bytes(layer.hidden_size, sizes)
-    )
+    mixer = layer.mixer.backward_workspace(parallel, sizes, low) + stream_bytes(layer, sizes)
+    return Workspace(other=max(mixer, layer.residual.backward_workspace(layer.hidden_size, sizes)))
 
 
 def in_feed_forward(
@@ -55,7 +54,9 @@ def in_feed_forward(
     exchange = layer.feed_forward.exchange(parallel, sizes, low)
     if exchange is not None:
         moments.append(_in_dispatch(exchange, parallel, sizes))
-    return max(moments, key=lambda moment: moment.total).and_more(stream_bytes(layer.hidden_size, sizes))
+    peak = max(moments, key=lambda moment: moment.total).and_more(stream_bytes(layer, sizes))
+    connection = Workspace(other=layer.residual.backward_workspace(layer.hidden_size, sizes))
+    return max(peak, connection, key=lambda moment: moment.total)
 
 
 def in_loss(
@@ -70,9 +71,9 @@ def in_loss(
     return Workspace(other=float(hidden + vocab * (chunk * sizes.activation + sizes.inner * copies.grad)))
 
 
-def stream_bytes(hidden: int, sizes: ActivationSizes) -> float:
-    """Bytes of two gradients [T, H]: of the residual stream, and of the input of attention or MLP."""
-    return 2.0 * sizes.residual * hidden * sizes.activation
+def stream_bytes(layer: LayerConfig, sizes: ActivationSizes) -> float:
+    """Bytes of gradients [T, H]: of every residual stream, and of the input of attention or MLP."""
+    return (1.0 + layer.residual.num_streams) * sizes.residual * layer.hidden_size * sizes.activation
 
 
 def _in_dispatch(exchange: TokenExchange, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.component import Component
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.registry import resolve
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.linear import Linear
@@ -98,6 +99,15 @@ class Connection(ABC):
     def write_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:
         """Writes the output of the sublayer before this one (see `write`), then reads the input of this one."""
         return self.read(self.write(stream, weights, out_SBH), norm)
+
+
+def new_streams_head(config: ModelConfig, resources: ModelResources) -> nn.Module | None:
+    """Creates the module that makes one residual stream of several before the final norm; None if there is only one."""
+    residual = config.residual
+    if not residual.head_module:
+        return None
+    head: nn.Module = resolve(residual.head_module)(residual, config.hidden_size, resources)
+    return head
 
 
 def new_module(config: Component, site: Site, resources: ModelResources) -> Any:

@@ -49,7 +49,7 @@ class LayerState:
     so that no tensor is kept alive longer than needed."""
 
     hidden_SBH: Tensor = _UNSET
-    """Residual stream."""
+    """Residual stream [S, B, H], or n streams [S, B, n H]; after the final norm, its result."""
     stream_weights: Any = None
     """Weights with which `out_SBH` is written to the residual stream, from `SublayerInput`."""
     normed_SBH: Tensor = _UNSET
@@ -78,6 +78,9 @@ class LayerState:
     """Multi-token prediction: embeddings of the shifted tokens."""
     earlier: tuple[Tensor, ...] = ()
     """Multi-token prediction: hidden states of the main model and of all earlier depths, each [S, B, H]."""
+    streams: Tensor = _UNSET
+    """Multi-token prediction: residual streams [S, B, n H] before the final norm, which the next depth reads; None if
+    there is only one stream, whose normed form it reads."""
 
     def evolve(self, **changes: Any) -> "LayerState":
         """Returns a copy with the given fields replaced, in a tenth of the host time of `dataclasses.replace`."""
@@ -277,13 +280,16 @@ def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> N
     return Node("layer", "chunk", run, parameters_of(module))
 
 
-def norm_node(norm: nn.Module) -> Node:
-    """Node that applies a norm to `hidden_SBH`, of the kind of the node before it."""
+def norm_node(norm: nn.Module, streams_head: nn.Module | None = None) -> Node:
+    """Node that applies the final norm to `hidden_SBH`, of the kind of the node before it. `streams_head`: makes one
+    residual stream of several before; None if there is only one."""
 
     def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
-        return state.evolve(hidden_SBH=norm(state.hidden_SBH))
+        if streams_head is None:
+            return state.evolve(hidden_SBH=norm(state.hidden_SBH))
+        return state.evolve(hidden_SBH=norm(streams_head(state.hidden_SBH)), streams=state.hidden_SBH)
 
-    return Node("final_norm", None, run, parameters_of(norm))
+    return Node("final_norm", None, run, parameters_of(norm, streams_head))
 
 
 class BoundNodes(NamedTuple):

@@ -16,7 +16,7 @@ from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.pipeline_layout import StageLayout, even_layout
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.layers.components import Mixer
+from megatron_moe.layers.components import Mixer, new_streams_head
 from megatron_moe.layers.node_chain import (
     BoundNodes,
     LayerState,
@@ -70,11 +70,12 @@ class Decoder(nn.Module):
         """Global layer index -> layer. `layers` contains the same modules under string keys."""
         self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
         self._layer_nodes = [self._whole_layers(chunk, resources.saved_tensors) for chunk in chunks]
-        self.final_layernorm = None
+        self.final_layernorm = self.streams_head = None
         self._final_nodes: tuple[Node, ...] = ()
         if any(chunk.final_norm for chunk in chunks):
             self.final_layernorm = Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels)
-            self._final_nodes = (norm_node(self.final_layernorm),)
+            self.streams_head = new_streams_head(config, resources)
+            self._final_nodes = (norm_node(self.final_layernorm, self.streams_head),)
 
     @property
     def first_mixer(self) -> Mixer | None:
@@ -159,8 +160,9 @@ class GPT(nn.Module):
     def forward(self, batch: MicroBatch, received: Tensor | None = None, *, chunk: int = 0) -> LossOutput | Tensor:
         """Runs one stage. Returns the losses (last stage) or the tensor to send to the next stage.
 
-        Stages send the hidden state [S, B, H]; a stage with MTP layers sends the hidden states of all depths, [(1 + D)
-        S, B, H]. `received` is None in the first stage. Multi-token prediction is skipped in evaluation.
+        Stages send the residual stream [S, B, H], or n streams [S, B, n H]; a stage with MTP layers sends the hidden
+        states of all depths, [(1 + D) S, B, H]. `received` is None in the first stage. Multi-token prediction is
+        skipped in evaluation.
         """
         output: LossOutput | Tensor = run_chain(self._chain(batch, chunk, by_node=False), received)
         return output
@@ -220,7 +222,7 @@ class GPT(nn.Module):
         if stage.num_mtp and mb.training:
             assert self.mtp is not None, "this rank has no MTP layers"
             chain += self.mtp.bound_nodes(batch, self.embedding, len(stage.layers), by_node=by_node)
-        last = self._head_node(partial(self._losses, batch)) if stage.loss else (Node("send", "head", _sent),)
+        last = self._head_node(partial(self._losses, batch)) if stage.loss else (Node("send", "head", self._sent),)
         return [*chain, BoundNodes(last, mb)]
 
     def _head_node(self, run: Callable[[LayerState, MicrobatchContext], Any]) -> tuple[Node, ...]:
@@ -243,10 +245,16 @@ class GPT(nn.Module):
         assert stage.embedding == (received is None), (
             "the first stage must receive no tensor, and all other stages must receive one"
         )
+        num_streams = self.config.residual.num_streams
         if received is None:
-            return LayerState(hidden_SBH=self.embedding(tokens_BS, mb.tokens.positions_BS, mb))
-        depths = self.config.mtp.num_layers if self.config.mtp and stage.loss and mb.training else 0
-        if not depths or stage.num_mtp:
+            hidden_SBH = self.embedding(tokens_BS, mb.tokens.positions_BS, mb)
+            return LayerState(hidden_SBH=hidden_SBH if num_streams == 1 else hidden_SBH.repeat(1, 1, num_streams))
+        depths = self.config.mtp.num_layers if self.config.mtp and mb.training and not stage.layers else 0
+        if depths and stage.num_mtp and num_streams > 1:
+            length = len(received) // (1 + num_streams)
+            hidden_SBH, streams = received.split([length, num_streams * length])
+            return LayerState(hidden_SBH=hidden_SBH, streams=streams.reshape(*hidden_SBH.shape[:2], -1))
+        if not depths or not stage.loss or stage.num_mtp:
             return LayerState(hidden_SBH=received)
         *earlier, hidden_SBH = received.chunk(1 + depths)
         return LayerState(hidden_SBH=hidden_SBH, earlier=tuple(earlier))
@@ -260,6 +268,15 @@ class GPT(nn.Module):
             ahead_BS = self._head(hidden_SBH, self._tied_VH, labels_BS=labels_BS, detach=detach)
             mtp_losses.append((ahead_BS, weights_BS, num_tokens))
         return LossOutput(loss_BS, tuple(mtp_losses))
+
+    def _sent(self, state: LayerState, mb: MicrobatchContext) -> Tensor:
+        """Returns the tensor to send to the next stage: the residual stream or, after the final norm, the hidden states
+        of the model and of all depths, concatenated along S. Several residual streams that multi-token prediction reads
+        follow the hidden state of the model."""
+        parts = [*state.earlier, state.hidden_SBH]
+        if state.streams is not None and not state.earlier and self.config.mtp is not None and mb.training:
+            parts.append(state.streams.reshape(-1, *state.hidden_SBH.shape[1:]))
+        return torch.cat(parts) if len(parts) > 1 else state.hidden_SBH
 
     def _count_uses(self) -> None:
         """Sets `Parameter.uses` of embedding and head. Tied weights and multi-token prediction can raise it above 1."""
@@ -283,12 +300,6 @@ class GPT(nn.Module):
     def _head(self) -> Head:
         assert self.output_layer is not None, "only the last stage has a head"
         return self.output_layer
-
-
-def _sent(state: LayerState, mb: MicrobatchContext) -> Tensor:
-    """Returns the tensor to send to the next stage: the hidden states of the model and of all depths, concatenated
-    along S."""
-    return torch.cat([*state.earlier, state.hidden_SBH]) if state.earlier else state.hidden_SBH
 
 
 def objective(

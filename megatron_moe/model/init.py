@@ -19,6 +19,7 @@ Device = torch.device | str
 
 SPREAD = 0.1
 """Standard deviation of norm weights, biases and routers' expert biases in unit-gain initialisation."""
+_CONSTANTS = ("zeros", "ones", "constant")
 
 
 def _time_step(drawn: Tensor) -> Tensor:
@@ -69,18 +70,18 @@ def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitCon
         bound = math.sqrt(6 / sum(shape))
         drawn = torch.rand(shape, generator=rng.generator(key, device), dtype=torch.float32, device=device)
         return bound * (2 * drawn - 1)
-    mean, std = 1.0 if meta.init == "ones" else 0.0, standard_deviation(meta, config)
+    mean, std = 1.0 if meta.init == "ones" else meta.constant, standard_deviation(meta, config)
     return torch.full(shape, mean, device=device) if std == 0.0 else mean + std * normal(shape, key, device)
 
 
 def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
     """Standard deviation of the initial values of a parameter; 0 if all its values are equal."""
     if config.method == "unit_gain":
-        constant = meta.init in ("zeros", "ones") or meta.role in ("norm", "bias")
+        constant = meta.init in _CONSTANTS or meta.role in ("norm", "bias")
         return SPREAD if constant else 1 / math.sqrt(meta.fan_in)
     embedding_std = config.std if config.embedding_std is None else config.embedding_std
-    stds = {"normal": config.std, "output": config.output_std, "embedding": embedding_std, "zeros": 0.0, "ones": 0.0}
-    return stds[meta.init]
+    stds = {"normal": config.std, "output": config.output_std, "embedding": embedding_std}
+    return 0.0 if meta.init in _CONSTANTS else stds[meta.init]
 
 
 def normal(shape: tuple[int, ...], key: rng.Key, device: Device) -> Tensor:

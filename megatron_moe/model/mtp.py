@@ -5,7 +5,8 @@ Depth d = 1 .. D predicts the token d positions further ahead than the model its
   z_d = eh_proj([enorm(embedding(tokens shifted left by d)); hnorm(h_{d-1})])
   h_d = final_layernorm(layer(z_d))
 
-with h_0 the model's hidden state after its final norm; embedding and head are shared with the model. Labels and loss
+with h_0 the model's hidden state after its final norm; embedding and head are shared with the model. With several
+residual streams, z_d has a stream for each stream of the previous layer, without its final norm. Labels and loss
 weights are shifted like the tokens, so a position whose label lies beyond the sequence (or its document) has weight 0.
 Rotary positions are those of the hidden state; only learned positions are shifted. A context-parallel rank shifts the
 whole sequence and then takes its part, because the next token of a position may belong to another rank.
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
-from megatron_moe.layers.components import FeedForward
+from megatron_moe.layers.components import FeedForward, new_streams_head
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.node_chain import (
     BoundNodes,
@@ -57,15 +58,21 @@ class MTPLayer(nn.Module):
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0, quantizer=quantizer)
         layer, site = len(config.layers) + depth, f"mtp.layers.{depth}.transformer_layer"
         self.transformer_layer = TransformerLayer(config.mtp_layer, layer, site, resources)
+        self.streams_head = new_streams_head(config, resources)
         self.final_layernorm = Norm(config.norm, hidden, ctx, kernels)
+        self.num_streams = config.residual.num_streams
+        final = norm_node(self.final_layernorm, self.streams_head)
         self.nodes = (
             Node("join", "attention", self._join, parameters_of(self.enorm, self.hnorm, self.eh_proj)),
             *self.transformer_layer.nodes,
-            norm_node(self.final_layernorm),
+            *(() if self.streams_head else (final,)),
         )
+        self.final_nodes: tuple[Node, ...] = (final,) if self.streams_head else ()
+        """Nodes after `nodes` whose input the next depth reads as well."""
 
     def forward(self, hidden_SBH: Tensor, embedded_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
-        """Applies the layer to the hidden states [S, B, H] of this rank; returns the same shape."""
+        """Applies `nodes` to the hidden states of this rank, [S, B, H] or n streams [S, B, n H]; returns the same
+        shape."""
         return run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb).hidden_SBH
 
     def _join(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
@@ -73,8 +80,13 @@ class MTPLayer(nn.Module):
         # The head also reads the hidden state. The view makes the order in which its gradients are summed independent
         # of the order of the nodes.
         hidden_SBH = state.hidden_SBH.view_as(state.hidden_SBH)
-        joined = torch.cat([self.enorm(state.embedded_SBH), self.hnorm(hidden_SBH)], dim=-1)
-        return state.evolve(hidden_SBH=columns_to_residual(self.eh_proj(joined), self.ctx), embedded_SBH=None)
+        embedded_SBH, (seq, batch, width) = self.enorm(state.embedded_SBH), hidden_SBH.shape
+        if self.num_streams > 1:  # each stream is a sequence of the batch
+            hidden_SBH = hidden_SBH.view(seq, batch * self.num_streams, -1)
+            embedded_SBH = embedded_SBH.repeat_interleave(self.num_streams, dim=1)
+        joined = self.eh_proj(torch.cat([embedded_SBH, self.hnorm(hidden_SBH)], dim=-1))
+        joined_SBH = columns_to_residual(joined, self.ctx)
+        return state.evolve(hidden_SBH=joined_SBH.view(seq, batch, width), embedded_SBH=None)
 
 
 class MTP(nn.Module):
@@ -106,6 +118,7 @@ class MTP(nn.Module):
         self._store = store
         for layer in self.by_index:
             layer.nodes = acquire_nodes(layer.nodes, store)
+            layer.final_nodes = acquire_nodes(layer.final_nodes, store)
 
     def bound_nodes(
         self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool
@@ -118,8 +131,11 @@ class MTP(nn.Module):
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
             index = number % self.num_layers
-            nodes = self.by_index[index].nodes if by_node else [self._layer_nodes[index]]
-            yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
+            layer = self.by_index[index]
+            nodes = layer.nodes if by_node else [self._layer_nodes[index]]
+            yield BoundNodes(
+                [*acquire_nodes([embed], self._store), *nodes, *layer.final_nodes], depth.mb, first + number
+            )
 
     def feed_forwards(self, mb: MicrobatchContext) -> list[tuple[int, FeedForward | None, MicrobatchContext]]:
         """Returns (layer index, counted over depths; feed-forward module; context) of every depth."""
@@ -133,8 +149,9 @@ class MTP(nn.Module):
         hidden_SBH, embedded_SBH = state.hidden_SBH, embedding(depth.tokens_BS, depth.positions_BS, mb)
         if self.config.detach_heads:
             embedded_SBH = embedded_SBH.detach()
-        inner_SBH = hidden_SBH.detach() if self.config.detach_heads and depth.is_first else hidden_SBH
-        return LayerState(hidden_SBH=inner_SBH, embedded_SBH=embedded_SBH, earlier=(*state.earlier, hidden_SBH))
+        inner = hidden_SBH if state.streams is None else state.streams
+        inner = inner.detach() if self.config.detach_heads and depth.is_first else inner
+        return LayerState(hidden_SBH=inner, embedded_SBH=embedded_SBH, earlier=(*state.earlier, hidden_SBH))
 
     def _depths(self, batch: MicroBatch) -> Iterator["_Depth"]:
         whole = batch.whole or batch

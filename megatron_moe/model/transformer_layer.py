@@ -54,8 +54,10 @@ class TransformerLayer(nn.Module):
         for name, norm, module in modules:
             setattr(self, norm, self._new_norm(config, resources, module.input_linears))
             setattr(self, name, module)
-        connection = resolve(config.residual.module)
+        connection, suffix = resolve(config.residual.module), config.residual.submodule
         self.connections = {name: connection(config.residual, config.hidden_size, resources) for name, *_ in modules}
+        for name in self.connections if suffix else ():
+            setattr(self, f"{name}_{suffix}", self.connections[name])
         self.nodes = tuple(self._chain())
 
     def _chain(self) -> Iterator[Node]:

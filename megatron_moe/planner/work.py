@@ -136,7 +136,8 @@ class LayerWork:
             work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, early))) * count
         if stage.num_mtp:
             layer = model.mtp_layer
-            projection = 6 * 2 * model.hidden_size**2 * self.plan.data.seq_length * self._share / self.rates.dense
+            elements = 2 * model.hidden_size**2 * model.residual.num_streams
+            projection = 6 * elements * self.plan.data.seq_length * self._share / self.rates.dense
             one = self.of_layer(layer) + Work(recompute=self.recompute(layer, True), dense=projection)
             work += one * model.num_mtp
         return work + self._head() if stage.loss else work
@@ -148,7 +149,7 @@ class LayerWork:
         if self.plan.precision.low_precision:
             num_bytes_moved += LOW_PASSES * sum(each.bytes for each in tensors if each.low)
         return Work(
-            dense=(flops.attention + flops.dense_mlp + flops.shared) * self._share / rates.dense,
+            dense=(flops.attention + flops.dense_mlp + flops.shared + flops.connections) * self._share / rates.dense,
             core_attention=flops.core_attention * self._share / rates.core_attention,
             experts=flops.experts * self._share / rates.experts + self._expert_weight_bytes(layer) / rates.memory,
             bandwidth=num_bytes_moved / rates.memory,

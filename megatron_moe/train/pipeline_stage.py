@@ -114,15 +114,21 @@ class RankStage:
         )
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
-        """Shape [S, B, H] of the hidden states sent to a stage. After a stage with multi-token prediction, the hidden
-        states of all depths are concatenated along S."""
+        """Shape of the tensor sent to a stage: [S, B, n H] for n residual streams and, after the final norm, [S, B, H].
+        After a stage with multi-token prediction, the hidden states of all depths are concatenated along S. Between the
+        final norm and multi-token prediction, the residual streams that it reads are, if there are several."""
         batch, model, config = self._batches[microbatch], self._pipeline.model, self._pipeline.context.config
         batch_size, length = batch.tokens_BS.shape
         if config.sequence_parallel:
             length //= config.tp
-        stages_before = self._pipeline.layout.stages[:stage]
-        if batch.context.training and model.config.mtp and any(before.num_mtp for before in stages_before):
-            length *= 1 + model.config.mtp.num_layers
+        stages_before, num_streams = self._pipeline.layout.stages[:stage], model.config.residual.num_streams
+        if not any(before.final_norm for before in stages_before):
+            return length, batch_size, num_streams * model.config.hidden_size
+        if batch.context.training and model.config.mtp:
+            if any(before.num_mtp for before in stages_before):
+                length *= 1 + model.config.mtp.num_layers
+            elif num_streams > 1:
+                length *= 1 + num_streams
         return length, batch_size, model.config.hidden_size
 
     def defer_weight_gradients(self, deferred: bool) -> None:

@@ -21,6 +21,7 @@ from arguments.recipes import about, recipe_names
 from megatron_moe.config.attention import ContextExchange
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.fsdp import FSDPConfig
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
@@ -311,6 +312,16 @@ def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
 )
 def test_memory_options_agree(memory: MemoryConfig) -> None:
     assert abs(compare(replace(plan_of("m8"), memory=memory)).ratio - 1) < WITHIN
+
+
+@pytest.mark.parametrize("recomputed", ["none", "mhc"])
+def test_several_residual_streams_agree(recomputed: str) -> None:
+    plan = plan_of("m8")
+    layers = tuple(replace(layer, residual=HyperConnectionsConfig()) for layer in plan.model.layers)
+    modules = RecomputeConfig(recompute_granularity="selective", recompute_modules=(recomputed,))
+    model = replace(plan.model, layers=layers)
+    found = compare(replace(plan, model=model, memory=MemoryConfig(recompute=modules)))
+    assert abs(found.ratio - 1) < 0.001
 
 
 @pytest.mark.parametrize(

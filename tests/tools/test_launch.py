@@ -153,7 +153,7 @@ def test_unavailable_features_are_listed_in_a_dry_run_and_rejected_otherwise(her
     flags = ["--recipe", "deepseek-v4-flash-gb200-128"]
     script = printed(capsys, "--dry-run", *flags, code=ExitCode.NOT_READY)
     reasons = [line for line in script.splitlines() if line.startswith("# Cannot start yet: ")]
-    assert any("--enable-hyper-connections is not available yet" in line for line in reasons)
+    assert any("--experimental-attention-variant dsv4_hybrid is not available yet" in line for line in reasons)
     assert script.index(reasons[0]) < script.index("flags=(") and "#SBATCH --nodes=32\n" in script
     for more in ([], ["--submit"]):
         assert main([*more, *flags]) == ExitCode.CONFIG
