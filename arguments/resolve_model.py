@@ -43,12 +43,15 @@ _LOSS_CHUNK = 1024
 def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
     """Builds the model config; `vocab_size` is the vocabulary size before padding."""
     fuses_output_layer = flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear"
+    padded_size = derive.padded_vocab_size(flags, vocab_size)
     layers = layer_configs(flags)
+    first, others = layers[: flags.moe_n_hash_layers], layers[flags.moe_n_hash_layers :]
+    layers = (*(_hashed(layer, padded_size) for layer in first), *others)
     num_branches = sum(len(layer.sublayers) for layer in layers)
     return from_flags(
         ModelConfig,
         flags,
-        vocab_size=derive.padded_vocab_size(flags, vocab_size),
+        vocab_size=padded_size,
         layers=layers,
         norm=_norm(flags),
         position_embedding="rope" if flags.position_embedding_type == "yarn" else flags.position_embedding_type,
@@ -70,6 +73,14 @@ def layer_configs(flags: Flags) -> tuple[LayerConfig, ...]:
     """Builds the config of every transformer layer."""
     mixers, feed_forwards = _selected(MIXERS, flags.mixer, flags), _selected(FEED_FORWARDS, flags.feed_forward, flags)
     return tuple(_layer(flags, *modules) for modules in zip(mixers, feed_forwards, strict=True))
+
+
+def _hashed(layer: LayerConfig, vocab_size: int) -> LayerConfig:
+    """Copy of a layer whose experts follow from the token id; a layer without experts is unchanged."""
+    if layer.moe is None:
+        return layer
+    router = replace(layer.moe.router, hash_vocab_size=vocab_size, expert_bias=False)
+    return replace(layer, feed_forward=replace(layer.moe, router=router))
 
 
 def _layer(flags: Flags, mixer: MixerConfig, feed_forward: FeedForwardConfig) -> LayerConfig:

@@ -29,6 +29,23 @@ def topk_is_at_most_experts(flags: RuleFlags) -> Violations:
         )
 
 
+def hash_layers_are_layers_of_the_decoder(flags: RuleFlags) -> Violations:
+    """The first layers route by token id. The layer of multi-token prediction equals the last layer, which selects."""
+    number, most = flags.moe_n_hash_layers, flags.num_layers - bool(flags.mtp_num_layers)
+    if number > most:
+        yield (
+            f"--moe-n-hash-layers {number} exceeds the {counted(most, 'layer')} that may route by token id",
+            f"--moe-n-hash-layers {most} or less",
+        )
+    methods = [name for name in flags.moe_router_load_balancing_type if BALANCING.get(name).replaces_topk]
+    if number and methods:
+        yield (
+            f"--moe-n-hash-layers {number} cannot be combined with --moe-router-load-balancing-type {methods[0]}, "
+            "which replaces the selection in all layers",
+            "leave out one of them",
+        )
+
+
 def router_groups_divide_experts(flags: RuleFlags) -> Violations:
     """All groups of experts have the same size."""
     if flags.num_experts and flags.moe_router_num_groups and flags.num_experts % flags.moe_router_num_groups:

@@ -78,7 +78,6 @@ HINTS: tuple[Callable[[Flags], Iterator[str]], ...] = _functions_of(Iterator[str
 _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 
 _LAYER_GROUPS = ("attention", "model")
-_LAYER_FLAGS = ("moe_n_hash_layers",)
 FORCED_ROUTING = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_skew")
 """Flags of benchmarks, which replace the router by random logits."""
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
@@ -188,9 +187,7 @@ def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Pro
 def unknown_layers(settings: Settings) -> tuple[str, ...]:
     """Returns the options that request unsupported layers, whose parameters, memory and time cannot be estimated."""
     return tuple(
-        flag.option
-        for flag in _unavailable(settings)
-        if (flag.group in _LAYER_GROUPS or flag.name in _LAYER_FLAGS) and not flag.declaration.harmless
+        flag.option for flag in _unavailable(settings) if flag.group in _LAYER_GROUPS and not flag.declaration.harmless
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from arguments.flag import differs, flag, new_flag, unsupported
+from arguments.flag import differs, flag, new_flag
 from arguments.values import FilePath, LayerPattern
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS, TRANSPORTS
 from megatron_moe.config.transport import SYMMETRIC
@@ -159,8 +159,9 @@ class MoEFlags:
     default."""
     moe_hybridep_num_sms_preprocessing: int = flag(108, least=1)
     """Number of SMs with which hybridep computes the layout of an exchange."""
-    moe_n_hash_layers: int = unsupported(0, "every MoE layer has a learned router")
-    """Number of layers, counted from the first, that route tokens by a hash of the token id."""
+    moe_n_hash_layers: int = flag(0, least=0)
+    """Number of layers, counted from the first, in which a table with the experts of every token id replaces the
+    selection of experts by their scores. Probabilities follow from the scores; these layers have no expert bias."""
     moe_routing_trace_path: FilePath | None = differs(
         None, "also traces replays of CUDA graphs; records have the index of the microbatch in the global batch"
     )

@@ -74,6 +74,9 @@ class RouterConfig:
     layer."""
     linear_bias: bool = False
     """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
+    hash_vocab_size: int | None = None
+    """Number of token ids in a table with the experts of every token id, which replaces the selection
+    (`--moe-n-hash-layers`). None means that the router selects experts by their scores."""
     quantile_ema: float = 0.0
     """Weight of old thresholds in quantile balancing's moving average (`--moe-router-quantile-balancing-ema`)."""
 

@@ -27,6 +27,8 @@ class TokenMeta:
 
     positions_BS: Tensor
     """int64 position of every token in its document if `reset_position_ids` is set, otherwise in its sequence."""
+    ids_BS: Tensor | None = None
+    """Token ids, int64, if routers read them; the model sets the field."""
     segments_BS: Tensor | None = None
     """Document index of every token, int64. Attention is limited to tokens with equal indices. None means no limit."""
     valid_BS: Tensor | None = None

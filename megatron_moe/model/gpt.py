@@ -154,6 +154,7 @@ class GPT(nn.Module):
         self.output_layer = Head(config, ctx, kernels, of_head) if has_loss else None
         mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
         self.rotations = Rotations(mixers + ([config.mtp_layer.mixer] if has_mtp else []), ctx)
+        self._reads_ids = any(moe.router.hash_vocab_size is not None for moe in config.moe_configs)
         self._store: UnitStore | None = None
         self._count_uses()
 
@@ -175,7 +176,7 @@ class GPT(nn.Module):
 
     def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
-        mb = self.rotations.attach(mb)
+        mb = self._with_tables(mb, tokens_BS)
         chain = self._hidden_states(tokens_BS, mb, len(self.chunks) - 1, by_node=False)
         head = self._head_node(lambda state, mb: self._head(state.hidden_SBH, self._tied_VH))
         logits_SBV = run_chain([*chain, BoundNodes(head, mb)], hidden_SBH)
@@ -216,7 +217,7 @@ class GPT(nn.Module):
 
     def _chain(self, batch: MicroBatch, chunk: int, *, by_node: bool) -> list[BoundNodes]:
         """All nodes of one stage; the last one returns the result of `forward`."""
-        stage, mb = self.chunks[chunk], self.rotations.attach(batch.context)
+        stage, mb = self.chunks[chunk], self._with_tables(batch.context, batch.tokens_BS)
         batch = replace(batch, context=mb)
         chain = self._hidden_states(batch.tokens_BS, mb, chunk, by_node=by_node)
         if stage.num_mtp and mb.training:
@@ -224,6 +225,11 @@ class GPT(nn.Module):
             chain += self.mtp.bound_nodes(batch, self.embedding, len(stage.layers), by_node=by_node)
         last = self._head_node(partial(self._losses, batch)) if stage.loss else (Node("send", "head", self._sent),)
         return [*chain, BoundNodes(last, mb)]
+
+    def _with_tables(self, mb: MicrobatchContext, tokens_BS: Tensor) -> MicrobatchContext:
+        """Context with the tables of rotary positions and, if routers read them, the token ids."""
+        mb = self.rotations.attach(mb)
+        return replace(mb, tokens=replace(mb.tokens, ids_BS=tokens_BS)) if self._reads_ids else mb
 
     def _head_node(self, run: Callable[[LayerState, MicrobatchContext], Any]) -> tuple[Node, ...]:
         tied = self.embedding.word_embeddings if self.config.tied_embeddings else None

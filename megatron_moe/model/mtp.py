@@ -163,8 +163,11 @@ class MTP(nn.Module):
             if valid_BS is not None:
                 # A position without a later token keeps its own validity, so that an all-true mask equals no mask.
                 valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
+            own_BS = take(tokens_BS)
             mb = self._depth_context(batch.context, None if valid_BS is None else take(valid_BS), number)
-            yield _Depth(number == 0, take(tokens_BS), take(positions_BS), mb)
+            if mb.tokens.ids_BS is not None:
+                mb = replace(mb, tokens=replace(mb.tokens, ids_BS=own_BS))
+            yield _Depth(number == 0, own_BS, take(positions_BS), mb)
 
     def _depth_context(self, mb: MicrobatchContext, valid_BS: Tensor | None, depth: int) -> MicrobatchContext:
         forced = mb.forced_logits

@@ -115,12 +115,15 @@ class Router(nn.Module):
 
     Parameters: `weight` [E, H], and `bias` [E] if configured. fp32 buffers, saved with the model: `expert_bias` [E]
     (aux-loss-free balancing, arXiv 2408.15664) and `quantile_thresholds` [E], each only if its method is enabled.
+    int32 buffer `expert_table` [V, K] of hash layers: experts of every token id, initially the K experts from the token
+    id on, as in Megatron-LM. The published tables come with the weights.
     Statistics accumulated between two updates are not saved, because checkpoints are written between global batches.
     """
 
     weight: Parameter
     bias: Parameter | None
     expert_bias: Tensor | None
+    expert_table: Tensor | None
     quantile_thresholds: Tensor | None
     tokens_since_update: Tensor
     threshold_sums: Tensor
@@ -160,6 +163,12 @@ class Router(nn.Module):
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, self._counts_batch)
+        table = None
+        if config.hash_vocab_size is not None:
+            ids_V1 = torch.arange(config.hash_vocab_size, dtype=torch.int32, device=ctx.device)[:, None]
+            choices_K = torch.arange(config.topk, dtype=torch.int32, device=ctx.device)
+            table = (ids_V1 + choices_K) % num_experts
+        self.register_buffer("expert_table", table)
         self._forces_logits = bool(config.forced_by)
         self._log_popularity_E: Tensor | None = None
         if config.force_skew is not None:
@@ -187,6 +196,8 @@ class Router(nn.Module):
         batch_size = hidden_SBH.shape[1]
         if given_ids_TK is None and mb.given_routing is not None:
             given_ids_TK = self._given_ids(mb.given_routing, logits_TE, valid_T, balance=mb.training)
+        elif given_ids_TK is None and self.expert_table is not None and not self._forces_logits:
+            given_ids_TK = self._hashed_ids(self.expert_table, mb)
         if "expert_choice" in self.config.balancing:
             assert given_ids_TK is None, "expert choice cannot replay ids per token"
             routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
@@ -220,6 +231,11 @@ class Router(nn.Module):
         if mb.metrics is not None:
             self._record(mb.metrics, routing, logits_TE, valid_T)
         return routing
+
+    def _hashed_ids(self, table_VK: Tensor, mb: MicrobatchContext) -> Tensor:
+        """Returns the expert ids [T, K] of the token ids."""
+        assert mb.tokens.ids_BS is not None, f"the router of hash layer {self.layer} gets no token ids"
+        return table_VK[my_positions(mb.tokens.ids_BS, self.ctx).t().reshape(-1)].long()
 
     @torch.no_grad()
     def _given_ids(self, given: GivenRouting, logits_TE: Tensor, valid_T: Tensor | None, *, balance: bool) -> Tensor:

@@ -11,6 +11,7 @@ from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, 
 from megatron_moe.config.compressed_attention import CompressedAttentionConfig
 from megatron_moe.config.dsa import DSAConfig, IndexerConfig
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import MLPConfig
@@ -133,6 +134,17 @@ def layer_config(
 def model_config(*layers: LayerConfig, **changes: Any) -> ModelConfig:
     """Two dense layers unless layers are given; RoPE, untied embeddings."""
     return tiny.model(layers=layers or (layer_config(), layer_config()), **changes)
+
+
+def with_streams_and_hash(config: ModelConfig, num_hash: int = 2) -> ModelConfig:
+    """Three residual streams in all layers, and experts that follow from the token id in the first `num_hash`."""
+    streams = HyperConnectionsConfig(num_streams=3, sinkhorn_iterations=4, init_gating_factor=0.5)
+    layers = [replace(layer, residual=streams) for layer in config.layers]
+    for index, layer in enumerate(layers[:num_hash]):
+        if layer.moe is not None:
+            router = replace(layer.moe.router, hash_vocab_size=config.vocab_size, expert_bias=False)
+            layers[index] = replace(layer, feed_forward=replace(layer.moe, router=router))
+    return replace(config, layers=tuple(layers))
 
 
 def dense_ancestor(config: ModelConfig, granularity: int) -> ModelConfig:

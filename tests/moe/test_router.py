@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter
 
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -29,6 +31,39 @@ def test_state_dict_has_parameters_and_expert_bias():
         "expert_bias": ((EXPERTS,), torch.float32),
     }
     assert not router.bias.meta.decay and router.weight.meta.role == "router"
+
+
+@pytest.mark.parametrize("scaling", [None, 1.5])
+def test_hash_layers_equal_those_of_hugging_face(scaling):
+    vocab, config = 50, {"num_experts_per_tok": 3, "n_routed_experts": EXPERTS, "hidden_size": 4}
+    theirs = DeepseekV4HashRouter(
+        DeepseekV4Config(vocab_size=vocab, routed_scaling_factor=scaling or 1.0, **config)
+    ).double()
+    ours = make_router(topk=3, score_function="sqrtsoftplus", scaling_factor=scaling, hash_vocab_size=vocab)
+    assert ours.expert_table[[0, 7, 49]].tolist() == [[0, 1, 2], [7, 0, 1], [1, 2, 3]], "K experts from the id on"
+    with torch.no_grad():
+        table = torch.rand(vocab, EXPERTS, generator=torch.Generator().manual_seed(1)).argsort(dim=-1)[:, :3]
+        ours.expert_table.copy_(table)
+        theirs.tid2eid.copy_(table)
+        theirs.weight.copy_(ours.weight)
+    hidden = make_hidden()
+    ids_BS = torch.randint(vocab, (2, 5), generator=torch.Generator().manual_seed(3))
+    mb = make_mb(hidden)
+    routing = ours(hidden, replace(mb, tokens=replace(mb.tokens, ids_BS=ids_BS)))
+    _, weights, indices = theirs(hidden, ids_BS.t())
+    assert torch.equal(routing.ids_TK, indices)
+    FP64_REF.check(routing.probs_TK, weights, "probabilities")
+    factors = torch.arange(30.0, dtype=torch.float64).view(10, 3)
+    for probs in (routing.probs_TK, weights):
+        (probs * factors).sum().backward()
+    FP64_REF.check(ours.weight.grad, theirs.weight.grad, "gradient of the router")
+
+
+def test_forced_balance_also_replaces_the_table_of_hash_layers():
+    hidden = make_hidden()
+    forced, free = (make_router(hash_vocab_size=9 if on else None, force_balancing=True) for on in (True, False))
+    mb = make_mb(hidden, rng=RNGKey(1, 2, 3))
+    assert torch.equal(forced(hidden, mb).ids_TK, free(hidden, mb).ids_TK)
 
 
 def test_state_dict_has_no_running_counts():

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import Balancing, MoEConfig
+from tests.helpers.tiny_models import with_streams_and_hash
 from tests.parity.cells import compare_plan, plan_of
 from tests.parity.dimensions import cell_of
 
@@ -45,10 +45,10 @@ def test_routing_that_depends_on_all_tokens_of_a_rank_equals_one_rank_with_the_s
 
 
 HYPER = {
-    "tp=2 sp=on cp=2 pp=2 vpp=2 ep=4 dispatcher=alltoall mtp=on accumulation=2": ("mhc", "layernorm"),
+    "tp=2 sp=on cp=2 pp=2 vpp=2 ep=4 dispatcher=alltoall balance=seq mtp=on accumulation=2": ("mhc", "layernorm"),
     "pp=4 stages=custom ep=2 dp=2 dispatcher=alltoall mtp=on accumulation=4 zero=on": (),
     "tp=2 layers=dense dropout=on": (),
-    "dp=2 zero=params mtp=on recompute=full": (),
+    "dp=2 zero=params mtp=on recompute=full documents=packed": (),
     "ep=2 dp=2 overlap=experts pp=2 vpp=2 accumulation=2 dispatcher=alltoall": (),
 }
 """Cell of the matrix -> recomputed modules; none: those of the cell. With custom stages, two tensors travel between the
@@ -56,11 +56,9 @@ stages of the final norm and of multi-token prediction."""
 
 
 @pytest.mark.parametrize("cell", HYPER)
-def test_several_residual_streams_equal_one_rank(cell: str) -> None:
+def test_several_residual_streams_and_hash_layers_equal_one_rank(cell: str) -> None:
     plan = plan_of(cell_of(cell))
-    connections = HyperConnectionsConfig(num_streams=3, sinkhorn_iterations=4, init_gating_factor=0.5)
-    layers = tuple(replace(layer, residual=connections) for layer in plan.model.layers)
-    plan = replace(plan, model=replace(plan.model, layers=layers))
+    plan = replace(plan, model=with_streams_and_hash(plan.model))
     if HYPER[cell]:
         recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=HYPER[cell])
         plan = replace(plan, memory=replace(plan.memory, recompute=recompute))

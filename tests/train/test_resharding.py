@@ -20,6 +20,7 @@ from megatron_moe.train.trainer import Trainer
 from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.pipelines import make_trainer, run_steps
 from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import with_streams_and_hash
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.parity.cells import plan_of
 from tests.parity.dimensions import cell_of
@@ -27,11 +28,13 @@ from tests.parity.dimensions import cell_of
 MODELS = {
     "bias, mtp": "balance=bias mtp=on",
     "tied, shared": "balance=bias head=tied shared=on mtp=on",
+    "streams, hash": "balance=bias mtp=on",
     "mla, latent": "balance=none attention=mla latent=on",
 }
 MOVED = "dispatcher=alltoall"
 PAIRS = (
     ("bias, mtp", "plain", f"tp=2 sp=on pp=2 accumulation=2 ep=2 {MOVED}"),
+    ("streams, hash", "pp=2 vpp=2 accumulation=2", f"tp=2 sp=on cp=2 ep=2 zero=on {MOVED}"),
     ("bias, mtp", "tp=4 sp=on groups=shared dp=2 zero=on", "tp=2 sp=on"),
     ("bias, mtp", "pp=2 accumulation=2", f"tp=4 sp=on groups=shared ep=4 {MOVED}"),
     ("tied, shared", f"tp=2 sp=on ep=2 {MOVED}", "pp=4 accumulation=4"),
@@ -47,11 +50,12 @@ PAIRS = (
     ("bias, mtp", f"dp=2 cp=2 ep=2 experts=sequential {MOVED}", f"tp=2 sp=on pp=2 vpp=2 etp=2 accumulation=2 {MOVED}"),
 )
 """(model, layout that saves, layout that resumes). Every size of every axis saves, and loads what others saved."""
-NUM_IN_CI = 6
+NUM_IN_CI = 7
 
 
 def plan(model: str, layout: str) -> RunPlan:
-    return plan_of(cell_of(f"{MODELS[model]} {layout}".replace(" plain", "")))
+    found = plan_of(cell_of(f"{MODELS[model]} {layout}".replace(" plain", "")))
+    return replace(found, model=with_streams_and_hash(found.model)) if model == "streams, hash" else found
 
 
 def save(plan: RunPlan, trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:

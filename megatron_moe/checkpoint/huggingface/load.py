@@ -112,9 +112,10 @@ def _is_mtp(name: str, published: ModelConfig) -> bool:
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and expert biases of a model by name. Other buffers are training state and left out."""
+    """Parameters, expert biases and expert tables of a model by name. Other buffers are training state and left out."""
     targets: dict[str, Tensor] = dict(model.named_parameters())
-    targets.update((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
+    kept = (".expert_bias", ".expert_table")
+    targets.update((name, buffer) for name, buffer in model.named_buffers() if name.endswith(kept))
     return targets
 
 
