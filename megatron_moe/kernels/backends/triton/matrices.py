@@ -10,7 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, dot
-from megatron_moe.kernels.backends.triton.optimizer import PLAIN, REMAINDER, bf16_bits, size_bits
+from megatron_moe.kernels.backends.triton.optimizer import (
+    PLAIN,
+    REMAINDER,
+    joined,
+    mark_nonfinite,
+    size_bits,
+    store_remainder,
+    store_weights,
+)
 from megatron_moe.kernels.reference import matrices as reference
 from megatron_moe.kernels.update_ops import MatrixStep
 from megatron_moe.precision.optimizer_state import PackedState
@@ -90,8 +98,7 @@ def _momentum(
     tl.store(update_ptr + each, update.to(update_ptr.dtype.element_ty), mask=mask)
     if tl.load(proceed_ptr) != 0:
         tl.store(momentum_ptr + each, momentum.to(momentum_ptr.dtype.element_ty), mask=mask)
-        largest = tl.max(tl.where(mask, size_bits(momentum, momentum_ptr, PLAIN), 0))
-        tl.store(nonfinite_ptr, 1, mask=largest >= 0x7F800000)
+        mark_nonfinite(size_bits(momentum, momentum_ptr, PLAIN), mask, nonfinite_ptr)
 
 
 @triton.jit
@@ -102,28 +109,20 @@ def _descend(
     if tl.load(proceed_ptr) != 0:
         each = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = each < num
-        stored = tl.load(master_ptr + each, mask=mask, other=0)
         if MASTER == REMAINDER:
-            high = tl.load(weights_ptr + each, mask=mask, other=0).to(tl.int32) << 16
-            master = (high + stored.to(tl.int32)).to(tl.float32, bitcast=True)
+            master = joined(master_ptr, weights_ptr, each, mask)
         else:
-            master = stored.to(tl.float32)
+            master = tl.load(master_ptr + each, mask=mask, other=0.0).to(tl.float32)
         direction = tl.load(direction_ptr + each, mask=mask, other=0.0).to(tl.float32)
         master = master * keep - step * direction
         largest = size_bits(master, direction_ptr, REMAINDER)
-        if AS_BITS:
-            high = bf16_bits(master)
-            tl.store(weights_ptr + each, high.to(tl.int16), mask=mask)
-            largest = tl.maximum(largest, (high & 0x7FFF) << 16)
-        elif ROUNDED:
-            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=mask)
-            largest = tl.maximum(largest, size_bits(master, weights_ptr, PLAIN))
+        if ROUNDED:
+            largest = tl.maximum(largest, store_weights(master, weights_ptr, each, mask, AS_BITS))
         if MASTER == REMAINDER:
-            rest = master.to(tl.int32, bitcast=True) - (high << 16)
-            tl.store(master_ptr + each, rest.to(tl.int16), mask=mask)
+            store_remainder(master, master_ptr, each, mask)
         else:
             tl.store(master_ptr + each, master.to(master_ptr.dtype.element_ty), mask=mask)
-        tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(mask, largest, 0)) >= 0x7F800000)
+        mark_nonfinite(largest, mask, nonfinite_ptr)
 
 
 @triton.jit

@@ -87,9 +87,7 @@ def _adamw(
         first = _unpacked(first_ptr, first_exp_ptr, each, mask, blocks, here, FIRST, False)
         second = _unpacked(second_ptr, second_exp_ptr, each, mask, blocks, here, SECOND, ROOT)
         if MASTER == REMAINDER:
-            high = tl.load(weights_ptr + each, mask=mask, other=0).to(tl.int32) << 16
-            rest = tl.load(master_ptr + each, mask=mask, other=0).to(tl.int32)
-            master = (high + rest).to(tl.float32, bitcast=True)
+            master = joined(master_ptr, weights_ptr, each, mask)
         else:
             master = _unpacked(master_ptr, master_exp_ptr, each, mask, blocks, here, MASTER, False)
         first = beta1 * first + (1.0 - beta1) * grad
@@ -100,23 +98,16 @@ def _adamw(
         _pack(first, first_ptr, first_exp_ptr, each, mask, blocks, here, number, step, 0, FIRST, False)
         _pack(second, second_ptr, second_exp_ptr, each, mask, blocks, here, number, step, 1, SECOND, ROOT)
         if MASTER == REMAINDER:
-            bits = master.to(tl.int32, bitcast=True)
-            high = bf16_bits(master)
-            tl.store(master_ptr + each, (bits - (high << 16)).to(tl.int16), mask=mask)
+            store_remainder(master, master_ptr, each, mask)
         else:
             master = _pack(
                 master, master_ptr, master_exp_ptr, each, mask, blocks, here, number, step, 2, MASTER, False
             )  # fmt: skip
-        if AS_BITS:
-            high = bf16_bits(master)
-            tl.store(weights_ptr + each, high.to(tl.int16), mask=mask)
-            largest = tl.maximum(largest, (high & 0x7FFF) << 16)
-        elif ROUNDED:
-            tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=mask)
-            largest = tl.maximum(largest, size_bits(master, weights_ptr, PLAIN))
+        if ROUNDED:
+            largest = tl.maximum(largest, store_weights(master, weights_ptr, each, mask, AS_BITS))
         else:
             largest = tl.maximum(largest, size_bits(master, master_ptr, MASTER))
-        tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(mask, largest, 0)) >= 0x7F800000)
+        mark_nonfinite(largest, mask, nonfinite_ptr)
 
 
 @triton.jit
@@ -191,6 +182,41 @@ def bf16_bits(wide):
     in the low half of an int32."""
     away = (wide.to(tl.int32, bitcast=True) + 0x8000) >> 16
     return tl.where(wide != wide, 0x7FC0, away)
+
+
+@triton.jit
+def joined(remainder_ptr, weights_ptr, each, mask):
+    """fp32 master weights from bf16 weights, as int16 bits, and the remainders of `store_remainder`."""
+    high = tl.load(weights_ptr + each, mask=mask, other=0).to(tl.int32) << 16
+    rest = tl.load(remainder_ptr + each, mask=mask, other=0).to(tl.int32)
+    return (high + rest).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_remainder(master, remainder_ptr, each, mask):
+    """Stores what the bf16 weights lack of the fp32 master weights: the difference of their bits, as int16."""
+    rest = master.to(tl.int32, bitcast=True) - (bf16_bits(master) << 16)
+    tl.store(remainder_ptr + each, rest.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def store_weights(master, weights_ptr, each, mask, AS_BITS: tl.constexpr):
+    """Stores the fp32 master weights as parameters, bf16 ones as int16 bits. Returns the `size_bits` of what it
+    stored."""
+    if AS_BITS:
+        high = bf16_bits(master)
+        tl.store(weights_ptr + each, high.to(tl.int16), mask=mask)
+        stored = (high & 0x7FFF) << 16
+    else:
+        tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=mask)
+        stored = size_bits(master, weights_ptr, PLAIN)
+    return stored
+
+
+@triton.jit
+def mark_nonfinite(sizes, mask, nonfinite_ptr):
+    """Sets a flag if one of the `size_bits` is that of inf or nan."""
+    tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(mask, sizes, 0)) >= 0x7F800000)
 
 
 @triton.jit
