@@ -324,10 +324,13 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
             trainer.optimizer.store.gather_in_steps()
     elif config.cuda_graph_modules:
         trainer.model.capture(config.cuda_graph_modules)
-        pipeline = trainer.pipeline.config
-        deferred = pipeline.delay_wgrad_compute or pipeline.overlap_dispatch_backward_with_experts_wgrad
+        pipeline, num_stages = trainer.pipeline.config, trainer.pipeline.layout.pp
         trainer.pipeline.graph_instances = GraphInstancePool(
-            recorder, config.cuda_graph_warmup_steps, defers_weight_grads=deferred
+            recorder,
+            config.cuda_graph_warmup_steps,
+            defers_weight_grads=pipeline.defers_weight_grads,
+            one_in_flight=num_stages == 1 and not pipeline.overlap,
+            copies_input_grads=num_stages > 1,
         )
 
 

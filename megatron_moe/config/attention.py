@@ -176,6 +176,12 @@ class SoftmaxMixerConfig(MixerConfig):
     def recompute_modules(self) -> tuple[str, ...]:
         return ("core_attn",)
 
+    def forward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """Rowwise copy of the input of `linear_proj`."""
+        return sizes.inner * self.shard(parallel.tp).out_width * LowCopies.of(low).row
+
     @property
     def q_head_dim(self) -> int:
         """Channels per head of q and k."""

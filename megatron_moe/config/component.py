@@ -136,6 +136,12 @@ class Component:
         the module's input. `low`: FP8 or FP4 recipe of the layer."""
         raise NotImplementedError
 
+    def forward_workspace(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
+        """Peak bytes that forward allocates in addition to its output and to saved and recomputed tensors."""
+        return 0.0
+
     def flops(self, seq_length: int) -> FlopCount:
         """Training FLOPs of one sequence in addition to the products with the parameters of role "matrix"."""
         return FlopCount()

@@ -52,6 +52,11 @@ class PipelineConfig:
     """With `overlap`, runs the backward of attention before the forward of the other microbatch's experts
     (`--ep-overlap-early-attn-memory-release`)."""
 
+    @property
+    def defers_weight_grads(self) -> bool:
+        """Whether the weight gradients of a module may be computed after later input gradients."""
+        return self.delay_wgrad_compute or self.overlap_dispatch_backward_with_experts_wgrad
+
     def schedule(self, layout: PipelineLayout, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
         """Parameters of the pipeline schedule of one training step or, if `forward_only`, of an evaluation."""
         return ScheduleConfig(

@@ -4,7 +4,7 @@ Excluded: the CUDA context, NCCL buffers, cuBLAS workspaces and allocator fragme
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import mul
@@ -18,13 +18,14 @@ from megatron_moe.config.costs import (
     num_bytes,
     row_padding,
 )
-from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig, graph_module
+from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import is_elementwise, state_bytes_per_element
 from megatron_moe.cost_model.activations import activation_sizes, head_tensors, layer_tensors, stage_tensors
+from megatron_moe.cost_model.graph_memory import GraphMemory, SavedBytes, captured_parts, chunks_of_slots
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import (
     GatheredElements,
@@ -46,7 +47,6 @@ from megatron_moe.cost_model.workspace import (
     in_feed_forward,
     in_loss,
     receive_slots,
-    stream_bytes,
 )
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
@@ -93,8 +93,8 @@ class RankBytes:
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     graphs: float = 0.0
-    """Memory of CUDA-graph pools beyond `kept`: the workspace of captured modules, which every microbatch in flight has
-    of its own, and activations of graphs that no microbatch uses at the peak."""
+    """Memory of CUDA-graph pools beyond `kept`: the workspace of captured modules, that of forwards once per memory
+    slot, and activations of slots that are free at the peak."""
     pools_persist: bool = False
     """Whether the memory of forward and backward stays in a graph pool during the optimizer update."""
     staging: float = 0.0
@@ -216,6 +216,7 @@ class RankMemory:
         self._layers: dict[LayerConfig, list[SavedActivation]] = {}
         self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
         self._moments: dict[tuple[int, int, int], list[Moment]] = {}
+        self._slots: dict[tuple[int, int], list[set[int]]] = {}
 
     def with_options(self, memory: MemoryConfig) -> "RankMemory":
         """Returns an estimate for the same run with other memory options, reusing cached results."""
@@ -224,7 +225,8 @@ class RankMemory:
     def on_another_plan(self, plan: RunPlan) -> "RankMemory":
         """Returns an estimate for a run that differs only in memory options and optimizer, reusing cached results."""
         other = RankMemory(plan, self.sizes.imbalance)
-        other._layers, other._held, other._moments = self._layers, self._held, self._moments
+        other._layers, other._held = self._layers, self._held
+        other._moments, other._slots = self._moments, self._slots
         return other
 
     def all_ranks(self) -> list[RankBytes]:
@@ -283,14 +285,18 @@ class RankMemory:
     def moments(self, rank: int) -> list[Moment]:
         """Distinct microbatch counts that occur in the schedule of a pipeline rank. Only a few microbatch groups are
         simulated, because the counts of a long step repeat."""
-        interval = self.plan.memory.moe_expert_wgrad_interval
-        schedule = self.plan.schedule(self.plan.num_microbatches)
-        count = min(schedule.num_microbatches, groups_of_moments(interval) * schedule.group)
+        interval, count = self.plan.memory.moe_expert_wgrad_interval, self._few_microbatches()
         key = rank, count, interval
         if key not in self._moments:
             entries = computations(self.plan.schedule(count), rank)
             self._moments[key] = _moments_of(entries, self.plan.layout.vpp, count, interval)
         return self._moments[key]
+
+    def _few_microbatches(self) -> int:
+        """Number of microbatches after which the counts of a step repeat."""
+        schedule = self.plan.schedule(self.plan.num_microbatches)
+        groups = groups_of_moments(self.plan.memory.moe_expert_wgrad_interval)
+        return min(schedule.num_microbatches, groups * schedule.group)
 
     def state_of_rank(self, rank: int) -> StateBytes:
         """Bytes of weights, gradients and optimizer state of one pipeline rank."""
@@ -403,39 +409,24 @@ class RankMemory:
         return layer.feed_forward.delayed_bytes(self.plan.parallel, self.sizes, config)
 
     def _graph_bytes(self, rank: int, in_flight: Sequence[int], longest: int) -> float:
-        """Memory of the pools of captured modules beyond the activations of the microbatches `in_flight`. Each chunk
-        has one graph instance per microbatch that is in flight at any time. An instance keeps the activations of the
-        captured modules and the workspace of their backward, which starts in the last layer while all of them exist."""
-        modules, pipeline = self.plan.cuda_graphs.cuda_graph_modules, self.plan.pipeline
-        if not modules:
+        """Memory of the pools of captured modules beyond the activations of the microbatches `in_flight`."""
+        if not self.plan.cuda_graphs.cuda_graph_modules:
             return 0.0
-        instances = [max(counts) for counts in zip(*(now for now, _ in self.moments(rank)), strict=True)]
-        deferred = pipeline.delay_wgrad_compute or pipeline.overlap_dispatch_backward_with_experts_wgrad
-        found = 0.0
-        for number, used, layers in zip(instances, in_flight, self.layers_of_chunks(rank), strict=True):
-            saved = sum(map(self._captured_by, layers))
-            # buffers of the gradients of a module's outputs, and the output of the last module
-            static = [stream_bytes(layer, self.sizes) for layer in layers if any(self._is_captured(layer))]
-            if deferred:
-                # weight gradients of all layers may be computed last: gradients are kept, in about as much memory as
-                # the activations, and modules do not share buffers
-                found += number * (saved + len(modules) * sum(static))
-            else:
-                workspaces = [self._workspace(layer, longest)[1] for layer in dict.fromkeys(layers)]
-                found += number * (max(workspaces, default=0.0) + max(static, default=0.0))
-            found += (number - used) * saved
-        return found
 
-    def _captured_by(self, layer: LayerConfig) -> float:
-        """Bytes that the captured parts of a layer save for one microbatch."""
-        mixer, feed_forward = self._is_captured(layer)
-        saved = ((each, self._place(each).device) for each in self.tensors(layer))
-        return sum(size for each, size in saved if (mixer if each.module in ATTENTION else feed_forward))
+        def saved(layer: LayerConfig) -> list[SavedBytes]:
+            placed = ((each.module, self._place(each)) for each in self.tensors(layer))
+            return [SavedBytes(module, each.device, each.recomputed) for module, each in placed]
 
-    def _is_captured(self, layer: LayerConfig) -> tuple[bool, bool]:
-        """Whether the mixer and the feed-forward part of a layer are captured as a whole."""
-        modules: Container[str] = self.plan.cuda_graphs.cuda_graph_modules
-        return graph_module(layer.mixer.node) in modules, layer.feed_forward.whole_module in modules
+        graphs = GraphMemory(self.plan, self.sizes, saved, lambda layer: self._workspace(layer, longest)[1])
+        # layers of multi-token prediction are not captured
+        layers = [[self.plan.model.layers[index] for index in stage.layers] for stage in self.plan.layout.chunks(rank)]
+        return graphs.pool_bytes(layers, self._chunks_of_slots(rank), in_flight)
+
+    def _chunks_of_slots(self, rank: int) -> list[set[int]]:
+        key = rank, self._few_microbatches()
+        if key not in self._slots:
+            self._slots[key] = chunks_of_slots(computations(self.plan.schedule(key[1]), rank))
+        return self._slots[key]
 
     def _workspace(self, layer: LayerConfig, longest: int) -> tuple[Workspace, float]:
         """Peak temporary memory of a layer's backward, and in one pool of captured modules. `longest`: number of layers
@@ -453,7 +444,7 @@ class RankMemory:
             restored = dict.fromkeys(restored, run * self._saved_by(layer))
         arguments = layer, self.plan.parallel, self.sizes
         low = self.plan.precision.low_precision
-        captured = self._is_captured(layer)
+        captured = captured_parts(self.plan, layer)
         if captured[0] != captured[1]:
             freed = 0.0  # memory of a pool serves only graphs
         attention = in_attention(*arguments, low).and_more(restored[True] - freed)

@@ -17,7 +17,7 @@ from megatron_moe.data.datasets import Datasets
 from megatron_moe.data.loader import RowPacker
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.logs.metrics import MetricValue
-from megatron_moe.memory.cuda_graphs.layer_graphs import MetricRecorder
+from megatron_moe.memory.cuda_graphs.graph_metrics import MetricRecorder
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder, Work
@@ -22,9 +23,16 @@ class EmulatedGraphRecorder(CudaGraphRecorder):
         """Number of a new pool."""
         return next(self._numbers)
 
-    def capture(self, work: Work, pool: Any) -> CapturedGraph:
+    def capture(self, work: Work, pool: Any, inputs: Sequence[Tensor] = ()) -> CapturedGraph:
         with self._tracker.in_pool(pool):
-            return _EmulatedGraph(work())
+            buffers = list(map(torch.empty_like, inputs))
+            outputs = work(*buffers)
+        return _EmulatedGraph(list(map(self.alias, buffers)), outputs)
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        alias = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        self._tracker.ignore(alias)
+        return alias
 
     def empty_cache(self) -> None:
         gc.collect()
@@ -35,8 +43,10 @@ class EmulatedGraphRecorder(CudaGraphRecorder):
 
 
 class _EmulatedGraph(CapturedGraph):
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.inputs = inputs
         self.outputs = outputs
+        self.has_aliases = False
 
     def replay(self) -> None:
         """Does nothing: the outputs have no values."""

@@ -235,6 +235,10 @@ class Tracker(TorchDispatchMode):
         if piece is not None and not piece.state:
             piece.state = kind
 
+    def ignore(self, tensor: Tensor) -> None:
+        """Excludes a tensor from all totals, because it stands for memory of another tensor."""
+        self.is_state(tensor, HOST)
+
     def begin(self) -> None:
         """Starts the interval over which the peak is computed."""
         self._begin = max(len(self._phases) - 1, 0)

@@ -18,6 +18,7 @@ from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.executor import run_schedule
 from megatron_moe.pipeline.overlap import OverlapNode, Step, pair_nodes
 from megatron_moe.pipeline.schedule import build_schedule
+from megatron_moe.pipeline.slots import At, memory_slots
 
 TakeLoss = Callable[[LossOutput, MicroBatch, int], Tensor]
 """Called on the last stage with the losses of a microbatch, the microbatch and its index on this rank; returns the
@@ -44,6 +45,7 @@ class Pipeline:
         self.graph_instances: GraphInstancePool | None = None
         """Pool of CUDA graph instances for the microbatches in flight; None means eager execution."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
+        self._slots: dict[ScheduleConfig, dict[At, int]] = {}
 
     def run(
         self,
@@ -62,7 +64,9 @@ class Pipeline:
         if config not in self._entries:
             self._entries[config] = build_schedule(config)[self.links.rank]
         if self.graph_instances is not None and gradients is not None:
-            self.graph_instances.begin_step()
+            if config not in self._slots:
+                self._slots[config] = memory_slots(self._entries[config])
+            self.graph_instances.begin_step(self._slots[config])
         offload = self.model.saved_tensors.offload
         if offload is not None and gradients is not None:
             offload.begin_pass(_computations(self._entries[config]))

@@ -5,6 +5,7 @@ As in torch, no graph can be captured into a pool whose graphs have all been des
 """
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -25,12 +26,15 @@ class EagerRecorder(CudaGraphRecorder):
     def pool(self) -> Any:
         return _Pool()
 
-    def capture(self, work: Work, pool: Any) -> CapturedGraph:
+    def capture(self, work: Work, pool: Any, inputs: Sequence[Tensor] = ()) -> CapturedGraph:
         assert pool.graphs or not pool.was_used, "all graphs of this pool have been destroyed"
-        graph = _EagerGraph(work)
+        graph = _EagerGraph(work, list(map(torch.empty_like, inputs)))
         pool.graphs.add(graph)
         pool.was_used = True
         return graph
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def empty_cache(self) -> None:
         gc.collect()  # a destroyed graph and its work refer to each other
@@ -47,13 +51,15 @@ class _Pool:
 
 
 class _EagerGraph(CapturedGraph):
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, inputs: Sequence[Tensor]) -> None:
         self._work = work
+        self.inputs = inputs
         self.outputs: Sequence[Tensor] = ()
+        self.has_aliases = False
         self._ran = False
 
     def replay(self) -> None:
-        outputs = self._work()
+        outputs = self._work(*self.inputs)
         if not self._ran:
             self.outputs, self._ran = [tensor.clone() for tensor in outputs], True
             return
@@ -77,19 +83,36 @@ class TapeRecorder(EagerRecorder):
         self._pooled: set[int] = set()
         """Storages that graphs have allocated."""
 
-    def capture(self, work: Work, pool: Any) -> CapturedGraph:
+    def capture(self, work: Work, pool: Any, inputs: Sequence[Tensor] = ()) -> CapturedGraph:
         tapes = [] if pool is None else pool.tapes
-        tape = _Tape(work, [storage for each in tapes for storage in each.freed()], self._held, self._pooled)
+        free = [storage for each in tapes for storage in each.freed()]
+        tape = _Tape(work, free, self._held, self._pooled, inputs)
         tapes.append(tape)
         return tape
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        return _alias(tensor, self._held)
+
+
+def _alias(tensor: Tensor, held: Counter[int]) -> Tensor:
+    """Alias whose reference is counted in `held`, and whose values autograd does not consider to be those of `tensor`,
+    like those of a tensor that was made from an address."""
+    storage = tensor.untyped_storage()
+    alias = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    held[storage._cdata] += 1
+    weakref.finalize(alias, held.subtract, [storage._cdata]).atexit = False
+    return alias
 
 
 class _Tape(CapturedGraph, TorchDispatchMode):
     _HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default)
 
-    def __init__(self, work: Work, reusable: Sequence[Tensor], held: Counter[int], pooled: set[int]) -> None:
+    def __init__(
+        self, work: Work, reusable: Sequence[Tensor], held: Counter[int], pooled: set[int], inputs: Sequence[Tensor]
+    ) -> None:
         """`reusable`: memory of the pool that is free now, so that the graph may allocate it. `held`: number of
-        references of tapes per storage, by the address of the storage object. `pooled`: storages of all graphs."""
+        references of tapes and aliases per storage, by the address of the storage object. `pooled`: storages of all
+        graphs. `inputs`: layouts of the static inputs."""
         TorchDispatchMode.__init__(self)
         self._calls: list[tuple[Any, Any, Any, list[tuple[Tensor, int]]]] = []
         """(op, positional arguments, keyword arguments, new tensors with their indices in the result) of each call."""
@@ -102,8 +125,12 @@ class _Tape(CapturedGraph, TorchDispatchMode):
         self._references: Counter[int] = Counter()
         """References that this tape holds, by the address of the storage."""
         self._reusable, self._pooled = reusable, pooled
+        self.has_aliases = False
+        buffers = list(map(torch.empty_like, inputs))
+        self.inputs = [_alias(self._hold(buffer, self._own), held) for buffer in buffers]
         with self:
-            self.outputs = work()
+            self.outputs = work(*buffers)
+        del buffers
         for tensor, value in reversed(self._before):  # a capture does not run its work
             tensor.copy_(value)
         self._before.clear()

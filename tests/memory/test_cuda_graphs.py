@@ -17,6 +17,7 @@ from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.training import BatchConfig
+from megatron_moe.cost_model.graph_memory import num_graphs
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.cuda_graphs.capture import CaptureReport, check_capturable, garbage_collection_disabled
 from megatron_moe.memory.output_discard import DiscardedOutput
@@ -194,7 +195,7 @@ def test_graphs_contain_no_exchange_between_ranks(dispatcher):
         names = {
             part.name.split()[0]
             for instance in trainer.pipeline.graph_instances or ()
-            for part, *_ in instance._captured
+            for _, part, *_ in instance._forwards
         }
         return found, names
 
@@ -250,7 +251,7 @@ def test_sequence_parallel_routers_repeat_the_forced_balance_of_eager_steps():
         EXACT.check_all(found, expected, "routers")
 
 
-def test_every_in_flight_microbatch_has_its_own_instance():
+def test_every_in_flight_microbatch_has_its_own_slot():
     """Four stages on two ranks."""
     layout, pp = "Et*1|t*1|t*1|t*1L", 2
     model = tiny.model(num_layers=4)
@@ -263,8 +264,10 @@ def test_every_in_flight_microbatch_has_its_own_instance():
         found = run_steps(plan, trainer, TrainState(), 3)
         graph_instances, rank = trainer.pipeline.graph_instances, context.group("pp").rank
         if graph_instances is not None:
-            for chunk in range(plan.layout.vpp):
-                assert len(graph_instances.of(chunk)) == most_in_flight(schedule[rank], chunk)
+            assert graph_instances.num_slots == most_in_flight(schedule[rank])
+            layers = [[model.layers[index] for index in stage.layers] for stage in plan.layout.chunks(rank)]
+            expected = num_graphs(plan, layers, schedule[rank])
+            assert sum(instance.num_graphs for instance in graph_instances) == expected
         return found
 
     expected = together(on_threads(plan.parallel, lambda context: train(context, plan)))
@@ -272,12 +275,11 @@ def test_every_in_flight_microbatch_has_its_own_instance():
     EXACT.check_all(found, expected, layout)
 
 
-def most_in_flight(entries, chunk: int) -> int:
+def most_in_flight(entries) -> int:
     most = now = 0
     for action in computations(entries):
-        if action.chunk == chunk:
-            now += {"forward": 1, "backward": -1}[action.kind]
-            most = max(most, now)
+        now += {"forward": 1, "backward": -1}[action.kind]
+        most = max(most, now)
     return most
 
 
@@ -319,15 +321,15 @@ class StrictRecorder(EagerRecorder):
 
         monkeypatch.setattr(owner, name, checked)
 
-    def capture(self, work, pool):
-        def run():
+    def capture(self, work, pool, inputs=()):
+        def run(*buffers):
             self.rank.captures = True
             try:
-                return work()
+                return work(*buffers)
             finally:
                 self.rank.captures = False
 
-        return super().capture(run, pool)
+        return super().capture(run, pool, inputs)
 
 
 @pytest.mark.parametrize("in_forward", [False, True])
@@ -360,6 +362,7 @@ def test_addresses_are_fixed_and_graphs_are_captured_once():
     number, places = instance.num_graphs, places_of(instance)
     # a dense layer with two parts and two MoE layers with three; one of these has no weights
     assert number == 2 * 4 + 2 * (4 + 4 + 2)
+    assert number == num_graphs(plan, [plan.model.layers], build_schedule(plan.schedule(2))[0])
     run_steps(plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
     assert tuple(trainer.pipeline.graph_instances) == (instance,)
     with torch.no_grad():  # evaluation is eager
@@ -368,8 +371,9 @@ def test_addresses_are_fixed_and_graphs_are_captured_once():
 
 
 def places_of(instance) -> set[int]:
-    """Addresses of outputs and static gradients."""
-    return {*instance._outputs, *(tensor.data_ptr() for tensor in instance._static_grads.values())}
+    """Addresses of inputs and outputs of the forwards."""
+    graphs = [captured._graph for captured in instance._forwards.values()]
+    return {tensor.data_ptr() for graph in graphs for tensor in (*graph.inputs, *graph.outputs)}
 
 
 def test_padded_microbatches_are_captured_separately():

@@ -77,15 +77,15 @@ class WeightCounter(EagerRecorder):
 
         self.kernels.quantize_weight = count  # type: ignore[method-assign]
 
-    def capture(self, work: Work, pool: Any) -> CapturedGraph:
-        def run() -> Sequence[Tensor]:
+    def capture(self, work: Work, pool: Any, inputs: Sequence[Tensor] = ()) -> CapturedGraph:
+        def run(*buffers: Tensor) -> Sequence[Tensor]:
             self._captures = True
             try:
-                return work()
+                return work(*buffers)
             finally:
                 self._captures = False
 
-        return super().capture(run, pool)
+        return super().capture(run, pool, inputs)
 
 
 def train(

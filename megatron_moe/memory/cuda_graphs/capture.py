@@ -14,8 +14,9 @@ from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.reference import backend as reference
 
-Work = Callable[[], Sequence[Tensor]]
-"""Function to capture: reads and writes tensors at fixed addresses and returns output tensors."""
+Work = Callable[..., Sequence[Tensor]]
+"""Function to capture: gets the static inputs of the graph, reads and writes tensors at fixed addresses, and returns
+output tensors."""
 _MIB = 2**20
 _ON_DEVICE = ("hopper", "torch_native", "triton")
 """Kernel backends whose grouped GEMMs read the row offsets of the experts on the device, as capture requires. Plain
@@ -39,11 +40,15 @@ def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
 
 
 class CapturedGraph:
-    """CUDA graph and its output tensors, which are at fixed addresses and have values after the first `replay`."""
+    """CUDA graph with its static inputs and its outputs, which have values after the first `replay`."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self._graph = graph
+        self.inputs = inputs
+        """Aliases of the static inputs, in memory of the pool that graphs captured later may reuse."""
         self.outputs = outputs
+        self.has_aliases = False
+        """Whether `outputs` are aliases that do not own their memory."""
 
     def replay(self) -> None:
         self._graph.replay()
@@ -65,9 +70,10 @@ class CudaGraphRecorder:
         """Creates a memory pool. Graphs that share it must never run concurrently."""
         return torch.cuda.graph_pool_handle()
 
-    def capture(self, work: Work, pool: Any) -> CapturedGraph:
+    def capture(self, work: Work, pool: Any, inputs: Sequence[Tensor] = ()) -> CapturedGraph:
         """Captures `work` without running it. Later graphs of the pool may reuse memory that `work` frees, so graphs of
-        a pool must be replayed in the order of their capture."""
+        a pool must be replayed in the order of their capture. The graph allocates static inputs with the layouts of
+        `inputs`, without values."""
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -75,13 +81,21 @@ class CudaGraphRecorder:
             # thread_local: other threads, such as the data loader's, may allocate during the capture
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                outputs = work()
+                buffers = list(map(_empty_like, inputs))
+                outputs = work(*buffers)
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
-        captured = CapturedGraph(graph, outputs)
+        captured = CapturedGraph(graph, list(map(self.alias, buffers)), outputs)
         self._graphs.add(captured)
         return captured
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Tensor in the same memory that does not keep it allocated. Memory of a pool stays reserved for its graphs."""
+        storage = tensor.untyped_storage()
+        same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def destroy(self) -> None:
         """Destroys all graphs. Call it before communicators are destroyed, because NCCL hangs if a graph still uses
@@ -104,6 +118,16 @@ class CudaGraphRecorder:
 
     def memory_summary(self, pools: Sequence[Any], static_bytes: int) -> str:
         return f"pools {self.pool_bytes(pools) / _MIB:,.0f} MiB, static inputs {static_bytes / _MIB:,.0f} MiB"
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """Buffer with the layout of a tensor. Unlike `torch.empty_like`, it computes no values of a tensor subclass."""
+    strides, expected = tensor.stride(), 1
+    for stride, size in sorted(pair for pair in zip(strides, tensor.shape, strict=True) if pair[1] != 1):
+        if stride != expected:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        expected *= size
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
 @contextmanager

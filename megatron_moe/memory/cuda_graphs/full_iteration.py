@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
-from megatron_moe.memory.cuda_graphs.layer_graphs import MetricRecorder, StaticGradAccumulator, static_context
+from megatron_moe.memory.cuda_graphs.graph_metrics import MetricRecorder
+from megatron_moe.memory.cuda_graphs.layer_graphs import StaticGradAccumulator, static_context
 from megatron_moe.parallel.pytree import TreeSpec, flatten, unflatten
 
 Work = Callable[[Sequence[MicroBatch]], Tensor]
@@ -94,4 +95,4 @@ class _CapturedStep:
         """Runs `work` on the static inputs. `traced`: whether the metrics include a routing trace."""
         self.metrics = metrics = MetricRecorder(with_routing=traced)
         batches = [replace(batch, context=replace(batch.context, metrics=metrics)) for batch in self._batches]
-        return [work(batches), *metrics.tensors]
+        return [work(batches), *metrics.take_tensors()]

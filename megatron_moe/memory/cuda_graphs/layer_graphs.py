@@ -1,20 +1,24 @@
 """CUDA graphs of parts of a layer: forward and backward are captured once and replayed.
 
 A captured module is a function of a pytree of tensors and of the microbatch context. Its inputs and outputs are at
-fixed addresses. Inputs are copied to static buffers, unless they are already outputs of another graph. Outputs stay
-valid until the backward of the same microbatch has run, so every in-flight microbatch needs its own `GraphInstance`.
-The graphs of an instance share one memory pool: a graph may reuse memory that an earlier graph has freed, because the
-graphs are replayed in a fixed order, forwards before backwards.
+fixed addresses: inputs are copied to static buffers, unless they are already outputs of another graph. Forwards of a
+microbatch allocate from the pool of its memory slot, which it has for itself until the end of its backward. Backwards
+of all microbatches allocate from one pool, because a rank runs one backward at a time and nothing in the pool is needed
+after it. Graphs of a pool reuse what earlier ones have freed, so a graph is captured for its place in the microbatch:
+the same module after other modules, or with inputs of another form, is another graph.
+
+Tensors own their memory during the capture, so that they occupy it exactly as long as in eager execution. Afterwards
+only aliases of inputs and outputs remain, which keep no memory allocated.
 
 Weight gradients are captured separately from input gradients, in two versions: one stores the gradients of a step's
-first microbatch, the other adds those of later microbatches. A schedule may defer them until later graphs of the
-microbatch have run; graphs of deferred weight gradients have their own pool, and the tensors that they read are not
-shared with other graphs. Metrics are graph outputs, recorded after every replay.
+first microbatch, the other adds those of later microbatches. A schedule may defer them, in an order that changes
+between microbatches; their graphs then have their own pool, and no other graph of the backward reuses the tensors that
+they read. Metrics are graph outputs, recorded after every replay.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -22,8 +26,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.logs.metrics import Fold, MetricAccumulator, Reduction
+from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
+from megatron_moe.memory.cuda_graphs.graph_metrics import MetricRecorder, RecordedMetrics
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.pytree import TreeSpec, flatten, unflatten
 
@@ -67,108 +72,20 @@ class CapturedModule:
         return mb.graph_instance.run(self, state, mb)
 
 
-class RecordedMetrics(Enum):
-    """Metrics that a captured module records for the log."""
+class StaticContexts:
+    """Static buffers for the tensors of microbatch contexts. They are not allocated from a pool of graphs."""
 
-    NOTHING = auto()
-    WITHOUT_ROUTING = auto()
-    WITH_ROUTING = auto()
-
-
-class GraphInstance:
-    """Memory pools and captured graphs of one in-flight microbatch."""
-
-    def __init__(self, recorder: CudaGraphRecorder, *, defers_weight_grads: bool = False) -> None:
-        """`defers_weight_grads`: other graphs of the microbatch may run before the weight gradients of a module."""
-        self.defers_weight_grads = defers_weight_grads
-        self.pool = recorder.pool()
-        self.weight_grad_pool = recorder.pool() if defers_weight_grads else self.pool
-        """Memory pool of the weight-gradient graphs, which need no memory in it between replays."""
-        self.num_graphs = 0
-        self.static_bytes = 0
-        """Size of the static buffers, which are not allocated from the pool."""
-        self._recorder = recorder
-        self._captured: dict[tuple[CapturedModule, TreeSpec, TreeSpec, RecordedMetrics], _CapturedForward] = {}
+    def __init__(self) -> None:
         self._contexts: dict[TreeSpec, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
-        self._outputs: dict[tuple[int, int], Tensor] = {}
-        """Output tensors of the captured graphs, by `_location`."""
-        self._static_grads: dict[tuple[Any, ...], Tensor] = {}
-        self._held: list[object] = []
-        """Operands of the captured weight gradients, kept alive so that no other graph reuses their memory."""
 
-    @property
-    def pools(self) -> tuple[Any, ...]:
-        """All memory pools of the instance, without duplicates."""
-        return (self.pool, self.weight_grad_pool) if self.defers_weight_grads else (self.pool,)
-
-    def run(self, module: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
-        """Runs a module on the microbatch of this instance by graph replay, and captures its graph on first use."""
-        tensors, spec = flatten(state)
-        static = self._load(mb)
-        recorded = RecordedMetrics.NOTHING
-        if mb.metrics is not None:
-            recorded = (
-                RecordedMetrics.WITHOUT_ROUTING if mb.metrics.trace_routing is None else RecordedMetrics.WITH_ROUTING
-            )
-        key = module, spec, static.spec, recorded
-        if key not in self._captured:
-            self._captured[key] = _CapturedForward(self, module, state, tensors, static.context, recorded)
-        captured = self._captured[key]
-        outputs = _Replay.apply(captured, *tensors)  # type: ignore[no-untyped-call]
-        if mb.metrics is not None:
-            captured.record_metrics(mb.metrics)
-        return captured.state_with(tensors, outputs)
-
-    def capture(self, work: Callable[[], Sequence[Tensor]]) -> CapturedGraph:
-        self.num_graphs += 1
-        return self._recorder.capture(work, self.pool)
-
-    def capture_weight_grads(
-        self, compute: Callable[[bool], Sequence[Tensor]], operands: object
-    ) -> dict[bool, CapturedGraph]:
-        """Captures `compute(accumulate)` for both values of `accumulate`. `operands`: tensors that the graphs read and
-        that the caller is about to free."""
-        if self.defers_weight_grads:
-            self._held.append(operands)
-        self.num_graphs += 2
-        return {each: self._recorder.capture(partial(compute, each), self.weight_grad_pool) for each in (False, True)}
-
-    def end_microbatch(self) -> None:
-        """Called when all gradients of the microbatch have been computed."""
-        self._held.clear()
-
-    def static_input(self, tensor: Tensor, allocate: Callable[[Tensor], Tensor]) -> "_StaticInput":
-        """Static input for `tensor`: `tensor` itself if a graph returned it, else a buffer from `allocate(tensor)`."""
-        known = self._outputs.get(_location(tensor))
-        if known is not None and known.shape == tensor.shape and known.stride() == tensor.stride():
-            return _StaticInput(tensor.detach(), is_output=True)
-        return _StaticInput(allocate(tensor), is_output=False)
-
-    def add_outputs(self, tensors: Sequence[Tensor]) -> None:
-        """Registers output tensors of a graph by location, and keeps their memory allocated."""
-        self._outputs |= {_location(tensor): tensor for tensor in tensors if tensor.numel()}
-
-    def static_buffer(self, like: Tensor) -> Tensor:
-        """Allocates a static buffer (one at a fixed address) with the shape and dtype of `like`."""
-        self.static_bytes += like.nbytes
-        return torch.empty_like(like, requires_grad=False)
-
-    def static_grad(self, like: Tensor, module: CapturedModule, index: int) -> Tensor:
-        """Static buffer for the gradient of a module's output number `index`. Modules share it, because they run one
-        after the other, unless deferred weight gradients still read it."""
-        key = module if self.defers_weight_grads else None, index, like.shape, like.stride(), like.dtype
-        if key not in self._static_grads:
-            self._static_grads[key] = self.static_buffer(like)
-        return self._static_grads[key]
-
-    def _load(self, mb: MicrobatchContext) -> "_StaticContext":
+    def load(self, mb: MicrobatchContext) -> "_StaticContext":
         """Returns `mb` with its tensors copied to static buffers. The copy is made only once per microbatch."""
         if self._loaded is None or self._loaded[0] is not mb:
             context = static_context(mb)
             tensors, spec = flatten(context)
             if spec not in self._contexts:
-                buffers = tuple(map(self.static_buffer, tensors))
+                buffers = tuple(torch.empty_like(tensor, requires_grad=False) for tensor in tensors)
                 self._contexts[spec] = _StaticContext(unflatten(context, tensors, buffers), buffers, spec)
             static = self._contexts[spec]
             for buffer, tensor in zip(static.buffers, tensors, strict=True):
@@ -176,10 +93,9 @@ class GraphInstance:
             self._loaded = mb, static
         return self._loaded[1]
 
-
-def _location(tensor: Tensor) -> tuple[int, int]:
-    """Storage and offset of a tensor, which identify its memory while it is allocated, also without data."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for context in self._contexts.values() for buffer in context.buffers)
 
 
 class _StaticContext(NamedTuple):
@@ -200,6 +116,109 @@ def static_context(mb: MicrobatchContext) -> MicrobatchContext:
     return replace(mb, tokens=tokens, aux_loss_scale=scale, rng=None, metrics=None, graph_instance=None)
 
 
+class GraphPools(NamedTuple):
+    """Memory pools of the graphs of a microbatch. Only the forward needs its pool until the backward has ended."""
+
+    forward: Any
+    backward: Any
+    weight_grads: Any
+
+
+class GraphInstance:
+    """Captured graphs of one model chunk in one memory slot."""
+
+    def __init__(
+        self,
+        recorder: CudaGraphRecorder,
+        pools: GraphPools,
+        contexts: StaticContexts,
+        *,
+        defers_weight_grads: bool = False,
+        copies_input_grads: bool = False,
+    ) -> None:
+        """`contexts`: those of the slot. `defers_weight_grads`: other graphs of the microbatch may run before the
+        weight gradients of a module. `copies_input_grads`: gradients of the inputs of the chunk's first module are
+        needed after the backward, when other microbatches use the pool."""
+        self.pools = pools
+        self.copies_input_grads = copies_input_grads
+        self.num_graphs = 0
+        self._recorder = recorder
+        self._contexts = contexts
+        self._defers_weight_grads = defers_weight_grads
+        self._forwards: dict[tuple[Any, ...], _CapturedForward] = {}
+        """Key: previous forward of the microbatch, module, form of its inputs, form of the context, metrics."""
+        self._fixed: dict[tuple[Any, ...], Tensor] = {}
+        """Aliases of the outputs of graphs, by `_location` of the output or the alias."""
+        self._held: list[object] = []
+        """Operands of the captured weight gradients, kept alive so that no other graph reuses their memory."""
+        self.last_forward: _CapturedForward | None = None
+        """Forward of this microbatch that ran last; None before the first one."""
+        self.last_backward: _CapturedBackward | None = None
+        """Backward of this microbatch that ran last; None before the first one."""
+
+    def run(self, module: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
+        """Runs a module on the microbatch of this instance by graph replay, and captures its graph on first use."""
+        tensors, spec = flatten(state)
+        static = self._contexts.load(mb)
+        recorded = RecordedMetrics.of(mb.metrics)
+        key = self.last_forward, module, spec, static.spec, recorded
+        if key not in self._forwards:
+            self._forwards[key] = _CapturedForward(self, module, state, tensors, static.context, recorded)
+        self.last_forward = captured = self._forwards[key]
+        outputs = _Replay.apply(captured, *tensors)  # type: ignore[no-untyped-call]
+        if mb.metrics is not None:
+            captured.record_metrics(mb.metrics)
+        return captured.state_with(tensors, outputs)
+
+    def capture(self, work: Callable[..., Sequence[Tensor]], pool: Any, inputs: Sequence[Tensor] = ()) -> CapturedGraph:
+        self.num_graphs += 1
+        return self._recorder.capture(work, pool, inputs)
+
+    def capture_weight_grads(
+        self, compute: Callable[[bool], Sequence[Tensor]], operands: object
+    ) -> dict[bool, CapturedGraph]:
+        """Captures `compute(accumulate)` for both values of `accumulate`. `operands`: tensors that the graphs read and
+        that the caller is about to free."""
+        if self._defers_weight_grads:
+            self._held.append(operands)
+        return {each: self.capture(partial(compute, each), self.pools.weight_grads) for each in (False, True)}
+
+    def end_microbatch(self) -> None:
+        """Called when all gradients of the microbatch have been computed: frees what its captures still own."""
+        self._held.clear()
+        self.last_forward = self.last_backward = None
+        for captured in self._forwards.values():
+            captured.free()
+
+    def alias_of(self, tensor: Tensor) -> Tensor | None:
+        """Alias of an output of another graph, which need not be copied to be the input of a graph; None if `tensor` is
+        no output."""
+        return self._fixed.get(_location(tensor))
+
+    def outputs_of(self, graph: CapturedGraph, number: int) -> list[Tensor]:
+        """The first `number` outputs of a graph after a replay. The first time, the returned tensors own their memory;
+        afterwards the graph has aliases of all outputs, which do not."""
+        outputs = list(graph.outputs)
+        if not graph.has_aliases:
+            graph.outputs, graph.has_aliases = list(map(self._aliased, outputs)), True
+        return outputs[:number]
+
+    def _aliased(self, owner: Tensor) -> Tensor:
+        """Alias of an output of a graph, by which `alias_of` finds it. A graph may return an output of another one."""
+        location = _location(owner)
+        if location not in self._fixed:
+            self._fixed[location] = alias = self._recorder.alias(owner)
+            self._fixed[_location(alias)] = alias
+            weakref.finalize(owner.untyped_storage(), self._fixed.pop, location, None).atexit = False
+        return self._fixed[location]
+
+
+def _location(tensor: Tensor) -> tuple[Any, ...]:
+    """Storage and layout of a tensor, which identify its values while it is allocated, also without data."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 class _Replay(torch.autograd.Function):
     """Autograd function that replays a captured module's forward and backward graphs."""
 
@@ -216,8 +235,17 @@ class _Replay(torch.autograd.Function):
         return None, *ctx.captured.backward(grads)
 
 
+class _Traced(NamedTuple):
+    """Result of a module's function during capture, with its autograd graph."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    """Tensors in `result` that are not inputs of the module."""
+    result: Any
+
+
 class _CapturedForward:
-    """Graphs of one module in one instance: forward, input gradients and weight gradients."""
+    """Graphs of one module at one place in a microbatch: forward, input gradients and weight gradients."""
 
     def __init__(
         self,
@@ -231,108 +259,131 @@ class _CapturedForward:
         """`mb`: microbatch context with static buffers as tensors."""
         self._instance = instance
         self._module = module
-        self._mb = mb
-        self._recorded = recorded
-        self._inputs = [instance.static_input(tensor, instance.static_buffer) for tensor in tensors]
-        self._buffers = [static.buffer for static in self._inputs]
-        for buffer, tensor in zip(self._buffers, tensors, strict=True):
-            buffer.requires_grad_(tensor.requires_grad)
-        self._state = unflatten(state, tensors, self._buffers)
-        self._result: Any = None
-        """Result of the module's function during capture, with its autograd graph."""
-        self._outputs: list[Tensor] = []
-        """Tensors in `_result` that are not inputs of the module."""
         self._metrics = MetricRecorder()
-        self._forward: CapturedGraph | None = None
+        self._traced: _Traced | None = None
+        """Result of the capture; None once its backward has been captured."""
+        self._template: Any = None
+        """Result of the module's function, with placeholders as tensors."""
+        self._placeholders: list[Tensor] = []
+        self.differentiable: list[bool] = []
+        """Whether each output requires a gradient."""
         self._backward: _CapturedBackward | None = None
+        self._copies_input_grads = instance.copies_input_grads and instance.last_forward is None
+        inputs = _GraphInputs(tensors, instance)
+        compute = partial(self._compute, state, tensors, inputs, mb, recorded)
+        self._graph = instance.capture(compute, instance.pools.forward, inputs.new)
+        self._inputs = inputs.static(self._graph)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copies `tensors` to the static inputs and replays the graph. Returns aliases of the graph's outputs."""
         for static, tensor in zip(self._inputs, tensors, strict=True):
-            static.load(tensor, self._module.name)
-        if self._forward is None:
-            self._forward = self._instance.capture(self._compute)
-        self._forward.replay()
-        outputs = self._forward.outputs[: len(self._outputs)]
-        self._instance.add_outputs(outputs)
-        return tuple(tensor.detach() for tensor in outputs)
+            static.load(tensor, self._instance, self._module.name)
+        self._graph.replay()
+        if not self._placeholders:
+            self._describe(tensors)
+        return tuple(tensor.detach() for tensor in self._instance.outputs_of(self._graph, len(self.differentiable)))
 
-    @property
-    def differentiable(self) -> list[bool]:
-        """Whether each output requires a gradient."""
-        return [output.requires_grad for output in self._outputs]
+    def _describe(self, tensors: Sequence[Tensor]) -> None:
+        """Stores the structure of the result of the capture, without its tensors."""
+        assert self._traced is not None, f"{self._module.name} has not been captured"
+        inputs, outputs, result = self._traced
+        self.differentiable = [output.requires_grad for output in outputs]
+        self._placeholders = [torch.empty(0) for _ in (*inputs, *outputs)]
+        self._template = unflatten(result, [*inputs, *outputs], self._placeholders)
 
     def state_with(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         """Result of the module for this microbatch: the captured result with its tensors replaced by the given ones."""
-        return unflatten(self._result, [*self._buffers, *self._outputs], [*tensors, *outputs])
+        return unflatten(self._template, self._placeholders, [*tensors, *outputs])
 
     def record_metrics(self, metrics: MetricAccumulator) -> None:
         """Records the metrics of the last replay in `metrics`."""
-        assert self._forward is not None, f"{self._module.name} has not been captured"
-        self._metrics.replay(metrics, self._forward.outputs[len(self._outputs) :])
+        self._metrics.replay(metrics, self._graph.outputs[len(self.differentiable) :])
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Computes the gradients of the inputs; the returned tensors are valid until the next backward of this module.
-        Also adds the weight gradients to their accumulators."""
+        """Computes the gradients of the inputs; the returned tensors are valid until the backward of the microbatch has
+        ended. Also adds the weight gradients to their accumulators."""
         if self._backward is None:
-            self._backward = _CapturedBackward(
-                self._instance, self._module, self._buffers, lambda: self._outputs, grads
-            )
-        return self._backward.run(grads)
+            self._backward = _CapturedBackward(self._instance, self._module, self._take_trace, grads)
+        found = self._backward.run(grads)
+        return [grad if grad is None else grad.clone() for grad in found] if self._copies_input_grads else found
 
-    def _compute(self) -> list[Tensor]:
-        self._metrics = MetricRecorder(with_routing=self._recorded is RecordedMetrics.WITH_ROUTING)
-        mb = replace(self._mb, metrics=None if self._recorded is RecordedMetrics.NOTHING else self._metrics)
+    def free(self) -> None:
+        """Frees what the capture keeps for the capture of the backward."""
+        self._traced = None
+
+    def _take_trace(self) -> _Traced:
+        traced, self._traced = self._traced, None
+        assert traced is not None, f"{self._module.name}: its first backward is not that of the captured forward"
+        return traced
+
+    def _compute(
+        self,
+        state: Any,
+        tensors: Sequence[Tensor],
+        given: "_GraphInputs",
+        mb: MicrobatchContext,
+        recorded: RecordedMetrics,
+        *new: Tensor,
+    ) -> list[Tensor]:
+        self._metrics = MetricRecorder(with_routing=recorded is RecordedMetrics.WITH_ROUTING)
+        mb = replace(mb, metrics=None if recorded is RecordedMetrics.NOTHING else self._metrics)
+        inputs = [
+            buffer.detach().requires_grad_(tensor.requires_grad)
+            for buffer, tensor in zip(given.with_new(new), tensors, strict=True)
+        ]
         with torch.enable_grad():
-            self._result = self._module.function(self._state, mb)
-        inputs = {id(tensor) for tensor in self._buffers}
-        self._outputs = [tensor for tensor in flatten(self._result)[0] if id(tensor) not in inputs]
-        return [tensor.detach() for tensor in (*self._outputs, *self._metrics.tensors)]
+            result = self._module.function(unflatten(state, tensors, inputs), mb)
+        known = {id(tensor) for tensor in inputs}
+        outputs = [tensor for tensor in flatten(result)[0] if id(tensor) not in known]
+        self._traced = _Traced(inputs, outputs, result)
+        return [*(tensor.detach() for tensor in outputs), *self._metrics.take_tensors()]
 
 
 class _CapturedBackward:
-    """Backward graphs of one module in one instance; the constructor captures them."""
+    """Backward graphs of one module at one place in a microbatch; the constructor captures them."""
 
     def __init__(
         self,
         instance: GraphInstance,
         module: CapturedModule,
-        inputs: Sequence[Tensor],
-        outputs: Callable[[], Sequence[Tensor]],
+        take_trace: Callable[[], _Traced],
         grads: Sequence[Tensor | None],
     ) -> None:
-        """`outputs`: function that returns the outputs to differentiate. `grads`: gradient of each output, or None."""
+        """`take_trace`: function that returns the result of the captured forward. `grads`: gradient of each output, or
+        None."""
         self._instance = instance
         self._module = module
-        self._grads = [
-            None
-            if grad is None
-            else instance.static_input(grad, partial(instance.static_grad, module=module, index=index))
-            for index, grad in enumerate(grads)
-        ]
-        self._num_inputs = len(inputs)
-        self._with_grad: list[int] = []
+        self._previous = instance.last_backward
+        self._with_input_grad: list[int] = []
         """Indices of the module inputs that get a gradient."""
+        self._num_inputs = 0
         self._accumulators: list[StaticGradAccumulator] = []
         self._tasks: list[_WeightGrad] = []
         """Weight-gradient computations, which are captured when they run first. The list is emptied afterwards."""
-        self._input_grads = instance.capture(lambda: self._differentiate(inputs, outputs()))
+        self._has_grad = [grad is not None for grad in grads]
+        present = [grad for grad in grads if grad is not None]
+        inputs = _GraphInputs(present, instance)
+        compute = partial(self._differentiate, take_trace, inputs)
+        self._graph = instance.capture(compute, instance.pools.backward, inputs.new)
+        self._grads = inputs.static(self._graph)
         self._weight_grads: dict[bool, CapturedGraph] = {}
 
     def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replays the graphs; arguments and result are those of `_CapturedForward.backward`."""
-        for static, grad in zip(self._grads, grads, strict=True):
-            assert (static is None) == (grad is None), (
-                f"{self._module.name}: an output has a gradient in some backward passes only"
-            )
-            if static is not None and grad is not None:
-                static.load(grad, self._module.name)
-        self._input_grads.replay()
-        self._instance.add_outputs(self._input_grads.outputs)
+        name, instance = self._module.name, self._instance
+        assert instance.last_backward is self._previous, f"{name}: the order of backwards has changed"
+        instance.last_backward = self
+        assert [grad is not None for grad in grads] == self._has_grad, (
+            f"{name}: an output has a gradient in some backward passes only"
+        )
+        for static, grad in zip(self._grads, (grad for grad in grads if grad is not None), strict=True):
+            static.load(grad, instance, name)
+        self._graph.replay()
+        input_grads = instance.outputs_of(self._graph, len(self._with_input_grad))
         if self._accumulators:
             self._add_weight_grads()
         result: list[Tensor | None] = [None] * self._num_inputs
-        for index, grad in zip(self._with_grad, self._input_grads.outputs, strict=True):
+        for index, grad in zip(self._with_input_grad, input_grads, strict=True):
             result[index] = grad.detach()
         return result
 
@@ -350,11 +401,11 @@ class _CapturedBackward:
         if not self._weight_grads:
             self._weight_grads = self._instance.capture_weight_grads(self._compute_weight_grads, self._tasks)
         self._weight_grads[accumulate].replay()
-        self._tasks = []  # releases saved tensors, whose memory later graphs of the instance may reuse
+        self._tasks = []  # releases saved tensors, whose memory later graphs may reuse
 
-    def _differentiate(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    def _differentiate(self, take_trace: Callable[[], _Traced], given: "_GraphInputs", *new: Tensor) -> list[Tensor]:
         """Returns the input gradients, and stores the computations of the weight gradients in `_tasks`."""
-        pairs = [(output, grad.buffer) for output, grad in zip(outputs, self._grads, strict=True) if grad is not None]
+        inputs, outputs, _ = take_trace()
         indices = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
         parameters = self._module.parameters
         tasks: list[_WeightGrad] = []
@@ -363,9 +414,9 @@ class _CapturedBackward:
             parameter.grad_accumulator = _Collector(parameter, accumulator, tasks)
         try:
             grads = torch.autograd.grad(
-                [output for output, _ in pairs],
+                [output for output, has_grad in zip(outputs, self._has_grad, strict=True) if has_grad],
                 [*(inputs[index] for index in indices), *parameters],
-                [grad for _, grad in pairs],
+                given.with_new(new),
                 allow_unused=True,
             )
             for parameter in parameters:
@@ -380,8 +431,8 @@ class _CapturedBackward:
         ]
         self._tasks, self._accumulators = tasks, [task.accumulator for task in tasks]
         input_grads = {index: grad for index, grad in zip(indices, grads, strict=False) if grad is not None}
-        self._with_grad = list(input_grads)
-        return list(input_grads.values())
+        self._with_input_grad, self._num_inputs = list(input_grads), len(inputs)
+        return [grad.detach() for grad in input_grads.values()]
 
     @torch.no_grad()
     def _compute_weight_grads(self, accumulate: bool) -> list[Tensor]:
@@ -437,65 +488,33 @@ class _StaticInput(NamedTuple):
     is_output: bool
     """True if the buffer is an output of another graph, so that the input need not be copied."""
 
-    def load(self, tensor: Tensor, name: str) -> None:
+    def load(self, tensor: Tensor, instance: GraphInstance, name: str) -> None:
         if self.is_output:
-            assert _location(self.buffer) == _location(tensor), f"{name}: the output of the previous graph has moved"
+            assert instance.alias_of(tensor) is self.buffer, f"{name}: the output of the previous graph has moved"
         else:
             with torch.no_grad():
                 self.buffer.copy_(tensor)
 
 
-class MetricRecorder(MetricAccumulator):
-    """Stores the metric tensors of a captured function, so that their values can be recorded after every replay."""
+class _GraphInputs:
+    """Inputs of a graph during its capture: outputs of other graphs, and static buffers that the graph allocates."""
 
-    def __init__(self, *, with_routing: bool = False) -> None:
-        """`with_routing`: also stores the expert ids of a routing trace."""
-        super().__init__(trace_routing=self._trace_routing if with_routing else None)
-        self.tensors: list[Tensor] = []
-        """Tensors passed to `record` and `collect` (values, counts, rows), in call order. The graph returns them."""
-        self._records: list[Callable[[MetricAccumulator, Sequence[Tensor]], None]] = []
+    def __init__(self, tensors: Sequence[Tensor], instance: GraphInstance) -> None:
+        self._aliases = [instance.alias_of(tensor) for tensor in tensors]
+        pairs = list(zip(tensors, self._aliases, strict=True))
+        self._owners = [None if alias is None else tensor.detach() for tensor, alias in pairs]
+        self.new = [tensor for tensor, alias in pairs if alias is None]
+        """Tensors for which the graph allocates static buffers."""
 
-    def record(
-        self,
-        name: str,
-        value: Tensor,
-        *,
-        layer: int | None = None,
-        count: Tensor | None = None,
-        reduction: Reduction = "mean",
-    ) -> None:
-        """Stores the arguments, which `replay` passes to `MetricAccumulator.record`."""
-        value_index = self._add(value)
-        count_index = None if count is None else self._add(count)
+    def with_new(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """All inputs, given the buffers for `new`."""
+        following = iter(buffers)
+        return [next(following) if owner is None else owner for owner in self._owners]
 
-        def record(metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
-            number = None if count_index is None else tensors[count_index]
-            metrics.record(name, tensors[value_index], layer=layer, count=number, reduction=reduction)
-
-        self._records.append(record)
-
-    def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
-        """Stores the arguments, which `replay` passes to `MetricAccumulator.collect`."""
-        index = self._add(row)
-        # the accumulator stores rows, but the next replay overwrites this row
-        self._records.append(lambda metrics, tensors: metrics.collect(name, layer, tensors[index].clone(), fold))
-
-    def _trace_routing(self, layer: int, ids_TK: Tensor) -> None:
-        index = self._add(ids_TK)
-
-        def trace(metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
-            assert metrics.trace_routing is not None, (
-                "the graph was captured with a routing trace, but replayed without one"
-            )
-            metrics.trace_routing(layer, tensors[index])
-
-        self._records.append(trace)
-
-    def replay(self, metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
-        """Records all stored metrics in `metrics`. `tensors`: the graph outputs that correspond to `self.tensors`."""
-        for record in self._records:
-            record(metrics, tensors)
-
-    def _add(self, tensor: Tensor) -> int:
-        self.tensors.append(tensor.detach())
-        return len(self.tensors) - 1
+    def static(self, graph: CapturedGraph) -> list[_StaticInput]:
+        """Inputs of the captured graph as aliases, which do not own their memory."""
+        following = iter(graph.inputs)
+        return [
+            _StaticInput(next(following), is_output=False) if alias is None else _StaticInput(alias, is_output=True)
+            for alias in self._aliases
+        ]
