@@ -30,9 +30,11 @@ from megatron_moe.memory.output_discard import PackedTensor, unpack
 from megatron_moe.memory.recompute import checkpoint
 from megatron_moe.model.attention import rotate
 from megatron_moe.model.dsa import hadamard
+from megatron_moe.model.entry_choice import AttentionTarget, chosen_entries, indexer_loss, mask_of
 from megatron_moe.model.rope import cos_and_sin, inverse_frequencies
-from megatron_moe.model.sparse_attention import best_keys, blocks
+from megatron_moe.model.sparse_attention import blocks
 from megatron_moe.model.token_groups import TokenGroups, entries
+from megatron_moe.moe.balancing import AttachLosses, BatchTokens
 from megatron_moe.parallel.context_parallel import in_order
 from megatron_moe.parallel.tensor_parallel import all_gather
 
@@ -114,28 +116,6 @@ class EntryIndexer(nn.Module):
         return x @ hadamard(self.config.head_dim, x) if self.config.rotate_activation else x
 
 
-def chosen_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
-    """Numbers of the visible entries with the highest scores sum_h w_h relu(q_h . k) of each query, int32 [U, B, K] in
-    ascending order, -1 at the end for none. Of entries with equal scores, the first ones are chosen."""
-    number, (num_queries, batch, heads, _), wide = len(k_EBD), q_UBID.shape, internal_dtype(q_UBID.dtype)
-    k_B1DE = k_EBD.permute(1, 2, 0)[:, None].to(wide)
-    order_E = number - torch.arange(number, device=k_EBD.device, dtype=torch.int32)
-    found = []
-    for rows in blocks(num_queries, batch * heads * number * wide.itemsize):
-        products = q_UBID[rows].permute(1, 0, 2, 3).to(wide) @ k_B1DE
-        products = products.relu() if relu else products
-        scores_BCE = (w_UBI[rows].transpose(0, 1)[:, :, None].to(wide) @ products).squeeze(2)
-        mask_BCE = best_keys(scores_BCE, visible_BUE[:, rows], topk)
-        found.append(first_of(mask_BCE, order_E, min(topk, number)))
-    return torch.cat(found)
-
-
-def first_of(mask_BCE: Tensor, order_E: Tensor, most: int) -> Tensor:
-    """Indices of the first `most` True values, int32 [C, B, most], -1 for none. `order_E`: E, E - 1, ... 1."""
-    ranks = torch.where(mask_BCE, order_E, 0).topk(most, dim=-1).values
-    return torch.where(ranks > 0, len(order_E) - ranks, -1).transpose(0, 1)
-
-
 class CompressedAttention(Mixer):
     """Attention to a window of tokens and to entries of earlier tokens."""
 
@@ -158,31 +138,90 @@ class CompressedAttention(Mixer):
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""
-        config, tokens = self.config, self._tokens(mb)
+        config, produced = self.config, PackedOutput()
         with self.saved_tensors.offload_scope("qkv_linear"):
             latent_SBQ, kv_SBD = self.linear_q_down_proj(hidden_SBH), self.linear_kv_proj(hidden_SBH)
             recipe = QueryRecipe(self.kernels, *self._tables(mb), config)
-            raw_SBND, produced = self._raw_q(latent_SBQ), PackedOutput()
-            q_SBND = _NormedRotation.apply(raw_SBND, recipe, produced)  # type: ignore[no-untyped-call]
+            q_SBND = _NormedRotation.apply(self._raw_q(latent_SBQ), recipe, produced)  # type: ignore[no-untyped-call]
             make = partial(self._make_q, recipe)
             discard = self.saved_tensors.discard_output("mla_up_proj", make, (latent_SBQ,), q_SBND)
             kv_SB1D = rotate(self.kernels, self.kv_layernorm(kv_SBD)[:, :, None], config.rope, mb, start=recipe.start)
         with self.saved_tensors.offload_scope("core_attn"), discard:
             produced.packed = self.saved_tensors.pack(q_SBND.detach())
-            rows_SBD, ids = (
-                self._whole(kv_SB1D.squeeze(2), mb),
-                tokens.window(min(config.window, tokens.positions_BS.shape[1])),
-            )
-            if self.compressor is not None:
-                entries_EBD, groups = self._entries(self.compressor, hidden_SBH, mb, tokens)
-                chosen = self._chosen(hidden_SBH, latent_SBQ, mb, tokens, groups)
-                ids = torch.cat([ids, torch.where(chosen < 0, chosen, chosen + len(rows_SBD))], dim=-1)
-                rows_SBD = torch.cat([rows_SBD, entries_EBD])
-            state = self.sinks, config.head_dim, config.softmax_scale
-            context_SBND, _ = self.kernels.sparse_attention(q_SBND, rows_SBD, ids, *state)
+            context_SBND = self._attend(mb, hidden_SBH, latent_SBQ, q_SBND, kv_SB1D.squeeze(2))
         with self.saved_tensors.offload_scope("attn_proj"):
-            out_SBC = _GroupedOutput.apply(context_SBND, self.linear_o_group_proj, recipe, config.output_groups)  # type: ignore[no-untyped-call]
+            weight = self.linear_o_group_proj
+            out_SBC = _GroupedOutput.apply(context_SBND, weight, recipe, config.output_groups)  # type: ignore[no-untyped-call]
             return self.linear_proj(out_SBC)
+
+    def _attend(
+        self, mb: MicrobatchContext, hidden_SBH: Tensor, latent_SBQ: Tensor, q_SBND: Tensor, kv_SBD: Tensor
+    ) -> Tensor:
+        """Output of attention [S, B, N, D]. `kv_SBD`: keys of this rank's tokens."""
+        tokens, rows_SBD = self._tokens(mb), self._whole(kv_SBD, mb)
+        window = tokens.window(min(self.config.window, len(rows_SBD)))
+        if self.compressor is None:
+            return self._attention(q_SBND, rows_SBD, window)[0]
+        entries_EBD, groups = self._entries(self.compressor, hidden_SBH, mb, tokens)
+        visible_BUE = groups.visible(tokens.own_U).expand(len(tokens.positions_BS), -1, -1)
+        if self.indexer is None:
+            numbers_E = torch.arange(len(entries_EBD), device=window.device, dtype=torch.int32)
+            chosen_UBK = torch.where(visible_BUE, numbers_E, -1).transpose(0, 1)
+            return self._attention(q_SBND, rows_SBD, window, entries_EBD, chosen_UBK)[0]
+        indexer = self.indexer.config
+        trains = bool(indexer.indexer_loss_coeff) and mb.training
+        trains = trains and (torch.is_grad_enabled() or mb.metrics is not None)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            index = self._index(self.indexer, hidden_SBH.detach(), latent_SBQ, mb, tokens)
+        with torch.no_grad():
+            chosen_UBK = chosen_entries(*index, visible_BUE, indexer.topk, indexer.relu)
+        context_SBND, lse_SBN = self._attention(q_SBND, rows_SBD, window, entries_EBD, chosen_UBK)
+        if not trains:
+            return context_SBND
+        with torch.no_grad():
+            allowed_BUE, sparse = visible_BUE, indexer.sparse_indexer_loss
+            if sparse:
+                allowed_BUE = mask_of(chosen_UBK, len(entries_EBD))
+            else:
+                lse_SBN = self._attention(q_SBND, rows_SBD, window)[1]
+            given = q_SBND.detach(), entries_EBD.detach(), lse_SBN, not sparse, allowed_BUE
+            target = AttentionTarget(*given, self._weights(mb, lse_SBN), self.config.softmax_scale)
+        return self._with_loss(mb, context_SBND, indexer_loss(*index, target, indexer.relu))
+
+    def _attention(
+        self,
+        q_SBND: Tensor,
+        rows_SBD: Tensor,
+        window: Tensor,
+        entries_EBD: Tensor | None = None,
+        chosen_UBK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of attention to the tokens `window` and, if given, to the entries `chosen_UBK`."""
+        ids = window
+        if entries_EBD is not None and chosen_UBK is not None:
+            ids = torch.cat([window, torch.where(chosen_UBK < 0, chosen_UBK, chosen_UBK + len(rows_SBD))], dim=-1)
+            rows_SBD = torch.cat([rows_SBD, entries_EBD])
+        state = self.sinks, self.config.head_dim, self.config.softmax_scale
+        return self.kernels.sparse_attention(q_SBND, rows_SBD, ids, *state)
+
+    def _with_loss(self, mb: MicrobatchContext, context_SBND: Tensor, loss: Tensor) -> Tensor:
+        """Records the indexer's loss and attaches its gradients to the output of attention."""
+        assert self.config.indexer is not None
+        if mb.metrics is not None:
+            # the mean over ranks of the recorded values is the sum of the summands
+            mb.metrics.record("indexer_loss", loss.detach() * self.ctx.group("cp").size, layer=self.layer)
+        if not torch.is_grad_enabled():
+            return context_SBND
+        coeffs = (self.config.indexer.indexer_loss_coeff,)
+        return AttachLosses.apply(context_SBND, coeffs, mb.aux_loss_scale, loss)  # type: ignore[no-untyped-call,no-any-return]
+
+    def _weights(self, mb: MicrobatchContext, lse_UBN: Tensor) -> Tensor:
+        """Weight in the loss of every query [U, B]: 1 / number of valid tokens of the microbatch, 0 for padding."""
+        (rows, batch), valid_BS = lse_UBN.shape[:2], mb.tokens.valid_BS
+        valid_T = None if valid_BS is None else valid_BS.t().reshape(-1)
+        number = BatchTokens(valid_T, rows * batch, batch, self.ctx.group("cp")).number()
+        ones = lse_UBN.new_ones(rows, batch)
+        return (ones if valid_BS is None else ones * valid_BS.t()) / number
 
     def _raw_q(self, latent_SBQ: Tensor) -> Tensor:
         return self.linear_q_up_proj(self.q_layernorm(latent_SBQ)).unflatten(-1, (self.config.num_heads, -1))
@@ -218,23 +257,21 @@ class CompressedAttention(Mixer):
         groups = TokenGroups.of(self.config.ratio, len(values_SBC), tokens.segments_BS, values_SBC.device)
         return compressor(values_SBC, gates_SBC, groups, tokens.positions_BS), groups
 
-    def _chosen(
-        self, hidden_SBH: Tensor, latent_SBQ: Tensor, mb: MicrobatchContext, tokens: VisibleTokens, groups: TokenGroups
-    ) -> Tensor:
-        """Numbers of the entries that each query sees, int32 [U, B, K]; -1 for none."""
-        visible_BUE, batch = groups.visible(tokens.own_U), len(tokens.positions_BS)
-        number = visible_BUE.shape[-1]
-        if self.indexer is None:
-            ids_E = torch.arange(number, device=hidden_SBH.device, dtype=torch.int32)
-            return torch.where(visible_BUE, ids_E, -1).expand(batch, -1, -1).transpose(0, 1)
+    def _index(
+        self,
+        indexer: EntryIndexer,
+        hidden_SBH: Tensor,
+        latent_SBQ: Tensor,
+        mb: MicrobatchContext,
+        tokens: VisibleTokens,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the indexer, its keys for all entries, and the weights of its heads."""
         with torch.no_grad():
-            latent = self.q_layernorm.unquantized(latent_SBQ)
+            latent = self.q_layernorm.unquantized(latent_SBQ.detach())
             assert isinstance(latent, Tensor)
-            q_UBID, w_UBI = self.indexer.queries(hidden_SBH, latent, mb)
-            keys, _ = self._entries(self.indexer.compressor, hidden_SBH, mb, tokens)
-            k_EBD = self.indexer.rotated(keys)
-            indexer = self.indexer.config
-            return chosen_entries(q_UBID, k_EBD, w_UBI, visible_BUE, indexer.topk, indexer.relu)
+        q_UBID, w_UBI = indexer.queries(hidden_SBH, latent, mb)
+        keys_EBD, _ = self._entries(indexer.compressor, hidden_SBH, mb, tokens)
+        return q_UBID, indexer.rotated(keys_EBD), w_UBI
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,14 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from megatron_moe.kernels.reference import sparse_attention
+from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.rope import inverse_frequencies
 from tests.helpers.mixers import make, run
 from tests.helpers.tiny_models import HIDDEN, compressed_config, make_mb, randn
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 SEQ = 23
+SCALE = 0.7
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 3 + [2] * 11, [0] * 23])
 RESTARTED = torch.tensor([[*range(9), *range(3), *range(11)], [*range(23)]])
 
@@ -25,7 +27,7 @@ class Oracle:
     def __init__(self, module, mb):
         self.config, self.tokens = module.config, mb.tokens
         self.weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
-        self.frequencies = inverse_frequencies(module.config.rope)
+        self.frequencies, self.losses = inverse_frequencies(module.config.rope), []
 
     def output(self, x_SBH):
         columns = [self.sequence(x_SBH[:, b], b) for b in range(x_SBH.shape[1])]
@@ -70,20 +72,28 @@ class Oracle:
                 found.append((entry, group[-1], document))
         return found
 
-    def chosen(self, x, latent, i, keys, position):
-        """Numbers of the keys with the highest scores."""
+    def scores(self, x, latent, keys, position):
+        """Score of each key."""
         indexer = self.config.indexer
+        x, latent = x.detach(), latent.detach()
         q = (self.weights["indexer.linear_wq_b.weight"] @ latent).view(indexer.num_heads, -1)
-        w = self.weights["indexer.linear_weights_proj.weight"] @ x
-        scores = []
-        for number, (key, _, _) in keys:
-            products = [self.turned(q[h], position) @ key for h in range(indexer.num_heads)]
-            total = sum(w[h] * products[h].clamp(min=0) for h in range(indexer.num_heads))
-            scores.append((-total.item(), number))
-        return {number for _, number in sorted(scores)[: indexer.topk]}
+        w = self.weights["indexer.linear_weights_proj.weight"] @ x / math.sqrt(len(q.flatten()))
+        heads = [self.turned(q[h], position) for h in range(indexer.num_heads)]
+        return [sum(w[h] * (heads[h] @ key).clamp(min=0) for h in range(indexer.num_heads)) for key, _, _ in keys]
+
+    def divergence(self, scores, weights_of_heads, denominators):
+        """KL of the indexer's softmax from the mean of the heads' probabilities."""
+        if not scores:
+            return 0.0
+        sums = [
+            sum(weights[e] / total for weights, total in zip(weights_of_heads, denominators, strict=True)).detach()
+            for e in range(len(scores))
+        ]
+        logs = torch.stack(scores).log_softmax(0)
+        return sum(p / sum(sums) * ((p / sum(sums)).log() - log) for p, log in zip(sums, logs, strict=True))
 
     def sequence(self, x, b):
-        config, w, out = self.config, self.weights, []
+        config, w, out, indexer = self.config, self.weights, [], self.config.indexer
         segments = [0] * len(x) if self.tokens.segments_BS is None else self.tokens.segments_BS[b].tolist()
         positions = self.tokens.positions_BS[b].tolist()
         kv = [
@@ -91,24 +101,33 @@ class Oracle:
             for t in range(len(x))
         ]
         made = self.entries(x, segments, positions, "compressor", config.head_dim) if config.ratio else []
-        if config.indexer:
-            keys = self.entries(x, segments, positions, "indexer.compressor", config.indexer.head_dim)
+        if indexer:
+            keys = self.entries(x.detach(), segments, positions, "indexer.compressor", indexer.head_dim)
         for i in range(len(x)):
             latent = self.rms(w["linear_q_down_proj.weight"] @ x[i], "q_layernorm.weight")
             q = (w["linear_q_up_proj.weight"] @ latent).view(config.num_heads, -1)
             seen = [j for j in range(i - config.window + 1, i + 1) if j >= 0 and segments[j] == segments[i]]
             before = [e for e, (_, end, document) in enumerate(made) if end <= i and document == segments[i]]
-            if config.indexer:
-                best = self.chosen(x[i], latent, i, [(e, keys[e]) for e in before], positions[i])
-                before = [e for e in before if e in best]
+            visible = before
+            if indexer:
+                scores = self.scores(x[i], latent, [keys[e] for e in before], positions[i])
+                best = sorted(zip(before, scores, strict=True), key=lambda pair: (-pair[1].item(), pair[0]))
+                before = sorted(e for e, _ in best[: indexer.topk])
+                scores = dict(zip(visible, scores, strict=True))
             rows = [kv[j] for j in seen] + [made[e][0] for e in before]
-            heads = []
+            heads, of_entries, totals = [], [], []
+            compared = before if indexer and indexer.sparse_indexer_loss else visible
             for n in range(config.num_heads):
                 query = self.turned(self.rms(q[n]), positions[i])
                 weights = [torch.exp(query @ row / math.sqrt(config.head_dim)) for row in rows]
                 total = sum(weights) + torch.exp(w["sinks"][n])
                 context = sum(weight * row for weight, row in zip(weights, rows, strict=True)) / total
                 heads.append(self.turned(context, positions[i], sign=-1))
+                of_entries.append([torch.exp(query @ made[e][0] / math.sqrt(config.head_dim)) for e in compared])
+                of_window = sum(weights[: len(seen)]) + torch.exp(w["sinks"][n])
+                totals.append(of_window + sum(of_entries[-1]))
+            if indexer and (self.tokens.valid_BS is None or self.tokens.valid_BS[b, i]):
+                self.losses.append(self.divergence([scores[e] for e in compared], of_entries, totals))
             per_group = config.num_heads // config.output_groups
             matrices = w["linear_o_group_proj"].chunk(config.output_groups)
             latents = [matrices[g] @ torch.cat(heads[g * per_group :][:per_group]) for g in range(config.output_groups)]
@@ -123,6 +142,7 @@ CASES = {
     "many entries": (4, {"indexer": {"topk": 99}}),
     "linear scores without rotation": (4, {"indexer": {"rotate_activation": False}}),
     "dense": (4, {"indexer": False}),
+    "sparse loss": (4, {"indexer": {"sparse_indexer_loss": True}}),
 }
 
 
@@ -130,29 +150,39 @@ TOKENS = {
     "sequences": {},
     "documents": {"segments_BS": DOCUMENTS},
     "documents from 0": {"segments_BS": DOCUMENTS, "positions_BS": RESTARTED},
+    "padding": {"valid_BS": torch.arange(SEQ) < torch.tensor([[17], [SEQ]])},
 }
 
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [*((name, "sequences") for name in CASES), ("heavy", "documents"), ("few entries", "documents from 0")],
+    [
+        *((name, "sequences") for name in CASES),
+        ("heavy", "documents"),
+        ("few entries", "documents from 0"),
+        ("sparse loss", "padding"),
+    ],
 )
 def test_output_and_gradients_equal_the_formulas(name, tokens, monkeypatch):
     monkeypatch.setattr(sparse_attention, "BLOCK_BYTES", 1 << 12)
     ratio, changes = CASES[name]
-    mb = make_mb(2, SEQ, **TOKENS[tokens])
+    metrics = MetricAccumulator()
+    mb = make_mb(2, SEQ, aux_loss_scale=SCALE, metrics=metrics, **TOKENS[tokens])
     module = make(compressed_config(ratio, **changes))
     torch.nn.init.normal_(module.sinks, generator=torch.Generator().manual_seed(4))
     oracle, probe = Oracle(module, mb), randn(SEQ, 2, HIDDEN, seed=2)
     x, same_x = randn(SEQ, 2, HIDDEN).requires_grad_(), randn(SEQ, 2, HIDDEN).requires_grad_()
     out, expected = run(module, x, mb), oracle.output(same_x)
     (out * probe).sum().backward()
-    (expected * probe).sum().backward()
+    loss = sum(oracle.losses) / max(len(oracle.losses), 1)
+    ((expected * probe).sum() + SCALE * 0.5 * loss).backward()
     FP64_REF.check(out, expected, "output")
     FP64_REF.check(x.grad, same_x.grad, "input gradient")
-    trained = {name: p.grad for name, p in module.named_parameters() if not name.startswith("indexer.")}
-    FP64_REF.check_all(trained, {name: oracle.weights[name].grad for name in trained}, "gradients")
-    assert all(gradient.abs().max() > 1e-6 for gradient in trained.values())
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    FP64_REF.check_all(gradients, {name: oracle.weights[name].grad for name in gradients}, "gradients")
+    assert all(gradient.abs().max() > 1e-6 for gradient in gradients.values())
+    if module.indexer is not None:
+        assert float(metrics.entries["indexer_loss", 0].value) == pytest.approx(float(loss), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)

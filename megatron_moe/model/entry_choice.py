@@ -1,0 +1,114 @@
+"""Choice of the entries that each query of compressed attention sees, and the loss of the indexer that chooses them.
+
+The score of entry e for query t is I[t, e] = sum_h w[t, h] relu(q[t, h] . k[e]). The loss is KL(p || softmax(I)) over
+entries, averaged over queries. p is the sum over heads of the probabilities of attention, whose denominators include
+the window and the sinks, divided by its own sum. Neither p nor the choice has a gradient.
+
+Queries are processed in blocks of at most `BLOCK_BYTES` (`config/dsa.py`). The gradients of the loss are computed in
+forward.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.model.sparse_attention import best_keys, blocks
+
+
+def chosen_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
+    """Numbers of the `topk` visible entries with the highest scores of each query, int32 [U, B, K] in ascending order,
+    then -1 for none. Of entries with equal scores, the first ones are chosen."""
+    number, found = len(k_EBD), []
+    order_E = number - torch.arange(number, device=k_EBD.device, dtype=torch.int32)
+    for rows in _blocks(q_UBID, k_EBD):
+        scores_BCE = _scores(q_UBID[rows], k_EBD, w_UBI[rows], relu)
+        mask_BCE = best_keys(scores_BCE, visible_BUE[:, rows], topk)
+        ranks_BCK = torch.where(mask_BCE, order_E, 0).topk(min(topk, number), dim=-1).values
+        found.append(torch.where(ranks_BCK > 0, number - ranks_BCK, -1).transpose(0, 1))
+    return torch.cat(found)
+
+
+def mask_of(chosen_UBK: Tensor, number: int) -> Tensor:
+    """Whether each of `number` entries is chosen: bool [B, U, E]."""
+    mask_UBE = chosen_UBK.new_zeros(*chosen_UBK.shape[:2], number + 1, dtype=torch.bool)
+    places = torch.where(chosen_UBK < 0, number, chosen_UBK).long()
+    return mask_UBE.scatter_(2, places, True)[..., :number].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class AttentionTarget:
+    """Attention whose probabilities the scores of the indexer approximate."""
+
+    q_UBND: Tensor
+    entries_EBD: Tensor
+    lse_UBN: Tensor
+    """Log-sum-exp of the logits of the rows that count in the denominators: without entries if `adds_entries`."""
+    adds_entries: bool
+    """Whether the allowed entries are added to the denominators."""
+    allowed_BUE: Tensor
+    """Entries that are compared."""
+    weight_UB: Tensor
+    """Weight of every query in the loss."""
+    scale: float
+
+    def probabilities(self, rows: slice) -> Tensor:
+        """Distribution over the allowed entries [B, C, E]; all 0 for queries without one."""
+        wide, allowed_BC1E = self.lse_UBN.dtype, self.allowed_BUE[:, rows, None]
+        q_BCND, lse_BCN1 = (x[rows].transpose(0, 1).to(wide) for x in (self.q_UBND, self.lse_UBN[..., None]))
+        logits = q_BCND @ self.entries_EBD.permute(1, 2, 0)[:, None].to(wide) * self.scale
+        logits = logits.masked_fill(~allowed_BC1E, -torch.inf)
+        if self.adds_entries:
+            lse_BCN1 = torch.logaddexp(lse_BCN1, logits.logsumexp(dim=-1, keepdim=True))
+        total_BCE = (logits - lse_BCN1).exp().sum(dim=2)
+        return total_BCE / total_BCE.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
+
+
+def indexer_loss(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, target: AttentionTarget, relu: bool) -> Tensor:
+    """This rank's summand of the loss, a scalar in the internal dtype."""
+    return _IndexerLoss.apply(q_UBID, k_EBD, w_UBI, target, relu)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _IndexerLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, target: AttentionTarget, relu: bool) -> Tensor:
+        wide = target.lse_UBN.dtype
+        loss, of_k = q_UBID.new_zeros((), dtype=wide), torch.zeros_like(k_EBD, dtype=wide)
+        of_q, of_w = torch.empty_like(q_UBID), torch.empty_like(w_UBI)
+        for rows in _blocks(q_UBID, k_EBD, target.q_UBND.shape[2]):
+            probs_BCE, allowed_BCE = target.probabilities(rows), target.allowed_BUE[:, rows]
+            leaves = [x.detach().to(wide).requires_grad_() for x in (q_UBID[rows], k_EBD, w_UBI[rows])]
+            with torch.enable_grad():
+                scores_BCE = _scores(leaves[0], leaves[1], leaves[2], relu)
+                log_BCE = scores_BCE.masked_fill(~allowed_BCE, -torch.inf).log_softmax(dim=-1)
+                divergence = torch.special.xlogy(probs_BCE, probs_BCE) - probs_BCE * log_BCE.masked_fill(
+                    ~allowed_BCE, 0
+                )
+                part = (divergence.sum(dim=-1) * target.weight_UB[rows].T).sum()
+            loss += part.detach()
+            if any(ctx.needs_input_grad[:3]):
+                of_q[rows], of_block, of_w[rows] = torch.autograd.grad(part, leaves)
+                of_k += of_block
+        ctx.save_for_backward(of_q, of_k.to(k_EBD.dtype), of_w)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(grad * outer[0].to(grad.dtype) for grad in ctx.saved_tensors), None, None)
+
+
+def _scores(q_CBID: Tensor, k_EBD: Tensor, w_CBI: Tensor, relu: bool) -> Tensor:
+    """Scores [B, C, E] in the internal dtype."""
+    wide = internal_dtype(q_CBID.dtype)
+    products_BCIE = q_CBID.transpose(0, 1).to(wide) @ k_EBD.permute(1, 2, 0)[:, None].to(wide)
+    w_BC1I = w_CBI.transpose(0, 1)[:, :, None].to(wide)
+    return (w_BC1I @ (products_BCIE.relu() if relu else products_BCIE)).squeeze(2)
+
+
+def _blocks(q_UBID: Tensor, k_EBD: Tensor, heads: int = 0) -> Iterator[slice]:
+    """Blocks of queries in which products with `heads` heads, or with those of the indexer, take `BLOCK_BYTES`."""
+    num_queries, batch, own, _ = q_UBID.shape
+    return blocks(num_queries, batch * max(own, heads) * len(k_EBD) * internal_dtype(q_UBID.dtype).itemsize)
