@@ -168,6 +168,10 @@ LAYER_PATTERNS: Mapping[str, Callable[[int, LayerPattern | None], tuple[bool, ..
 """Flags that select layers -> whether a value of the flag selects each of a number of layers."""
 
 
+LAYER_NUMBERS = ("csa_compress_ratios",)
+"""Flags with a number per layer, and possibly one more for the layer of multi-token prediction."""
+
+
 def offloaded_modules(flags: Flags) -> tuple[str, ...]:
     """Modules of `--offload-modules`, with the parts of fused_group_mlp in its place."""
     parts = {"fused_group_mlp": ("expert_fc1", "moe_act")}
@@ -191,6 +195,21 @@ def has_sparse_attention(flags: Flags) -> bool:
     """Whether sparse attention (DSA) is the mixer of some layer."""
     named = "dsa" in (*flags.mixer, flags.mtp_mixer)
     return named or (flags.experimental_attention_variant == "dsa" and "auto" in flags.mixer)
+
+
+def has_compressed_attention(flags: Flags) -> bool:
+    """Whether compressed attention (DeepSeek-V4) is the mixer of some layer."""
+    named = "compressed_attention" in (*flags.mixer, flags.mtp_mixer)
+    return named or (flags.experimental_attention_variant == "dsv4_hybrid" and "auto" in flags.mixer)
+
+
+def indexer_sizes(flags: Flags) -> dict[str, int | None]:
+    """Sizes of the indexer of sparse or compressed attention by flag."""
+    return {
+        "--dsa-indexer-n-heads": flags.dsa_indexer_n_heads,
+        "--dsa-indexer-head-dim": flags.dsa_indexer_head_dim,
+        "--dsa-indexer-topk": flags.dsa_indexer_topk,
+    }
 
 
 def linear_layers(

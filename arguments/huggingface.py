@@ -47,6 +47,9 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
             own: Component = getattr(depth, kind)
             found |= {**_of_layers([own.as_flags()]), f"mtp_{kind}": own.registered_as}
         found |= _component_flags(kind, [getattr(layer, kind) for layer in model.layers])
+        if depth:
+            of_depth = {name: value for name, value in own.as_flags().items() if name in derive.LAYER_NUMBERS}
+            found |= {name: (*found[name], value) for name, value in of_depth.items() if name in found}
     return found
 
 
@@ -67,13 +70,16 @@ def _contradict(selections: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _of_layers(stated: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joins the flags that the components of all layers state: the first value that is not None, or a pattern."""
+    """Joins the flags that the components of all layers state: the first value that is not None, a pattern, or the
+    number of every layer, which is 0 for layers without one."""
     found: dict[str, Any] = {}
     choices: dict[str, dict[int, bool]] = {}
     for layer, flags in enumerate(stated):
         for name, value in flags.items():
             if name in derive.LAYER_PATTERNS:
                 choices.setdefault(name, {})[layer] = value
+            elif name in derive.LAYER_NUMBERS:
+                found[name] = tuple(each.get(name, 0) for each in stated)
             elif found.get(name) is None:
                 found[name] = value
     return found | {name: _pattern(name, len(stated), selected) for name, selected in choices.items()}

@@ -9,6 +9,7 @@ from arguments import derive
 from arguments.flags import Flags, from_flags
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, RopeConfig, yarn_mscale
 from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
+from megatron_moe.config.compressed_attention import OVERLAPPING_RATIO, CompressedAttentionConfig
 from megatron_moe.config.dsa import DSAConfig, IndexerConfig
 from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
@@ -122,12 +123,13 @@ def _mtp(flags: Flags) -> MTPConfig | None:
         return None
     names = (flags.mtp_mixer, flags.mixer), (flags.mtp_feed_forward, flags.feed_forward)
     last = (each or derive.repeated(others, flags.num_layers)[-1] for each, others in names)
-    own = [registry.get(name)(flags)[-1] for registry, name in zip((MIXERS, FEED_FORWARDS), last, strict=True)]
+    columns = [registry.get(name)(flags) for registry, name in zip((MIXERS, FEED_FORWARDS), last, strict=True)]
+    differs = flags.mtp_mixer or flags.mtp_feed_forward or any(len(column) > flags.num_layers for column in columns)
     return from_flags(
         MTPConfig,
         flags,
         prefix="mtp_",
-        layer=_layer(flags, *own) if flags.mtp_mixer or flags.mtp_feed_forward else None,
+        layer=_layer(flags, *(column[-1] for column in columns)) if differs else None,
         repeated_layer=flags.mtp_use_repeated_layer,
     )
 
@@ -135,6 +137,8 @@ def _mtp(flags: Flags) -> MTPConfig | None:
 def _mixers(flags: Flags) -> tuple[MixerConfig, ...]:
     if flags.experimental_attention_variant == "dsa":
         return _dsa(flags)
+    if flags.experimental_attention_variant == "dsv4_hybrid":
+        return _compressed_attention(flags)
     softmax = _mla(flags) if flags.multi_latent_attention else _attention(flags)
     is_linear = from_flags(derive.linear_layers, flags)
     if not any(is_linear):
@@ -269,19 +273,53 @@ def _mla(flags: Flags) -> tuple[MLAConfig, ...]:
 
 def _dsa(flags: Flags) -> tuple[DSAConfig, ...]:
     latent, eps = _mla(flags), flags.dsa_indexer_k_norm_epsilon
+    norm = NormConfig(kind="LayerNorm", eps=flags.norm_epsilon if eps is None else eps)
+    indexer = _indexer(flags, replace(latent[0].rope, interleaved=flags.dsa_indexer_rope_interleaved), norm)
+    return tuple(DSAConfig.of(each, indexer) for each in latent)
+
+
+def _indexer(flags: Flags, rope: RopeConfig, norm: NormConfig) -> IndexerConfig:
     assert flags.dsa_indexer_n_heads and flags.dsa_indexer_head_dim and flags.dsa_indexer_topk
-    indexer = IndexerConfig(
+    return IndexerConfig(
         num_heads=flags.dsa_indexer_n_heads,
         head_dim=flags.dsa_indexer_head_dim,
         topk=flags.dsa_indexer_topk,
-        rope=replace(latent[0].rope, interleaved=flags.dsa_indexer_rope_interleaved),
-        norm=NormConfig(kind="LayerNorm", eps=flags.norm_epsilon if eps is None else eps),
+        rope=rope,
+        norm=norm,
         relu=flags.dsa_indexer_scoring_relu,
         rotate_activation=flags.dsa_indexer_rotate_activation,
         indexer_loss_coeff=flags.dsa_indexer_loss_coeff or 0.0,
         sparse_indexer_loss=flags.dsa_indexer_use_sparse_loss,
     )
-    return tuple(DSAConfig.of(each, indexer) for each in latent)
+
+
+def _compressed_attention(flags: Flags) -> tuple[CompressedAttentionConfig, ...]:
+    """Configs of all layers and, if it has a ratio of its own, of the layer of multi-token prediction."""
+    dim, norm = flags.qk_pos_emb_head_dim, _norm(flags)
+    plain = RopeConfig(dim=dim, base=flags.rotary_base, interleaved=True)
+    yarn = _yarn(flags, dim, True, flags.original_max_position_embeddings)
+    # the factor on cos and sin is left out, so that rotations keep norms
+    scaled = replace(yarn, base=flags.csa_compress_rotary_base, concentration=1.0)
+    common = from_flags(
+        CompressedAttentionConfig,
+        flags,
+        num_heads=flags.num_attention_heads,
+        head_dim=flags.v_head_dim,
+        window=flags.csa_window_size,
+        ratio=0,
+        indexer=None,
+        output_groups=flags.o_groups,
+        output_rank=flags.o_lora_rank,
+        rope=plain,
+        norm=norm,
+    )
+    assert isinstance(flags.csa_compress_ratios, tuple)
+    layers = []
+    for ratio in flags.csa_compress_ratios:
+        chooses = ratio == OVERLAPPING_RATIO and not flags.csa_dense_mode
+        indexer = _indexer(flags, scaled, norm) if chooses else None
+        layers.append(replace(common, ratio=ratio, indexer=indexer, rope=scaled if ratio else plain))
+    return tuple(layers)
 
 
 def _activation(flags: Flags) -> ActivationConfig:
@@ -402,6 +440,7 @@ MIXERS.register("auto", _mixers)
 MIXERS.register("attention", _attention)
 MIXERS.register("mla", _mla)
 MIXERS.register("dsa", _dsa)
+MIXERS.register("compressed_attention", _compressed_attention)
 MIXERS.register("gated_delta_net", _delta_net)
 MIXERS.register("mamba", _mamba)
 MIXERS.register("none", lambda flags: (NoMixer(hidden_size=flags.hidden_size),) * flags.num_layers)

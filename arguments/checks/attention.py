@@ -37,8 +37,12 @@ def linear_attention_has_layers(flags: RuleFlags) -> Violations:
                 "attention",
                 "add --experimental-attention-variant gated_delta_net",
             )
-        if flags.experimental_attention_variant == "dsa":
-            yield "--linear-attention-freq does not apply to sparse attention (dsa)", "leave it out"
+        if flags.experimental_attention_variant in ("dsa", "dsv4_hybrid"):
+            variant = flags.experimental_attention_variant
+            yield (
+                f"--linear-attention-freq does not apply to sparse and compressed attention ({variant})",
+                "leave it out",
+            )
         yield from unfit_pattern("--linear-attention-freq", flags.linear_attention_freq, flags.num_layers)
 
 
@@ -60,12 +64,7 @@ def sparse_attention_has_an_indexer(flags: RuleFlags) -> Violations:
         yield "sparse attention (dsa) extends multi-latent attention", "add --multi-latent-attention"
     if flags.q_lora_rank is None:
         yield "the indexer of sparse attention (dsa) reads the query latent, which is not set", "add --q-lora-rank"
-    sizes = {
-        "--dsa-indexer-n-heads": flags.dsa_indexer_n_heads,
-        "--dsa-indexer-head-dim": flags.dsa_indexer_head_dim,
-        "--dsa-indexer-topk": flags.dsa_indexer_topk,
-    }
-    missing = [option for option, size in sizes.items() if size is None]
+    missing = [option for option, size in derive.indexer_sizes(flags).items() if size is None]
     if missing:
         yield "sparse attention (dsa) needs the sizes of its indexer", f"add {' and '.join(missing)}"
 
@@ -73,7 +72,7 @@ def sparse_attention_has_an_indexer(flags: RuleFlags) -> Violations:
 def indexer_heads_can_be_rotated(flags: RuleFlags) -> Violations:
     """A head of the indexer has room for the rotary channels, and a power of two of channels for a Hadamard matrix."""
     width = flags.dsa_indexer_head_dim
-    if not derive.has_sparse_attention(flags) or width is None:
+    if width is None or not (derive.has_sparse_attention(flags) or derive.has_compressed_attention(flags)):
         return
     if width < flags.qk_pos_emb_head_dim:
         yield (

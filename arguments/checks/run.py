@@ -16,6 +16,7 @@ from arguments import derive
 from arguments.checks import (
     attention,
     batch,
+    compressed_attention,
     context_parallel,
     cuda_graphs,
     data,
@@ -56,7 +57,7 @@ def _functions_of(annotation: object, *modules: ModuleType) -> tuple[Callable[..
     )
 
 
-MODEL_RULES: tuple[Rule, ...] = _functions_of(Violations, model, attention, moe, moe_router)
+MODEL_RULES: tuple[Rule, ...] = _functions_of(Violations, model, attention, compressed_attention, moe, moe_router)
 INPUT_RULES: tuple[Rule, ...] = _functions_of(Violations, data)
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,

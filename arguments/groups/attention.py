@@ -1,14 +1,11 @@
 """Attention flags."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from arguments.flag import REQUIRED, differs, flag, new_flag, unsupported
 from arguments.values import LayerPattern
 from megatron_moe.config.linear_attention import CPMode
-
-_sparse_attention = partial(unsupported, note="compressed keys are not implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +71,12 @@ class AttentionFlags:
     multi-latent attention is multiplied by m^2."""
 
     experimental_attention_variant: str | None = unsupported(
-        None, note="of the variants, gated delta nets and DSA are implemented", works=("gated_delta_net", "gdn", "dsa")
+        None,
+        note="of the variants, gated delta nets and the attention of DeepSeek-V3.2 and V4 are implemented",
+        works=("gated_delta_net", "gdn", "dsa", "dsv4_hybrid"),
     )
-    """Mixer that replaces softmax attention: a gated delta net in the layers of `--linear-attention-freq`, or sparse
-    attention (dsa), which multi-latent attention becomes in all layers."""
+    """Mixer that replaces softmax attention: a gated delta net in the layers of `--linear-attention-freq`, or, in all
+    layers, sparse (dsa) or compressed attention (dsv4_hybrid) instead of multi-latent attention."""
     linear_attention_freq: LayerPattern | None = flag(None)
     """Layers with linear attention: all but every n-th layer, or a list with 1 (linear) or 0 (softmax) per layer."""
     linear_conv_kernel_dim: int = flag(4, least=1)
@@ -98,7 +97,7 @@ class AttentionFlags:
     the chunks of others add; numbers of heads only have to be multiples of the tensor-parallel size."""
 
     dsa_indexer_n_heads: int | None = flag(None, least=1)
-    """Number of heads of the indexer of sparse attention (`--experimental-attention-variant dsa`)."""
+    """Number of heads of the indexer of sparse or compressed attention."""
     dsa_indexer_head_dim: int | None = flag(None, least=1)
     """Head dimension of the indexer."""
     dsa_indexer_topk: int | None = flag(None, least=1)
@@ -115,13 +114,17 @@ class AttentionFlags:
     """Apply ReLU to the products of queries and keys in the indexer's scores."""
     dsa_indexer_k_norm_epsilon: float | None = flag(None, least=0)
     """Epsilon of the LayerNorm of the indexer's keys. Not set: that of the other norms."""
-    csa_compress_ratios: str | None = _sparse_attention(None)
-    """Compression ratios of keys and values, one per layer."""
-    csa_compress_rotary_base: float = _sparse_attention(40000.0)
-    """Rotary base for compressed keys."""
-    csa_window_size: int = _sparse_attention(128)
-    """Size in tokens of the sliding window that queries attend to in addition to the compressed keys."""
-    o_groups: int = unsupported(8, "only a full-rank output projection is implemented")
-    """Number of groups of the low-rank output projection."""
-    o_lora_rank: int = unsupported(1024, "only a full-rank output projection is implemented")
-    """Rank of the low-rank output projection."""
+    csa_compress_ratios: LayerPattern | None = flag(None)
+    """Number of tokens that an entry of compressed attention summarises (`--experimental-attention-variant
+    dsv4_hybrid`), one per layer and possibly one more for multi-token prediction: 0 for a window without entries, 4 for
+    overlapping groups among which an indexer chooses, or a larger number for groups that all later queries see."""
+    csa_compress_rotary_base: float = flag(40000.0, least=0)
+    """Rotary base of layers with entries; those without use `--rotary-base`."""
+    csa_window_size: int = flag(128, least=1)
+    """Number of tokens that queries of compressed attention see in addition to entries, with their own."""
+    csa_dense_mode: bool = flag(False)
+    """Let queries see all earlier entries, without an indexer, in layers with the ratio 4."""
+    o_groups: int = flag(8, least=1)
+    """Number of groups of heads whose outputs compressed attention projects to a low rank separately."""
+    o_lora_rank: int = flag(1024, least=1)
+    """Rank of the output projection of a group of heads."""

@@ -64,6 +64,37 @@ class CompressedAttentionConfig(MixerConfig):
         }
     )
 
+    def as_flags(self) -> dict[str, Any]:
+        indexer, base = self.indexer, {"rotary_base": self.rope.base}
+        if self.ratio:
+            own = {name: value for name, value in self.rope.as_flags().items() if name != "rotary_base"}
+            length = {"original_max_position_embeddings": self.rope.original_max_positions}
+            base = {**own, **length, "csa_compress_rotary_base": self.rope.base}
+        if self.ratio == OVERLAPPING_RATIO:
+            base |= {"csa_dense_mode": indexer is None}
+        if indexer is not None:
+            base |= {
+                "dsa_indexer_n_heads": indexer.num_heads,
+                "dsa_indexer_head_dim": indexer.head_dim,
+                "dsa_indexer_topk": indexer.topk,
+                "dsa_indexer_scoring_relu": indexer.relu,
+            }
+        return {
+            **base,
+            "num_attention_heads": self.num_heads,
+            "attention_dropout": 0.0,
+            "multi_latent_attention": True,
+            "position_embedding_type": "rope",
+            "no_rope_freq": True,
+            "q_lora_rank": self.q_lora_rank,
+            "v_head_dim": self.head_dim,
+            "qk_pos_emb_head_dim": self.rope.dim,
+            "csa_compress_ratios": self.ratio,
+            "csa_window_size": self.window,
+            "o_groups": self.output_groups,
+            "o_lora_rank": self.output_rank,
+        }
+
     @property
     def overlaps(self) -> bool:
         """Whether an entry also summarises the group before its own."""

@@ -1,6 +1,7 @@
 """Compressed attention against its formulas, one token at a time."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,8 @@ from megatron_moe.model.rope import inverse_frequencies
 from tests.helpers.mixers import make, run
 from tests.helpers.tiny_models import HIDDEN, compressed_config, make_mb, randn
 from tests.helpers.tolerances import EXACT, FP64_REF
+from tests.parity import cells
+from tests.parity.dimensions import cell_of
 
 SEQ = 23
 SCALE = 0.7
@@ -262,3 +265,26 @@ def test_output_and_gradients_equal_transformers(name):
     for own, parameter in ours.named_parameters():
         if not own.startswith("indexer."):
             close(parameter.grad, of_theirs[names[own]])
+
+
+def with_entries(plan, **changes):
+    """Plan whose layers have all kinds of compressed attention in turn."""
+    sizes = {"hidden_size": plan.model.hidden_size, "norm": plan.model.norm, **changes}
+    kinds = [compressed_config(4, **sizes), compressed_config(0, **sizes), compressed_config(8, **sizes)]
+    layers = tuple(replace(layer, mixer=kinds[index % len(kinds)]) for index, layer in enumerate(plan.model.layers))
+    return replace(plan, model=replace(plan.model, layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("cell", "sparse"),
+    [
+        ("attention=mla cp=2 documents=packed balance=none cpcomm=allgather", True),
+        ("attention=mla cp=2 pp=2 accumulation=2 balance=none recompute=full cpcomm=allgather", False),
+        ("attention=mla dp=2 ep=2 dispatcher=alltoall balance=none", True),
+        ("attention=mla pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2 balance=none mtp=on recompute=small", True),
+    ],
+)
+def test_layouts_equal_one_rank(cell, sparse):
+    plan = with_entries(cells.plan_of(cell_of(cell)), indexer={"sparse_indexer_loss": sparse})
+    comparison = cells.compare_plan(plan)
+    assert comparison.equal, comparison.text()
