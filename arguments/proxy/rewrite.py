@@ -23,6 +23,8 @@ _LINEAR = (
     ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 )
 """Flags with the numbers and the dims of key and value heads of Mamba and of linear attention."""
+_TOKENS = 8
+"""Tokens and entries that a query of sparse or compressed attention sees, and tokens of a group."""
 _HIDDEN, _DENSE, _EXPERT, _HEAD, _LATENT, _VOCABULARY = 64, 128, 64, 16, 32, 512
 _MAX_TOPK, _NUM_EXPERTS, _MAX_GROUPS = 4, 8, 4
 _SEQUENCE, _WINDOW = 64, 16
@@ -122,6 +124,7 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
         raise FlagErrors.of(str(error), "fix fewer sizes, or use another number of ranks") from None
     _reduce_layers(draft, sizes)
     _reduce_heads(draft, sizes)
+    _reduce_compressed_attention(draft)
     _reduce_linear_heads(draft, sizes)
     _reduce_widths(draft, sizes)
     if draft.value("num_experts"):
@@ -195,7 +198,8 @@ def _replace_hardware(draft: Draft) -> None:
 
 def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
     """Reduces the model to the fewest layers that include every kind, on stages that resemble the full-size stages."""
-    patterns = _patterns(draft, draft.value("num_layers"))
+    num_layers = draft.value("num_layers")
+    patterns = _patterns(draft, num_layers)
     full = derive.pipeline_layout(draft.settings.flags)
     draft.lower("mtp_num_layers", 2, "two consecutive MTP layers suffice")
     selected = select_layers(
@@ -208,7 +212,10 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
     )
     draft.put("num_layers", len(selected.layers), "one layer of every kind per stage")
     for name, entries in patterns.items():
-        _put_pattern(draft, name, tuple(entries[layer] for layer in selected.layers))
+        reduced = tuple(entries[layer] for layer in selected.layers)
+        if name in derive.LAYER_NUMBERS and draft.value(name):
+            reduced += draft.value(name)[num_layers:][: draft.value("mtp_num_layers")]
+        _put_pattern(draft, name, reduced)
     draft.lower("recompute_num_layers", 1, "stages have few layers")
     draft.lower("cpu_offloading_num_layers", 1, "stages have few layers")
     draft.reset("replaced by the layout" if selected.layout else "a single stage", *_PLACEMENT)
@@ -229,6 +236,7 @@ def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
         "cp_comm_type": derive.context_exchanges(num_layers, draft.value("cp_comm_type")),
         "mixer": mixers,
         "feed_forward": feed_forwards,
+        **{name: (draft.value(name) or (0,) * num_layers)[:num_layers] for name in derive.LAYER_NUMBERS},
     }
 
 
@@ -272,6 +280,19 @@ def _reduce_heads(draft: Draft, sizes: Sizes) -> None:
     if grouped:
         ranks_per_group = gcd(max(tp // groups, 1), sizes.tp)
         draft.put("num_query_groups", sizes.tp * per_rank // ranks_per_group, "fewer heads")
+
+
+def _reduce_compressed_attention(draft: Draft) -> None:
+    """Reduces the sizes of indexers and of compressed attention, whose groups of tokens must fit into the sequence."""
+    for name, limit in (("dsa_indexer_n_heads", 2), ("dsa_indexer_head_dim", _HEAD), ("dsa_indexer_topk", _TOKENS)):
+        draft.lower(name, limit, "smaller indexer")
+    if not derive.has_compressed_attention(draft.settings.flags):
+        return
+    draft.put("o_groups", gcd(draft.value("o_groups"), draft.value("num_attention_heads")), "fewer heads")
+    draft.lower("o_lora_rank", _LATENT, "narrower")
+    draft.lower("csa_window_size", _TOKENS, "shorter sequences")
+    ratios = tuple(min(ratio, _TOKENS) for ratio in draft.value("csa_compress_ratios"))
+    draft.put("csa_compress_ratios", ratios, "shorter sequences")
 
 
 def _reduce_linear_heads(draft: Draft, sizes: Sizes) -> None:
