@@ -16,13 +16,21 @@ from megatron_moe.config.costs import (
     SavedActivation,
     saved_tensor,
 )
-from megatron_moe.config.dsa import IndexerConfig
+from megatron_moe.config.dsa import BLOCK_BYTES, IndexerConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig
 
 OVERLAPPING_RATIO = 4
 """Compression ratio whose entries also summarise the group before, and among which an indexer chooses."""
+NORM_BLOCK_BYTES = 1 << 26
+"""Most bytes of the queries that the backward of their norm converts at once; at least those of one position."""
+_NORM_COPIES = 3
+"""Values per query and channel in a block of that backward: query, gradient, product."""
+_TARGET_COPIES = 2
+"""Values per query, entry and head of attention in a block of the indexer's loss: logits and their exponentials."""
+_SCORE_COPIES = 4
+"""Values per query, entry and head of the indexer in that block: products, results of ReLU, and their gradients."""
 _FORWARD_FLOPS = 2
 _INDEX_BYTES = 4
 """Bytes of the number of a row that a query attends to."""
@@ -210,22 +218,45 @@ class CompressedAttentionConfig(MixerConfig):
         seen = min(self.window, sizes.length) + self.num_chosen(sizes.length)
         yield tensor("numbers of the rows that a query sees", "U K", tokens * seen, _INDEX_BYTES, core)
         if self.ratio:
-            channels = 2 * self.group_width(self.head_dim)
-            yield tensor("values and gates of entries", "S B C", whole * channels, size, core)
-            yield tensor("entries before their norm", "E B D", entries * self.head_dim, size, core)
-            yield tensor("rotation and statistics of entries", "E B P", entries * (2 * self.rope.dim + 1), wide, core)
+            yield from self._entry_tensors(self.head_dim, "entries", whole, sizes)
+        if self.indexer is not None and self.indexer.indexer_loss_coeff:
+            heads, width = self.indexer.num_heads, self.indexer.head_dim
+            yield from self._entry_tensors(width, "keys of the indexer", whole, sizes)
+            yield tensor("q latent of the indexer", "T Q", tokens * self.q_lora_rank, size, core)
+            gradients = tokens * heads * (width + 1) + entries * width
+            yield tensor("gradients of the indexer's loss", "U I (D+1)", gradients, size, core)
         marks = {"low": "attn_proj", "offloaded_by": "attn_proj"}
         yield tensor("compressed output", "U G R", tokens * self.out_width, size, marks)
+
+    def _entry_tensors(self, width: int, name: str, whole: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """Tensors saved for entries of `width` channels. `whole`: tokens of all context-parallel ranks."""
+        tensor, core = partial(saved_tensor, "attention"), {"offloaded_by": "core_attn"}
+        size, wide, number = sizes.activation, sizes.internal, whole // self.ratio
+        yield tensor(f"values and gates of {name}", "S B C", whole * 2 * self.group_width(width), size, core)
+        yield tensor(f"{name} before their norm", "E B D", number * width, size, core)
+        yield tensor(f"rotation and statistics of {name}", "E B P", number * (2 * self.rope.dim + 1), wide, core)
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Backward of the output projection, or of attention: gradients of output, q and the keys of all ranks."""
+        """Backward of the output projection, or of attention and of the norm of q: gradients of output, q and the keys
+        of all ranks; or forward of the indexer's loss, which computes its gradients."""
         tokens, size, wide = sizes.inner, sizes.activation, sizes.internal
         of_heads, copies = tokens * self.q_width * size, LowCopies.of(low)
         projection = tokens * (self.hidden_size * copies.grad + self.out_width * size) + 2 * of_heads
         keys = tokens * parallel.cp * self.head_dim * (size + wide)
-        return float(max(projection, 2 * of_heads + keys))
+        block = min(tokens * self.q_width * wide, NORM_BLOCK_BYTES)
+        of_attention = 2 * of_heads + max(keys, of_heads, _NORM_COPIES * block)
+        return float(max(projection, of_attention, self._loss_workspace(sizes)))
+
+    def _loss_workspace(self, sizes: ActivationSizes) -> float:
+        indexer = self.indexer
+        if indexer is None or not indexer.indexer_loss_coeff:
+            return 0.0
+        most = max(self.num_heads, indexer.num_heads)
+        pairs = sizes.inner * (sizes.length // self.ratio) * sizes.internal
+        block = min(pairs * most, BLOCK_BYTES) / most
+        return block * max(_TARGET_COPIES * self.num_heads, _SCORE_COPIES * indexer.num_heads)
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes of keys, and of values and gates of entries, and their gradients; those of the indexer have none."""

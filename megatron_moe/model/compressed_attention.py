@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.compressed_attention import CompressedAttentionConfig
+from megatron_moe.config.compressed_attention import NORM_BLOCK_BYTES, CompressedAttentionConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.layers.components import Mixer, Site
@@ -32,7 +32,6 @@ from megatron_moe.model.attention import rotate
 from megatron_moe.model.dsa import hadamard
 from megatron_moe.model.entry_choice import AttentionTarget, chosen_entries, indexer_loss, mask_of
 from megatron_moe.model.rope import cos_and_sin, inverse_frequencies
-from megatron_moe.model.sparse_attention import blocks
 from megatron_moe.model.token_groups import TokenGroups, entries
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
 from megatron_moe.parallel.context_parallel import in_order
@@ -329,9 +328,12 @@ class _NormedRotation(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (scale,), q_SBND, grad_SBND = ctx.saved_tensors, ctx.produced.take(), grads[0]
         of_normed = torch.empty_like(q_SBND)
-        for rows in blocks(len(q_SBND), q_SBND[0].numel() * scale.element_size()):
-            q, grad = q_SBND[rows].to(scale.dtype), grad_SBND[rows].to(scale.dtype)
-            of_normed[rows] = (grad - q * (grad * q).mean(dim=-1, keepdim=True)) * scale[rows]
+        step = max(NORM_BLOCK_BYTES // (q_SBND[0].numel() * scale.element_size()), 1)
+        for start in range(0, len(q_SBND), step):
+            rows = slice(start, start + step)
+            q, grad = (x[rows].to(scale.dtype, copy=True) for x in (q_SBND, grad_SBND))
+            mean = (grad * q).mean(dim=-1, keepdim=True)
+            of_normed[rows] = grad.sub_(q.mul_(mean)).mul_(scale[rows])
         return ctx.recipe.rotate(of_normed, back=True), None, None
 
 

@@ -59,11 +59,11 @@ class AttentionTarget:
         """Distribution over the allowed entries [B, C, E]; all 0 for queries without one."""
         wide, allowed_BC1E = self.lse_UBN.dtype, self.allowed_BUE[:, rows, None]
         q_BCND, lse_BCN1 = (x[rows].transpose(0, 1).to(wide) for x in (self.q_UBND, self.lse_UBN[..., None]))
-        logits = q_BCND @ self.entries_EBD.permute(1, 2, 0)[:, None].to(wide) * self.scale
-        logits = logits.masked_fill(~allowed_BC1E, -torch.inf)
+        logits = _products(q_BCND, self.entries_EBD.to(wide)).mul_(self.scale)
+        logits.masked_fill_(~allowed_BC1E, -torch.inf)
         if self.adds_entries:
             lse_BCN1 = torch.logaddexp(lse_BCN1, logits.logsumexp(dim=-1, keepdim=True))
-        total_BCE = (logits - lse_BCN1).exp().sum(dim=2)
+        total_BCE = logits.sub_(lse_BCN1).exp_().sum(dim=2)
         return total_BCE / total_BCE.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
 
 
@@ -103,9 +103,14 @@ class _IndexerLoss(torch.autograd.Function):
 def _scores(q_CBID: Tensor, k_EBD: Tensor, w_CBI: Tensor, relu: bool) -> Tensor:
     """Scores [B, C, E] in the internal dtype."""
     wide = internal_dtype(q_CBID.dtype)
-    products_BCIE = q_CBID.transpose(0, 1).to(wide) @ k_EBD.permute(1, 2, 0)[:, None].to(wide)
+    products_BCIE = _products(q_CBID.transpose(0, 1).to(wide), k_EBD.to(wide))
     w_BC1I = w_CBI.transpose(0, 1)[:, :, None].to(wide)
     return (w_BC1I @ (products_BCIE.relu() if relu else products_BCIE)).squeeze(2)
+
+
+def _products(q_BCND: Tensor, k_EBD: Tensor) -> Tensor:
+    """q . k of every head and entry, [B, C, N, E]. (`q @ k` with broadcasting would copy k for every query.)"""
+    return torch.bmm(q_BCND.flatten(1, 2), k_EBD.permute(1, 2, 0)).unflatten(1, q_BCND.shape[1:3])
 
 
 def _blocks(q_UBID: Tensor, k_EBD: Tensor, heads: int = 0) -> Iterator[slice]:

@@ -9,10 +9,23 @@ import torch
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
+from arguments.huggingface import described, model_flags
+from megatron_moe.build import build_model
+from megatron_moe.config.attention import NormConfig, RopeConfig
+from megatron_moe.config.compressed_attention import CompressedAttentionConfig
+from megatron_moe.config.dsa import IndexerConfig
+from megatron_moe.config.model_differences import differences
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.reference import sparse_attention
+from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.rope import inverse_frequencies
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import named_parameters
+from tests.helpers.command_lines import plan_of
+from tests.helpers.example_proofs import check_layout, check_memory, check_replay, with_fp8
 from tests.helpers.mixers import make, run
+from tests.helpers.pipelines import KERNELS
 from tests.helpers.tiny_models import HIDDEN, compressed_config, make_mb, randn
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.parity import cells
@@ -281,10 +294,95 @@ def with_entries(plan, **changes):
         ("attention=mla cp=2 documents=packed balance=none cpcomm=allgather", True),
         ("attention=mla cp=2 pp=2 accumulation=2 balance=none recompute=full cpcomm=allgather", False),
         ("attention=mla dp=2 ep=2 dispatcher=alltoall balance=none", True),
-        ("attention=mla pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall accumulation=2 balance=none mtp=on recompute=small", True),
+        ("attention=mla pp=2 vpp=2 dp=2 dispatcher=alltoall accumulation=2 balance=none mtp=on recompute=small", True),
     ],
 )
 def test_layouts_equal_one_rank(cell, sparse):
     plan = with_entries(cells.plan_of(cell_of(cell)), indexer={"sparse_indexer_loss": sparse})
-    comparison = cells.compare_plan(plan)
-    assert comparison.equal, comparison.text()
+    check_layout(plan)
+
+
+def test_layouts_with_fp8_products_equal_one_rank():
+    plan = with_fp8(with_entries(cells.plan_of(cell_of("attention=mla cp=2 balance=none cpcomm=allgather"))))
+    check_layout(plan)
+    names = {quantizer.name for quantizer in quantizers_of(build_model(plan, ParallelContext.single(), KERNELS))}
+    linears = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_proj", "linear_proj")
+    assert {f"decoder.layers.0.self_attention.{name}" for name in linears} <= names
+    assert not any("compressor" in name or "indexer" in name for name in names)
+
+
+def test_replayed_graphs_equal_eager_steps():
+    check_replay(with_entries(cells.plan_of(cell_of("attention=mla balance=none"))))
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 8])
+def test_declared_parameters_are_those_of_the_module(ratio):
+    config = compressed_config(ratio)
+    found = {name: (p.global_shape, p.meta, p.numel()) for name, p in named_parameters(make(config))}
+    parallel = ParallelConfig()
+    assert {s.name: (s.shape, s.meta, s.held(parallel)) for s in config.parameters(parallel)} == found
+
+
+def test_tensor_parallel_ranks_are_rejected():
+    assert "cannot share" in compressed_config().layout_problem(ParallelConfig(tp=2, world_size=2))
+    assert compressed_config().layout_problem(ParallelConfig(cp=2, world_size=2)) is None
+
+
+WORDS = (
+    "--multi-latent-attention --no-group-query-attention --experimental-attention-variant dsv4_hybrid "
+    "--attention-dropout 0 --q-lora-rank 256 --v-head-dim 128 --qk-pos-emb-head-dim 32 --o-groups 4 --o-lora-rank 256 "
+    "--num-attention-heads 32 --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 64 --dsa-indexer-topk 128 "
+    "--csa-window-size 64 --seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096 "
+    "--bf16 --transformer-impl local --micro-batch-size 2 --csa-compress-ratios"
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "([0]*4)",
+        "([128]*4)",
+        "([4]*4) --csa-dense-mode",
+        "([4]*4) --recompute-granularity selective --recompute-modules mla_up_proj",
+        "([4,4,128,0]) --dsa-indexer-loss-coeff 0.1",
+    ],
+)
+def test_emulated_memory_agrees_with_the_cost_model(more):
+    check_memory(plan_of(f"{WORDS} {more}"))
+
+
+def test_layers_and_prediction_depths_have_their_ratios():
+    plan = plan_of(f"{WORDS} ([0,4,128,4]+[0]) --mtp-num-layers 1 --csa-compress-rotary-base 160000")
+    assert [layer.mixer.ratio for layer in plan.model.layers] == [0, 4, 128, 4]
+    assert plan.model.mtp.layer.mixer.ratio == 0
+    window, chosen = (plan.model.layers[index].mixer for index in (0, 1))
+    assert (window.rope.base, chosen.rope.base) == (10000.0, 160000.0)
+    assert (window.rope.scaling, chosen.rope.scaling, chosen.rope.concentration) == ("none", "yarn", 1.0)
+    assert model_flags(plan.model)["csa_compress_ratios"] == (0, 4, 128, 4, 0)
+    assert not differences(described(plan.model), plan.model)
+
+
+def test_flops_count_the_visible_pairs():
+    """Tokens of a window of 3, and 2 chosen of (t + 1) // 4 entries, as areas."""
+    window, chosen, every = compressed_config(0), compressed_config(4), compressed_config(8)
+    pairs = 2 * 3 * 64 - 9
+    assert window.flops(64).core_attention == window.q_width * pairs * 6
+    indexer = 8 * 8 * 64 * 16 // 2 * 6
+    assert chosen.flops(64).core_attention == chosen.q_width * (pairs + 2 * (2 * 64 - 2 * 4)) * 6 + indexer
+    assert every.flops(64).core_attention == every.q_width * (pairs + 8 * 64) * 6
+
+
+def test_flash_has_the_published_shapes():
+    """Sums of the shapes of DeepSeek-V4-Flash's attention."""
+    flash = CompressedAttentionConfig(
+        hidden_size=4096, num_heads=64, head_dim=512, q_lora_rank=1024, window=128, ratio=4,
+        indexer=IndexerConfig(num_heads=64, head_dim=128, topk=512, rope=RopeConfig(dim=64), norm=NormConfig()),
+        output_groups=8, output_rank=1024, rope=RopeConfig(dim=64), norm=NormConfig(kind="RMSNorm"),
+    )  # fmt: skip
+    window = 4096 * 1024 + 1024 + 1024 * 64 * 512 + 4096 * 512 + 512 + 64 + 8 * 1024 * 4096 + 8 * 1024 * 4096
+    compressor = 2 * 4096 * 1024 + 4 * 1024 + 512
+    indexer = 1024 * 64 * 128 + 4096 * 64 + 2 * 4096 * 256 + 4 * 256 + 128
+    heavy = 2 * 4096 * 512 + 128 * 512 + 512
+    for ratio, expected in ((0, window), (4, window + compressor + indexer), (128, window + heavy)):
+        config = replace(flash, ratio=ratio, indexer=flash.indexer if ratio == 4 else None)
+        assert sum(spec.elements for spec in config.parameters(ParallelConfig())) == expected
