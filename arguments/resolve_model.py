@@ -305,11 +305,8 @@ def _compressed_attention(flags: Flags) -> tuple[CompressedAttentionConfig, ...]
         flags,
         num_heads=flags.num_attention_heads,
         head_dim=flags.v_head_dim,
-        window=flags.csa_window_size,
         ratio=0,
         indexer=None,
-        output_groups=flags.o_groups,
-        output_rank=flags.o_lora_rank,
         rope=plain,
         norm=norm,
     )

@@ -46,16 +46,16 @@ class CompressedAttentionConfig(MixerConfig):
     """Channels per head of q, k and v (`--v-head-dim`)."""
     q_lora_rank: int
     """Width of the compressed q."""
-    window: int
+    csa_window_size: int
     """Number of tokens that a query sees, with its own (`--csa-window-size`)."""
     ratio: int
     """Number of tokens in the group that an entry summarises (`--csa-compress-ratios`). 0: there are no entries."""
     indexer: IndexerConfig | None
     """Chooses the entries that a query sees; its keys are entries too. None: a query sees all entries that end at or
     before it, as with `--csa-dense-mode`."""
-    output_groups: int
+    o_groups: int
     """Number of groups of heads that the output projection compresses separately (`--o-groups`)."""
-    output_rank: int
+    o_lora_rank: int
     """Width of the compressed output of a group (`--o-lora-rank`)."""
     rope: RopeConfig
     """Rotary embedding of the last `rope.dim` channels. The output is rotated back by the position of its query."""
@@ -69,6 +69,21 @@ class CompressedAttentionConfig(MixerConfig):
             "multi_latent_attention": True,
             "linear_attention_freq": False,
             "experimental_attention_variant": "dsv4_hybrid",
+        }
+    )
+
+    megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            f"self_attention.{name}": (f"self_attention.core_attention.{megatron_name}",)
+            for name, megatron_name in (
+                ("sinks", "attn_sink"),
+                *(
+                    (f"{path}.{kind}", f"{path}.{kind}")
+                    for path in ("compressor", "indexer.compressor")
+                    for kind in ("linear_wkv.weight", "linear_wgate.weight", "ape", "norm.weight")
+                ),
+                *((f"indexer.{kind}.weight",) * 2 for kind in ("linear_wq_b", "linear_weights_proj")),
+            )
         }
     )
 
@@ -98,9 +113,9 @@ class CompressedAttentionConfig(MixerConfig):
             "v_head_dim": self.head_dim,
             "qk_pos_emb_head_dim": self.rope.dim,
             "csa_compress_ratios": self.ratio,
-            "csa_window_size": self.window,
-            "o_groups": self.output_groups,
-            "o_lora_rank": self.output_rank,
+            "csa_window_size": self.csa_window_size,
+            "o_groups": self.o_groups,
+            "o_lora_rank": self.o_lora_rank,
         }
 
     @property
@@ -116,7 +131,7 @@ class CompressedAttentionConfig(MixerConfig):
     @property
     def out_width(self) -> int:
         """Width of the compressed output over all groups."""
-        return self.output_groups * self.output_rank
+        return self.o_groups * self.o_lora_rank
 
     @property
     def softmax_scale(self) -> float:
@@ -150,7 +165,7 @@ class CompressedAttentionConfig(MixerConfig):
         yield from quantised("linear_q_up_proj", up, recomputed_by=("mla_up_proj",))
         yield from quantised("linear_kv_proj", (self.head_dim, self.hidden_size))
         yield from self.norm.parameters("kv_layernorm", self.head_dim, parallel)
-        sinks = ParamMeta(role="sink", decay=False)
+        sinks = ParamMeta(role="sink", init="zeros", decay=False)
         yield ParamSpec(name="sinks", shape=(self.num_heads,), meta=sinks, counted="attention")
         if self.ratio:
             yield from self._compressor("compressor", self.head_dim, parallel)
@@ -159,7 +174,7 @@ class CompressedAttentionConfig(MixerConfig):
             yield from linear("indexer.linear_wq_b", shape, low="")
             yield from linear("indexer.linear_weights_proj", (self.indexer.num_heads, self.hidden_size), low="")
             yield from self._compressor("indexer.compressor", self.indexer.head_dim, parallel)
-        inputs = self.q_width // self.output_groups
+        inputs = self.q_width // self.o_groups
         grouped = ParamMeta(role="matrix", fan_in=inputs)
         yield ParamSpec(name="linear_o_group_proj", shape=(self.out_width, inputs), meta=grouped, counted="attention")
         yield from linear("linear_proj", (self.hidden_size, self.out_width), low="attn_proj", init="output")
@@ -176,7 +191,7 @@ class CompressedAttentionConfig(MixerConfig):
     def flops(self, seq_length: int) -> FlopCount:
         """Attention counts the pairs of queries and the tokens and entries that they see; the indexer scores all
         entries that end at or before a query: forward, and backward if it has a loss."""
-        window = min(self.window, seq_length)
+        window = min(self.csa_window_size, seq_length)
         doubled_pairs = 2 * window * seq_length - window * window
         of_indexer = 0
         if self.ratio:
@@ -215,7 +230,7 @@ class CompressedAttentionConfig(MixerConfig):
         yield tensor("log-sum-exp", "U N", heads, wide, core)
         entries = whole // self.ratio if self.ratio else 0
         yield tensor("keys and entries", "(S+E) B D", (whole + entries) * self.head_dim, size, core)
-        seen = min(self.window, sizes.length) + self.num_chosen(sizes.length)
+        seen = min(self.csa_window_size, sizes.length) + self.num_chosen(sizes.length)
         yield tensor("numbers of the rows that a query sees", "U K", tokens * seen, _INDEX_BYTES, core)
         if self.ratio:
             yield from self._entry_tensors(self.head_dim, "entries", whole, sizes)
@@ -268,7 +283,7 @@ class CompressedAttentionConfig(MixerConfig):
         yield "--q-lora-rank", self.q_lora_rank, 1
         yield "--v-head-dim", self.head_dim, 1
         yield "--qk-pos-emb-head-dim", self.rope.dim, 1
-        yield "--o-lora-rank", self.output_rank, 1
+        yield "--o-lora-rank", self.o_lora_rank, 1
         if self.indexer is not None:
             yield "--dsa-indexer-head-dim", self.indexer.head_dim, 1
 

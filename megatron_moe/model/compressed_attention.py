@@ -13,24 +13,23 @@ Every context-parallel rank computes all entries, from keys, values and gates th
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.compressed_attention import NORM_BLOCK_BYTES, CompressedAttentionConfig
+from megatron_moe.config.compressed_attention import CompressedAttentionConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.layers.components import Mixer, Site
 from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.linear import copy_format
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
-from megatron_moe.memory.output_discard import PackedTensor, unpack
 from megatron_moe.memory.recompute import checkpoint
 from megatron_moe.model.attention import rotate
 from megatron_moe.model.dsa import hadamard
 from megatron_moe.model.entry_choice import AttentionTarget, chosen_entries, indexer_loss, mask_of
+from megatron_moe.model.query_rotation import QueryRotation, SavedQueries, grouped_output, normed_and_rotated
 from megatron_moe.model.rope import cos_and_sin, inverse_frequencies
 from megatron_moe.model.token_groups import TokenGroups, entries
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
@@ -137,20 +136,20 @@ class CompressedAttention(Mixer):
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""
-        config, produced = self.config, PackedOutput()
+        config, produced = self.config, SavedQueries()
         with self.saved_tensors.offload_scope("qkv_linear"):
             latent_SBQ, kv_SBD = self.linear_q_down_proj(hidden_SBH), self.linear_kv_proj(hidden_SBH)
-            recipe = QueryRecipe(self.kernels, *self._tables(mb), config)
-            q_SBND = _NormedRotation.apply(self._raw_q(latent_SBQ), recipe, produced)  # type: ignore[no-untyped-call]
-            make = partial(self._make_q, recipe)
+            rotation = QueryRotation(self.kernels, *self._tables(mb), config)
+            q_SBND = normed_and_rotated(self._raw_q(latent_SBQ), rotation, produced)
+            make = partial(self._make_q, rotation)
             discard = self.saved_tensors.discard_output("mla_up_proj", make, (latent_SBQ,), q_SBND)
-            kv_SB1D = rotate(self.kernels, self.kv_layernorm(kv_SBD)[:, :, None], config.rope, mb, start=recipe.start)
+            kv_SB1D = rotate(self.kernels, self.kv_layernorm(kv_SBD)[:, :, None], config.rope, mb, start=rotation.start)
         with self.saved_tensors.offload_scope("core_attn"), discard:
             produced.packed = self.saved_tensors.pack(q_SBND.detach())
             context_SBND = self._attend(mb, hidden_SBH, latent_SBQ, q_SBND, kv_SB1D.squeeze(2))
         with self.saved_tensors.offload_scope("attn_proj"):
-            weight = self.linear_o_group_proj
-            out_SBC = _GroupedOutput.apply(context_SBND, weight, recipe, config.output_groups)  # type: ignore[no-untyped-call]
+            weight, groups = self.linear_o_group_proj, config.o_groups
+            out_SBC = grouped_output(context_SBND, weight, rotation, groups)
             return self.linear_proj(out_SBC)
 
     def _attend(
@@ -158,7 +157,7 @@ class CompressedAttention(Mixer):
     ) -> Tensor:
         """Output of attention [S, B, N, D]. `kv_SBD`: keys of this rank's tokens."""
         tokens, rows_SBD = self._tokens(mb), self._whole(kv_SBD, mb)
-        window = tokens.window(min(self.config.window, len(rows_SBD)))
+        window = tokens.window(min(self.config.csa_window_size, len(rows_SBD)))
         if self.compressor is None:
             return self._attention(q_SBND, rows_SBD, window)[0]
         entries_EBD, groups = self._entries(self.compressor, hidden_SBH, mb, tokens)
@@ -225,8 +224,8 @@ class CompressedAttention(Mixer):
     def _raw_q(self, latent_SBQ: Tensor) -> Tensor:
         return self.linear_q_up_proj(self.q_layernorm(latent_SBQ)).unflatten(-1, (self.config.num_heads, -1))
 
-    def _make_q(self, recipe: "QueryRecipe", latent_SBQ: Tensor) -> Tensor:
-        return recipe.apply(self._raw_q(latent_SBQ))[0]
+    def _make_q(self, rotation: "QueryRotation", latent_SBQ: Tensor) -> Tensor:
+        return rotation.apply(self._raw_q(latent_SBQ))[0]
 
     def _tables(self, mb: MicrobatchContext) -> tuple[Tensor, Tensor]:
         assert mb.rotary is not None, "the rotary tables are not attached to the context"
@@ -271,96 +270,3 @@ class CompressedAttention(Mixer):
         q_UBID, w_UBI = indexer.queries(hidden_SBH, latent, mb)
         keys_EBD, _ = self._entries(indexer.compressor, hidden_SBH, mb, tokens)
         return q_UBID, indexer.rotated(keys_EBD), w_UBI
-
-
-@dataclass(frozen=True)
-class QueryRecipe:
-    """Norm per head and rotation of the queries."""
-
-    kernels: Kernels
-    cos_SBD: Tensor
-    sin_SBD: Tensor
-    config: CompressedAttentionConfig
-
-    @property
-    def start(self) -> int:
-        """First rotated channel of a head."""
-        return self.config.head_dim - self.config.rope.dim
-
-    def rotate(self, x_SBND: Tensor, *, back: bool = False) -> Tensor:
-        """Rotates by the tokens' positions, or back."""
-        sin_SBD = -self.sin_SBD if back else self.sin_SBD
-        return self.kernels.rope(x_SBND, self.cos_SBD, sin_SBD, self.config.rope.interleaved, self.start)
-
-    def apply(self, x_SBND: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns x / rms(x), rotated, and 1 / rms(x) [S, B, N, 1] in the internal dtype."""
-        wide = internal_dtype(x_SBND.dtype)
-        square = torch.linalg.vector_norm(x_SBND, dim=-1, keepdim=True, dtype=wide).square() / x_SBND.shape[-1]
-        scale = torch.rsqrt(square + self.config.norm.eps)
-        return self.rotate(torch.mul(x_SBND, scale, out=torch.empty_like(x_SBND))), scale
-
-
-@dataclass
-class PackedOutput:
-    """Output of `_NormedRotation`, from which its backward reads instead of from its input."""
-
-    packed: PackedTensor | None = None
-
-    def take(self) -> Tensor:
-        """The output; it is not kept."""
-        assert self.packed is not None
-        output, self.packed = unpack(self.packed), None
-        return output
-
-
-class _NormedRotation(torch.autograd.Function):
-    """q = R(x / rms(x)) for a rotation R. With s = 1 / rms(x), the gradient of x is s R^-1(g - q mean(g q)), so that
-    only q and s are saved, and q by attention anyway."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SBND: Tensor, recipe: QueryRecipe, produced: PackedOutput) -> Tensor:
-        q_SBND, scale = recipe.apply(x_SBND)
-        ctx.save_for_backward(scale)
-        ctx.recipe, ctx.produced = recipe, produced
-        return q_SBND
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,), q_SBND, grad_SBND = ctx.saved_tensors, ctx.produced.take(), grads[0]
-        of_normed = torch.empty_like(q_SBND)
-        step = max(NORM_BLOCK_BYTES // (q_SBND[0].numel() * scale.element_size()), 1)
-        for start in range(0, len(q_SBND), step):
-            rows = slice(start, start + step)
-            q, grad = (x[rows].to(scale.dtype, copy=True) for x in (q_SBND, grad_SBND))
-            mean = (grad * q).mean(dim=-1, keepdim=True)
-            of_normed[rows] = grad.sub_(q.mul_(mean)).mul_(scale[rows])
-        return ctx.recipe.rotate(of_normed, back=True), None, None
-
-
-class _GroupedOutput(torch.autograd.Function):
-    """Rotates the output of attention back, and multiplies each group of heads by its matrix. Backward rotates again
-    instead of saving the result."""
-
-    @staticmethod
-    def forward(ctx: Any, context_SBND: Tensor, weight: Tensor, recipe: QueryRecipe, groups: int) -> Tensor:
-        ctx.save_for_backward(context_SBND, weight)
-        ctx.recipe, ctx.groups = recipe, groups
-        rows_GTK = _by_group(recipe.rotate(context_SBND, back=True), groups)
-        out_GTR = torch.bmm(rows_GTK, weight.unflatten(0, (groups, -1)).mT)
-        return out_GTR.transpose(0, 1).reshape(*context_SBND.shape[:2], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (context_SBND, weight), recipe, groups = ctx.saved_tensors, ctx.recipe, ctx.groups
-        grad_GTR = _by_group(grads[0], groups)
-        rows_GTK = _by_group(recipe.rotate(context_SBND, back=True), groups)
-        of_weight = torch.bmm(grad_GTR.mT, rows_GTK).flatten(0, 1)
-        del rows_GTK
-        of_rows = torch.empty_like(context_SBND, memory_format=torch.contiguous_format)
-        torch.bmm(grad_GTR, weight.unflatten(0, (groups, -1)), out=_by_group(of_rows, groups))
-        return recipe.rotate(of_rows), of_weight, None, None
-
-
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[S, B, ...] with equal channels of each group as [groups, S B, channels]."""
-    return x.flatten(2).flatten(0, 1).unflatten(-1, (groups, -1)).transpose(0, 1)

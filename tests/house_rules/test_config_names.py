@@ -17,7 +17,7 @@ EXCEPTIONS = {
 }
 RECORDED = (
     *("attention", "linear_attention", "gated_delta_net", "mamba", "mla", "dsa", "mlp", "moe", "model", "optimizer"),
-    *("transport", "hyper_connections"),
+    *("compressed_attention", "hyper_connections", "transport"),
 )
 """Files of megatron_moe/config whose fields may have another name than their flag: those that checkpoints record by
 field name (model and learning-rate schedule), and options of transports that share a flag. A name that is not the end
