@@ -22,6 +22,7 @@ from megatron_moe.kernels.backends.torch_native import cudnn  # noqa: E402
 from megatron_moe.kernels.backends.triton.sparse_attention.op import sparse_attention  # noqa: E402
 
 LENGTHS = (4096, 16384, 65536)
+REPEATS = 3
 TOPK = 2048
 VALUE, REST = 512, 64
 
@@ -43,18 +44,18 @@ def sparse(length: int, heads: int) -> Iterator[float]:
     q, kv = draw(length, 1, heads, VALUE + REST).requires_grad_(), draw(length, 1, VALUE + REST).requires_grad_()
     ids = chosen(length)
     with torch.no_grad():
-        yield milliseconds(lambda: sparse_attention(q, kv, ids, None, VALUE, 0.1))
+        yield milliseconds(lambda: sparse_attention(q, kv, ids, None, VALUE, 0.1), REPEATS)
     out, _ = sparse_attention(q, kv, ids, None, VALUE, 0.1)
     grad = torch.randn_like(out)
-    yield milliseconds(lambda: torch.autograd.grad(out, (q, kv), grad, retain_graph=True))
+    yield milliseconds(lambda: torch.autograd.grad(out, (q, kv), grad, retain_graph=True), REPEATS)
 
 
 def dense(length: int, heads: int) -> Iterator[float]:
     q, k, v = (draw(length, 1, heads, width) for width in (192, 192, 128))
-    yield milliseconds(lambda: cudnn.forward(q, k, v, 0.1, causal=True))
+    yield milliseconds(lambda: cudnn.forward(q, k, v, 0.1, causal=True), REPEATS)
     out, lse = cudnn.forward(q, k, v, 0.1, causal=True)
     grad = torch.randn_like(out)
-    yield milliseconds(lambda: cudnn.backward(grad, q, k, v, out, lse, 0.1, causal=True))
+    yield milliseconds(lambda: cudnn.backward(grad, q, k, v, out, lse, 0.1, causal=True), REPEATS)
 
 
 def main(argv: list[str]) -> int:
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
         f"# Sparse attention on {machine}",
         "",
         f"{date.today()}, torch {torch.__version__}, `python benchmarks/harness/bench_sparse_attention.py`. One",
-        f"sequence, bf16, {TOPK} keys per query; ms, medians of 10 calls. TFLOP/s count chosen pairs in absorbed",
+        f"sequence, bf16, {TOPK} keys per query; ms, medians of {REPEATS} calls. TFLOP/s: chosen pairs in absorbed",
         "form.",
         "",
         "| heads | tokens | forward | TFLOP/s | backward | TFLOP/s | dense forward | dense backward |",

@@ -25,9 +25,9 @@ def chosen_grads(
     WIDEN: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, REST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    query = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    query = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     u, b = query // batch, query % batch
-    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims, rest = tl.arange(0, PIECE), tl.arange(0, REST)
     there, of_rest = (heads < num_heads)[:, None], (rest < REST_WIDTH)[None, :]
     kv_ptr += b * kv_b

@@ -23,9 +23,9 @@ def attend_to_chosen(
     VALUE_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr,
 ):  # fmt: skip
     # the longest rows, those of the last queries, are processed first
-    query = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    query = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     u, b = query // batch, query % batch
-    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims, rest = tl.arange(0, VALUE), tl.arange(0, REST)
     q_ptr += u * q_u + b * q_b
     kv_ptr += b * kv_b

@@ -41,7 +41,7 @@ class _GatheredAttention(torch.autograd.Function):
         (rows, batch, heads, _), rest = q.shape, q.shape[-1] - value_width
         out = q.new_empty(rows, batch, heads, value_width)
         lse = torch.empty(rows, batch, heads, device=q.device, dtype=torch.float32)
-        attend_to_chosen[(cdiv(heads, HEADS), rows * batch)](
+        attend_to_chosen[(rows * batch, cdiv(heads, HEADS))](
             q, kv, ids, q if sinks is None else sinks, out, lse, batch, heads, ids.shape[-1], scale,
             *q.stride()[:3], *kv.stride()[:2],
             SINKS=sinks is not None, WIDEN=INTERPRETED, HEADS=HEADS, KEYS=KEYS, **_widths(value_width, rest, 1),
@@ -60,7 +60,7 @@ class _GatheredAttention(torch.autograd.Function):
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         grad_kv = torch.zeros(kv.shape, device=kv.device, dtype=torch.float32)
         delta = torch.empty_like(lse)
-        chosen_grads[(cdiv(heads, HEADS), rows * batch)](
+        chosen_grads[(rows * batch, cdiv(heads, HEADS))](
             q, kv, ids, grad, out, lse, delta, grad_q, grad_kv, batch, heads, ids.shape[-1], ctx.scale,
             *q.stride()[:3], *kv.stride()[:2], *grad.stride()[:3],
             WIDEN=INTERPRETED, HEADS=HEADS, KEYS=KEYS, **_widths(value_width, width - value_width, 4),
