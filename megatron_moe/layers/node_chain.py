@@ -369,7 +369,8 @@ def capture_nodes(
                 cast(tuple[Parameter, ...], parameters),
                 partial(_quantize_weights, quantized),
             )
-            captured = Node(module, group[0].kind, partial(_run_captured, part, after_replay), parameters)
+            name = f"{module.replace('_', '-')}-graph"  # timers cut off what follows an underscore
+            captured = Node(name, group[0].kind, partial(_run_captured, part, after_replay), parameters)
             chain[span] = acquire_nodes([captured], store)
     return tuple(chain)
 

@@ -88,9 +88,8 @@ class Timers:
 
     @contextmanager
     def span(self, name: str, level: int) -> Iterator[None]:
-        """Context manager that measures its body: host time on a CPU, time on the current stream on a GPU. Does nothing
-        while a CUDA graph is captured, as its events would not measure the replays."""
-        if level > self._level or self._captures():
+        """Context manager that measures its body: host time on a CPU, time on the current stream on a GPU."""
+        if level > self._level:
             yield
             return
         span = Span(name, self._device)
@@ -103,13 +102,10 @@ class Timers:
 
     def backward_span(self, name: str, level: int) -> Span | None:
         """Returns a span of the current step whose moments the backward marks; None if `span` would do nothing."""
-        if level > self._level or self._captures():
+        if level > self._level:
             return None
         self._steps[-1].append(Span(name, self._device))
         return self._steps[-1][-1]
-
-    def _captures(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def take(self, context: ParallelContext) -> dict[str, list[float]]:
         """Returns the seconds per step of each rank, by span name, of the steps that ended since the last call.

@@ -19,6 +19,7 @@ from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.graph_memory import num_graphs
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.logs.timers import Timers
 from megatron_moe.memory.cuda_graphs.capture import CaptureReport, check_capturable, garbage_collection_disabled
 from megatron_moe.memory.output_discard import DiscardedOutput
 from megatron_moe.optim import param_store
@@ -83,6 +84,29 @@ def test_replayed_steps_equal_eager_steps_bit_for_bit(eager, config):
     found = run_steps(plan, trainer, TrainState(), 3)
     assert (trainer.full_iteration or trainer.pipeline.graph_instances).summary()
     EXACT.check_all(found, eager, str(config))
+
+
+@pytest.mark.parametrize("config", [ALL, WHOLE], ids=["modules", "whole step"])
+def test_replayed_modules_are_timed_as_one_entry(config):
+    """No entry of a node remains from the capture, whose events no replay records."""
+    plan = the_plan(cuda_graphs=config)
+    trainer = make_trainer(plan)
+    timers = trainer.timers = Timers(2, trainer.context.device)
+    taken = []
+    for step in range(3):
+        run_steps(plan, trainer, TrainState(iteration=step), 1)
+        taken.append(timers.take(trainer.context))
+    modules = ("attn", "mlp", "moe-router", "moe-preprocess")
+    parts = {f"{module}-graph-{way}" for module in modules for way in ("forward", "backward")}
+    inside = {"attention-forward", "attention-backward", "router-forward", "dispatch-backward"}
+    assert inside <= set(taken[0])
+    for found in taken[1:]:
+        assert not inside & set(found), found
+        assert min(found["forward-backward"]) > 0
+        if config is ALL:
+            assert parts <= set(found) and all(found[part][0] > 0 for part in parts - {"mlp-graph-backward"}), found
+        else:
+            assert set(found) == {"forward-backward", "all-grads-sync", "optimizer"}
 
 
 MODELS = {

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatron_moe import build
-from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer, record_steps
+from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
 from megatron_moe.config.exit_codes import MemoryProblem
-from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels.reference import backend as reference
@@ -20,7 +19,6 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
 from tests.helpers.bounded_dispatcher import bounded_comm
-from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
@@ -128,22 +126,6 @@ def test_timers_of_level_2_have_the_parts_of_a_step(overlap):
         assert all(found[part][0] > 0 for part in expected)
         spent = sum(found[part][0] for part in parts if level == 2)
         assert spent < found["forward-backward"][0] if level else spent == 0
-
-
-def test_a_captured_module_is_timed_as_one_part():
-    plan, context, kernels = tiny.plan(), ParallelContext.single(), reference.bundle()
-    timers = Timers(2, context.device)
-    trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels, timers)
-    graphs = CudaGraphConfig(cuda_graph_modules=("attn", "mlp", "moe_router"), cuda_graph_warmup_steps=1)
-    record_steps(trainer, EagerRecorder(), graphs)
-    loader = build_train_loader(plan, context, build_data(plan, context))
-    for _ in range(3):
-        trainer.step(loader.next_step(), TrainState())
-    timers.take(context)
-    trainer.step(loader.next_step(), TrainState())
-    found = timers.take(context)
-    parts = [f"{name}-{direction}" for name in ("attn", "moe", "experts") for direction in ("forward", "backward")]
-    assert all(found[part][0] > 0 for part in parts), found
 
 
 def test_step_lowers_the_loss_on_its_batch():

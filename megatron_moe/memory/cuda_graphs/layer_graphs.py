@@ -108,12 +108,12 @@ class _StaticContext(NamedTuple):
 
 def static_context(mb: MicrobatchContext) -> MicrobatchContext:
     """Copy of the context without the fields that a graph must not depend on: RNG key, metrics, graph instance, and the
-    length of the longest document."""
+    length of the longest document. It has no timers either, because events of a capture would not measure replays."""
     scale = mb.aux_loss_scale
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float64, device=mb.tokens.positions_BS.device)
     tokens = replace(mb.tokens, max_seqlen=None)
-    return replace(mb, tokens=tokens, aux_loss_scale=scale, rng=None, metrics=None, graph_instance=None)
+    return replace(mb, tokens=tokens, aux_loss_scale=scale, rng=None, metrics=None, timers=None, graph_instance=None)
 
 
 class GraphPools(NamedTuple):
