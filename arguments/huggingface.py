@@ -218,7 +218,8 @@ def _published(path: Path) -> ModelConfig:
     try:
         return model_config_from_hf(values, mtp=True)
     except CheckpointProblem as error:
-        raise FlagErrors.of(f"{path}: {error}") from None
+        # most messages name the file themselves
+        raise FlagErrors.of(f"{path}: {str(error).removeprefix(f'{path.name} ')}") from None
 
 
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:

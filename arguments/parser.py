@@ -240,7 +240,8 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
 def _value(flag: Flag, switched_on: bool, given: Given) -> object:
     if given.words is None:
         if not is_optional(flag.type):
-            raise BadValue(f"cannot be null; leave it out to use the default {flag.text(flag.default)}")
+            other = "give a value" if flag.required else f"leave it out to use the default {flag.text(flag.default)}"
+            raise BadValue(f"cannot be null; {other}")
         return None
     if flag.is_switch:
         if len(given.words) > 1:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from megatron_moe.config.exit_codes import DataProblem, ExitCode
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.tokenizer import load_tokenizer
-from tools._common import TOKENIZER_TYPES, reports_errors, run_main, tokenizer_config, tool_parser
+from tools._common import TOKENIZER_TYPES, positive, reports_errors, run_main, tokenizer_config, tool_parser
 
 _BLOCK_TOKENS = 1 << 24
 _MAX_PROBLEMS = 20
@@ -107,7 +107,7 @@ def _last(tokens: IndexedTokens, document: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
     parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
-    parser.add_argument("--vocab-size", type=int, help="number of ids (default: that of the tokenizer)")
+    parser.add_argument("--vocab-size", type=positive, help="number of ids (default: that of the tokenizer)")
     parser.add_argument("--eod", type=int, help="end-of-document id (default: that of the tokenizer)")
     kinds = [kind for kind in TOKENIZER_TYPES if kind != "GPT2BPETokenizer"]
     default = "as for pretrain_moe.py (with a model: HuggingFaceTokenizer)"

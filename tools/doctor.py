@@ -51,7 +51,8 @@ def probes(device: torch.device) -> list[Probe]:
 def _tried(name: str, trial: Callable[[torch.device], str], device: torch.device) -> Probe:
     try:
         return Probe(name, True, trial(device))
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError, OSError) as error:
+    except (RuntimeError, AssertionError, AttributeError, ValueError, OSError) as error:
+        # torch without CUDA raises AssertionError
         return Probe(name, False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 

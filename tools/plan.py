@@ -8,7 +8,7 @@ error; the length of the run (or `--tokens N`) gives days and GPU hours, `--gpu-
 `--gpu-tflops`, `--gpu-bandwidth` and `--link-bandwidth` describe any other GPU. Needs neither torch nor a GPU;
 docs/planning.md explains the cost model.
 
-Exit code 0: a plan fits; 7: none fits; 2: invalid flags.
+Exit code 0: a plan fits; 7: none fits; 2: invalid flags, or sizes that no layout divides.
 """
 
 import argparse
@@ -55,7 +55,12 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus, length = _inputs(options, words)
     planner = plan_settings.planner_of(settings, gpu, options.imbalance)
     accepts = partial(plan_settings.legal, settings)
-    found = planner.best(plan_search.to_search(settings, gpu, num_gpus), options.best, accepts)
+    start = plan_search.to_search(settings, gpu, num_gpus)
+    found = planner.best(start, options.best, accepts)
+    if not found and not planner.has_layouts(start):
+        sizes = f"{num_gpus:,} GPUs, the model and the global batch of {start.batch.global_batch_size:,} sequences"
+        print(f"no layout divides {sizes}: change --gpus or --global-batch-size")
+        return ExitCode.CONFIG
     if not found:
         print(f"no layout fits {num_gpus:,} {gpu.name} with any memory options")
         enough = _enough(planner, settings, num_gpus)

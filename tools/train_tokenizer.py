@@ -76,7 +76,7 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
     except RuntimeError as error:
         raise DataProblem(
             f"SentencePiece could not make {vocab_size} pieces of this text ({error}); "
-            f"use a smaller --vocab-size or more text"
+            f"use another --vocab-size or more text"
         ) from error
     return model.getvalue()
 

@@ -1,5 +1,7 @@
 """Rules about checkpoints, logging, kernels, fault injection and profiles."""
 
+from pathlib import Path
+
 from arguments.checks.violation import RuleFlags, Violations, enabled
 from megatron_moe.config.faults import parse_fault
 
@@ -22,6 +24,14 @@ def retain_interval_is_multiple_of_save_interval(flags: RuleFlags) -> Violations
             f"--save-interval {flags.save_interval}",
             f"--save-retain-interval {-(-flags.save_retain_interval // flags.save_interval) * flags.save_interval}",
         )
+
+
+def loaded_checkpoints_are_in_folders(flags: RuleFlags) -> Violations:
+    """A checkpoint is a folder; a folder without one may be given to a first run, which starts from random weights."""
+    if flags.load and Path(flags.load).is_file():
+        yield f"--load {flags.load} is a file", "give a folder of checkpoints, or hf:FOLDER for a Hugging Face model"
+    if flags.pretrained_checkpoint and Path(flags.pretrained_checkpoint).is_file():
+        yield f"--pretrained-checkpoint {flags.pretrained_checkpoint} is a file", "give a folder of checkpoints"
 
 
 def ckpt_step_needs_folder(flags: RuleFlags) -> Violations:

@@ -68,7 +68,9 @@ def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
     if not isinstance(entry, dict):
         raise BadLine(f"the line is a JSON {type(entry).__name__} instead of an object")
     for key in keys:
-        if not isinstance(entry.get(key), str):
+        if key in entry and not isinstance(entry[key], str):
+            raise BadLine(f'the value of the key "{key}" is a JSON {type(entry[key]).__name__} instead of a string')
+        if key not in entry:
             raise BadLine(f'no text under the key "{key}" (the line has {", ".join(entry) or "no key"})')
         _check_surrogates(entry[key], key)
     return [entry[key] for key in keys]

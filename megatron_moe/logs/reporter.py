@@ -38,7 +38,7 @@ from megatron_moe.logs.metrics_file import (
     wanted_tags,
 )
 from megatron_moe.logs.plots import draw_plots
-from megatron_moe.logs.run_dir import prepare_run_folder, write_provenance
+from megatron_moe.logs.run_dir import prepare_folder, write_provenance
 from megatron_moe.logs.run_lock import RUN_FOLDER, RunLock
 from megatron_moe.logs.timers import Timers, timer_lines
 from megatron_moe.logs.writers import (
@@ -116,12 +116,14 @@ class Reporter:
         self._has_reported = False
 
     def _prepare(self) -> None:
-        """Checks packages and the run folder, locks the folder and writes the provenance files, in this order."""
+        """Checks packages and folders, locks the run folder and writes the provenance files, in this order."""
         self._refuse_missing_packages()
+        if self.config.tensorboard_dir is not None and self.context.is_last:
+            prepare_folder(self.config.tensorboard_dir, self.context.rank, option="--tensorboard-dir")
         folder = self.config.run_dir
         if folder is None or not (self.context.is_first or self.context.is_last):
             return
-        prepare_run_folder(folder, self.context.rank)
+        prepare_folder(folder, self.context.rank)
         if not self.context.is_first:
             return
         self._lock = RunLock(folder, **RUN_FOLDER)

@@ -28,24 +28,25 @@ _VARIABLE_PREFIXES = ("CUDA_", "CUBLAS_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", 
 _SOURCE = Path(__file__).resolve().parents[2]
 
 
-def prepare_run_folder(folder: Path, rank: int) -> None:
-    """Creates the folder and checks that it is writable. Raises EnvironmentProblem if it cannot be written."""
+def prepare_folder(folder: Path, rank: int, *, option: str = "--run-dir") -> None:
+    """Creates a folder and checks that it is writable. Raises EnvironmentProblem, which names the flag `option`, if it
+    cannot be written."""
     probe = folder / f".probe-{rank}"
-    with _writing(folder, probe):
+    with _writing(folder, probe, option):
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("writable\n")
         probe.unlink()
 
 
 @contextmanager
-def _writing(folder: Path, path: Path) -> Iterator[None]:
+def _writing(folder: Path, path: Path, option: str = "--run-dir") -> Iterator[None]:
     """Context manager that converts an OSError of its body, which writes `path`, into an EnvironmentProblem."""
     try:
         yield
     except OSError as error:
         raise EnvironmentProblem(
-            f"the run folder {folder} cannot be written: {error.strerror or error} ({error.filename or path}); "
-            f"choose another with --run-dir, or fix its permissions or disk space"
+            f"the folder {folder} cannot be written: {error.strerror or error} ({error.filename or path}); "
+            f"choose another with {option}, or fix its permissions or disk space"
         ) from error
 
 

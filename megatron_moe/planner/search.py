@@ -89,6 +89,11 @@ class Planner:
                 found = sorted([*found, fitting], key=lambda one: one.step.total)[:count]
         return found
 
+    def has_layouts(self, plan: RunPlan) -> bool:
+        """Whether any layout divides the model, the global batch and the number of GPUs of `plan`."""
+        layouts = Layouts(plan, self.gpu)
+        return any(layouts.of(grid) is not None for grid in layouts.grids())
+
     def any_fitting(
         self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True
     ) -> PlannedLayout | None:

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
-from megatron_moe.logs.run_dir import environment_text, prepare_run_folder, write_provenance
+from megatron_moe.logs.run_dir import environment_text, prepare_folder, write_provenance
 
 CPU = torch.device("cpu")
 
 
 def test_prepared_folder_is_empty(tmp_path):
-    prepare_run_folder(tmp_path / "a" / "b", rank=0)
-    prepare_run_folder(tmp_path / "a" / "b", rank=1)
+    prepare_folder(tmp_path / "a" / "b", rank=0)
+    prepare_folder(tmp_path / "a" / "b", rank=1)
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def test_unwritable_folder_is_rejected_with_path_reason_and_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem) as caught:
-        prepare_run_folder(tmp_path / "file", rank=0)
+        prepare_folder(tmp_path / "file", rank=0)
     message = str(caught.value)
     assert caught.value.code is ExitCode.ENVIRONMENT
     assert str(tmp_path / "file") in message and "File exists" in message and "--run-dir" in message
@@ -29,7 +29,7 @@ def test_unwritable_folder_is_rejected_with_path_reason_and_remedy(tmp_path):
 def test_full_disk_is_rejected(tmp_path, name):
     (tmp_path / name).symlink_to("/dev/full")
     with pytest.raises(EnvironmentProblem, match="No space left on device"):
-        prepare_run_folder(tmp_path, rank=0)
+        prepare_folder(tmp_path, rank=0)
         write_provenance(tmp_path, run_yaml="seed: 1\n", command_line="one", device=CPU)
 
 
