@@ -74,7 +74,7 @@ def test_several_keys_give_several_texts() -> None:
         (b'{"text": "ab\\ud83d"}', r'unpaired surrogate .ud83d at position 2 of the text under "text"'),
         (b'["a"]', "the line is a JSON list instead of an object"),
         (b'{"txt": "a"}', 'no text under the key "text" .the line has txt'),
-        (b'{"text": 3}', 'no text under the key "text"'),
+        (b'{"text": 3}', 'the value of the key "text" is a JSON int'),
         (b"{}", 'no text under the key "text" .the line has no key'),
         (b'{"text": "\xff"}', "not UTF-8 .byte 10"),
     ],
