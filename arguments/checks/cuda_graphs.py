@@ -102,8 +102,17 @@ def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_modules_are_not_offloaded(flags: RuleFlags) -> Violations:
-    """Activations of a captured graph have fixed device addresses and cannot move to host memory."""
+    """Graphs of modules keep activations at fixed device addresses from forward to backward. A graph of a whole step
+    contains the copies; memory is freed where the graph waits for a copy, so the number of copies must be limited."""
     if not flags.fine_grained_activation_offloading or flags.cuda_graph_impl == "none":
+        return
+    if flags.cuda_graph_impl == "full_iteration":
+        if flags.fine_grained_offloading_max_inflight_offloads is None:
+            yield (
+                f"--fine-grained-activation-offloading with {_FULL_ITERATION} frees device memory only where the graph "
+                "waits for a copy, and the number of unfinished copies is not limited",
+                "set --fine-grained-offloading-max-inflight-offloads 2",
+            )
         return
     inside: list[str] = [
         name
@@ -111,12 +120,11 @@ def captured_modules_are_not_offloaded(flags: RuleFlags) -> Violations:
         for name in derive.offloaded_modules(flags)
         if name in _OFFLOADED_IN.get(part, ())
     ]
-    if flags.cuda_graph_impl == "full_iteration":
-        inside = list(derive.offloaded_modules(flags))
     if inside:
         yield (
             f"--offload-modules {' '.join(inside)} with {_IMPL} {flags.cuda_graph_impl}, whose graphs contain them",
-            "offload modules that are not captured, such as expert_fc1 moe_act with --cuda-graph-modules attn",
+            f"offload modules that are not captured, such as expert_fc1 moe_act, or capture whole steps: "
+            f"{_FULL_ITERATION}",
         )
 
 

@@ -6,10 +6,14 @@ microbatch immediately follows its forward, the last group of every module stays
 could overlap its copies. The first forward of a model chunk measures its groups and offloads all of them.
 
 A storage is offloaded once, even if several tensors or views of it are saved. Parameters are not offloaded.
+
+A CUDA graph of a whole step captures the copies too. A captured copy uses a host buffer of the pool, which keeps its
+address as long as the run. The allocator reuses no memory that a captured side stream has used, so device memory is
+freed only after the compute stream has waited for its copy (`fine_grained_offloading_max_inflight_offloads`).
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -38,9 +42,9 @@ class BufferPool:
         self.bytes_to_host = 0
         self.bytes_to_device = 0
 
-    def offload(self, flat: Tensor) -> tuple[Tensor, Event]:
-        """Starts a copy of `flat` to the host; returns (host buffer, end event). The caller may free `flat`
-        immediately."""
+    def offload(self, flat: Tensor, *, free_source: bool) -> tuple[Tensor, Event]:
+        """Starts a copy of `flat` to the host; returns (host buffer, end event). `free_source`: allows the caller to
+        free `flat` immediately; otherwise it must be kept until the compute stream has waited for the event."""
         free = self._free[flat.numel(), flat.dtype]
         if free:
             buffer, read = free.pop()
@@ -48,55 +52,84 @@ class BufferPool:
             buffer, read = self.copies.host_buffer(flat.numel(), flat.dtype, exact=False), None
             self.num_buffers += 1
         self.bytes_to_host += flat.nbytes
-        return buffer, self.copies.to_host(buffer, flat, read, free_source=True)
+        return buffer, self.copies.to_host(buffer, flat, read, free_source=free_source)
 
     def reload(self, buffer: Tensor, written: Event, device: torch.device) -> tuple[Tensor, Event]:
-        """Starts a copy of `buffer` to the device after the event `written`; returns (device tensor, end event)."""
+        """Starts a copy of `buffer` to the device after the event `written`; returns (device tensor, end event). The
+        compute stream must wait for the event before the tensor is used or freed."""
         self.bytes_to_device += buffer.nbytes
         flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=device)
         # work queued so far may still use the memory that was just allocated
         allocated = self.copies.record()
-        return flat, self.copies.to_device(flat, buffer, allocated, written, free_into=True)
+        return flat, self.copies.to_device(flat, buffer, allocated, written)
 
     def free(self, buffer: Tensor, read: Event) -> None:
         """Puts a buffer back into the pool. The next copy to the buffer starts after the event `read`."""
         self._free[buffer.numel(), buffer.dtype].append((buffer, read))
 
+    def finish_pass(self) -> None:
+        """Drops the events of all buffers, because later copies follow on the same streams. A captured copy cannot wait
+        for an event of an eager step, nor the reverse."""
+        num_free = 0
+        for key, entries in self._free.items():
+            self._free[key] = [(buffer, None) for buffer, _ in entries]
+            num_free += len(entries)
+        assert num_free == self.num_buffers, f"{self.num_buffers - num_free} host buffers are in use after a pass"
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Copy of a tensor that the compute stream has not waited for, with the device tensor if it must be kept."""
+
+    at: At
+    done: Event
+    tensor: Tensor | None
+
 
 class OffloadedTensor:
     """Storage of saved tensors, on the device, the host or both. It is freed with the last tensor that uses it."""
 
-    def __init__(self, tensor: Tensor, pool: BufferPool) -> None:
+    def __init__(self, tensor: Tensor, pool: BufferPool, unused: list[InFlight], at: At) -> None:
+        """`unused`: list to which the copy to the device is added if the storage is freed without having been used.
+        `at`: forward that saves the tensor."""
         num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._flat: Tensor | None = tensor.detach().as_strided((num_elements,), (1,), 0)
         self._device = tensor.device
         self._pool = pool
         self._buffer: Tensor | None = None
         self._copied: Event = None
+        self._reloading = False
+        """Whether a copy to the device has been started and the compute stream has not waited for it."""
+        self._unused, self._at = unused, at
         self.nbytes = self._flat.nbytes
 
-    def offload(self) -> Event:
-        """Starts the copy to the host and frees the device memory."""
-        assert self._flat is not None, "offloaded twice"
-        self._buffer, self._copied = self._pool.offload(self._flat)
-        self._flat = None
-        return self._copied
+    def offload(self, *, keep: bool) -> InFlight:
+        """Starts the copy to the host. `keep`: keeps the device memory until the result is released; otherwise it is
+        freed at the end of the copy."""
+        flat, self._flat = self._flat, None
+        assert flat is not None, "offloaded twice"
+        self._buffer, self._copied = self._pool.offload(flat, free_source=not keep)
+        return InFlight(self._at, self._copied, flat if keep else None)
 
     def reload(self) -> None:
         """Starts the copy to the device, unless the data are on the device or the copy has been started."""
         if self._flat is None:
             assert self._buffer is not None, "offloaded tensor is neither on the device nor on the host"
             self._flat, self._copied = self._pool.reload(self._buffer, self._copied, self._device)
+            self._reloading = True
 
     def on_device(self) -> Tensor:
         """Returns the storage as a flat device tensor, reloaded if necessary. The current stream waits for the copy."""
         self.reload()
         assert self._flat is not None
-        if self._buffer is not None:
+        if self._reloading:
             self._pool.copies.wait(self._copied)
+            self._reloading = False
         return self._flat
 
     def __del__(self) -> None:
+        if self._reloading:
+            self._unused.append(InFlight(self._at, self._copied, self._flat))
         if self._buffer is not None:
             self._pool.free(self._buffer, self._copied)
 
@@ -143,7 +176,7 @@ class OffloadGroup:
         storage, reference = known.get(key, (None, None))
         found = None if storage is None or reference is None or storage.expired() else reference()
         if found is None:
-            found = OffloadedTensor(tensor, self.offload.pool)
+            found = OffloadedTensor(tensor, self.offload.pool, self.offload.unused, self.microbatch.at)
             known[key] = StorageWeakRef(tensor.untyped_storage()), ref(found)
             self.tensors.append(ref(found))
             self.nbytes += found.nbytes
@@ -187,7 +220,10 @@ class ActivationOffload:
         self._next_backward: Mapping[At, At] = {}
         self._immediate: frozenset[At] = frozenset()
         """(microbatch, chunk) pairs whose backward immediately follows their forward on this rank."""
-        self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
+        self._in_flight: dict[str, deque[InFlight]] = defaultdict(deque)
+        """Module -> its copies to the host that the compute stream has not waited for, if their number is limited."""
+        self.unused: list[InFlight] = []
+        """Copies to the device of tensors that were freed before their use."""
         self._delayed: list[OffloadGroup] = []
         """Selected groups whose copies start after the next replay."""
 
@@ -201,6 +237,14 @@ class ActivationOffload:
         )
         self._microbatches.clear()
         self._delayed.clear()
+
+    def finish_pass(self) -> None:
+        """Makes the compute stream wait for all copies that nothing has waited for. Called at the end of a step."""
+        self._release(lambda copy: True)
+        for copy in self.unused:
+            self.pool.copies.wait(copy.done)
+        self.unused.clear()
+        self.pool.finish_pass()
 
     def begin_forward(self, at: At) -> None:
         """Starts a forward and selects its groups to offload. Groups opened from now on belong to this forward."""
@@ -243,13 +287,20 @@ class ActivationOffload:
     def _start(self, group: OffloadGroup) -> None:
         """Starts to offload a group; limits the number of unfinished copies of its module."""
         group.offloaded = bool(group.tensors)
-        in_flight = self._in_flight[group.module]
-        in_flight.extend(tensor.offload() for tensor in group.alive())
-        while (
-            self.config.fine_grained_offloading_max_inflight_offloads is not None
-            and len(in_flight) > self.config.fine_grained_offloading_max_inflight_offloads
-        ):
-            self.pool.copies.wait(in_flight.popleft())
+        limit, in_flight = self.config.fine_grained_offloading_max_inflight_offloads, self._in_flight[group.module]
+        for tensor in group.alive():
+            copy = tensor.offload(keep=limit is not None)
+            if limit is not None:
+                in_flight.append(copy)
+                if len(in_flight) > limit:
+                    self.pool.copies.wait(in_flight.popleft().done)
+
+    def _release(self, selects: Callable[[InFlight], bool]) -> None:
+        """Makes the compute stream wait for the selected copies to the host and frees their device memory."""
+        for module, in_flight in self._in_flight.items():
+            for copy in filter(selects, in_flight):
+                self.pool.copies.wait(copy.done)
+            self._in_flight[module] = deque(copy for copy in in_flight if not selects(copy))
 
     def begin_backward(self, group: OffloadGroup) -> None:
         """Starts to reload `group`, whose backward has begun, and the offloaded group whose backward comes next. A
@@ -258,6 +309,7 @@ class ActivationOffload:
             self._delayed.remove(group)
         group.reload()
         microbatch = group.microbatch
+        self._release(lambda copy: copy.at == microbatch.at)
         if not microbatch.reload_before(group.index) and microbatch.at in self._next_backward:
             following = self._microbatches.get(self._next_backward[microbatch.at])
             if following is not None and following is not self._current:

@@ -116,12 +116,11 @@ class HostCopies(Streams):
         into.copy_(source)
         return None
 
-    def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
+    def to_device(self, into: Tensor, source: Tensor, *after: Event) -> Event:
         """Copies `source`, on the host, to `into`, on the device. Returns an event that completes with the copy.
 
-        The copy waits for the events `after`, but not for the current stream. `source` must not change until the copy
-        has completed. `free_into`: allows the caller to free `into` immediately; its memory is not reused before the
-        end of the copy.
+        The copy waits for the events `after`, but not for the current stream. `source` must not change and `into` must
+        not be freed until the copy has completed.
         """
         into.copy_(source)
         return None
@@ -155,9 +154,9 @@ class CudaHostCopies(HostCopies, CudaStreams):
         with self.fork("to_host"):
             return self._copy(into, source, after, source if free_source else None)
 
-    def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
+    def to_device(self, into: Tensor, source: Tensor, *after: Event) -> Event:
         with self.on("to_device"):
-            return self._copy(into, source, after, into if free_into else None)
+            return self._copy(into, source, after, None)
 
     def synchronize(self, event: Event) -> None:
         if event is not None:

@@ -72,6 +72,8 @@ class Pipeline:
             offload.begin_pass(_computations(self._entries[config]))
         stage = RankStage(self, batches, take_loss, gradients)
         run_schedule(self._entries[config], stage, self.links, config.stages, streams or self._streams)
+        if offload is not None and gradients is not None:
+            offload.finish_pass()
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def restore() -> Iterator[None]:
 WHOLE = ("whole step",)
 
 
-def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
+def train(flags: list[str], modules: tuple[str, ...] = (), steps: int = STEPS) -> dict[str, Tensor]:
     """Losses and weights after a few steps, in which the routing changes with the weights and the data."""
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
@@ -51,7 +51,7 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
         cuda_graph_warmup_steps=2,
     )
     run = TimedRun(replace(plan, cuda_graphs=graphs))
-    figures = {f"loss {step}": run.step().loss for step in range(STEPS)}
+    figures = {f"loss {step}": run.step().loss for step in range(steps)}
     recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances
     assert (recorded is not None) == bool(modules)
     if recorded is not None:
@@ -75,6 +75,19 @@ def test_replayed_steps_are_bitwise_equal_to_eager_steps(recipe: str, routing: s
         EXACT.check_all(rerun, expected, "computed twice")
         for modules in (*recorded, WHOLE):
             EXACT.check_all(train(words, modules), expected, "+".join(modules))
+
+
+def test_offload_inside_graphs_of_whole_steps_is_bitwise_equal_to_eager_steps() -> None:
+    """Twenty replays with changing weights; captured copies use the pinned buffers of the eager steps."""
+    flags = ["--recipe", "q6", *SMALL.split(), *LAYERS["q6"].split(), "--lr", "1e-2", "--deterministic-mode"]
+    flags += ["--moe-expert-wgrad-interval", "1", "--train-iters", "40"]
+    moved = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1024 --offload-modules"
+    limit = "--fine-grained-offloading-max-inflight-offloads 2"
+    expected = train(flags, steps=22)
+    for modules in ("core_attn", "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"):
+        words = [*flags, *f"{moved} {modules} {limit}".split()]
+        EXACT.check_all(train(words, steps=22), expected, f"{modules}, eager")
+        EXACT.check_all(train(words, WHOLE, steps=22), expected, f"{modules}, whole step")
 
 
 @pytest.fixture

@@ -40,9 +40,9 @@ class RecordingHostCopies(HostCopies):
         self.events.append(("out", id(into)))
         return super().to_host(into, source, *after, free_source=free_source)
 
-    def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
+    def to_device(self, into: Tensor, source: Tensor, *after: Event) -> Event:
         self.events.append(("back", id(source)))
-        return super().to_device(into, source, *after, free_into=free_into)
+        return super().to_device(into, source, *after)
 
     def wait(self, event: Event) -> None:
         self.events.append(("wait", 0))
@@ -155,6 +155,35 @@ def test_a_group_is_reloaded_during_the_backward_of_the_next_one():
     assert len(late) <= len(waits) - half, (
         "the reload of the first layer starts before the end of the second one's backward"
     )
+
+
+def test_the_number_of_unfinished_copies_is_limited():
+    """The device memory of a copy is kept until the compute stream has waited for it."""
+    net = Net(offload(*MODULES, fine_grained_offloading_max_inflight_offloads=1))
+    net.offload.begin_pass([("forward", (0, 0)), ("forward", (1, 0)), ("backward", (0, 0)), ("backward", (1, 0))])
+    losses = [net.forward(number) for number in range(2)]
+    kept = [copy for in_flight in net.offload._in_flight.values() for copy in in_flight]
+    assert all(len(in_flight) <= 1 for in_flight in net.offload._in_flight.values())
+    assert kept and all(copy.tensor is not None and copy.at == (1, 0) for copy in kept)
+    losses[0].backward()
+    assert any(net.offload._in_flight.values()), "only copies of the microbatch in backward are waited for"
+    losses[1].backward()
+    assert not any(net.offload._in_flight.values())
+
+
+def test_copies_of_unused_tensors_are_waited_for_at_the_end_of_a_step():
+    """A tensor whose reload was started is freed with the graph of a loss that is not differentiated."""
+    net = Net(offload("core_attn"))
+    loss = net.forward(0)
+    group = net.offload._microbatches[0, 0].groups[0]
+    group.reload()
+    reloaded = len(group.alive())
+    assert reloaded and not net.offload.unused
+    del loss
+    assert len(net.offload.unused) == reloaded
+    net.copies.events.clear()
+    net.offload.finish_pass()
+    assert net.copies.events == [("wait", 0)] * reloaded and not net.offload.unused
 
 
 def test_groups_are_selected_by_fraction_bytes_and_last_use():

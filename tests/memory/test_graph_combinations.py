@@ -32,6 +32,11 @@ from tests.helpers.tolerances import EXACT
 
 WHOLE = CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)
 ROUTER = {"score_function": "sigmoid", "expert_bias": True, "balancing": ("seq_aux_loss",), "aux_loss_coeffs": (0.02,)}
+ON_HOST = ActivationOffloadConfig(
+    offload_modules=("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
+    min_offloaded_tensor_size=1,
+    fine_grained_offloading_max_inflight_offloads=2,
+)
 OVERLAP = DataParallelConfig(
     use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=500
 )
@@ -119,12 +124,24 @@ TAPED = {
     "stash, recompute, pairs": replace(
         ONE_RANK, memory=MemoryConfig(paged_stash=STASH, recompute=selective("layernorm", "moe_act")), pipeline=PAIRS
     ),
+    "all modules on the host": replace(ONE_RANK, memory=MemoryConfig(offload=ON_HOST)),
+    "attention on the host, stash, recompute, pairs": replace(
+        ONE_RANK,
+        memory=MemoryConfig(
+            offload=replace(ON_HOST, offload_modules=("core_attn",)), paged_stash=STASH, recompute=selective("moe_act")
+        ),
+        pipeline=PAIRS,
+    ),
     "later weight gradients": replace(ONE_RANK, pipeline=PipelineConfig(delay_wgrad_compute=True)),
 }
 """Cases whose whole steps and layers the strict stand-in captures: FP8 experts, which read row counts on the device."""
 MODULES = {"experts captured": modules("attn", "mlp", "moe"), "experts computed": modules("attn", "mlp", "moe_router")}
 ONE_KIND = {
     "whole layers again": (plan(memory=MemoryConfig(recompute=FULL)), WHOLE),
+    "all modules on the host, interleaved": (
+        replace(staged("Et|t|t|tL"), memory=MemoryConfig(offload=ON_HOST)),
+        WHOLE,
+    ),
     "experts on the host": (plan(memory=MemoryConfig(offload=MOVED)), modules("attn", "moe_router")),
     "experts on the host after the next replay": (
         plan(memory=MemoryConfig(offload=replace(MOVED, delay_offload_until_cuda_graph=True))),
@@ -185,8 +202,8 @@ def test_replays_equal_eager_steps(case: str) -> None:
 @pytest.mark.parametrize("case", thinned(TAPED))
 def test_replays_of_recorded_ops_equal_eager_steps(case: str) -> None:
     each = TAPED[case]
-    full = each.memory.recompute.recompute_granularity == "full"
-    check(each, {"whole step": WHOLE} | ({} if full else {"modules": MODULES["experts computed"]}))
+    only_whole = each.memory.recompute.recompute_granularity == "full" or each.memory.offload.offload_modules
+    check(each, {"whole step": WHOLE} | ({} if only_whole else {"modules": MODULES["experts computed"]}))
 
 
 @pytest.mark.parametrize("case", ONE_KIND)

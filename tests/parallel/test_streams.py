@@ -98,8 +98,8 @@ def test_memory_that_the_caller_frees_is_held_for_the_copy(cuda):
     copies = CudaHostCopies(GPU)
     host, device = FakeTensor(cuda, "host"), FakeTensor(cuda, "device")
     copies.to_host(host, device, free_source=True)
-    copies.to_device(device, host, free_into=True)
-    assert [line for line in cuda.log if "used by" in line] == ["device used by side 1", "device used by side 2"]
+    copies.to_device(device, host)
+    assert [line for line in cuda.log if "used by" in line] == ["device used by side 1"]
 
 
 def test_on_a_cpu_a_copy_has_finished_when_it_returns():
