@@ -211,6 +211,8 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
         min_layers=draft.pinned["num_layers"].value if "num_layers" in draft.pinned else None,
     )
     draft.put("num_layers", len(selected.layers), "one layer of every kind per stage")
+    by_id = patterns.pop("moe_n_hash_layers")
+    draft.lower("moe_n_hash_layers", sum(by_id[layer] for layer in selected.layers), "fewer layers route by token id")
     for name, entries in patterns.items():
         reduced = tuple(entries[layer] for layer in selected.layers)
         if name in derive.LAYER_NUMBERS and draft.value(name):
@@ -223,7 +225,7 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
     draft.put("pipeline_model_parallel_layout", selected.layout, reason)
 
 
-def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
+def _patterns(draft: Draft, num_layers: int) -> dict[str, tuple[Any, ...]]:
     """Returns flag name -> tuple with one entry per layer, for the flags whose value can differ between layers."""
     moe = derive.moe_layers(num_layers, draft.value("num_experts"), draft.value("moe_layer_freq"))
     mixers, feed_forwards = (derive.repeated(draft.value(name), num_layers) for name in ("mixer", "feed_forward"))
@@ -231,6 +233,7 @@ def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
     rotated = derive.rotated_layers(num_layers, draft.value("no_rope_freq"))
     return {
         "moe_layer_freq": tuple(map(int, moe)),
+        "moe_n_hash_layers": tuple(layer < draft.value("moe_n_hash_layers") for layer in range(num_layers)),
         "window_attn_skip_freq": tuple(map(int, windowed)),
         "no_rope_freq": tuple(int(not rope) for rope in rotated),
         "cp_comm_type": derive.context_exchanges(num_layers, draft.value("cp_comm_type")),
