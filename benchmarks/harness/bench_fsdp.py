@@ -5,8 +5,9 @@
 
 Writes `<date>-<machine>-fsdp-muon.md`, after every case, with step times, TFLOP/s by Megatron's formula, and the
 measured peak memory beside the closed form of the dry run. A case is compared with an earlier one, its baseline.
-Weights are drawn on the device. `--tiny` runs small models of the same settings on the CPU, where memory is not
-measured.
+Weights are drawn on the device. Without torchrun, the first of two ranks is timed alone: its communication takes no
+time, but its memory is that of two ranks. `--tiny` runs small models of the same settings on the CPU, where memory is
+not measured.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
 from benchmarks.harness.step_cases import EP2, MUON  # noqa: E402
-from benchmarks.harness.timed_run import Marks, TimedRun, plan_to_run, require_gpu, timed_steps  # noqa: E402
+from benchmarks.harness.timed_run import Marks, TimedRun, context_without_peers, plan_to_run, require_gpu, timed_steps  # noqa: E402
 from megatron_moe.config.attention import AttentionConfig  # noqa: E402
 from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
 from megatron_moe.config.mlp import MLPConfig  # noqa: E402
@@ -204,9 +205,15 @@ def peak_mib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
 
 
+def num_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def measured(plan: RunPlan, warmup: int, steps: int) -> Measurement:
-    """Times the steps of a run."""
-    run = TimedRun(plan, quick=True)
+    """Times the steps of a run, of which this process may be the only rank."""
+    device = "cpu" if plan.device == "cpu" else "cuda:0"
+    peers = num_processes() == plan.parallel.world_size
+    run = TimedRun(plan, quick=True, context=None if peers else context_without_peers(plan, device))
     try:
         timed_steps(run, warmup)
         reset_peak(run.context.device)
@@ -304,7 +311,8 @@ def report(rows: Sequence[str], cases: Sequence[Case], machine: str, command: st
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, weights drawn on the device. The median of the "
         "timed steps is reported. TFLOP/s per GPU by Megatron's formula, also for torch FSDP2. Peak: largest "
-        "allocation after the warm-up. Ratio: step time over that of the case in the column before."
+        "allocation after the warm-up. Ratio: step time over that of the case in the column before. "
+        + ("The first of two ranks runs alone: its communication takes no time. " if num_processes() == 1 else "")
     )
     lines = [f"# FSDP and Muon on {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows]
@@ -323,7 +331,7 @@ def outcomes(
     for index, case in enumerate(cases, start=1):
         found: Measurement | str
         try:
-            found = done[case.name] = measure(case, plan_to_run(case.words(tiny=tiny)))
+            found = done[case.name] = measure(case, plan_to_run(case.words(tiny=tiny), 2 - num_processes()))
         except (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError) as error:
             found = "failed: " + " ".join(f"{type(error).__name__}: {error}".split())[:300].replace("|", "\\|")
         rows.append(row(case, found, done))
@@ -350,10 +358,11 @@ def main(argv: list[str]) -> int:
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
-    size = os.environ.get("WORLD_SIZE", "1")
+    size, alone = num_processes(), num_processes() == 1
     machine = f"{size} CPU ranks" if options.tiny else f"{size}x{torch.cuda.get_device_name().replace('NVIDIA ', '')}"
-    chosen = [case for case in CASES if case.name in options.cases]
-    words = ["torchrun", "--nproc-per-node", size, "benchmarks/harness/bench_fsdp.py"]
+    chosen = [case for case in CASES if case.name in options.cases and not (alone and case.torch_fsdp2)]
+    words = ["python"] if alone else ["torchrun", "--nproc-per-node", f"{size}"]
+    words += ["benchmarks/harness/bench_fsdp.py"]
     words += [
         *(["--tiny"] if options.tiny else []),
         *([] if len(chosen) == len(CASES) else ["--cases", *options.cases]),
