@@ -213,12 +213,10 @@ def _expert_comm(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, stand_in: StandInTransport | None
 ) -> ExpertComm | None:
     """Communication state that all token dispatchers share; None for a model without MoE layers."""
-    moe = plan.model.moe_configs
-    kinds = {config.dispatcher for config in moe}
-    assert len(kinds) <= 1, f"different token dispatchers: {sorted(kinds)}"
-    if not moe:
+    experts = next(filter(None, (layer.feed_forward.routed_experts for layer in plan.model.layers)), None)
+    if experts is None:
         return None
-    return new_expert_comm(moe[0], context, kernels, overlaps_microbatches=plan.pipeline.overlap, stand_in=stand_in)
+    return new_expert_comm(experts, context, kernels, overlaps_microbatches=plan.pipeline.overlap, stand_in=stand_in)
 
 
 def _saved_tensor_policy(

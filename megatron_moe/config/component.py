@@ -210,6 +210,21 @@ class FeedForwardConfig(Component):
         """`MoEConfig` of the experts among which tokens are exchanged; None if there are none."""
         return None
 
+    @property
+    def num_routed_experts(self) -> int:
+        """Number of routed experts, which expert-parallel ranks share; 0 if there are none."""
+        return 0
+
+    @property
+    def can_overlap_microbatches(self) -> bool:
+        """Whether the exchange of tokens can overlap with computation of another microbatch."""
+        return True
+
+    @property
+    def selects_in_kernel(self) -> bool:
+        """Whether the `route` kernel selects the experts, so that a memory emulation can replace the selection."""
+        return True
+
     def exchange(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> TokenExchange | None:

@@ -322,6 +322,18 @@ class MoEConfig(FeedForwardConfig):
     def routed_experts(self) -> "MoEConfig":
         return self
 
+    @property
+    def num_routed_experts(self) -> int:
+        return self.router.num_experts
+
+    @property
+    def can_overlap_microbatches(self) -> bool:
+        return self.dispatcher != "allgather" and not self.shared_overlap
+
+    @property
+    def selects_in_kernel(self) -> bool:
+        return "sinkhorn" not in self.router.balancing
+
     def exchange(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> TokenExchange | None:

@@ -48,7 +48,7 @@ class Layouts:
         tps = [tp for tp in _divisors(self.world) if tp <= self.gpu.per_node]
         cps = [cp for cp in _divisors(self.world) if cp == 1 or (self.plan.data.seq_length >= LONG and cp <= MAX_CP)]
         pps = [pp for pp in _divisors(self.world) if pp <= len(model.layers)]
-        num_experts = model.moe_configs[0].experts.num_experts if model.moe_configs else 1
+        num_experts = max(layer.feed_forward.num_routed_experts for layer in model.layers) or 1
         eps = [ep for ep in _divisors(self.world) if num_experts % ep == 0]
         for tp, cp, pp, ep in product(tps, cps, pps, eps):
             for etp in sorted({1, tp}):
@@ -108,8 +108,7 @@ def overlapped(plan: RunPlan) -> RunPlan:
 
 def _may_overlap(plan: RunPlan) -> bool:
     """Whether the plan allows `--overlap-moe-expert-parallel-comm`."""
-    moe = plan.model.moe_configs
-    if plan.parallel.ep == 1 or not moe or any(each.dispatcher == "allgather" or each.shared_overlap for each in moe):
+    if plan.parallel.ep == 1 or not all(each.feed_forward.can_overlap_microbatches for each in plan.model.layers):
         return False
     staged = plan.parallel.pp == 1 or plan.layout.vpp > 1
     return plan.model.num_mtp <= 1 and staged and plan.precision.params == "bf16"
