@@ -15,7 +15,6 @@ BEST = "--micro-batch-size 8 --moe-expert-wgrad-interval 1"
 NO_OVERLAP = "--no-overlap-grad-reduce --no-overlap-param-gather"
 WHOLE = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 """Flags that capture whole steps, in the third warm-up step."""
-MB1_WHOLE = f"--micro-batch-size 1 {WHOLE} {NO_OVERLAP}"
 HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
 """Flags that drop half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight
 gradients."""

@@ -58,11 +58,3 @@ def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
         depth = count(model.mtp_parameters(UNSHARDED), active=active).total
         total += ParamCount(mtp=depth * model.mtp.num_distinct_layers)
     return total + count(ends)
-
-
-def count_expert_elements(model: ModelConfig) -> int:
-    """Number of parameters of all routed experts, including those in layers of multi-token prediction."""
-    layers = list(model.layers)
-    if model.mtp is not None:
-        layers += [model.mtp_layer] * model.mtp.num_distinct_layers
-    return sum(count(layer.parameters(UNSHARDED)).experts * times for layer, times in Counter(layers).items())
