@@ -48,8 +48,8 @@ def num_graphs(plan: RunPlan, layers_of_chunks: Sequence[Sequence[LayerConfig]],
         number = 0
         for layer in layers:
             number += 4 * sum(captured_parts(plan, layer))
-            if layer.feed_forward.routed_experts is not None and "moe" not in modules:
-                number += 4 * ("moe_router" in modules) + 2 * ("moe_preprocess" in modules and not exchanges)
+            inside = [name for name in modules if name.startswith(f"{layer.feed_forward.whole_module}_")]
+            number += 4 * ("moe_router" in inside) + 2 * ("moe_preprocess" in inside and not exchanges)
         graphs.append(number)
     return sum(graphs[chunk] for chunks in chunks_of_slots(entries) for chunk in chunks)
 
@@ -123,15 +123,13 @@ class GraphMemory:
         """Bytes of the output gradient of each matrix in the captured parts of a layer."""
         parallel, sizes, low = self.plan.parallel, self.sizes, self.plan.precision.low_precision
         column = LowCopies.of(low).column
-        experts = layer.feed_forward.routed_experts
-        rows = 0.0 if experts is None else experts.rows(parallel, sizes.residual, sizes.imbalance)
         found = [0.0]
         for part, _ in self._parts(layer):
             for spec in part.parameters(parallel):
                 if spec.meta.role == "matrix":
-                    is_expert, outputs = spec.active_experts is not None, len(spec.shape) - 2
-                    ranks = parallel.etp if is_expert else parallel.tp
+                    outputs, rows, ranks = len(spec.shape) - 2, float(sizes.inner), parallel.tp
+                    if spec.active_experts is not None:
+                        rows, ranks = sizes.residual * spec.active_experts * parallel.etp, parallel.etp
                     width = spec.shape[outputs] // (ranks if spec.meta.tp_dim == outputs else 1)
-                    size = column if spec.low and column else sizes.activation
-                    found.append((rows if is_expert else sizes.inner) * width * size)
+                    found.append(rows * width * (column if spec.low and column else sizes.activation))
         return found

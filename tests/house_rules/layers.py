@@ -15,6 +15,7 @@ PACKAGES = (
 
 NO_TORCH = (
     "config", "cost_model", "pipeline.actions", "pipeline.overlap", "pipeline.schedule", "pipeline.simulator",
+    "pipeline.slots",
     "planner", "parallel.grid", "optim.param_layout", "checkpoint.huggingface.config_map",
     "checkpoint.huggingface.config_write",
     "checkpoint.huggingface.config_reader", "resilience.packages",
