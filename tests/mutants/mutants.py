@@ -405,3 +405,35 @@ def train_samples_exclude_skipped_samples(original: Any) -> Any:
 def a_modified_input_keeps_its_quantised_copy(original: Any) -> Any:
     """A layer computes with the values before an in-place operation."""
     return lambda x, fmt, columnwise: getattr(x, "_copy", None)
+
+
+ENTRIES = "tests/model/test_compressed_attention.py::test_output_and_gradients_equal_the_formulas"
+
+
+@mutant("model.token_groups:TokenGroups.visible", f"{ENTRIES}[heavy-sequences]")
+def queries_see_entries_of_their_unfinished_group(original: Any) -> Any:
+    """A query sees an entry that contains later tokens."""
+    return lambda self, positions_C: original(self, positions_C + 1)
+
+
+@mutant("model.token_groups:TokenGroups.tokens_before", f"{ENTRIES}[few entries-sequences]")
+def entries_do_not_overlap(original: Any) -> Any:
+    """An entry counts its own group twice instead of the group before it."""
+    return lambda self, x_SBC: self.tokens(x_SBC)
+
+
+@mutant("model.query_rotation:grouped_output", f"{ENTRIES}[window-sequences]")
+def outputs_keep_the_rotation_of_their_keys(original: Any) -> Any:
+    """The output depends on absolute positions."""
+
+    def unrotated(context_SBND: Any, weight: Any, rotation: Any, groups: int) -> Any:
+        still = replace(rotation, cos_SBD=torch.ones_like(rotation.cos_SBD), sin_SBD=0 * rotation.sin_SBD)
+        return original(context_SBND, weight, still, groups)
+
+    return unrotated
+
+
+@mutant("model.entry_choice:AttentionTarget.probabilities", f"{ENTRIES}[few entries-sequences]")
+def targets_of_indexers_exclude_the_window(original: Any) -> Any:
+    """Heads that attend to the window count as much as those that attend to entries."""
+    return lambda self, rows: original(replace(self, lse_UBN=self.lse_UBN - 1e4), rows)
