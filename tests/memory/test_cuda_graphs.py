@@ -299,6 +299,28 @@ def test_every_in_flight_microbatch_has_its_own_slot():
     EXACT.check_all(found, expected, layout)
 
 
+def test_sent_gradients_are_not_in_the_memory_of_backwards():
+    """The backwards of other microbatches overwrite it while a gradient is sent."""
+    model = tiny.model(num_layers=2)
+    plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=4)), "Et|tL", 2)
+
+    def train(context):
+        trainer, sent = make_trainer(replace(plan, cuda_graphs=ALL), context), []
+        links = trainer.pipeline.links
+        send = links.send
+        links.send = lambda kind, tensor, *args: sent.append((kind, tensor.data_ptr())) or send(kind, tensor, *args)
+        run_steps(plan, trainer, TrainState(), 3)
+        backwards = [
+            forward._backward for each in trainer.pipeline.graph_instances for forward in each._forwards.values()
+        ]
+        memory = {tensor.data_ptr() for backward in backwards for tensor in backward._graph.outputs}
+        gradients = {address for kind, address in sent if kind == "gradient"}
+        assert len(memory) > 0 and not gradients & memory
+        return len(gradients)
+
+    assert on_threads(plan.parallel, train)[1] > 0
+
+
 def most_in_flight(entries) -> int:
     most = now = 0
     for action in computations(entries):
