@@ -186,14 +186,25 @@ def test_weights_of_two_layers_are_gathered_in_the_order_of_their_use() -> None:
     assert ("gather", "layers.1") in layers[last:], "backward gathers the weights again"
 
 
-@pytest.mark.parametrize("rule", ["muon", "lion"])
-def test_other_update_rules_and_clipped_logits_equal_zero_1(rule: str) -> None:
-    base = plan("expert parallel")
+@pytest.mark.parametrize(
+    ("rule", "layout", "config", "instances"),
+    [
+        ("muon", CASES["expert parallel"], ZERO_3, 1),
+        ("lion", CASES["expert parallel"], ZERO_3, 1),
+        pytest.param("adam", f"{ZERO} accumulation=2", BUFFERS, 1, marks=pytest.mark.slow),
+        pytest.param(
+            "muon",
+            "dp=4 zero=on overlap=grads balance=none attention=mla accumulation=2",
+            replace(ZERO_3, outer_dp_sharding_strategy="optim"),
+            2,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_update_rules_and_clipped_logits_equal_zero_1(
+    rule: str, layout: str, config: FSDPConfig, instances: int
+) -> None:
+    """--qk-clip multiplies rows of weights, which shards may cut."""
+    base = plan_of(cell_of(layout))
     optimizer = replace(base.optimizer, optimizer=rule, qk_clip=QKClipConfig(qk_clip_threshold=0.02))
-    base = replace(base, optimizer=optimizer)
-    found, expected = (
-        on_threads(each.parallel, lambda context, each=each: train(each, context)[0])
-        for each in (sharded(base, ZERO_3), base)
-    )
-    for mine, theirs in zip(found, expected, strict=True):
-        FP64_LAYOUT.check_all(mine, theirs, "losses, norms and weights")
+    compare(replace(base, optimizer=optimizer), config, instances)
