@@ -228,7 +228,8 @@ def _saved_tensor_policy(
             config, host_copies, stay_bytes=config.delta_offload_bytes_across_pp_ranks * pp_rank
         )
     if plan.memory.paged_stash is not None:
-        stash = PagedStash(plan.memory.paged_stash, pages_of_rank(plan, pp_rank), kernels)
+        pages, host_pages = (pages_of_rank(plan, pp_rank, host=host) for host in (False, True))
+        stash = PagedStash(plan.memory.paged_stash, pages, kernels, host_copies, host_pages)
     return SavedTensorPolicy(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
 
 

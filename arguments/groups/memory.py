@@ -6,7 +6,6 @@ from typing import Literal
 from arguments.flag import differs, flag, unsupported
 
 _ACTIVATIONS_STAY = "use --fine-grained-activation-offloading"
-_ON_DEVICE = "all pages are in device memory; see --moe-paged-stash-buffer-size-factor-cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +79,11 @@ class OffloadFlags:
         1.1, "relative to the peak of in-flight rows, computed from the schedule", least=0
     )
     """Size of the `--moe-paged-stash` device buffer, as a multiple of the size needed with evenly balanced experts."""
-    moe_paged_stash_buffer_size_factor_cpu: float = unsupported(0.0, _ON_DEVICE, harmless=True)
-    """Size of the `--moe-paged-stash` host buffer, as a multiple of the size needed with evenly balanced experts."""
+    moe_paged_stash_buffer_size_factor_cpu: float = differs(
+        0.0, "relative to the peak of in-flight rows, computed from the schedule", least=0
+    )
+    """Size of the `--moe-paged-stash` host buffer, as a multiple of the size needed with evenly balanced experts. Rows
+    are saved there when the device buffer is full."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
     """Number of bytes, per microbatch and model chunk, that each pipeline rank offloads less than the previous rank."""
     activation_offload_fraction: float = flag(1.0, least=0)

@@ -100,7 +100,7 @@ class RankBytes:
     staging: float = 0.0
     """Device memory for offloaded optimizer state during its update, at which time no activations are allocated."""
     on_host: float
-    """Activations in host memory, which `total` does not include."""
+    """Offloaded activations and host pages of the paged stash, which `total` does not include."""
 
     @property
     def kept(self) -> float:
@@ -279,7 +279,8 @@ class RankMemory:
             graphs=graphs,
             pools_persist=plan.cuda_graphs.full_iteration,
             staging=self._staging(rank),
-            on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),
+            on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True))
+            + self._host_pages(rank),
         )
 
     def moments(self, rank: int) -> list[Moment]:
@@ -330,6 +331,14 @@ class RankMemory:
     def moved_per_microbatch(self, rank: int) -> float:
         """Bytes of activations that a pipeline rank offloads to the host per microbatch, over all its model chunks."""
         return sum(self._chunk(rank, index).on_host for index in range(self.plan.layout.vpp))
+
+    def _host_pages(self, rank: int) -> float:
+        """Bytes of the host pages of a pipeline rank's paged stash."""
+        stash = self.plan.memory.paged_stash
+        if stash is None:
+            return 0.0
+        rows = sum(width * (num + 1) for width, num in _pages_of_rank(self, rank, host=True).items())
+        return rows * stash.moe_paged_stash_page_size * self.sizes.activation
 
     def tensors(self, layer: LayerConfig) -> list[SavedActivation]:
         """Tensors that a layer saves for one microbatch if nothing is recomputed or offloaded."""
@@ -542,12 +551,20 @@ def checkpoint_bytes(plan: RunPlan) -> int:
     return size + wide * (masters + state_values(plan))
 
 
-def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
-    """Row width in elements -> number of paged-stash pages that a pipeline rank needs. One in-flight tensor needs
-    ceil(rows at an even expert load * buffer size factor / page size) + 1 pages."""
-    assert plan.memory.paged_stash is not None, "the plan has no paged stash"
-    memory = RankMemory(plan)
-    chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]
+def pages_of_rank(plan: RunPlan, rank: int, *, host: bool = False) -> dict[int, int]:
+    """Row width in elements -> number of paged-stash pages that a pipeline rank needs, on the device or on the host.
+    One in-flight tensor needs ceil(rows at an even expert load * buffer size factor / page size) + 1 pages; no host
+    pages if their factor is 0."""
+    return _pages_of_rank(RankMemory(plan), rank, host=host)
+
+
+def _pages_of_rank(memory: RankMemory, rank: int, *, host: bool) -> dict[int, int]:
+    config = memory.plan.memory.paged_stash
+    assert config is not None, "the plan has no paged stash"
+    factor = config.moe_paged_stash_buffer_size_factor_cpu if host else config.moe_paged_stash_buffer_size_factor_cuda
+    if host and not factor:
+        return {}
+    chunks = [_pages_of(layers, memory, config, factor) for layers in memory.layers_of_chunks(rank)]
     peak: Counter[int] = Counter()
     for in_flight, _ in memory.moments(rank):
         now: Counter[int] = Counter()
@@ -557,13 +574,14 @@ def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
     return dict(peak)
 
 
-def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashConfig) -> Counter[int]:
-    """Row width in elements -> number of paged-stash pages that `layers` need for one microbatch."""
+def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashConfig, factor: float) -> Counter[int]:
+    """Row width in elements -> number of paged-stash pages that `layers` need for one microbatch. `factor`: capacity
+    divided by the rows of an even expert load."""
     found = Counter[int]()
     recompute = memory.plan.memory.recompute
     recomputed = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     for tensor in (tensor for layer in layers for tensor in memory.tensors(layer)):
         if tensor.even_rows and not set(tensor.recomputed_by) & set(recomputed):
-            rows = config.moe_paged_stash_buffer_size_factor_cuda * tensor.even_rows + tensor.padding_rows
+            rows = factor * tensor.even_rows + tensor.padding_rows
             found[tensor.row_width] += ceil(rows / config.moe_paged_stash_page_size) + 1
     return found

@@ -12,22 +12,34 @@ free."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pages:
-    """Pool of P pages of equal size. The free list is a ring buffer of page indices: allocation reads at `ends[0]`, and
-    freeing writes at `ends[1]`, both modulo P. Pages may therefore be freed in any order."""
+    """Pool of P pages of equal size in device memory and Q pages in host memory, with the indices P to P + Q - 1. An
+    allocation takes device pages first. Both have a free list, which is a ring buffer of page indices: allocation reads
+    at one end, and freeing writes at the other, modulo the number of pages. Pages may therefore be freed in any order.
+    """
 
     data_PLW: Tensor
-    """Page contents [P + 1, page size, W]; the last page is a dummy that receives discarded rows."""
+    """Contents of the device pages [P + 1, page size, W]; the last page is a dummy that receives discarded rows."""
+    host_QLW: Tensor
+    """Contents of the host pages [Q + 1, page size, W], in pinned memory, which kernels read and write directly; the
+    last page is a dummy. Without host pages it is in device memory."""
     free_P: Tensor
-    """Free list of page indices, int32 [P + 1]; the last element is a dummy for table entries without a page."""
+    """Free lists of page indices, int32 [P + Q + 1]: device pages, then host pages; the last element is a dummy for
+    table entries without a page."""
     ends: Tensor
-    """int64 [2]: number of pages allocated so far, and P plus the number of pages freed so far."""
+    """int64 [4]: number of device pages allocated so far, P plus the number of device pages freed so far, and the same
+    for host pages and Q."""
     overflowed: Tensor
     """int32 scalar: 1 once an allocation has failed."""
 
     @property
     def num(self) -> int:
-        """Number of pages, P."""
-        return len(self.free_P) - 1
+        """Number of device pages, P."""
+        return len(self.data_PLW) - 1
+
+    @property
+    def num_host(self) -> int:
+        """Number of host pages, Q."""
+        return len(self.host_QLW) - 1
 
     @property
     def page_size(self) -> int:
@@ -39,11 +51,19 @@ class Pages:
         return -(-num_rows // self.page_size)
 
 
-def make_pages(num: int, page_size: int, width: int, *, dtype: torch.dtype, device: torch.device) -> Pages:
-    """Allocates a pool of `num` free pages."""
+def make_pages(
+    num: int, page_size: int, width: int, *, dtype: torch.dtype, device: torch.device, host: Tensor | None = None
+) -> Pages:
+    """Allocates a pool of `num` free device pages. `host`: memory of the host pages and of one more page, a flat pinned
+    tensor; None for no host pages."""
+    if host is None:
+        host = torch.empty(page_size * width, dtype=dtype, device=device)
+    host_QLW = host.view(-1, page_size, width)
+    num_host = len(host_QLW) - 1
     return Pages(
         data_PLW=torch.empty(num + 1, page_size, width, dtype=dtype, device=device),
-        free_P=torch.arange(num + 1, dtype=torch.int32, device=device),
-        ends=torch.tensor([0, num], dtype=torch.int64, device=device),
+        host_QLW=host_QLW,
+        free_P=torch.arange(num + num_host + 1, dtype=torch.int32, device=device),
+        ends=torch.tensor([0, num, 0, num_host], dtype=torch.int64, device=device),
         overflowed=torch.zeros((), dtype=torch.int32, device=device),
     )

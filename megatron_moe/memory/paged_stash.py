@@ -2,11 +2,13 @@
 
 Row counts that are known only on the device force expert tensors to be allocated for the worst case. To save memory,
 only their used rows are saved for backward, in pages shared by all layers and microbatches. Backward copies them to a
-temporary worst-case tensor. None of this synchronises the host. If too few pages are free, the restored rows are NaN,
-so the gradients are non-finite and every rank rejects the training step.
+temporary worst-case tensor. None of this synchronises the host. If no device page is free, rows are saved in pages of
+pinned host memory, which kernels read and write directly. If too few pages are free there, too, the restored rows are
+NaN, so the gradients are non-finite and every rank rejects the training step.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,16 +17,25 @@ from megatron_moe.config.memory import PagedStashConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.pages import Pages, make_pages
 from megatron_moe.memory.output_discard import PackedTensor, storage_of
+from megatron_moe.parallel.streams import HostCopies
 
 
 class PagedStash:
     """Page pools of one rank, one per row width. Each pool is allocated at first use."""
 
-    def __init__(self, config: PagedStashConfig, num_pages: Mapping[int, int], kernels: Kernels) -> None:
-        """`num_pages`: row width (elements per row) -> number of pages. Tensors of other widths are saved whole."""
+    def __init__(
+        self,
+        config: PagedStashConfig,
+        num_pages: Mapping[int, int],
+        kernels: Kernels,
+        copies: HostCopies,
+        num_host_pages: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """`num_pages`, `num_host_pages`: row width (elements per row) -> number of pages on the device, or on the host.
+        Tensors of other widths are saved whole. `copies` allocates host memory."""
         self.config = config
         self.kernels = kernels
-        self._num_pages = num_pages
+        self._num_pages, self._num_host_pages, self._copies = num_pages, num_host_pages, copies
         self._pages: dict[int, Pages] = {}
 
     def open(self, rows_RW: Tensor, valid: Tensor) -> "_RowsPolicy":
@@ -37,19 +48,22 @@ class PagedStash:
         if width not in self._num_pages:
             return None
         if width not in self._pages:
+            page_size, num_host = self.config.moe_paged_stash_page_size, self._num_host_pages.get(width, 0)
             self._pages[width] = make_pages(
                 self._num_pages[width],
-                self.config.moe_paged_stash_page_size,
+                page_size,
                 width,
                 dtype=rows_RW.dtype,
                 device=rows_RW.device,
+                host=self._copies.host_buffer((num_host + 1) * page_size * width, rows_RW.dtype) if num_host else None,
             )
         return self._pages[width]
 
     def buffers(self) -> list[Tensor]:
-        """All tensors of the page pools allocated so far: pages, free lists, counters and overflow flags."""
+        """Device tensors of the page pools allocated so far: pages, free lists, counters and overflow flags."""
         every = self._pages.values()
-        return [buffer for p in every for buffer in (p.data_PLW, p.free_P, p.ends, p.overflowed)]
+        found = [buffer for p in every for buffer in (p.data_PLW, p.free_P, p.ends, p.overflowed)]
+        return found + [p.host_QLW for p in every if not p.num_host]
 
     def overflowed(self) -> bool:
         """Whether too few pages were free at any time since the last call. Synchronises with the device."""

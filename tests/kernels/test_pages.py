@@ -17,8 +17,9 @@ ROWS, WIDTH, PAGE = 22, 5, 4
 BACKENDS = {"reference": reference, "triton": triton_kernels}
 
 
-def make(number: int) -> Pages:
-    return make_pages(number, PAGE, WIDTH, dtype=torch.float32, device=torch.device("cpu"))
+def make(number: int, num_host: int = 0) -> Pages:
+    host = torch.zeros((num_host + 1) * PAGE * WIDTH) if num_host else None
+    return make_pages(number, PAGE, WIDTH, dtype=torch.float32, device=torch.device("cpu"), host=host)
 
 
 def rows(seed: int) -> Tensor:
@@ -29,9 +30,10 @@ def count(number: int) -> Tensor:
     return torch.tensor(number, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("num_host", [0, 5, 11, 17])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_pages_are_freed_in_any_order_without_overwriting_others(name: str) -> None:
-    kernels, pages, order = BACKENDS[name], make(17), random.Random(1)
+def test_pages_are_freed_in_any_order_without_overwriting_others(name: str, num_host: int) -> None:
+    kernels, pages, order = BACKENDS[name], make(17 - num_host, num_host), random.Random(1)
     waiting: list[tuple[Tensor, int, int]] = []
     for number in range(40):
         if len(waiting) == 3:
@@ -73,8 +75,25 @@ def test_zero_rows_allocate_no_page(name: str) -> None:
     assert pages.ends.tolist() == make(5).ends.tolist() and not pages.overflowed
 
 
-def test_triton_page_tables_match_the_reference() -> None:
-    mine, theirs = make(9), make(9)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_host_pages_are_used_while_no_device_page_is_free(name: str) -> None:
+    kernels, pages = BACKENDS[name], make(3, 4)
+    first = kernels.pack_rows(rows(0), count(8), pages)
+    second = kernels.pack_rows(rows(1), count(12), pages)
+    assert first.tolist()[:2] == [0, 1] and second.tolist()[:3] == [2, 3, 4] and not pages.overflowed
+    EXACT.check(pages.host_QLW[:2].flatten(0, 1), rows(1)[PAGE : 3 * PAGE], "contents of the host pages")
+    kernels.free_pages(first, pages)
+    third = kernels.pack_rows(rows(2), count(16), pages)
+    assert third.tolist()[:4] == [0, 1, 5, 6], "device pages first"
+    fourth = kernels.pack_rows(rows(3), count(4), pages)
+    assert fourth[0] == NO_ROOM and pages.overflowed
+    for table, seed, used in ((second, 1, 12), (third, 2, 16)):
+        EXACT.check(kernels.unpack_rows(table, ROWS, pages)[:used], rows(seed)[:used], f"rows {seed}")
+
+
+@pytest.mark.parametrize("num_host", [0, 4, 9])
+def test_triton_page_tables_match_the_reference(num_host: int) -> None:
+    mine, theirs = make(9 - num_host, num_host), make(9 - num_host, num_host)
     tables: list[tuple[Tensor, Tensor]] = []
     for number, used in enumerate((5, 0, 22, 16, 1, 9)):
         view = torch.cat([rows(number), rows(9)], dim=1)[:, :WIDTH]  # rows with gaps between them

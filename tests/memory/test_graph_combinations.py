@@ -138,10 +138,7 @@ TAPED = {
 MODULES = {"experts captured": modules("attn", "mlp", "moe"), "experts computed": modules("attn", "mlp", "moe_router")}
 ONE_KIND = {
     "whole layers again": (plan(memory=MemoryConfig(recompute=FULL)), WHOLE),
-    "all modules on the host, interleaved": (
-        replace(staged("Et|t|t|tL"), memory=MemoryConfig(offload=ON_HOST)),
-        WHOLE,
-    ),
+    "all modules on the host, interleaved": (replace(staged("Et|t|t|tL"), memory=MemoryConfig(offload=ON_HOST)), WHOLE),
     "experts on the host": (plan(memory=MemoryConfig(offload=MOVED)), modules("attn", "moe_router")),
     "experts on the host after the next replay": (
         plan(memory=MemoryConfig(offload=replace(MOVED, delay_offload_until_cuda_graph=True))),

@@ -61,6 +61,7 @@ def figures_and_free_pages(plan: RunPlan, context: ParallelContext) -> dict[str,
         stash = stash_of(trainer)
         assert stash._pages and not stash.overflowed()
         for pages in stash._pages.values():
+            assert (pages.ends[2] > 0) == (pages.num_host > 0) and pages.ends[3] - pages.ends[2] == pages.num_host
             assert pages.ends[1] - pages.ends[0] == pages.num and pages.ends[0] > 0, "every page is free again"
             assert sorted(pages.free_P[: pages.num].tolist()) == list(range(pages.num))
     return figures
@@ -76,6 +77,29 @@ def check_identical(plain: RunPlan, paged: RunPlan) -> None:
 def test_steps_with_expert_parallelism_are_identical_to_the_bit() -> None:
     """The activation is recomputed from an output that was unpacked from pages."""
     check_identical(over_experts(None), over_experts(None, memory=MemoryConfig(paged_stash=PAGES, recompute=ACT)))
+
+
+def test_rows_that_do_not_fit_on_the_device_are_saved_on_the_host() -> None:
+    """The device has pages for a quarter of the rows of an even load, and one for each tensor."""
+    config = PagedStashConfig(
+        moe_paged_stash_page_size=4,
+        moe_paged_stash_buffer_size_factor_cuda=0.25,
+        moe_paged_stash_buffer_size_factor_cpu=4.0,
+    )
+    spilled = over_experts(config)
+    check_identical(over_experts(None), spilled)
+    host = pages_of_rank(spilled, 0, host=True)
+    assert host == pages_of_rank(over_experts(PAGES), 0) and pages_of_rank(over_experts(PAGES), 0, host=True) == {}
+    size = sum(width * (num + 1) for width, num in host.items()) * config.moe_paged_stash_page_size
+    number = RankMemory(spilled).sizes.activation
+    assert RankMemory(spilled).of_rank(0).on_host == size * number
+    emulated = {"emulation": EmulationConfig(), "kernels": KernelConfig()}
+    on_device = over_experts(replace(config, moe_paged_stash_buffer_size_factor_cpu=0.0))
+    found = [
+        emulate_rank(replace(each, **emulated), 1, torch.device("meta"), num_microbatches=2).timeline.peak()
+        for each in (spilled, on_device)
+    ]
+    assert found[0].total <= found[1].total, "host pages are not device memory"
 
 
 def test_biases_of_experts_save_no_rows() -> None:
