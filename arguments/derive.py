@@ -294,6 +294,13 @@ def save_folder(flags: Flags) -> Path | None:
     return Path(flags.run_dir) / "checkpoints" if saves or not flags.mock_data else None
 
 
+def residual_connection(flags: Flags) -> str:
+    """Name of the residual connection of all layers, in registry `RESIDUALS`."""
+    if flags.residual_connection != "auto":
+        return str(flags.residual_connection)
+    return "hyper_connections" if flags.enable_hyper_connections else "added"
+
+
 def padded_vocab_size(flags: Flags, vocab_size: int) -> int:
     """Number of embedding rows: `--padded-vocab-size` if given, else `vocab_size` plus the requested padding."""
     if flags.padded_vocab_size is not None:

@@ -85,13 +85,12 @@ def _hashed(layer: LayerConfig, vocab_size: int) -> LayerConfig:
 
 
 def _layer(flags: Flags, mixer: MixerConfig, feed_forward: FeedForwardConfig) -> LayerConfig:
-    residual = "hyper_connections" if flags.enable_hyper_connections else "added"
     return LayerConfig(
         mixer=mixer,
         feed_forward=feed_forward,
         norm=_norm(flags),
         hidden_dropout=flags.hidden_dropout,
-        residual=RESIDUALS.get(residual)(flags),
+        residual=RESIDUALS.get(flags.residual_connection)(flags),
     )
 
 
@@ -431,6 +430,7 @@ def _shared(flags: Flags) -> SharedExpertsConfig | None:
     return SharedExpertsConfig(mlp=mlp, gate=flags.moe_shared_expert_gate)
 
 
+RESIDUALS.register("auto", lambda flags: RESIDUALS.get(derive.residual_connection(flags))(flags))
 RESIDUALS.register("added", _added)
 RESIDUALS.register("hyper_connections", _hyper_connections)
 MIXERS.register("auto", _mixers)

@@ -42,7 +42,8 @@ def full_recompute_has_no_modules(flags: RuleFlags) -> Violations:
 
 def recompute_modules_exist(flags: RuleFlags) -> Violations:
     """A module that belongs to an optional feature exists only if the feature is enabled."""
-    if "mhc" in (flags.recompute_modules or ()) and not flags.enable_hyper_connections:
+    has_streams = derive.residual_connection(flags) == "hyper_connections"
+    if "mhc" in (flags.recompute_modules or ()) and not has_streams:
         yield "--recompute-modules mhc has nothing to recompute: there are no hyper-connections", "leave out mhc"
     elif "mla_up_proj" in (flags.recompute_modules or ()) and not flags.multi_latent_attention:
         yield (

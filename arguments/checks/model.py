@@ -54,9 +54,10 @@ def clamp_needs_gate(flags: RuleFlags) -> Violations:
 
 def hyper_connections_read_before_the_norm(flags: RuleFlags) -> Violations:
     """Hyper-connections define what is added to the residual streams."""
-    if flags.enable_hyper_connections and flags.apply_residual_connection_post_layernorm:
+    name = derive.residual_connection(flags)
+    if name == "hyper_connections" and flags.apply_residual_connection_post_layernorm:
         yield (
-            "--enable-hyper-connections cannot be combined with --apply-residual-connection-post-layernorm",
+            f"the residual connection {name} cannot be combined with --apply-residual-connection-post-layernorm",
             "leave out one of them",
         )
 

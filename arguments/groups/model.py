@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from arguments.flag import REQUIRED, differs, flag, new_flag, refused, unsupported
 from arguments.values import FilePath, LayerPattern
-from megatron_moe.config.registry import ACTIVATIONS, FEED_FORWARDS, MIXERS
+from megatron_moe.config.registry import ACTIVATIONS, FEED_FORWARDS, MIXERS, RESIDUALS
 
 _GATED = "applies to all gated MLPs, dense ones included"
 
@@ -139,6 +139,9 @@ class ModelFlags:
     calculate_per_token_loss: bool = flag(False)
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""
 
+    residual_connection: Annotated[str, RESIDUALS] = new_flag("auto")
+    """Residual connection of all layers. auto: hyper_connections with `--enable-hyper-connections`, else added.
+    Imported files may add connections (see `--import`)."""
     enable_hyper_connections: bool = flag(False, names=("--enable-mhc-connections",))
     """Use several residual streams with learned connections (hyper-connections)."""
     spec: tuple[str, ...] | None = refused(

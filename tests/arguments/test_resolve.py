@@ -10,6 +10,7 @@ from arguments.errors import FlagErrors
 from arguments.read import read_plan
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
@@ -517,6 +518,22 @@ def test_flags_of_data_model_and_training_loop():
     assert (logging.log_memory_interval, logging.log_device_memory_used) == (5, True)
     assert plan.model.init.method == "xavier_uniform"
     assert all(layer.residual == AddedResidual(from_norm=True) for layer in plan.model.layers)
+
+
+def test_residual_connections():
+    sizes = "--num-residual-streams 3 --mhc-sinkhorn-iterations 7 --mhc-init-gating-factor 0.5 --norm-epsilon 1e-6"
+    expected = HyperConnectionsConfig(num_streams=3, sinkhorn_iterations=7, init_gating_factor=0.5, norm_eps=1e-6)
+    for switch in ("--enable-mhc-connections", "--residual-connection hyper_connections"):
+        assert {layer.residual for layer in plan_of(f"{switch} {sizes}").model.layers} == {expected}
+    assert {layer.residual for layer in plan_of(sizes).model.layers} == {AddedResidual()}
+
+
+def test_hash_layers_are_the_first_layers():
+    router = "--moe-layer-freq 1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    plan = plan_of(f"--moe-n-hash-layers 1 {router} --padded-vocab-size 1024")
+    first, *others = (layer.moe.router for layer in plan.model.layers)
+    assert (first.hash_vocab_size, first.expert_bias) == (1024, False)
+    assert others and all((each.hash_vocab_size, each.expert_bias) == (None, True) for each in others)
 
 
 def test_the_two_files_of_gpt2():
