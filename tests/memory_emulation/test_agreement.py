@@ -1,7 +1,7 @@
 """Memory of the dry run agrees with that of the emulated run for every shipped recipe.
 
 `python -m tests.memory_emulation.test_agreement [RECIPE ...]` prints the table of
-`benchmarks/2026-11-21-2-cores-agreement.md`, by default for all recipes that can be emulated.
+`benchmarks/2026-11-21-2-cores-agreement.md`, by default for all recipes.
 """
 
 import sys
@@ -43,8 +43,6 @@ WITHIN = 0.03
 """Relative tolerance."""
 SMALL = ("quickstart", "q6", "m8", "ds4", "olmoe-1b-7b-h100-8")
 STATE = ("weights", "gradients", "master weights", "moments")
-FEATURES = frozenset({"deepseek-v4-flash-gb200-128", "deepseek-v4-pro-gb300-256"})
-"""Recipes whose layers are not available."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,6 @@ class Compared:
     def ratio(self) -> float:
         """Emulated over closed form."""
         return self.peak / self.closed.total
-
-
-def can_be_emulated() -> list[str]:
-    """Recipes whose layers are available."""
-    return [name for name in recipe_names() if name not in FEATURES]
 
 
 def without_hardware(recipe: str) -> tuple[Settings, list[str]]:
@@ -137,7 +130,7 @@ def test_closed_form_and_emulation_agree(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in can_be_emulated() if name not in SMALL])
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name not in SMALL])
 def test_closed_form_and_emulation_agree_for_every_recipe(name: str) -> None:
     assert abs(compare(plan_of(name)).ratio - 1) < WITHIN
 
@@ -148,11 +141,6 @@ def test_peak_over_four_gpus_is_at_most_that_of_megatron(name: str, mebibytes: i
     """Megatron-Core's peaks were measured on four H200s."""
     compared = compare(plan_of(name))
     assert max(compared.peak, compared.closed.total) <= mebibytes << 20
-
-
-@pytest.mark.parametrize("name", sorted(FEATURES))
-def test_excluded_recipes_need_unavailable_layers(name: str) -> None:
-    assert missing(without_hardware(name)[0], 1024)
 
 
 def test_standard_permutation_saves_the_expert_outputs() -> None:
@@ -459,7 +447,7 @@ def test_attention_recompute_frees_the_values_of_dropout() -> None:
 
 
 def main(names: list[str]) -> None:
-    for name in names or can_be_emulated():
+    for name in names or recipe_names():
         print(line(name, compare(plan_of(name)), without_hardware(name)[1]), flush=True)
 
 
