@@ -119,7 +119,8 @@ class LinearAttentionConfig(MixerConfig):
         return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """The output gate is a part of the projection's output, and q, k and v are parts of the convolution's."""
+        """Saved tensors. The output gate is a view of the output of the projection; q, k and v are views of that of the
+        convolution."""
         shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation
         tensor, heads = partial(saved_tensor, "attention"), tokens * shard.num_value_heads
         mixed = tokens * sum(shard.mixed_sections)

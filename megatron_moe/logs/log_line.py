@@ -137,10 +137,10 @@ def perplexity(loss: float) -> float:
 
 def step_line(report: StepReport, config: LoggingConfig) -> str:
     """Formats a report as one log line, in the style that `--log-style` selects."""
-    return short_line(report) if config.log_style == "short" else megatron_line(report, config)
+    return short_log_line(report) if config.log_style == "short" else megatron_log_line(report, config)
 
 
-def megatron_line(report: StepReport, config: LoggingConfig) -> str:
+def megatron_log_line(report: StepReport, config: LoggingConfig) -> str:
     """Formats Megatron's log line of an iteration. `--log-throughput` adds TFLOP/s, tokens/s and MFU."""
     parts = [
         f" [{report.when:%Y-%m-%d %H:%M:%S.%f}] iteration {report.iteration:8d}/{report.train_iters:8d}",
@@ -172,7 +172,7 @@ def megatron_line(report: StepReport, config: LoggingConfig) -> str:
     return "".join(f"{part} |" for part in parts)
 
 
-def short_line(report: StepReport) -> str:
+def short_log_line(report: StepReport) -> str:
     """Log line of at most 120 columns: iteration, time left, loss, gradient norm, learning rate, speed, expert load."""
     width = len(str(report.train_iters))
     parts = [

@@ -57,7 +57,7 @@ class RoutingRecorder:
             self._ids[layer] = ids_TK.to(torch.int16)
 
     def whole_ids(self, tokens: TokenMeta) -> Tensor:
-        """Choices of all positions of this rank's sequences, int16 [B, S, L, K], on the device; -1: no expert.
+        """Choices of all positions of this rank's sequences, int16 [B, S, L, K], on the device; -1 means no expert.
 
         Call on all ranks that share the sequences. Communication: an all-gather over tp (with sequence parallelism)
         and one over cp, of 2 bytes per choice. Raises ValueError if a layer has recorded nothing.

@@ -29,7 +29,7 @@ class MemoryOption:
     apply: Callable[[RunPlan], RunPlan]
 
 
-def modules_of(model: ModelConfig) -> tuple[str, ...]:
+def recomputable_modules(model: ModelConfig) -> tuple[str, ...]:
     """Modules of `SELECTIVE` that the model has and can recompute."""
     present = {"layernorm"}
     for layer in dict.fromkeys(model.layers):
@@ -94,7 +94,7 @@ def _activation_options(plan: RunPlan) -> list[MemoryOption]:
         return []
     on = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     found = []
-    for module in modules_of(plan.model):
+    for module in recomputable_modules(plan.model):
         if module not in on and "moe" not in on and not (module == "moe" and overlap):
             names = (*on, module)
             flags = f"--recompute-granularity selective --recompute-modules {' '.join(names)}"

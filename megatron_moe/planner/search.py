@@ -18,7 +18,7 @@ from megatron_moe.cost_model.placement import Placements
 from megatron_moe.planner.estimator import Estimator, StepEstimate
 from megatron_moe.planner.layouts import LayoutGrid, Layouts, overlapped
 from megatron_moe.planner.memory_options import (
-    modules_of,
+    recomputable_modules,
     with_bf16_moments,
     with_full_recompute,
     with_host_optimizer,
@@ -190,7 +190,7 @@ class Planner:
     def _candidates(self, plain: RunPlan, memory: RankMemory, before: RankBytes) -> Iterator[RunPlan]:
         """Variants of the plan with sets of options that may save enough memory, cheapest first."""
         excess = before.total - self.room
-        singles = [with_recompute(plain, [name]) for name in modules_of(plain.model)]
+        singles = [with_recompute(plain, [name]) for name in recomputable_modules(plain.model)]
         singles += [with_offload(plain, names) for names in self._offloads if names]
         gains: dict[object, float] = {(): 0.0}
         for each in singles:
@@ -205,7 +205,7 @@ class Planner:
 
     def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
         """Yields variants of the plan: combinations of selective recompute and offload, then full recompute."""
-        every = modules_of(plain.model)
+        every = recomputable_modules(plain.model)
         modules = [name for name in every if name != "moe"]
         sets = chain.from_iterable(combinations(modules, count) for count in range(len(modules) + 1))
         for names in sets:

@@ -63,7 +63,7 @@ def test_variables_that_are_set_are_kept_and_differences_noted():
 
 
 def test_variables_that_change_recipes_of_transformer_engine_are_rejected():
-    """They would select a precision that is not implemented here. Their default 0 is accepted."""
+    """The variables would select a precision that is not implemented here. Their default 0 is accepted."""
     fp8 = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"
     changed = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
     with pytest.raises(FlagErrors, match="NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, which changes recipes"):

@@ -473,7 +473,7 @@ def test_overlap_is_disabled_without_communication():
         plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAP}")
         assert plan.data_parallel == DataParallelConfig(use_distributed_optimizer=True)
     heads = "--no-group-query-attention --num-attention-heads 8"
-    for ranks in (  # copies of everything, and of the experts alone
+    for ranks in (  # replicas of all parameters, then of the experts only
         "--context-parallel-size 8",
         "--tensor-model-parallel-size 8 --sequence-parallel --expert-tensor-parallel-size 1",
     ):

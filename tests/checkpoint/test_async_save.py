@@ -118,7 +118,7 @@ def test_no_checkpoint_is_visible_until_the_last_rank_has_written(tmp_path: Path
 
 
 def test_a_failure_in_the_thread_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
-    """Fault 6, fault 7: `--on-save-failure` as for a plain save."""
+    """`--on-save-failure` applies as to a synchronous save."""
 
     def fail(number: int, operation: str, path: Path) -> OSError | None:
         return disk_full(number, operation, path) if operation == "write" else None

@@ -76,7 +76,7 @@ def change_config(folder: Path, **values: object) -> None:
 
 
 def refusal(folder: Path, config: ModelConfig) -> str:
-    """The message with which loading is refused; nothing of the model has changed then."""
+    """Message of the error that loading raises. Asserts that it left the model unchanged."""
     model = new_model(config)
     with pytest.raises(CheckpointProblem) as caught:
         load_hf(folder, model, config)

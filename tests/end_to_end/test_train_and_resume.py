@@ -48,7 +48,7 @@ def test_validation_is_reported_and_falls(whole_run):
 
 
 def test_twelve_iterations_equal_six_and_six(whole_run, data, tmp_path):
-    """P3, with asynchronous checkpoints."""
+    """Checkpoints are written asynchronously."""
     whole, _ = whole_run
     run = tmp_path / "run"
     command = arguments(data, run, "--save-interval", "3", "--async-save")

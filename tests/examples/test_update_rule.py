@@ -26,7 +26,7 @@ LAYOUTS = (
     "dp=2",
     "tp=2 sp=on",
     "dp=2 ep=2 zero=on dispatcher=alltoall",
-    "pp=2 accumulation=4 zero=on",
+    "pp=2 accumulation=4 zero=on recompute=small",
     "tp=2 sp=on dp=2 etp=2 zero=on dispatcher=alltoall shared=on",
     "dp=4 ep=2 zero=on overlap=params dispatcher=alltoall attention=mla",
 )

@@ -92,7 +92,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/checkpoint/test_manifest.py::test_an_inconsistent_manifest_with_a_valid_checksum_is_rejected",
             _LOAD + "test_a_manifest_with_a_huge_tensor_is_rejected_before_allocation",
         ),
-        23: ("tests/train/test_resharding.py::test_p4_checkpoint_resumes_on_another_layout",),
+        23: ("tests/train/test_resharding.py::test_a_checkpoint_resumes_on_another_layout",),
         24: (
             _RESUME + "test_changed_sequence_length_is_rejected",
             _RESUME + "test_changed_learning_rate_is_rejected_only_with_optimizer_state",

@@ -11,7 +11,7 @@ from tests.helpers.ranks import free_port
 
 
 def test_a_stopped_rank_is_named_by_its_peer(data: str, tmp_path: Path) -> None:
-    """P7, fault 30: exit code 10 in time, the last collective, and the rank without stacks."""
+    """The run exits with code 10 in time and reports the last collective and the rank without stacks."""
     run, port = tmp_path / "run", free_port()
     argv = arguments(data, run, "--train-iters", "100000", "--eval-iters", "0", "--step-deadline", "12")
     ranks = [start(argv, rank, 2, port) for rank in range(2)]

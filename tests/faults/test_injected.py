@@ -42,7 +42,6 @@ def outcome(folder: Path, name: str) -> dict:
 
 @pytest.mark.parametrize(("name", "own"), [("kill", -9), ("segfault", -11)])
 def test_peers_of_a_lost_rank_exit_with_code_11_and_name_it(folder: Path, name: str, own: int) -> None:
-    """P8, faults 3 and 32."""
     found = outcome_without_report(folder, name, own)
     if name == "segfault":
         assert "Fatal Python error: Segmentation fault" in found["said"][1] and "fault_injection.py" in found["said"][1]
@@ -59,13 +58,12 @@ def outcome_without_report(folder: Path, name: str, own: int) -> dict:
 
 
 def test_the_first_failed_rank_is_reported_with_its_reason(folder: Path) -> None:
-    """P8, fault 31: only the failed rank prints its traceback."""
+    """Only the failed rank prints its traceback."""
     check_reported(folder, "exception", 1, "InjectedFault")
 
 
 @pytest.mark.slow
 def test_a_rank_that_exits_or_runs_out_of_memory_is_reported(nightly_folder: Path) -> None:
-    """P8, faults 32 and 33."""
     outcome_without_report(nightly_folder, "exit", 1)
     check_reported(nightly_folder, "memory", 7, "out of memory")
 
@@ -73,7 +71,7 @@ def test_a_rank_that_exits_or_runs_out_of_memory_is_reported(nightly_folder: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("backward", 75), ("save", 75), ("end", 0)])
 def test_a_signal_in_any_phase_leads_to_a_checkpoint(nightly_folder: Path, name: str, code: int) -> None:
-    """P12, fault 27: in backward, in a save, and after the last step."""
+    """The signal arrives in backward, in a save, or after the last step."""
     name = "signal at the end" if name == "end" else f"signal in {name}"
     found = outcome(nightly_folder, name)
     assert found["codes"] == [code] * NUM_RANKS, found["said"]
@@ -84,7 +82,7 @@ def test_a_signal_in_any_phase_leads_to_a_checkpoint(nightly_folder: Path, name:
 
 @pytest.mark.slow
 def test_a_hanging_save_exits_with_code_10(nightly_folder: Path) -> None:
-    """P7, faults 8 and 30: the save timeout expires and no checkpoint remains."""
+    """The save timeout expires and no checkpoint remains."""
     found = outcome(nightly_folder, "hang in save")
     assert found["codes"] == [10] * NUM_RANKS, found["said"]
     assert found["status"]["code"] == 10 and "phase save, iteration 2" in found["status"]["sentence"]
@@ -102,7 +100,6 @@ def check_reported(folder: Path, name: str, own: int, words: str) -> None:
 
 
 def test_a_result_that_is_not_reproduced_exits_with_code_16_and_names_the_rank(folder: Path) -> None:
-    """P9, fault 43."""
     found = outcome(folder, "nan once")
     assert found["codes"] == [16] * NUM_RANKS == [found["status"]["code"]] * NUM_RANKS
     assert "repeating the step gave a different result" in found["status"]["sentence"]
@@ -110,7 +107,7 @@ def test_a_result_that_is_not_reproduced_exits_with_code_16_and_names_the_rank(f
 
 
 def test_the_same_nonfinite_step_in_two_starts_exits_with_code_17(folder: Path) -> None:
-    """P9: code 6 at first, because one start cannot distinguish a model fault from a hardware fault."""
+    """The first start exits with code 6, because one start cannot distinguish a model fault from a hardware fault."""
     first, second = outcomes(folder, "repeated")
     assert (first["codes"], second["codes"]) == ([6] * NUM_RANKS, [17] * NUM_RANKS)
     assert "or a permanent fault of this hardware" in first["status"]["sentence"]
@@ -118,14 +115,13 @@ def test_the_same_nonfinite_step_in_two_starts_exits_with_code_17(folder: Path) 
 
 
 def test_a_flipped_bit_of_a_weight_is_named_with_its_rank(folder: Path) -> None:
-    """P13, fault 42."""
     found = outcome(folder, "flipped bit")
     assert found["codes"] == [12] * NUM_RANKS
     assert "embedding.word_embeddings.weight: rank 1 of 3 differs" in found["status"]["sentence"]
 
 
 def test_a_full_disk_costs_one_checkpoint_and_is_logged(folder: Path) -> None:
-    """P1, faults 6 and 7: the disk of one rank is really full."""
+    """The disk of one rank is really full."""
     found = outcome(folder, "full disk")
     assert found["codes"] == [0] * NUM_RANKS, found["said"]
     checkpoints = folder / "full-disk" / "checkpoints"

@@ -22,14 +22,14 @@ def kill(folder: Path, *, moments: int, chance: int) -> dict[str, int]:
 
 
 def test_kills_at_instrumented_points_and_random_times_lose_no_committed_checkpoint(tmp_path: Path) -> None:
-    """P1, P2; faults 1, 2, 3 and 6: four ranks, sync and async saves, sometimes a full disk on one rank."""
+    """Four ranks save synchronously or asynchronously; sometimes the disk of one rank is full."""
     found = kill(tmp_path, moments=25, chance=10)
     assert min(found["committed"], found["disk_full"], found["swept"]) > 0, f"nothing was tried: {found}"
 
 
 @pytest.mark.slow
 def test_a_hundred_random_kills_lose_no_committed_checkpoint(tmp_path: Path) -> None:
-    """P1, P2; fault 1: longer, with the counts stored in benchmarks/."""
+    """The nightly form of the test above, which stores its counts in benchmarks/."""
     found = kill(tmp_path, moments=60, chance=100)
     rows = "\n".join(f"| {name.replace('_', ' ')} | {count} |" for name, count in found.items())
     head = (

@@ -33,7 +33,7 @@ rank.wait()
 
 
 def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> None:
-    """P7, P8: the rank releases its GPU, and the run is restarted."""
+    """The rank releases its GPU, and the run is restarted."""
     run, since = tmp_path / "run", time.time()
     program = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, run, *ENDLESS)]
     launcher = subprocess.Popen(
@@ -57,7 +57,7 @@ def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> N
 
 
 def test_a_rank_ends_when_its_launcher_died_before_it_began(data: str, tmp_path: Path) -> None:
-    """P7: otherwise the rank would continue unsupervised and keep the lock of the run folder."""
+    """A rank that survived its launcher would continue unsupervised and keep the lock of the run folder."""
     run = tmp_path / "run"
     program = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, run, *ENDLESS)]
     waits = 'until [ -e "$0" ]; do sleep 0.01; done; exec env "$@"'
@@ -99,7 +99,7 @@ def test_a_rank_without_a_launcher_continues_after_its_parent_exits(tmp_path: Pa
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_run_whose_rank_is_killed_at_start_is_restarted(data: str, tmp_path: Path, survivor: int) -> None:
-    """P8, fault 32: before torch is imported. torchrun then ends the other rank, and itself with code 1."""
+    """The rank is killed before it imports torch. torchrun then ends the other rank and exits with code 1."""
     run, port, since = tmp_path / "run", free_port(), time.time()
     ranks = [start(arguments(data, run, *ENDLESS), rank, 2, port) for rank in range(2)]
     ranks[1 - survivor].kill()
@@ -113,7 +113,6 @@ def test_a_run_whose_rank_is_killed_at_start_is_restarted(data: str, tmp_path: P
 
 
 def test_a_port_in_use_is_in_the_status_and_the_run_is_restarted(data: str, tmp_path: Path) -> None:
-    """P8, fault 37."""
     run, since = tmp_path / "run", time.time()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

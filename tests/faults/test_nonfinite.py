@@ -86,7 +86,7 @@ def infinite_gradient(output: Tensor) -> Tensor:
 
 
 def test_a_nan_in_one_microbatch_of_one_rank_is_named_with_its_samples(tmp_path: Path) -> None:
-    """P9, fault 40: in the loss, on one rank only, on a step that is not logged."""
+    """The NaN is in the loss of one rank, in a step that is not logged."""
     plan = tiny.plan(logging=LoggingConfig(run_dir=tmp_path))
 
     def main(context: ParallelContext) -> str:
@@ -123,7 +123,7 @@ def test_a_nan_in_one_microbatch_of_one_rank_is_named_with_its_samples(tmp_path:
 
 
 def test_an_infinite_gradient_is_named_where_it_arose() -> None:
-    """P9, fault 40: in the gradient, with a finite loss."""
+    """The loss is finite."""
 
     def spoil(trainer: Trainer, iteration: int) -> None:
         if iteration == 3:
@@ -140,7 +140,7 @@ def test_an_infinite_gradient_is_named_where_it_arose() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_expert_is_named_by_its_global_id(ranks: int) -> None:
-    """P9, fault 40: one expert, which only one expert-parallel rank holds."""
+    """Only one expert-parallel rank has the expert with the non-finite gradient."""
 
     plan = tiny.plan(model=tiny.model(moe_config=replace(tiny.moe(), dispatcher="alltoall")))
 
@@ -160,7 +160,7 @@ def test_the_expert_is_named_by_its_global_id(ranks: int) -> None:
 
 
 def test_a_nonfinite_step_is_skipped_and_training_continues() -> None:
-    """P9: the steps before and after are applied."""
+    """The steps before and after are applied."""
     seen: list[dict[str, Tensor]] = []
 
     def spoil(trainer: Trainer, iteration: int) -> None:
@@ -178,7 +178,6 @@ def test_a_nonfinite_step_is_skipped_and_training_continues() -> None:
 
 
 def test_too_many_nonfinite_steps_in_a_row_end_the_run() -> None:
-    """P9."""
 
     def spoil(trainer: Trainer, iteration: int) -> None:
         if iteration == 2:

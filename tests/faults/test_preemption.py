@@ -22,7 +22,7 @@ def saved(run: Path) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_ends_both_with_a_checkpoint(data: str, tmp_path: Path, number: int) -> None:
-    """P12; faults 27 and 28: exit code 75 on every rank, and the same command resumes. Ctrl-C needs no flag."""
+    """Every rank exits with code 75, and the same command resumes. Ctrl-C needs no flag."""
     run, port = tmp_path / "run", free_port()
     more = ENDLESS if number == signal.SIGTERM else (*ENDLESS[:-1], "--use-distributed-optimizer")
     argv = arguments(data, run, *more)

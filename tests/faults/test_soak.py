@@ -7,7 +7,7 @@ from tests.helpers.ranks import run_python
 
 @pytest.mark.slow
 def test_a_run_under_random_faults_ends_with_the_bits_of_an_undisturbed_one() -> None:
-    """P1, P2, P3, P5; fault 1 and others, drawn with a fixed seed."""
+    """The faults are drawn with a fixed seed."""
     done = run_python("-m", "tests.soak", "--faults", "12", "--seed", "7", timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "bit for bit" in done.stdout

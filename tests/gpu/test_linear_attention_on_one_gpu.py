@@ -45,7 +45,7 @@ def test_results_and_gradients_match_fp64(shape, delta, documents):
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("shape", [(1000, 2, 700, 4), (129, 3, 256, 3), (127, 1, 33, 2), (40, 1, 8, 1)], ids=str)
 def test_short_convolution_matches_fp64(shape, documents):
-    """Also with more tokens and channels than one program of the backward has."""
+    """Some inputs have more tokens and channels than one program of the backward processes."""
     values = filters(*shape, bias=True)
     segments = segments_of([5, 1, 1, 58, 64, 1, 3, 7], shape[1], shape[0]) if documents else None
     expected = results(reference_conv, values, segments)

@@ -205,7 +205,7 @@ def test_grouped_products_match_dequantised_operands(accumulate: bool, counts: l
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
 def test_fp8_losses_match_those_of_this_projects_kernels(recipe: str) -> None:
-    """The first step has equal bytes of all operands; later ones differ by the order of sums."""
+    """All operands of the first step have the same bytes; later steps differ because sums have another order."""
     losses = []
     named = (
         "--kernel-backend",

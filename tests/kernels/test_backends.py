@@ -342,7 +342,7 @@ def test_fp8_grouped_products_of_transformer_engine_match_the_reference(
 
 
 def test_fp8_grouped_products_of_transformer_engine_must_be_named(stand_ins: None, monkeypatch) -> None:
-    """They synchronise with the device; a request of the backend for all ops leaves them to auto."""
+    """The products synchronise with the device, so a request of the backend for all ops does not select them."""
     monkeypatch.setattr(registry, "check_device", lambda recipe, device: None)
     by_name = set(backend(TE).BY_NAME)
     for config in TE_CONFIGS.values():

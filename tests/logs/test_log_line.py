@@ -7,8 +7,8 @@ import pytest
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.log_line import (
     ValidationReport,
-    megatron_line,
-    short_line,
+    megatron_log_line,
+    short_log_line,
     short_validation_line,
     step_line,
     validation_lines,
@@ -21,7 +21,7 @@ PLAIN = LoggingConfig()
 
 
 def test_megatron_line():
-    assert megatron_line(step_report(), PLAIN) == (
+    assert megatron_log_line(step_report(), PLAIN) == (
         " [2026-01-02 03:04:05.678901] iteration       20/     250 | consumed samples:          160 |"
         " elapsed time per iteration (ms): 500.0 | learning rate: 3.000000E-03 | global batch size:     8 |"
         " lm loss: 7.250000E+00 | load_balancing_loss: 1.250000E+00 | z_loss: 5.000000E-01 | mtp_1 loss: 3.500000E+00 |"
@@ -32,7 +32,7 @@ def test_megatron_line():
 
 def test_megatron_line_with_all_optional_fields():
     result = step_result(extra={"num_zeros": 7.0, "params_norm": 12.5}, apply_update=False)
-    line = megatron_line(step_report(result, peak_flops=1e13), LoggingConfig(log_throughput=True))
+    line = megatron_log_line(step_report(result, peak_flops=1e13), LoggingConfig(log_throughput=True))
     names = [field.split(":")[0].strip() for field in line.split("|")[1:-1]]
     assert names == [
         *("consumed samples", "elapsed time per iteration (ms)", "throughput per GPU (TFLOP/s/GPU)", "learning rate"),
@@ -46,7 +46,7 @@ def test_megatron_line_with_all_optional_fields():
 
 def test_nan_loss_is_shown_and_negative_average_is_not():
     report = step_report(step_result(loss=float("nan")), metrics={"odd loss": Metric(-1.0)})
-    line = megatron_line(report, PLAIN)
+    line = megatron_log_line(report, PLAIN)
     assert " lm loss: NAN |" in line and "odd loss" not in line
 
 
@@ -59,7 +59,7 @@ def test_throughput_is_per_device_and_utilization_relative_to_the_peak():
 
 
 def test_short_line():
-    assert short_line(step_report()) == (
+    assert short_log_line(step_report()) == (
         " 20/250   8% | 0:01:55 left | loss 7.2500 | grad 1.234 | lr 3.00e-03 | 4,096 tok/s/GPU | max vio 0.40"
     )
     assert step_report().remaining == timedelta(seconds=115)
@@ -70,7 +70,7 @@ def test_short_line_has_at_most_120_columns(iteration):
     result = step_result(
         iteration, seconds=12.0, loss=12.5, norms={"all": 123456.789}, num_samples=4 * 10**6, apply_update=False
     )
-    assert len(short_line(step_report(result, train_iters=1_000_000))) <= 120
+    assert len(short_log_line(step_report(result, train_iters=1_000_000))) <= 120
 
 
 def test_log_style_selects_the_line():
@@ -91,7 +91,7 @@ def test_validation_lines():
 
 
 def test_time_of_the_line_is_that_of_the_report():
-    line = megatron_line(step_report(when=datetime(2030, 12, 31, 23, 59, 59)), PLAIN)
+    line = megatron_log_line(step_report(when=datetime(2030, 12, 31, 23, 59, 59)), PLAIN)
     assert line.startswith(" [2030-12-31 23:59:59.000000] iteration")
 
 

@@ -1,4 +1,4 @@
-"""Destinations of logs, and isolation of their failures (P11)."""
+"""Destinations of logs; a failure of one does not affect training or the others."""
 
 import errno
 import io

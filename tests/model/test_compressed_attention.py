@@ -217,7 +217,7 @@ PUBLISHED = {
 
 
 def their_name(published):
-    """Name in transformers' module of a tensor of a published folder."""
+    """Name that the module of transformers has for a tensor of a published checkpoint."""
     parts = [PUBLISHED.get(part, part) for part in published.removeprefix("attn.").split(".")]
     if parts[0] == "indexer":
         inner = parts[2:] if parts[1] == "compressor" else parts[1:]

@@ -89,7 +89,7 @@ def test_heads_that_do_not_divide_raise() -> None:
 @pytest.mark.parametrize("window", [None, (0, 0), (3, 0), (2, 4)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_visible_rows_are_the_smallest_ranges(causal: bool, window: tuple[int, int] | None) -> None:
-    """They contain every visible pair of a query and a key."""
+    """The ranges contain every visible pair of a query and a key."""
     config = CoreAttentionConfig(softmax_scale=1.0, causal=causal, window=window)
     parts = split_positions("zigzag", SEQ, 3)
     for query in parts:

@@ -40,7 +40,7 @@ def trained(config, mb, *, seed=2):
 
 
 def oracle(module, mb, *, seed=2):
-    """The same in plain torch: [S, S] scores per head, a mask, and autograd for the objective plus the loss."""
+    """Sparse attention in plain torch: [S, S] scores per head, a mask, and autograd for the objective plus the loss."""
     config, indexer = module.config, module.config.indexer
     weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
     x = randn(SEQ, 2, HIDDEN).requires_grad_()

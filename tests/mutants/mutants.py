@@ -130,7 +130,7 @@ def expert_bias_sees_local_tokens(original: Any) -> Any:
 
 @mutant("moe.router:Router._attach_losses", f"{PARITY}[dp=2 accumulation=4]")
 def aux_losses_are_not_scaled_by_microbatches(original: Any) -> Any:
-    """Their weight grows with gradient accumulation."""
+    """The weight of auxiliary losses grows with gradient accumulation."""
     return lambda self, routing, made, meta: original(self, routing, made, replace(meta, aux_scale=1.0))
 
 

@@ -203,7 +203,8 @@ def test_adaptive_muon_divides_by_the_root_of_a_second_moment() -> None:
 
 
 def test_the_input_projection_of_mamba_is_left_to_the_fallback() -> None:
-    """Its rows are gates, states and time steps, which Megatron-LM excludes too; those of a gated delta net are not."""
+    """The rows of the projection are gates, states and time steps, which Megatron-LM excludes too. The projection of a
+    gated delta net is covered."""
     size = {"hidden_size": 64, "conv_width": 4, "key_head_dim": 16, "value_head_dim": 16}
     for mixer, expected in ((MambaConfig, "adam"), (GatedDeltaNetConfig, "muon")):
         layer = mixer(**size, num_key_heads=2, num_value_heads=4, norm=NormConfig())

@@ -100,7 +100,7 @@ def test_collectives_may_compute_the_mean() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_token_has_equal_weight_if_ranks_have_different_numbers_of_tokens(sharded: bool) -> None:
-    """Also for experts: edp is 2, but the tokens of all four ranks count."""
+    """Gradients of experts, too, are divided by the tokens of all four ranks, although edp is 2."""
     config, num_tokens = ParallelConfig(world_size=4, ep=2), (5, 0, 12, 1)
 
     def summed(name: str, rank: int) -> torch.Tensor:
@@ -205,7 +205,7 @@ def test_the_ranks_together_own_every_element_once(config: ParallelConfig, shard
     ("change", "owned"), [({"tp_dim": None}, 24), ({"shared_stages": True}, 48)], ids=["half", "whole"]
 )
 def test_a_parameter_with_elements_that_no_rank_owns_is_named(change: dict, owned: int) -> None:
-    """Its metadata says that several ranks hold the same elements, but they hold different ones."""
+    """The metadata of the parameter says that several ranks have the same elements, but they have different ones."""
     name = "decoder.layers.0.self_attention.linear_proj.weight"
 
     def check(context: ParallelContext) -> None:

@@ -145,6 +145,5 @@ def test_ranks_that_disagree_about_a_collective_report_what_each_was_about_to_do
 
 
 def test_the_timeout_of_collectives_can_be_changed_later() -> None:
-    """P7, fault 30."""
     said, _ = on_processes(ParallelConfig(world_size=2), wait_for_absent_peer)
     assert is_broken_connection(RuntimeError(said)) and "1000ms" in said

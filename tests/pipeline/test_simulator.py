@@ -97,7 +97,7 @@ def test_schedules_are_valid_for_uneven_durations():
 
 
 def test_slowest_stage_determines_the_time():
-    """Two ranks, the second three times as dear: it is busy from its first forward to its last backward."""
+    """The second of two ranks takes three times as long; it is busy from its first forward to its last backward."""
     config = ScheduleConfig(num_microbatches=4, pp=2)
     report = run(config, depth=None, durations=Durations(stage_costs=(1.0, 3.0)))
     busy = [sum(span.end - span.start for span in spans) for spans in report.spans]
@@ -129,7 +129,7 @@ def test_timeline_of_two_ranks():
 
 
 def two_ranks(first: str, second: str) -> Schedule:
-    """Lists written in short: F0 B0 sf0 rf0 sb0 rb0, one chunk."""
+    """Schedule of one chunk from the actions of both ranks in short form, such as "F0 sf0 rb0 B0"."""
     kinds = {
         "F": "forward",
         "B": "backward",

@@ -47,7 +47,6 @@ def test_broken_connection_messages() -> None:
 
 
 def test_rank_without_report_is_named(tmp_path: Path) -> None:
-    """P8, fault 3."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
     problem = blamed(tmp_path, BROKEN)
     assert (
@@ -67,7 +66,6 @@ def test_time_limit_of_the_step_does_not_end_the_attribution(tmp_path: Path) -> 
 
 
 def test_reported_cause_of_a_peer_is_quoted(tmp_path: Path) -> None:
-    """P8, fault 31."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.DATA, "no data")
     problem = blamed(tmp_path, BROKEN)
     assert str(problem) == "rank 1 failed first, code 4: no data"
@@ -84,21 +82,18 @@ def report(run_dir: Path, rank: int, code: ExitCode, *, seconds: float) -> None:
 
 
 def test_earliest_failure_is_named(tmp_path: Path) -> None:
-    """P8."""
     report(tmp_path, 1, ExitCode.MEMORY, seconds=900.0)
     report(tmp_path, 2, ExitCode.DATA, seconds=600.0)
     assert str(blamed(tmp_path, BROKEN)) == "rank 2 failed first, code 4: of rank 2"
 
 
 def test_reports_of_an_earlier_start_are_ignored(tmp_path: Path) -> None:
-    """P8."""
     report(tmp_path, 1, ExitCode.DATA, seconds=-60.0)
     report(tmp_path, 2, ExitCode.MEMORY, seconds=600.0)
     assert str(blamed(tmp_path, BROKEN)).startswith("rank 2 failed first, code 7")
 
 
 def test_collective_timeout_exits_with_the_hang_code(tmp_path: Path) -> None:
-    """P7, fault 30."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
     late = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation")
     problem = blamed(tmp_path, late)

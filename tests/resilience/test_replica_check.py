@@ -23,7 +23,7 @@ def flip_lowest_bit(weights: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_flipped_bit_names_rank_and_parameter(ranks: int) -> None:
-    """P13, fault 42: with two replicas both ranks are named, with three the deviating one; exit code 12 everywhere."""
+    """Two replicas name both ranks, three name the deviating one. Every rank exits with code 12."""
 
     def main(context: ParallelContext) -> str:
         model = build_model(tiny.plan(), context, reference.bundle())
@@ -43,7 +43,6 @@ def test_flipped_bit_names_rank_and_parameter(ranks: int) -> None:
 
 
 def test_expert_shards_are_not_replicas() -> None:
-    """P13."""
     plan = tiny.plan(model=tiny.model(moe_config=replace(tiny.moe(), dispatcher="alltoall")))
 
     def main(context: ParallelContext) -> str:

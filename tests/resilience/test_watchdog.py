@@ -33,7 +33,6 @@ def no_c_timer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_timeout_writes_stacks_and_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """P7."""
     expired, codes = threading.Event(), []
 
     def leave(code: int) -> None:
@@ -75,7 +74,7 @@ def test_problem_with_another_rank_ends_the_process(tmp_path: Path, capsys: pyte
 def test_ranks_without_stacks_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """P7: the file server's clock is two hours behind this host's."""
+    """The file server's clock is two hours behind this host's."""
     expired, there = threading.Event(), time.time()
     crash = tmp_path / "crash"
     crash.mkdir()
@@ -90,7 +89,6 @@ def test_ranks_without_stacks_are_named(
 
 
 def test_timeout_with_closed_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P7."""
     expired = threading.Event()
     reader, writer = os.pipe()
     os.close(reader)
@@ -132,7 +130,6 @@ def test_no_thread_without_timeouts() -> None:
 
 
 def test_waiting_rank_names_the_collective_and_its_group() -> None:
-    """P7."""
     threads: dict[int, int] = {}
 
     def main(context: ParallelContext) -> str:

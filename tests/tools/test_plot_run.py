@@ -93,7 +93,7 @@ def test_a_page_of_two_runs_is_complete_and_needs_no_other_file(tmp_path, capsys
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_every_curve_and_picture_is_shown_within_the_window(tmp_path: Path, width: int) -> None:
-    """By a browser; on a machine without one, curves are compared with the sizes in the page."""
+    """A browser shows the page; on a machine without one, curves are compared with the sizes in the page."""
     first, second = write_run(tmp_path / "base"), write_run(tmp_path / "a&b", offset=-0.5)
     assert main([str(first), str(second)]) == ExitCode.OK
     text = (first / "plots" / "run.html").read_text()

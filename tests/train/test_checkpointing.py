@@ -187,7 +187,6 @@ def test_changed_sequence_length_is_rejected(trained: tuple[Path, Run]) -> None:
 
 
 def test_save_longer_than_the_grace_period_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P12."""
     monkeypatch.setattr(checkpoints_module, "_GRACE_SECONDS", 0.0)
     launched = changed(plan_of(save=tmp_path), "process", launcher="torchrun")
     reported = []

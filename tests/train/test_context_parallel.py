@@ -94,7 +94,7 @@ def test_context_parallel_steps_equal_one_rank(
 @pytest.mark.parametrize("mtp", [None, MTPConfig(num_layers=2)], ids=["", "multi-token prediction"])
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
 def test_packed_documents_equal_one_rank(plan: RunPlan, loop: LoopConfig, mtp: MTPConfig | None) -> None:
-    """Equal weights of microbatches or of tokens; parts of a sequence are weighted by their tokens."""
+    """Each rank's part of a sequence is weighted by its number of tokens, also if microbatches have equal weights."""
     check(replace(packed(plan), model=model(tiny.attention(), "p2p", mtp=mtp), loop=loop), CP2)
 
 

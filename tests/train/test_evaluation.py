@@ -109,7 +109,7 @@ def test_evaluations_read_consecutive_data_across_restarts():
 
 
 def test_evaluations_have_their_own_batches() -> None:
-    """The same samples in smaller microbatches give the same loss; a larger batch takes more samples."""
+    """Equal samples in smaller microbatches give the same loss; a larger batch takes more samples."""
     base = tiny.plan()
     model = build_model(base, CONTEXT, KERNELS)
     losses = []

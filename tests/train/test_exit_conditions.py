@@ -69,7 +69,7 @@ def test_signal_to_one_rank_ends_all_ranks_after_the_same_iteration():
 
 
 def test_ctrl_c_on_one_rank_ends_all_ranks_one_iteration_later():
-    """Without `--exit-signal-handler`, hosts do not wait for one another in every step."""
+    """Hosts do not wait for one another in every step without `--exit-signal-handler`."""
 
     def exit_of(context):
         signals = Signals()

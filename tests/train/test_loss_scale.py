@@ -34,7 +34,7 @@ def followed(config: LossScaleConfig, overflows: str) -> list[float]:
 
 
 def test_the_scale_follows_overflows_as_in_megatron() -> None:
-    """The first overflow is tolerated, each further one halves, and the tolerance returns with the next doubling."""
+    """One overflow is tolerated, each further one halves the scale; after the scale doubles, one is tolerated again."""
     config = LossScaleConfig(initial_loss_scale=16, min_loss_scale=2, loss_scale_window=3, hysteresis=2)
     assert followed(config, "x") == [16]
     assert followed(config, "xxxxxx") == [16, 8, 4, 2, 2, 2]

@@ -112,8 +112,7 @@ def run(plan: RunPlan, main) -> None:
         for n, pair in enumerate(PAIRS)
     ],
 )
-def test_p4_checkpoint_resumes_on_another_layout(model: str, writer: str, reader: str, tmp_path: Path) -> None:
-    """P4, fault 23."""
+def test_a_checkpoint_resumes_on_another_layout(model: str, writer: str, reader: str, tmp_path: Path) -> None:
     train_and_save(plan(model, writer), tmp_path / "a")
     resume(plan(model, reader), tmp_path / "a", tmp_path / "b")
     saved = stored_tensors(tmp_path / "a" / "iter_0000001")

@@ -140,7 +140,7 @@ def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> No
 
 
 def test_a_changed_imported_file_is_reported(trained: tuple[Path, Run], tmp_path: Path) -> None:
-    """By name and content: a copy in another folder is the same file."""
+    """Files are compared by name and content: a copy in another folder is the same file."""
     recorded = []
     for folder, text in (("first", "VALUE = 1\n"), ("copy", "VALUE = 1\n"), ("changed", "VALUE = 2\n")):
         path = tmp_path / folder / "mine.py"

@@ -76,7 +76,7 @@ def gradients(
         grad, q, k, decay, segments, reads, grad_stored, after, scale, *sizes, **options, num_warps=4, num_stages=2
     )
     per_head = (shape.length, shape.batch, shape.heads, shape.width)
-    # summed over value heads afterwards, and over kernels with the delta rule
+    # fp32 if they are summed later: over the value heads of a key head, and with the delta rule over two kernels
     wide = torch.float32 if delta or shape.heads > shape.groups else q.dtype
     grad_q, grad_k = q.new_empty(per_head, dtype=wide), q.new_empty(per_head, dtype=wide)
     grad_total = torch.empty_like(decay)
