@@ -9,7 +9,7 @@ from arguments.errors import FlagErrors, Problem
 from arguments.files import FlagFile, shown
 from arguments.flag import Flag
 from arguments.parser import COMMAND_LINE, Given, Settings, split
-from arguments.values import DataPrefix, path_kind, words_of
+from arguments.values import DataPrefix, is_number, path_kind, words_of
 
 _HUGGING_FACE = "hf:"
 
@@ -104,7 +104,7 @@ class ContainerPaths:
         """Value of a path flag in the container; unchanged if its path has the same name there."""
         prefix = _HUGGING_FACE if word.startswith(_HUGGING_FACE) else ""
         path = word.removeprefix(prefix)
-        if not path or not path_kind(flag.type) or (path_kind(flag.type) is DataPrefix and _is_number(path)):
+        if not path or not path_kind(flag.type) or (path_kind(flag.type) is DataPrefix and is_number(path)):
             return word
         absolute, inside = Path(normpath(self.folder / path)), self.inside(path)
         if inside is None:
@@ -145,11 +145,3 @@ class ContainerPaths:
             self.problems.append(Problem(what=what, remedy=remedy))
         if self.problems:
             raise FlagErrors(self.problems)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -26,6 +26,15 @@ _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
 
 
+def is_number(word: str) -> bool:
+    """Whether a text is a number, such as the weight of a prefix in a blend of data sets."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 class BadValue(ValueError):
     """Text that cannot be converted to the requested type. The message is a verb phrase to follow "--flag TEXT"."""
 

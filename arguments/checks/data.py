@@ -4,6 +4,7 @@ import re
 
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations
+from arguments.values import is_number
 
 _NEEDS_A_MODEL = (
     "SentencePieceTokenizer",
@@ -46,7 +47,7 @@ def split_is_valid(flags: RuleFlags) -> Violations:
 def blends_pair_weights_with_prefixes(flags: RuleFlags) -> Violations:
     """A data blend is given as file prefixes, or as alternating weights and file prefixes."""
     for words in (flags.data_path, flags.train_data_path, flags.valid_data_path, flags.test_data_path):
-        numbers = [_is_number(word) for word in words]
+        numbers = [is_number(word) for word in words]
         alternating = numbers == [index % 2 == 0 for index in range(len(words))] and len(words) % 2 == 0
         if any(numbers) and not alternating:
             yield (
@@ -84,7 +85,7 @@ def null_token_ids_are_in_vocabulary(flags: RuleFlags) -> Violations:
 def full_validation_has_no_weights(flags: RuleFlags) -> Violations:
     """Blend weights set how often each data set is sampled; full validation reads every data set exactly once."""
     words = flags.valid_data_path or flags.data_path
-    if flags.full_validation and not flags.multiple_validation_sets and any(map(_is_number, words)):
+    if flags.full_validation and not flags.multiple_validation_sets and any(map(is_number, words)):
         yield (
             "--full-validation cannot be combined with weighted validation data",
             "list prefixes without weights in --valid-data-path",
@@ -95,11 +96,3 @@ def multiple_validation_sets_are_given(flags: RuleFlags) -> Violations:
     """--multiple-validation-sets applies only to the data sets of --valid-data-path."""
     if flags.multiple_validation_sets and not flags.valid_data_path:
         yield "--multiple-validation-sets cannot be used without --valid-data-path", "set --valid-data-path"
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -82,7 +82,6 @@ def test_files_equal_those_of_a_synchronous_save_although_tensors_change(tmp_pat
 
 
 def test_slow_storage_does_not_block_the_caller(tmp_path: Path) -> None:
-    """Fault 8."""
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Gated()))
     start_some(saver, 10)
     assert saver.poll() is None and list(tmp_path.glob("iter_*")) == []
@@ -146,7 +145,7 @@ def test_a_failure_in_the_thread_is_reported_and_leaves_no_files(tmp_path: Path)
 def test_close_cancels_an_unwritten_save_and_the_next_start_removes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 2, from within: the end of a process in the middle of a save."""
+    """The process ends in the middle of a save."""
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Gated()))
     save_some_after(saver, storage, 10)
     storage.gate.clear()
@@ -185,7 +184,7 @@ class Slow(Storage):
 
 
 def test_close_waits_for_the_writer_thread(tmp_path: Path, patient: None) -> None:
-    """Fault 2: one that computes with tensors while the interpreter ends aborts the process."""
+    """A thread that computes with tensors while the interpreter ends would abort the process."""
     before = writers()
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Slow()))
     tensors = {f"model.{number}": torch.zeros(2) for number in range(1000)}

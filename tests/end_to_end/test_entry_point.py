@@ -59,7 +59,7 @@ def test_a_second_signal_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_second_signal_while_the_run_ends_keeps_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 29: the first arrives before a step, the second during shutdown."""
+    """The first signal arrives before a step, the second during shutdown."""
     plan = plan_of(tmp_path)
     plan = replace(plan, resilience=replace(plan.resilience, exit_signals=("SIGUSR1",)))
     next_step, close = TrainLoader.next_step, Reporter.close

@@ -131,7 +131,6 @@ def test_a_full_disk_costs_one_checkpoint_and_is_logged(folder: Path) -> None:
 
 
 def test_a_pending_save_is_completed_at_the_end_of_the_run(folder: Path) -> None:
-    """Fault 13."""
     assert outcome(folder, "async save")["codes"] == [0] * NUM_RANKS
     checkpoints = sorted((folder / "async-save" / "checkpoints").glob("iter_*"))
     assert [path.name for path in checkpoints] == ["iter_0000002", "iter_0000004"]
@@ -148,7 +147,6 @@ def test_a_slow_rank_is_named_and_recomputed_steps_are_equal(folder: Path) -> No
 
 
 def test_ranks_with_different_flags_are_rejected_with_the_flags(folder: Path) -> None:
-    """Fault 35."""
     found = outcome(folder, "different flags")
     assert found["codes"] == [3] * NUM_RANKS
     assert "lr: 0.01 on rank 0, 0.5 on rank 2" in found["status"]["sentence"]

@@ -253,7 +253,7 @@ def test_all_ranks_stop_when_one_stores_nonfinite_weights(in_forward: bool) -> N
 
 @pytest.mark.parametrize("policy", ["report", "skip", "stop"])
 def test_a_spike_is_reported_skipped_or_ends_the_run(policy: Literal["report", "skip", "stop"]) -> None:
-    """Fault 41: a loss a thousand times as large, after three usual ones."""
+    """The spike is a thousand times as large as the three losses before it."""
     seen: list[dict[str, Tensor]] = []
 
     def spoil(trainer: Trainer, iteration: int) -> None:

@@ -46,7 +46,6 @@ def test_a_signal_to_one_rank_ends_both_with_a_checkpoint(data: str, tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_before_the_first_step_has_nothing_to_save(data: str, tmp_path: Path, number: int) -> None:
-    """Faults 27 and 29, at the start."""
     run = tmp_path / "run"
     process = start(arguments(data, run, *ENDLESS))
     read_until(process, "using world size")
@@ -57,7 +56,7 @@ def test_a_signal_before_the_first_step_has_nothing_to_save(data: str, tmp_path:
 
 
 def test_a_run_without_checkpoints_reports_lost_steps(data: str, tmp_path: Path) -> None:
-    """Fault 27: exit code 76."""
+    """The exit code is 76."""
     process = start(arguments(data, None, *ENDLESS))
     read_until(process, " iteration        2/")
     process.send_signal(signal.SIGTERM)

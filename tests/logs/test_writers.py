@@ -125,7 +125,7 @@ def test_log_file_is_appended_by_several_ranks(tmp_path):
 
 
 def test_tensorboard_recovers_from_a_full_disk(tmp_path, monkeypatch, capfd):
-    """Fault 15: the writer thread prints no traceback, and a new writer continues the curves."""
+    """The writer thread prints no traceback, and a new writer continues the curves."""
     reported, clock = [], [0.0]
     guard, sink = Guard(reported.append, clock=lambda: clock[0]), TensorBoard(tmp_path, resumed_iteration=0)
 

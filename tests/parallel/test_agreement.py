@@ -12,7 +12,6 @@ YAML = "# derived: 2 ranks\noptimizer:\n  lr: 0.1      # command line\ndata:\n  
 
 
 def test_a_flag_that_differs_is_named_with_both_values_on_every_rank() -> None:
-    """Fault 35."""
 
     def main(context: ParallelContext) -> str:
         with pytest.raises(EnvironmentProblem) as problem:

@@ -28,7 +28,6 @@ def refused(rank: int, port: int, start_id: str = "") -> OtherRankProblem:
 
 
 def test_a_rank_that_never_connects_is_reported_with_address_and_time() -> None:
-    """Fault 37: code 13."""
     port = free_port()
     problem = refused(0, port)
     assert problem.rank == 1
@@ -36,14 +35,13 @@ def test_a_rank_that_never_connects_is_reported_with_address_and_time() -> None:
 
 
 def test_a_first_rank_that_never_connects_is_reported_with_address_and_time() -> None:
-    """Fault 37: code 13."""
     port = free_port()
     said = str(refused(1, port))
     assert re.search(rf"could not connect to the other ranks at 127.0.0.1:{port} and gave up after [1-9] s: ", said)
 
 
 def test_a_port_in_use_is_reported() -> None:
-    """Fault 37: code 13, since another start may find it free."""
+    """The exit code is 13, because another start may find the port free."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -95,7 +93,7 @@ def stopped_peer(pooled: ParallelContext, port: int) -> str:
 
 
 def test_the_timeout_applies_to_all_groups() -> None:
-    """Fault 30: a rank that stops in a save would be noticed at the deadline of the save, an hour later."""
+    """A rank that stops in a save would be noticed at the deadline of the save, an hour later."""
     said, _ = on_processes(ParallelConfig(world_size=2), stopped_peer, free_port())
     assert is_broken_connection(RuntimeError(said)) and "6000ms" in said
 
@@ -137,7 +135,7 @@ def test_all_ranks_use_the_ranks_per_host_of_the_first() -> None:
 
 
 def test_ranks_that_disagree_about_a_collective_report_what_each_was_about_to_do() -> None:
-    """Fault 34 with `--debug-collectives`."""
+    """`--debug-collectives` compares the calls of all ranks."""
     for rank, said in enumerate(on_processes(ParallelConfig(world_size=2), disagree, free_port())):
         own = rf"Rank {rank} is running collective: .*OpType=ALLREDUCE, TensorShape=\[{rank + 1}, 7\]"
         assert re.search(own, said), said

@@ -8,7 +8,6 @@ from megatron_moe.resilience.numerics_guard import Finding, SpikeLimit, Spikes
 
 
 def test_spike_is_reported_after_a_hundred_values() -> None:
-    """Fault 41."""
     values = [2.0 + 0.01 * (i % 7) for i in range(99)]
     spikes = Spikes("loss")
     assert not any(spikes.check(value, i) for i, value in enumerate([*values[:50], 500.0, *values[50:]]))
@@ -36,7 +35,6 @@ def test_text_of_findings() -> None:
 
 
 def test_device_spike_limit_equals_the_host_rule() -> None:
-    """Fault 41."""
     values = [1.0, 2.0, 3.0, 31.0, 29.0, math.nan, 300.0, 290.0, 1.0, 1.0, 1.0, 11.0, 9.0]
     limit = SpikeLimit(torch.device("cpu"), window=3)
     usual = [bool(limit.usual(torch.tensor(value), torch.tensor(True))) for value in values]

@@ -21,7 +21,6 @@ def test_nonfinite_results_are_equal() -> None:
 
 
 def test_changed_result_suspects_the_rank_whose_loss_changed() -> None:
-    """Fault 43."""
     ranks = [result(0, 5.0, 5.0), result(1, NAN, 5.0)]
     found = compare_rerun({"loss": NAN, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, ranks)
     assert (found.kind, found.suspects) == ("transient", (1,)) and "suspect rank 1 (host, cpu)" in found.sentence

@@ -26,7 +26,6 @@ def test_signal_is_recorded_and_its_handler_restored() -> None:
 
 
 def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
-    """Fault 29."""
     now = [10.0]
     signals = Signals(("SIGINT",), clock=lambda: now[0])
     signals.take(signal.SIGINT)

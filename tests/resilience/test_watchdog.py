@@ -146,7 +146,7 @@ def test_waiting_rank_names_the_collective_and_its_group() -> None:
 
 
 def test_c_timer_prints_stacks_while_the_interpreter_is_locked() -> None:
-    """Fault 30: C code that holds the interpreter lock."""
+    """The main thread runs C code that holds the interpreter lock."""
     code = """
 import ctypes, sys
 from megatron_moe.resilience import watchdog

@@ -51,42 +51,29 @@ def test_exit_duration_counts_minutes_from_the_start_of_the_process(begun):
     assert conditions.now(1) and conditions.reason == "exiting program after 2.0 minutes"
 
 
-def test_signal_to_one_rank_ends_all_ranks_after_the_same_iteration():
-    """Fault 28."""
+@pytest.mark.parametrize(
+    ("signals", "number", "last"),
+    [(("SIGTERM",), signal.SIGTERM, 7), ((), signal.SIGINT, 8)],
+    ids=["SIGTERM", "Ctrl-C"],
+)
+def test_a_signal_to_one_rank_ends_all_ranks_after_the_same_iteration(signals, number, last):
+    """Without `--exit-signal-handler`, ranks exchange signals one iteration late and do not wait for one another."""
 
     def exit_of(context):
-        signals = Signals(("SIGTERM",))
-        conditions = ExitConditions(tiny.plan().loop, context, iteration=0, last_iteration=20, signals=signals)
+        received = Signals(signals)
+        conditions = ExitConditions(tiny.plan().loop, context, iteration=0, last_iteration=20, signals=received)
         for iteration in range(20):
             if context.rank == 1 and iteration == 7:
-                signals.take(signal.SIGTERM)
+                received.take(number)
             if conditions.now(iteration):
                 return iteration, conditions.reason, conditions.preempted
         return None
 
-    expected = (7, "exiting program at iteration 7 because of SIGTERM", True)
-    assert on_threads(ParallelConfig(world_size=3), exit_of) == [expected] * 3
-
-
-def test_ctrl_c_on_one_rank_ends_all_ranks_one_iteration_later():
-    """Hosts do not wait for one another in every step without `--exit-signal-handler`."""
-
-    def exit_of(context):
-        signals = Signals()
-        conditions = ExitConditions(tiny.plan().loop, context, iteration=0, last_iteration=20, signals=signals)
-        for iteration in range(20):
-            if context.rank == 1 and iteration == 7:
-                signals.take(signal.SIGINT)
-            if conditions.now(iteration):
-                return iteration, conditions.reason, conditions.preempted
-        return None
-
-    expected = (8, "exiting program at iteration 8 because of SIGINT", True)
+    expected = (last, f"exiting program at iteration {last} because of {number.name}", True)
     assert on_threads(ParallelConfig(world_size=3), exit_of) == [expected] * 3
 
 
 def test_exit_duration_uses_the_latest_clock_of_all_ranks():
-    """Fault 12."""
 
     def exit_of(context):
         times = iter([0.0, 60.0, 150.0 if context.rank else 100.0])

@@ -3,10 +3,8 @@
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,6 @@ from tests.moe.parallel.traffic import counted_traffic
 from tests.moe.routings import dense, draw, sparse
 
 EXPERTS, WIDTH = 8, 3
-STAND_INS = Path(__file__).parents[2] / "stand_ins"
 REFERENCE = reference.bundle()
 NATIVE = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
 FLEX = (SYMMETRIC, DEEPEP, HYBRIDEP, HIERARCHICAL)
@@ -76,14 +73,6 @@ CASES = {
     "no tokens": lambda rank: [],
     "one token": lambda rank: [[rank % EXPERTS, 7 - rank % EXPERTS] if rank % 4 < 3 else [7, -1]],
 }
-
-
-@pytest.fixture(autouse=True)
-def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(STAND_INS))
-    yield
-    for name in ("deep_ep", "deep_ep.hybrid_ep_buffer", "hybrid_ep_cpp"):
-        sys.modules.pop(name, None)
 
 
 def new(kind: Any, ctx: ParallelContext, num_experts: int = EXPERTS, kernels: Any = REFERENCE) -> Any:

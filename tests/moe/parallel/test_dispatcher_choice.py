@@ -1,7 +1,5 @@
 """Choice of the token dispatcher and its transport; the bound and the settings of HybridEP."""
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -33,16 +31,8 @@ from megatron_moe.parallel.symmetric_memory import has_peer_access
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_REF
 from tests.moe.parallel.folded import moe_config, parallel
-from tests.moe.parallel.test_dispatch_over_ranks import CASES, EXPERTS, REFERENCE, STAND_INS, WIDTH, new, there_and_back
+from tests.moe.parallel.test_dispatch_over_ranks import CASES, EXPERTS, REFERENCE, WIDTH, new, there_and_back
 from tests.moe.routings import draw, sparse
-
-
-@pytest.fixture(autouse=True)
-def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(STAND_INS))
-    yield
-    for name in ("deep_ep", "deep_ep.hybrid_ep_buffer", "hybrid_ep_cpp"):
-        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Tokens and gradients sent in FP8: same bytes as quantisation after an exchange in the dtype of the activations."""
 
-import sys
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +26,7 @@ from tests.helpers.quantizers import quantizers
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import EXACT
 from tests.moe.parallel.folded import Data, Result, gathered, moe_config, name_of, on_this_rank, parallel
-from tests.moe.parallel.test_dispatch_over_ranks import CASES, EXPERTS, STAND_INS
+from tests.moe.parallel.test_dispatch_over_ranks import CASES, EXPERTS
 from tests.moe.routings import draw, sparse
 
 REFERENCE = reference.bundle()
@@ -38,14 +36,6 @@ BLOCKWISE = low_precision_config("blockwise", blocks=4, weight_grad=False)
 HYBRID = low_precision_config("blockwise", blocks=4, hybrid=True)
 MXFP8 = low_precision_config("mxfp8")
 FOLDS = (parallel(2, ep=2), parallel(4, etp=2, ep=2), parallel(4, ep=4))
-
-
-@pytest.fixture(autouse=True)
-def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(STAND_INS))
-    yield
-    for name in ("deep_ep", "deep_ep.hybrid_ep_buffer", "hybrid_ep_cpp"):
-        sys.modules.pop(name, None)
 
 
 def spread_magnitudes(*shape: int, seed: int) -> Tensor:
