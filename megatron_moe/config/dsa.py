@@ -14,9 +14,11 @@ from megatron_moe.config.parallel import ParallelConfig
 
 BLOCK_BYTES = 1 << 28
 """Largest number of bytes of the scores that are computed at once; at least those of one query."""
+ID_BYTES = 4
+"""Bytes of the id of a chosen key."""
 _FORWARD_FLOPS = 2
-_BACKWARD_COPIES = 5
-"""Values per query, key and head of attention in a block of its backward: probabilities, gradients, casts."""
+_CHOICE_COPIES = 7
+"""Values per query and key in a block of the choice: scores, masks, ids."""
 _LOGIT_COPIES = 2
 """Values per query, key and head of attention in a block of the indexer's loss: logits, probabilities."""
 _INDEXER_COPIES = 2.25
@@ -89,12 +91,21 @@ class DSAConfig(MLAConfig):
             "dsa_indexer_scoring_relu": indexer.relu,
         }
 
+    saves_normed_kv: ClassVar[bool] = False
+
+    @property
+    def row_width(self) -> int:
+        """Channels of a row to which all heads attend: kv latent and rotated key."""
+        return self.kv_lora_rank + self.qk_rope_dim
+
     @property
     def rotary_tables(self) -> tuple[RopeConfig, ...]:
         return (self.rope, self.indexer.rope)
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
-        yield from super().parameters(parallel)
+        for spec in super().parameters(parallel):
+            # its products with q and with the output of attention are computed in the model's dtype
+            yield replace(spec, low="") if spec.name == "linear_kv_up_proj.weight" else spec
         indexer = self.indexer
         linear = partial(linear_parameters, parallel=parallel, counted="attention", low="")
         assert self.q_lora_rank is not None
@@ -119,13 +130,21 @@ class DSAConfig(MLAConfig):
         return {**super().saved_input_fields(parallel), **read}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        yield from super().saved_tensors(parallel, sizes)
+        yield from self.latent_tensors(parallel, sizes)
+        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation
         indexer, tensor = self.indexer, partial(saved_tensor, "attention")
-        marks = {"offloaded_by": "core_attn"}
-        yield tensor("chosen keys", "U S/8", sizes.inner * -(-sizes.length // 8), 1, marks)
+        marks: dict[str, Any] = {"offloaded_by": "core_attn"}
+        up = {"recomputed_by": ("mla_up_proj",)}
+        latent = tokens * shard.num_heads * self.kv_lora_rank
+        yield tensor("q before its absorption", "U N D", tokens * shard.q_width, size, up)
+        yield tensor("absorbed q", "U N (L+P)", latent + tokens * shard.num_heads * self.qk_rope_dim, size, up | marks)
+        yield tensor("rows of latent and key", "S B (L+P)", tokens * parallel.cp * self.row_width, size, up | marks)
+        yield tensor("output before the up-projection of values", "U N L", latent, size, {"offloaded_by": "attn_proj"})
+        yield from shard.core_tensors(sizes)
+        yield tensor("chosen keys", "U K", tokens * min(indexer.topk, sizes.length), ID_BYTES, marks)
         if not indexer.indexer_loss_coeff:
             return
-        local, size, width = sizes.residual, sizes.activation, indexer.num_heads * indexer.head_dim
+        local, width = sizes.residual, indexer.num_heads * indexer.head_dim
         yield tensor("q latent of the indexer", "T Q", local * (self.q_lora_rank or 0), size, marks)
         yield tensor("gradient of the indexer's q", "T I D", local * width, size, marks)
         yield tensor("gradient of the indexer's weights", "T I", local * indexer.num_heads, size, marks)
@@ -136,18 +155,18 @@ class DSAConfig(MLAConfig):
 
     def core_workspace(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """The backward of attention, or the forward of the indexer's loss, which computes its gradients."""
-        whole, pair = sizes.inner * parallel.cp, sizes.length * sizes.internal
-        keys = whole * self.keys_values_width * (sizes.activation + sizes.internal)
-        queries = sizes.inner * (self.out_width + self.q_width) * sizes.activation
-        scores = min(sizes.inner * self.num_heads * pair, BLOCK_BYTES)
-        of_attention = queries + keys + _BACKWARD_COPIES * scores
+        rows, pair = sizes.inner * parallel.cp * self.row_width, sizes.length * sizes.internal
+        per_head = self.kv_lora_rank + self.row_width
+        of_attention = sizes.inner * self.num_heads * per_head * sizes.activation
+        of_attention += rows * (sizes.activation + sizes.internal)
         indexer, parts = self.indexer, sizes.inner // sizes.residual
-        if not indexer.indexer_loss_coeff:
-            return float(of_attention)
-        most = max(indexer.num_heads, parts * self.num_heads)
+        trains = bool(indexer.indexer_loss_coeff)
+        most = max(indexer.num_heads, parts * self.num_heads) if trains else indexer.num_heads
         block = min(sizes.residual * most * pair, BLOCK_BYTES) / most
+        if not trains:
+            return float(max(of_attention, block * (indexer.num_heads + _CHOICE_COPIES)))
         grads = sizes.residual * indexer.num_heads * indexer.head_dim * (sizes.internal + sizes.activation)
-        of_loss = block * max(
+        of_loss = block * _CHOICE_COPIES + block * max(
             indexer.num_heads + _LOGIT_COPIES * parts * self.num_heads, _INDEXER_COPIES * indexer.num_heads
         )
         return float(max(of_attention, of_loss + grads))
@@ -161,8 +180,12 @@ class DSAConfig(MLAConfig):
         return super().layout_problem(parallel)
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        keys = self.indexer.head_dim * sizes.inner * sizes.activation * (parallel.cp - 1)
-        return super().context_parallel_bytes(parallel, sizes) + keys * (2 if self.indexer.indexer_loss_coeff else 1)
+        keys = self.indexer.head_dim * (2 if self.indexer.indexer_loss_coeff else 1)
+        return float((2 * self.row_width + keys) * sizes.inner * sizes.activation * (parallel.cp - 1))
+
+    def gathered_channels(self, parallel: ParallelConfig) -> int:
+        # rows are gathered in place of the input of the up-projection of kv, for which 3 passes are counted
+        return self.row_width - 3 * self.kv_lora_rank // 2
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
         yield from super().gemm_sizes(parallel)

@@ -87,6 +87,9 @@ class MLAConfig(SoftmaxMixerConfig):
     def rotary_tables(self) -> tuple[RopeConfig, ...]:
         return (self.rope,)
 
+    saves_normed_kv: ClassVar[bool] = True
+    """Whether the up-projection of the compressed kv saves its input."""
+
     def gathers_input(self, parallel: ParallelConfig) -> bool:
         """Whether each tensor-parallel rank computes the kv latent of all positions itself, from the hidden state that
         it gathers for q, instead of gathering the latent."""
@@ -128,14 +131,22 @@ class MLAConfig(SoftmaxMixerConfig):
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Latents are saved for this rank's T tokens, and backward gathers them for all U tokens, except if forward
         computes them for all U tokens (`gathers_input`)."""
-        shard, tokens, local = self.shard(parallel.tp), sizes.inner, sizes.residual
+        shard, tokens = self.shard(parallel.tp), sizes.inner
+        yield from self.latent_tensors(parallel, sizes)
+        tensor, size = partial(saved_tensor, "attention"), sizes.activation
+        marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
+        yield tensor("q", "U N D", tokens * shard.q_width, size, marks)
+        yield tensor("k", "U N D", tokens * shard.q_width, size, marks)
+        yield tensor("kv latent output, of which v is a view", "U N (D-P+E)", tokens * shard.kv_up_width, size, marks)
+        yield from shard.core_tensors(sizes)
+        yield from shard.pair_tensors(parallel, sizes)
+
+    def latent_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+        """The part of `saved_tensors` before the up-projections."""
+        tokens, local, tensor = sizes.inner, sizes.residual, partial(saved_tensor, "attention")
         letter, saved_whole = "T", self.gathers_input(parallel)
         if saved_whole:
             letter, local = "U", tokens
-        tensor, marks = (
-            partial(saved_tensor, "attention"),
-            {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"},
-        )
         is_shard = parallel.sequence_parallel and not saved_whole
         normed, size = {"low": "" if is_shard else "qkv_linear"}, sizes.activation
         if self.q_lora_rank is not None:
@@ -144,14 +155,10 @@ class MLAConfig(SoftmaxMixerConfig):
                 yield tensor("q latent, normed", "T Q", local * self.q_lora_rank, size, normed)
         yield tensor("kv latent", f"{letter} (L+P)", local * (self.kv_lora_rank + self.qk_rope_dim), size)
         if self.qk_norm:
-            yield tensor("kv latent, normed", f"{letter} L", local * self.kv_lora_rank, size, normed)
+            if self.saves_normed_kv:
+                yield tensor("kv latent, normed", f"{letter} L", local * self.kv_lora_rank, size, normed)
             statistics = 2 if self.q_lora_rank is not None else 1
             yield tensor("statistics of latents", letter, local * statistics, sizes.internal)
-        yield tensor("q", "U N D", tokens * shard.q_width, size, marks)
-        yield tensor("k", "U N D", tokens * shard.q_width, size, marks)
-        yield tensor("kv latent output, of which v is a view", "U N (D-P+E)", tokens * shard.kv_up_width, size, marks)
-        yield from shard.core_tensors(sizes)
-        yield from shard.pair_tensors(parallel, sizes)
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None

@@ -1,9 +1,11 @@
 """Sparse attention with a lightning indexer (DSA), as in DeepSeek-V3.2 and GLM-5.
 
-1. multi-latent attention's q, k and v (`model/mla.py`)
+1. multi-latent attention in absorbed form: its latents (`model/mla.py`), and q multiplied by the up-projection of keys,
+   so that all heads attend to rows of kv latent and rotated key, whose first channels are also the values
 2. the indexer: q from the normed q latent, one key and a weight per head from the hidden state, scores of all keys
 3. attention of each query to the keys with the highest scores
-4. the indexer's loss, with which attention trains the indexer and nothing else
+4. the up-projection of values, applied to the output of attention
+5. the indexer's loss, with which attention trains the indexer and nothing else
 
 Every tensor-parallel rank has the whole indexer. With sequence parallelism, it scores the queries of its positions.
 """
@@ -20,12 +22,13 @@ from megatron_moe.layers.components import Site
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
+from megatron_moe.model.attention import rotate
 from megatron_moe.model.mla import MLA
-from megatron_moe.model.sparse_attention import KeyChoice, QueryRows, choose_keys, sparse_attention
+from megatron_moe.model.sparse_attention import KeyChoice, QueryRows, choose_keys, raise_maxima_
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.context_parallel import in_order
-from megatron_moe.parallel.tensor_parallel import all_gather, my_positions, sequence_part
+from megatron_moe.parallel.tensor_parallel import all_gather, enter_tensor_parallel, my_positions, sequence_part
 
 
 class Indexer(nn.Module):
@@ -79,31 +82,51 @@ class DSA(MLA):
         super().__init__(config, site, resources)
         self.indexer = Indexer(config, self.ctx, self.kernels)
 
-    def _core(
-        self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, q_SBND: Tensor, k_SBND: Tensor, v: Tensor
-    ) -> Tensor:
+    def _up(
+        self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor, q: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Returns q [S, B, N, L + P], multiplied by the up-projection of keys, and the rows [S, B, L + P] of normed kv
+        latent and rotated key, which are both keys and values of all heads."""
+        config = self.config
+        nope_SBND, rotated = self._queries(mb, q_latent, q).split((config.qk_head_dim, config.qk_rope_dim), dim=-1)
+        q_SBNL = torch.einsum("sbnd,ndl->sbnl", nope_SBND, self._up_weights()[0])
+        latent, key = kv_latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
+        # tp: S * B * (L + P) elements; the gradient is partial, because each rank's heads read all rows
+        rows = enter_tensor_parallel(torch.cat([self.kv_layernorm(latent), key], dim=-1), self.ctx)
+        rows_SB1L = rotate(self.kernels, rows[:, :, None], config.rope, mb, start=config.kv_lora_rank)
+        return torch.cat([q_SBNL, rotated], dim=-1), rows_SB1L.squeeze(2)
+
+    def _up_weights(self) -> tuple[Tensor, Tensor]:
+        """Up-projections of keys [N, D, L] and values [N, E, L]."""
+        weight_NCL = self.linear_kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
+        of_keys, of_values = weight_NCL.split((self.config.qk_head_dim, self.config.v_head_dim), dim=1)
+        return of_keys, of_values
+
+    def _core(self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, *projected: Tensor) -> Tensor:
         coeff, part = self.config.indexer.indexer_loss_coeff, mb.tokens.part
+        q_UBND, rows_SBD = projected
         is_split, segments_BS = part is not None and len(part.of_ranks) > 1, mb.tokens.segments_BS
-        own: tuple[range, ...] = (range(len(q_SBND)),)
-        v_SBNE = v
+        own: tuple[range, ...] = (range(len(q_UBND)),)
         if part is not None and is_split:
             group, own, segments_BS = self.ctx.group(part.group), part.chunks, mb.tokens.whole_segments_BS
-            # cp: S * B * N * (D + E) elements to every rank; backward: reduce-scatter of as many
-            k_SBND, v_SBNE = (in_order(all_gather(x, group), part.of_ranks) for x in (k_SBND, v))
-        queries = QueryRows(own, segments_BS, q_SBND.device)
+            # cp: S * B * (L + P) elements to every rank; backward: reduce-scatter of as many
+            rows_SBD = in_order(all_gather(rows_SBD, group), part.of_ranks)
+        queries = QueryRows(own, segments_BS, q_UBND.device)
         trains = bool(coeff) and mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
-            bits_BUK, loss = self._chosen(mb, hidden_SBH.detach(), q_latent.detach(), q_SBND, k_SBND, queries, trains)
-        attend = partial(self._attend_to, mb, bits_BUK, queries)
-        context_SBNE = self.saved_tensors.run("core_attn", attend, q_SBND, k_SBND, v_SBNE)
+            ids_UBK, loss = self._chosen(mb, hidden_SBH.detach(), q_latent.detach(), q_UBND, rows_SBD, queries, trains)
+        if self.max_logits is not None and mb.training:
+            raise_maxima_(self.max_logits, q_UBND.detach(), rows_SBD.detach(), ids_UBK, self.core.softmax_scale)
+        latent_UBNL = self.saved_tensors.run("core_attn", partial(self._attend_to, ids_UBK), q_UBND, rows_SBD)
+        context_UBNE = torch.einsum("sbnl,nel->sbne", latent_UBNL, self._up_weights()[1])
         if not trains:
-            return context_SBNE
+            return context_UBNE
         if mb.metrics is not None:
             # the mean over ranks of the recorded values is the sum of the summands
             mb.metrics.record("indexer_loss", loss.detach() * self._token_group().size, layer=self.layer)
         if not torch.is_grad_enabled():
-            return context_SBNE
-        return AttachLosses.apply(context_SBNE, (coeff,), mb.aux_loss_scale, loss)  # type: ignore[no-untyped-call,no-any-return]
+            return context_UBNE
+        return AttachLosses.apply(context_UBNE, (coeff,), mb.aux_loss_scale, loss)  # type: ignore[no-untyped-call,no-any-return]
 
     def _token_group(self) -> ProcessGroup:
         """Group whose ranks score different queries of the microbatch."""
@@ -114,8 +137,8 @@ class DSA(MLA):
         mb: MicrobatchContext,
         hidden_SBH: Tensor,
         q_latent: Tensor,
-        q_SBND: Tensor,
-        k_SBND: Tensor,
+        q_UBND: Tensor,
+        rows_SBD: Tensor,
         queries: QueryRows,
         trains: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -135,7 +158,7 @@ class DSA(MLA):
         weight_BR = self._weights(mb, q_RBID) if trains else None
         state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")
         job = KeyChoice(*state, self.core.softmax_scale, weight_BR)
-        return choose_keys(q_RBID, k_SBD, w_RBI, q_SBND, k_SBND, job)
+        return choose_keys(q_RBID, k_SBD, w_RBI, q_UBND, rows_SBD, job)
 
     def _weights(self, mb: MicrobatchContext, q_RBID: Tensor) -> Tensor:
         """Weight in the loss of every query that this rank scores, [B, R]: 1 / number of valid tokens of the
@@ -147,8 +170,6 @@ class DSA(MLA):
         ones = q_RBID.new_ones(batch, rows, dtype=internal_dtype(q_RBID.dtype))
         return (ones if valid_BR is None else ones * valid_BR) / number
 
-    def _attend_to(
-        self, mb: MicrobatchContext, bits_BUK: Tensor, queries: QueryRows, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        maxima_N = self.max_logits if mb.training else None
-        return sparse_attention(q, k, v, bits_BUK, queries, self.core.softmax_scale, maxima_N)
+    def _attend_to(self, ids_UBK: Tensor, q_UBND: Tensor, rows_SBD: Tensor) -> Tensor:
+        width, scale = self.config.kv_lora_rank, self.core.softmax_scale
+        return self.kernels.sparse_attention(q_UBND, rows_SBD, ids_UBK, None, width, scale)[0]

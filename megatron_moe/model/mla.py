@@ -71,19 +71,17 @@ class MLA(SoftmaxAttention):
         with self.saved_tensors.offload_scope("qkv_linear"):
             q, q_latent, kv_latent = self._down(hidden_SBH)
             latents, up = (q_latent, kv_latent), partial(self._up, mb)
-            q_SBND, k_SBND, v_SBNE = up(q_latent, kv_latent, q)
-            discard = self.saved_tensors.discard_output("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
+            projected = up(q_latent, kv_latent, q)
+            discard = self.saved_tensors.discard_output("mla_up_proj", up, latents, *projected)
         with self.saved_tensors.offload_scope("core_attn"), discard:
-            context_SBNE = self._core(mb, hidden_SBH, q_latent, q_SBND, k_SBND, v_SBNE)
+            context_SBNE = self._core(mb, hidden_SBH, q_latent, *projected)
         with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBNE.flatten(2))
 
-    def _core(
-        self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, q_SBND: Tensor, k_SBND: Tensor, v: Tensor
-    ) -> Tensor:
+    def _core(self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, *projected: Tensor) -> Tensor:
         """Output of attention, [S, B, N, v_head_dim]. `hidden_SBH` is the input, `q_latent` the second result of
-        `_down`."""
-        return self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBND, v)
+        `_down`, `projected` the result of `_up`."""
+        return self.saved_tensors.run("core_attn", partial(self._attend, mb), *projected)
 
     def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
         """See `SoftmaxAttention`. The rotated key part, which all heads share, is not scaled; the rotated part of q
@@ -113,16 +111,10 @@ class MLA(SoftmaxAttention):
 
     def _up(
         self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor, q: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Returns q and k, each [S, B, N, qk_head_dim + qk_rope_dim], and v [S, B, N, v_head_dim] from the latents.
         `q`: result of `linear_q_proj`, if it is known."""
-        config = self.config
-        if q is None and config.q_lora_rank is None:
-            q = self.linear_q_proj(q_latent)
-        elif q is None:
-            q = self.linear_q_up_proj(self.q_layernorm(q_latent))
-        q_SBND = q.unflatten(-1, (self.num_heads, config.q_head_dim))
-        q_SBND = rotate(self.kernels, q_SBND, config.rope, mb, start=config.qk_head_dim)
+        config, q_SBND = self.config, self._queries(mb, q_latent, q)
         latent, key = kv_latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
         normed, kv_up = self.kv_layernorm(latent), self.linear_kv_up_proj
         if self.gathers_input:
@@ -134,3 +126,13 @@ class MLA(SoftmaxAttention):
         key_SB1D = rotate(self.kernels, key[:, :, None], config.rope, mb)
         kv_SBNC = kv.unflatten(-1, (self.num_heads, -1))
         return q_SBND, *self.kernels.latent_key_value(kv_SBNC, key_SB1D.squeeze(2), config.qk_head_dim)
+
+    def _queries(self, mb: MicrobatchContext, q_latent: Tensor, q: Tensor | None) -> Tensor:
+        """Rotated q [S, B, N, qk_head_dim + qk_rope_dim]."""
+        config = self.config
+        if q is None and config.q_lora_rank is None:
+            q = self.linear_q_proj(q_latent)
+        elif q is None:
+            q = self.linear_q_up_proj(self.q_layernorm(q_latent))
+        q_SBND = q.unflatten(-1, (self.num_heads, config.q_head_dim))
+        return rotate(self.kernels, q_SBND, config.rope, mb, start=config.qk_head_dim)

@@ -1,8 +1,7 @@
-"""Choice of the keys that each query attends to, the indexer's loss, and attention to the chosen keys.
+"""Choice of the keys that each query attends to, and the indexer's loss.
 
 Queries are processed in blocks whose scores take at most `BLOCK_BYTES`, so that no tensor with a value per head, query
-and key is alive. Backward computes the scores of attention again; the chosen keys are saved as one bit per query and
-key. The gradients of the indexer's loss are computed in forward.
+and key is alive. The gradients of the indexer's loss are computed in forward.
 
 The indexer's scores are I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]). Its loss is KL(p || softmax(I)), averaged over
 queries, where p is the sum over heads of the probabilities of attention, divided by its own sum (DeepSeek-V3.2, section
@@ -88,6 +87,26 @@ def best_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     return above | (equal & (equal.cumsum(dim=-1) <= room))
 
 
+def ids_of(chosen_BCK: Tensor, num: int) -> Tensor:
+    """Ids of the keys in a mask with at most `num` of them per query, ascending and then -1: int32 [C, B, num]."""
+    size = chosen_BCK.shape[-1]
+    distance = torch.arange(size, 0, -1, device=chosen_BCK.device, dtype=torch.int32)
+    best = (chosen_BCK * distance).topk(min(num, size), dim=-1).values
+    ids = torch.where(best > 0, size - best, -1).transpose(0, 1)
+    return torch.nn.functional.pad(ids, (0, num - ids.shape[-1]), value=-1)
+
+
+def raise_maxima_(maxima_N: Tensor, q_UBND: Tensor, rows_SBD: Tensor, ids_UBK: Tensor, scale: float) -> None:
+    """Raises `maxima_N` to the largest logit of each head among the chosen keys."""
+    wide, batch = internal_dtype(q_UBND.dtype), torch.arange(q_UBND.shape[1], device=q_UBND.device)[:, None]
+    _, _, heads, width = q_UBND.shape
+    for part in blocks(len(q_UBND), ids_UBK[0].numel() * (width + heads) * wide.itemsize):
+        ids = ids_UBK[part].long()
+        logits = q_UBND[part].to(wide) @ rows_SBD[ids.clamp(min=0), batch].to(wide).mT * scale
+        largest_N = logits.masked_fill_((ids < 0)[:, :, None], -torch.inf).amax(dim=(0, 1, 3))
+        maxima_N.copy_(torch.maximum(maxima_N, largest_N))
+
+
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b of 3-D tensors in `dtype`, which is at least as wide as theirs and in which products are summed."""
     if a.dtype == dtype:
@@ -95,16 +114,6 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda:
         return torch.bmm(a, b, out_dtype=dtype)
     return torch.bmm(a.to(dtype), b.to(dtype))
-
-
-def _by_head(x_SBND: Tensor) -> Tensor:
-    """[S, B, N, D] -> [B N, S, D]."""
-    return x_SBND.permute(1, 2, 0, 3).flatten(0, 1)
-
-
-def _by_position(x_ZSD: Tensor, batch: int) -> Tensor:
-    """Inverse of `_by_head`."""
-    return x_ZSD.unflatten(0, (batch, -1)).permute(2, 0, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class _ChooseKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBNE: Tensor, k_SBNE: Tensor, job: KeyChoice
+        ctx: Any, q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBND: Tensor, rows_SBD: Tensor, job: KeyChoice
     ) -> tuple[Tensor, Tensor]:
         (num_rows, batch, heads, _), seq = q_RBID.shape, len(k_SBD)
         index, parts = job.shard
@@ -136,8 +145,8 @@ class _ChooseKeys(torch.autograd.Function):
         loss = q_RBID.new_zeros((), dtype=wide)
         has_grads = job.weight_BR is not None and any(ctx.needs_input_grad[:3])
         grads = [torch.zeros_like(x, dtype=wide) for x in (q_RBID, k_SBD, w_RBI)] if has_grads else []
-        bits = []
-        num_heads = max(heads, parts * q_UBNE.shape[2] if job.weight_BR is not None else 0)
+        ids, num_ids = [], min(job.config.topk, seq)
+        num_heads = max(heads, parts * q_UBND.shape[2] if job.weight_BR is not None else 0)
         for rows in blocks(num_rows, batch * num_heads * seq * wide.itemsize):
             # rows of all parts: each rank has the heads of attention for all of them
             of_parts = [range(part * num_rows + rows.start, part * num_rows + rows.stop) for part in range(parts)]
@@ -152,11 +161,11 @@ class _ChooseKeys(torch.autograd.Function):
             scores_BCK = (w_BCI[:, :, None] @ shown_BCIK).squeeze(2)
             visible = job.queries.visible(own, num_keys)
             chosen_BCK = best_keys(scores_BCK, visible, job.config.topk)
-            bits.append(pack_bits(chosen_BCK, seq))
+            ids.append(ids_of(chosen_BCK, num_ids))
             if job.weight_BR is None:
                 continue
             allowed_BCK = chosen_BCK if job.config.sparse_indexer_loss else visible.expand_as(chosen_BCK)
-            target_BCK = _attended(q_UBNE, k_SBNE, job, of_parts, allowed_BCK, num_keys)
+            target_BCK = _attended(q_UBND, rows_SBD, job, of_parts, allowed_BCK, num_keys)
             log_BCK = scores_BCK.masked_fill(~allowed_BCK, -torch.inf).log_softmax(dim=-1)
             weight_BC1 = job.weight_BR[:, rows, None]
             divergence = torch.special.xlogy(target_BCK, target_BCK) - target_BCK * log_BCK.masked_fill(~allowed_BCK, 0)
@@ -172,12 +181,12 @@ class _ChooseKeys(torch.autograd.Function):
             of_pairs = of_pairs.flatten(1, 2)
             grads[0][rows] = torch.bmm(of_pairs, keys_BKD).unflatten(1, (-1, heads)).transpose(0, 1)
             grads[1][:num_keys] += torch.bmm(of_pairs.mT, q_BZD).transpose(0, 1)
-        bits_BRK = torch.cat(bits, dim=1)
+        ids_UBK = torch.cat(ids)
         if parts > 1:
-            bits_BRK = _gathered(bits_BRK, job.heads)
-        ctx.mark_non_differentiable(bits_BRK)
+            ids_UBK = _gathered(ids_UBK, job.heads)
+        ctx.mark_non_differentiable(ids_UBK)
         ctx.save_for_backward(*(grad.to(q_RBID.dtype) for grad in grads))
-        return bits_BRK, loss
+        return ids_UBK, loss
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -185,30 +194,30 @@ class _ChooseKeys(torch.autograd.Function):
         return (*(grads or (None, None, None)), None, None, None)
 
 
-def _gathered(x_BRK: Tensor, group: ProcessGroup) -> Tensor:
-    """Rows (dim 1) of all ranks of a group."""
-    # tp: one bit per query of this rank and key; no gradient flows through the choice
-    own = x_BRK.transpose(0, 1).contiguous()
-    whole = own.new_empty(group.size * len(own), *own.shape[1:])
-    return all_gather_flat(whole, own, group).transpose(0, 1)
+def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
+    """Rows (dim 0) of all ranks of a group."""
+    # tp: the choices of this rank's queries; no gradient flows through them
+    own = own.contiguous()
+    return all_gather_flat(own.new_empty(group.size * len(own), *own.shape[1:]), own, group)
 
 
 def _attended(
-    q_UBNE: Tensor, k_SBNE: Tensor, job: KeyChoice, of_parts: list[range], allowed_BCK: Tensor, num_keys: int
+    q_UBND: Tensor, rows_SBD: Tensor, job: KeyChoice, of_parts: list[range], allowed_BCK: Tensor, num_keys: int
 ) -> Tensor:
     """Sum over the heads of all ranks of the probabilities of attention, divided by its sum: [B, C, K], for this rank's
     queries. `of_parts`: rows of the queries of every part."""
-    batch, wide, parts = q_UBNE.shape[1], internal_dtype(q_UBNE.dtype), len(of_parts)
-    rows = torch.tensor([row for part in of_parts for row in part], device=q_UBNE.device)
+    wide, parts = internal_dtype(q_UBND.dtype), len(of_parts)
+    rows = torch.tensor([row for part in of_parts for row in part], device=q_UBND.device)
     if parts > 1 and job.config.sparse_indexer_loss:
         # the other ranks choose the keys of their queries
-        bits = pack_bits(allowed_BCK, num_keys)
-        allowed = unpack_bits(_gathered(bits, job.heads), num_keys)
+        bits = pack_bits(allowed_BCK, num_keys).transpose(0, 1)
+        allowed = unpack_bits(_gathered(bits, job.heads).transpose(0, 1), num_keys)
     elif parts > 1:
         allowed = job.queries.visible(rows, num_keys)
     else:
         allowed = allowed_BCK
-    logits_BNCK = product(_by_head(q_UBNE[rows]), _by_head(k_SBNE[:num_keys]).mT, wide).unflatten(0, (batch, -1))
+    q_BZD, heads = q_UBND[rows].permute(1, 2, 0, 3).flatten(1, 2), q_UBND.shape[2]
+    logits_BNCK = product(q_BZD, rows_SBD[:num_keys].permute(1, 2, 0), wide).unflatten(1, (heads, -1))
     logits_BNCK.mul_(job.softmax_scale).masked_fill_(~allowed[:, None], -torch.inf)
     total_BCK = logits_BNCK.softmax(dim=-1).sum(dim=1)
     # tp: one value per query and key; no gradient flows through the target of the loss
@@ -222,90 +231,14 @@ def _attended(
 
 
 def choose_keys(
-    q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBNE: Tensor, k_SBNE: Tensor, job: KeyChoice
+    q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBND: Tensor, rows_SBD: Tensor, job: KeyChoice
 ) -> tuple[Tensor, Tensor]:
-    """Returns the keys that each query attends to, as bits [B, U, ceil(S / 8)] (`pack_bits`), and this rank's summand
-    of the indexer's loss, a scalar in the internal dtype.
+    """Returns the ids of the keys that each query attends to, int32 [U, B, K], ascending and then -1, and this rank's
+    summand of the indexer's loss, a scalar in the internal dtype.
 
     `q_RBID`, `w_RBI`: queries [R, B, I, D] of the I heads of the indexer, and their weights, for this rank's part of
-    the U queries. `k_SBD`: its keys of all positions. `q_UBNE`, `k_SBNE`: queries and keys of attention, from which the
-    loss has no gradient.
+    the U queries. `k_SBD`: its keys of all positions. `q_UBND`, `rows_SBD`: queries of attention, and keys that all its
+    heads share; the loss has no gradient for them.
     """
-    given = q_RBID, k_SBD, w_RBI, q_UBNE.detach(), k_SBNE.detach()
+    given = q_RBID, k_SBD, w_RBI, q_UBND.detach(), rows_SBD.detach()
     return _ChooseKeys.apply(*given, job)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _SparseAttention(torch.autograd.Function):
-    """softmax(q k^T * scale) v over the chosen keys."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_UBND: Tensor,
-        k_SBND: Tensor,
-        v_SBNE: Tensor,
-        bits_BUK: Tensor,
-        queries: QueryRows,
-        scale: float,
-        maxima_N: Tensor | None,
-    ) -> Tensor:
-        num_rows, batch, heads, _ = q_UBND.shape
-        wide = internal_dtype(q_UBND.dtype)
-        q_ZUD, k_ZSD, v_ZSE = map(_by_head, (q_UBND, k_SBND, v_SBNE))
-        out_UBNE, lse_ZU = q_UBND.new_empty(num_rows, batch, heads, v_SBNE.shape[-1]), None
-        lse_ZU = q_UBND.new_empty(batch * heads, num_rows, dtype=wide)
-        for rows, num_keys, chosen in _attention_blocks(bits_BUK, queries, batch * heads * wide.itemsize):
-            logits = product(q_ZUD[:, rows], k_ZSD[:, :num_keys].mT, wide).mul_(scale)
-            logits.unflatten(0, (batch, -1)).masked_fill_(~chosen[:, None], -torch.inf)
-            if maxima_N is not None:
-                largest_N = logits.unflatten(0, (batch, -1)).amax(dim=(0, 2, 3))
-                maxima_N.copy_(torch.maximum(maxima_N, largest_N))
-            lse_ZU[:, rows] = logits.logsumexp(dim=-1)
-            probs = logits.sub_(lse_ZU[:, rows, None]).exp_().to(v_ZSE.dtype)
-            out_UBNE[rows] = _by_position(torch.bmm(probs, v_ZSE[:, :num_keys]), batch)
-        ctx.save_for_backward(q_UBND, k_SBND, v_SBNE, bits_BUK, out_UBNE, lse_ZU)
-        ctx.queries, ctx.scale = queries, scale
-        return out_UBNE
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_UBND, k_SBND, v_SBNE, bits_BUK, out_UBNE, lse_ZU = ctx.saved_tensors
-        batch, heads, wide = q_UBND.shape[1], q_UBND.shape[2], lse_ZU.dtype
-        q_ZUD, k_ZSD, v_ZSE, grad_ZUE = map(_by_head, (q_UBND, k_SBND, v_SBNE, grads[0]))
-        delta_ZU = (grad_ZUE.to(wide) * _by_head(out_UBNE)).sum(dim=-1)
-        of_q = torch.empty_like(q_UBND)
-        of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (k_ZSD, v_ZSE))
-        for rows, num_keys, chosen in _attention_blocks(bits_BUK, ctx.queries, batch * heads * wide.itemsize):
-            logits = product(q_ZUD[:, rows], k_ZSD[:, :num_keys].mT, wide).mul_(ctx.scale)
-            logits.unflatten(0, (batch, -1)).masked_fill_(~chosen[:, None], -torch.inf)
-            probs = logits.sub_(lse_ZU[:, rows, None]).exp_()
-            of_v[:, :num_keys] += product(probs.to(v_ZSE.dtype).mT, grad_ZUE[:, rows].to(v_ZSE.dtype), wide)
-            of_probs = product(grad_ZUE[:, rows].to(v_ZSE.dtype), v_ZSE[:, :num_keys].mT, wide)
-            of_logits = of_probs.sub_(delta_ZU[:, rows, None]).mul_(probs).mul_(ctx.scale).to(q_ZUD.dtype)
-            of_q[rows] = _by_position(torch.bmm(of_logits, k_ZSD[:, :num_keys]), batch)
-            of_k[:, :num_keys] += product(of_logits.mT, q_ZUD[:, rows], wide)
-        of_keys = (_by_position(x, batch).to(y.dtype) for x, y in ((of_k, k_SBND), (of_v, v_SBNE)))
-        return (of_q, *of_keys, None, None, None, None)
-
-
-def _attention_blocks(bits_BUK: Tensor, queries: QueryRows, bytes_per_pair: int) -> Iterator[tuple[slice, int, Tensor]]:
-    """Yields (rows of the queries, number of keys up to the last that one of them sees, chosen keys)."""
-    positions = queries.positions
-    for rows in blocks(len(queries), bytes_per_pair * (max(positions) + 1)):
-        num_keys = max(positions[rows]) + 1
-        yield rows, num_keys, unpack_bits(bits_BUK[:, rows], num_keys)
-
-
-def sparse_attention(
-    q_UBND: Tensor,
-    k_SBND: Tensor,
-    v_SBNE: Tensor,
-    bits_BUK: Tensor,
-    queries: QueryRows,
-    softmax_scale: float,
-    maxima_N: Tensor | None = None,
-) -> Tensor:
-    """Attention [U, B, N, E] of each query to its chosen keys (`choose_keys`), of which every query has one at least.
-    Keys and values are those of all positions. `maxima_N`: largest logit of each head, which is raised in place."""
-    arguments = q_UBND, k_SBND, v_SBNE, bits_BUK, queries, softmax_scale, maxima_N
-    return _SparseAttention.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]

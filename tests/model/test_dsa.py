@@ -266,7 +266,8 @@ TRAINED = "--dsa-indexer-loss-coeff 0.1"
 )
 def test_emulated_memory_agrees_with_the_cost_model(more):
     words = "--multi-latent-attention --rope-type rope --experimental-attention-variant dsa --attention-dropout 0"
-    words += " --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 64 --dsa-indexer-topk 128 --q-lora-rank 256"
+    words += " --num-layers 8 --moe-layer-freq ([0]*1+[1]*7) --num-attention-heads 32 --kv-lora-rank 256"
+    words += " --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 64 --dsa-indexer-topk 128 --q-lora-rank 256"
     words += " --seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096 --bf16"
     words += " --no-group-query-attention --transformer-impl local --micro-batch-size 2"
     plan = plan_of(f"{words} {more}")
