@@ -22,6 +22,7 @@ from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers.tiny_models import (
     attention_config,
     build,
+    compressed_config,
     dsa_config,
     layer_config,
     mla_config,
@@ -98,6 +99,7 @@ MODELS = {
         layer_config(mla_config(qk_norm=False, core={"sinks": True}))
     ),
     "sparse attention": model_config(layer_config(dsa_config())),
+    "compressed attention": model_config(*(layer_config(compressed_config(ratio)) for ratio in (0, 4, 128))),
     "heads normed without weights": model_config(layer_config(attention_config(qk_norm="l2"))),
     "experts": model_config(layer_config(), layer_config(feed_forward=moe_config())),
     "experts with everything": model_config(biased_moe_layer()),
