@@ -280,7 +280,7 @@ def test_a_second_start_reads_no_load_folder(ready):
 
 
 def test_unsupported_layers_have_no_estimates():
-    line = "--recipe deepseek-v4-flash-gb200-128"
+    line = "--recipe m27 --fp32-residual-connection"
     report, text = values(line), answer_to(f"{line} --dry-run")
     assert report["unknown_layers"] and not report["would_start"]
     assert not {"model", "stages", "memory", "communication", "experts", "time"} & report.keys()

@@ -253,12 +253,12 @@ def test_an_invalid_value_is_reported(words, message):
 
 
 def test_all_problems_are_reported_at_once_and_rules_on_invalid_values_are_skipped():
-    texts = texts_of("--hidden-size x --no-such-flag --moe-router-topk 9 --o-groups 4")
+    texts = texts_of("--hidden-size x --no-such-flag --moe-router-topk 9 --fp32-residual-connection")
     assert [text.split(" ")[0] for text in texts] == [
         "--hidden-size",
         "--no-such-flag",
         "--moe-router-topk",
-        "--o-groups",
+        "--fp32-residual-connection",
     ]
 
 
