@@ -15,6 +15,7 @@ from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionR
 
 def attention_cases(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     yield from _whole(args, draw)
+    yield from _chosen(args, draw)
     yield from _blocks(args, draw)
     yield from _linear(args, draw)
 
@@ -45,6 +46,22 @@ def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
             return k.attention(AttentionInputs(q, key, value, config, sinks[0] if sinks else None))
 
         yield KernelCase(name, run, (q, key, value, *sinks), gigabytes, flop / 1e12, compiled=compiled)
+
+
+def _chosen(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
+    """Case of attention to half of the rows of a sequence, as wide as a head and half as wide again."""
+    batch, heads, value = args.tokens // args.seq, args.heads, args.head_dim
+    width, num_chosen = value + value // 2, max(args.seq // 2, 1)
+    q, rows = draw(args.seq, batch, heads, width), draw(args.seq, batch, width)
+    ids = torch.rand(args.seq, batch, args.seq, device=draw.device).topk(num_chosen).indices.int()
+    # forward reads q and the rows and writes the output; backward reads these and a gradient, and writes two gradients
+    gigabytes = draw.moved(3 * q.numel() + 3 * rows.numel() + 3 * args.seq * batch * heads * value)
+    flop = 2 * batch * heads * args.seq * num_chosen * (4 * width + 3 * value)
+
+    def attend(k: Kernels, *inputs: torch.Tensor) -> torch.Tensor:
+        return k.sparse_attention(*inputs, ids, None, value, width**-0.5)[0]
+
+    yield KernelCase("sparse_attention", attend, (q, rows), gigabytes, flop / 1e12, compiled=None)
 
 
 def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:

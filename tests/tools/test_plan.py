@@ -47,7 +47,7 @@ def test_a_model_without_a_tokenizer_is_planned(capsys):
         ("--recipe q6 --num-attention-heads 30", "4 query groups do not divide 30 heads"),
         ("--recipe q6 --proxy", "--proxy is not supported by the planner"),
         ("--recipe q6 --gpus 9 --nodes 2", "--gpus 9 and --nodes 2 contradict each other"),
-        ("--recipe deepseek-v4-pro-gb300-256", "does not know the layers of --experimental-attention-variant"),
+        ("--recipe m27 --fp32-residual-connection", "does not know the layers of --fp32-residual-connection"),
         ("--fit --recipe q6 --gpus 3 --tensor-model-parallel-size 2", "does not divide 3 ranks"),
         ("--fit --recipe q6 --micro-batch-size 1000000", "is not a multiple of 1000000"),
     ],

@@ -1,0 +1,13 @@
+"""Environment variables that a benchmark sets for its plan end with the test."""
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def environment_of_a_plan() -> Iterator[None]:
+    with mock.patch.dict(os.environ):
+        yield
