@@ -59,7 +59,8 @@ def _chosen(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     flop = 2 * batch * heads * args.seq * num_chosen * (4 * width + 3 * value)
 
     def attend(k: Kernels, *inputs: torch.Tensor) -> torch.Tensor:
-        return k.sparse_attention(*inputs, ids, None, value, width**-0.5)[0]
+        q, rows = inputs
+        return k.sparse_attention(q, rows, ids, None, value, width**-0.5)[0]
 
     yield KernelCase("sparse_attention", attend, (q, rows), gigabytes, flop / 1e12, compiled=None)
 
