@@ -83,7 +83,7 @@ def _hybrid_override_pattern(words: Sequence[str], _: ValueOf) -> Translated:
 
 
 def _mtp_hybrid_override_pattern(words: Sequence[str], _: ValueOf) -> Translated:
-    """Translates the pattern of a depth beside `--mtp-num-layers`. Raises BadValue if it is not one."""
+    """Translates the layer pattern of a multi-token prediction depth. Raises BadValue if the value is not a pattern."""
     return Translated(depth_flags(words), "is now part of --hybrid-layer-pattern, as in MEM*E/*E")
 
 

@@ -53,14 +53,14 @@ class StartFlags:
     """With `--dry-run` or `--fake-init-process-group`: also check which of the Python packages that the flags select
     are installed on this machine. Without it, the result does not depend on them."""
     world_size: int | None = new_flag(None, least=1, names=("--gpus",))
-    """Number of ranks of a dry run or an emulation. Not set: determined by `--nodes`, the launcher, or entry `gpus` of
+    """Number of ranks of a dry run or an emulation. Default: from `--nodes`, the launcher, or entry `gpus` of
     section `about` in the recipe or file. A run started with a different number of ranks is rejected."""
     nodes: int | None = new_flag(None, least=1)
     """Number of nodes of a dry run or an emulation; see `--world-size`."""
     gpus_per_node: int | None = new_flag(None, least=1)
-    """Ranks per node. Not set: the number of GPUs per node for the `--gpu` type, but at most the number of ranks."""
+    """Ranks per node. Default: the number of GPUs per node for the `--gpu` type, but at most the number of ranks."""
     gpu: GpuKind | None = new_flag(None)
-    """GPU type of a dry run or an emulation. Not set: `gpu` of section `about` in the recipe or file, else h100."""
+    """GPU type of a dry run or an emulation. Default: `gpu` of section `about` in the recipe or file, else h100."""
     gpu_memory: float | None = new_flag(None, least=0.1)
     """Memory in GiB of the GPU of a dry run or an emulation, instead of that of the `--gpu` type."""
     gpu_tflops: float | None = new_flag(None, least=0.1)
@@ -70,7 +70,7 @@ class StartFlags:
     link_bandwidth: float | None = new_flag(None, least=0.1)
     """Bandwidth between the GPUs of a host in a dry run, in GB/s per direction."""
     tokens: float | None = new_flag(None, least=1)
-    """Number of tokens for which a dry run estimates time and cost. Not set: those of `--train-iters` or
+    """Number of tokens for which a dry run estimates time and cost. Default: those of `--train-iters` or
     `--train-samples`."""
     gpu_hour_price: float | None = new_flag(None, least=0)
     """Price of a GPU hour, in any currency, for the estimated cost of a dry run."""

@@ -293,7 +293,7 @@ def _indexer(flags: Flags, rope: RopeConfig, norm: NormConfig) -> IndexerConfig:
 
 
 def _compressed_attention(flags: Flags) -> tuple[CompressedAttentionConfig, ...]:
-    """Configs of all layers and, if it has a ratio of its own, of the layer of multi-token prediction."""
+    """Compressed-attention configs of all layers, plus one for multi-token prediction if a ratio is given for it."""
     dim, norm = flags.qk_pos_emb_head_dim, _norm(flags)
     plain = RopeConfig(dim=dim, base=flags.rotary_base, interleaved=True)
     yarn = _yarn(flags, dim, True, flags.original_max_position_embeddings)

@@ -44,7 +44,7 @@ def read_curve(run: Path, key: str) -> dict[int, float]:
     if not path.is_file():
         raise DataProblem(f"{path} does not exist; give a run folder that holds metrics.jsonl")
     rows = [row for row in read_metrics(path) if key in row]
-    # null stands for a value that is not finite
+    # metrics.jsonl stores values that are not finite as null
     curve = {row["iteration"]: nan if row[key] is None else row[key] for row in rows}
     invalid = [value for value in curve.values() if not isinstance(value, int | float)]
     if invalid:

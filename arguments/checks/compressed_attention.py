@@ -71,7 +71,7 @@ def compressed_attention_has_sizes(flags: RuleFlags) -> Violations:
 
 
 def compressed_attention_supports_attention_options(flags: RuleFlags) -> Violations:
-    """Compressed attention has a window, sinks and RMS norms of its own, and no dropout."""
+    """Compressed attention always uses RMS norms, sinks and the window of `--csa-window-size`, and no dropout."""
     if not derive.has_compressed_attention(flags):
         return
     if flags.attention_dropout:

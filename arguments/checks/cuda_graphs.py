@@ -9,11 +9,11 @@ _IMPL = "--cuda-graph-impl"
 _FULL_ITERATION = f"{_IMPL} full_iteration"
 _IN_MOE = ("moe", "moe_router", "moe_preprocess")
 _NODES_OF = MappingProxyType({"mlp": ("mlp",), "moe": _IN_MOE, "mhc": ("attn", "mamba", "mlp", *_IN_MOE)})
-"""Module of --recompute-modules that is one node of a layer -> modules of --cuda-graph-modules inside this node."""
+"""Maps each of the --recompute-modules that is one node of a layer to the --cuda-graph-modules inside this node."""
 _OFFLOADED_IN = MappingProxyType(
     {"attn": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"), "moe": ("expert_fc1", "moe_act")}
 )
-"""Module of --cuda-graph-modules -> modules of --offload-modules inside it."""
+"""Maps each of the --cuda-graph-modules to the --offload-modules inside it."""
 
 
 def full_iteration_has_no_modules(flags: RuleFlags) -> Violations:
@@ -71,7 +71,7 @@ def captured_modules_are_deterministic(flags: RuleFlags) -> Violations:
 
 
 def _captured(flags: RuleFlags) -> tuple[str, ...]:
-    """Returns the modules that are captured one by one: those given, or those captured by default."""
+    """Returns the modules that are captured in graphs of their own: the given ones or the defaults."""
     if flags.cuda_graph_impl in ("none", "full_iteration"):
         return ()
     if flags.cuda_graph_modules:
@@ -102,8 +102,8 @@ def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_modules_are_not_offloaded(flags: RuleFlags) -> Violations:
-    """Graphs of modules keep activations at fixed device addresses from forward to backward. A graph of a whole step
-    contains the copies; memory is freed where the graph waits for a copy, so the number of copies must be limited."""
+    """Graphs of modules need their activations at fixed device addresses from forward to backward. A full-iteration
+    graph captures the copies, and frees memory only where it waits for one, so unfinished copies must be limited."""
     if not flags.fine_grained_activation_offloading or flags.cuda_graph_impl == "none":
         return
     if flags.cuda_graph_impl == "full_iteration":
@@ -129,7 +129,7 @@ def captured_modules_are_not_offloaded(flags: RuleFlags) -> Violations:
 
 
 def delayed_offload_follows_graphs(flags: RuleFlags) -> Violations:
-    """Copies are delayed until the next replay, which only runs with captured modules have."""
+    """Copies are delayed until the next replay of a captured module, so a run needs captured modules."""
     if not flags.delay_offload_until_cuda_graph:
         return
     if not flags.fine_grained_activation_offloading:
@@ -192,14 +192,14 @@ def captured_exchange_stays_on_device(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def full_iteration_includes_gather(flags: RuleFlags) -> Violations:
-    """A full-iteration graph contains the gathers of weights, which therefore cannot start in the optimizer step."""
+    """A full-iteration graph captures the weight gathers, so they cannot start during the optimizer step."""
     if flags.cuda_graph_impl == "full_iteration" and flags.overlap_optimizer_step:
         yield f"{_FULL_ITERATION} with --overlap-optimizer-step", "leave out --overlap-optimizer-step"
 
 
 @missing_feature
 def overlapped_experts_are_not_captured(flags: RuleFlags) -> Violations:
-    """Graphs of whole MoE layers leave no exchange outside that could overlap with the other microbatch."""
+    """A graph of a whole MoE layer contains its exchanges, so they cannot overlap with the other microbatch."""
     modules = () if flags.cuda_graph_impl == "none" else flags.cuda_graph_modules
     if "moe" in modules and flags.overlap_moe_expert_parallel_comm:
         yield (

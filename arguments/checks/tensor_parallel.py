@@ -19,7 +19,8 @@ def experts_need_sequence_parallel(flags: RuleFlags) -> Violations:
 
 
 def overlap_needs_sequence_parallel(flags: RuleFlags) -> Violations:
-    """Without sequence parallelism, tensor-parallel communication depends on the GEMMs that could hide it."""
+    """Only the collectives of sequence parallelism can overlap with GEMMs; an all-reduce depends on its GEMM's
+    output."""
     if flags.tp_comm_overlap and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
         yield "--tp-comm-overlap cannot be used without sequence parallelism", "add --sequence-parallel"
 

@@ -19,7 +19,7 @@ class AttentionFlags:
     num_query_groups: int = flag(1, least=1)
     """Number of key and value heads for `--group-query-attention`."""
     kv_channels: int | None = flag(None, least=1)
-    """Head dimension. Not set: hidden size divided by the number of query heads."""
+    """Head dimension. Default: hidden size divided by the number of query heads."""
     qk_layernorm: bool = flag(False)
     """Normalize queries and keys; in multi-latent attention, normalize the compressed queries, keys and values."""
     qk_layernorm_over: Literal["head", "all-heads"] = new_flag("head")
@@ -49,7 +49,7 @@ class AttentionFlags:
     multi_latent_attention: bool = flag(False)
     """Use multi-latent attention (DeepSeek)."""
     q_lora_rank: int | None = flag(None, least=1)
-    """Rank of the query compression. Not set: queries are not compressed."""
+    """Rank of the query compression. Default: no query compression."""
     kv_lora_rank: int = flag(32, least=1)
     """Rank of the key and value compression."""
     qk_head_dim: int = flag(128, least=1)
@@ -59,15 +59,15 @@ class AttentionFlags:
     v_head_dim: int = flag(128, least=1)
     """Value head dimension."""
     rope_type: Literal["rope", "yarn"] | None = flag(None)
-    """Rotary embedding of multi-latent attention. Not set: yarn."""
+    """Rotary embedding of multi-latent attention. Default: yarn."""
     rotary_scaling_factor: float = flag(1.0, least=1)
     """YaRN: factor by which the context is extended."""
     original_max_position_embeddings: int = flag(4096, least=1)
     """YaRN (multi-latent attention): context length before extension."""
     mscale: float = flag(1.0, least=0)
-    """YaRN: cos and sin are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
+    """YaRN: multiplies cos and sin by 0.1 * mscale * ln(scaling factor) + 1."""
     mscale_all_dim: float = flag(0.0, least=0)
-    """YaRN: cos and sin are divided by m = 0.1 * mscale_all_dim * ln(scaling factor) + 1; the softmax scale of
+    """YaRN: divides cos and sin by m = 0.1 * mscale_all_dim * ln(scaling factor) + 1; the softmax scale of
     multi-latent attention is multiplied by m^2."""
 
     experimental_attention_variant: str | None = unsupported(
@@ -80,7 +80,7 @@ class AttentionFlags:
     linear_attention_freq: LayerPattern | None = flag(None)
     """Layers with linear attention: all but every n-th layer, or a list with 1 (linear) or 0 (softmax) per layer."""
     linear_conv_kernel_dim: int = flag(4, least=1)
-    """Number of tokens that the convolution of linear attention sees."""
+    """Kernel size of the causal convolution of linear attention, in tokens."""
     linear_key_head_dim: int = flag(128, least=1)
     """Key head dimension of linear attention."""
     linear_value_head_dim: int = flag(128, least=1)
@@ -93,8 +93,8 @@ class AttentionFlags:
         "headwise", "also for Mamba; Megatron-LM's default is chunkwise in its development version"
     )
     """Context parallelism of linear attention and Mamba. headwise: all-to-all exchanges make each rank compute some
-    heads on all positions. chunkwise: each rank computes all heads on its positions, and ranks gather the states that
-    the chunks of others add; numbers of heads only have to be multiples of the tensor-parallel size."""
+    heads on all positions. chunkwise: each rank computes all heads on its positions and gathers the state updates of
+    earlier chunks; numbers of heads only have to be multiples of the tensor-parallel size."""
 
     dsa_indexer_n_heads: int | None = flag(None, least=1)
     """Number of heads of the indexer of sparse or compressed attention."""
@@ -103,28 +103,28 @@ class AttentionFlags:
     dsa_indexer_topk: int | None = flag(None, least=1)
     """Number of keys that sparse attention selects per query."""
     dsa_indexer_loss_coeff: float | None = flag(None, least=0)
-    """Weight of the indexer's loss, the divergence of its scores from attention. Not set: it is not trained."""
+    """Weight of the indexer's loss, the divergence of its scores from attention. Default: no indexer training."""
     dsa_indexer_use_sparse_loss: bool = flag(False)
     """Compute the indexer's loss from the selected keys instead of all keys."""
     dsa_indexer_rope_interleaved: bool = flag(False)
     """Rotate the indexer's channel pairs (0, 1), (2, 3), ... (GLM-5) instead of halves (DeepSeek-V3.2)."""
     dsa_indexer_rotate_activation: bool = flag(True, off=("--disable-dsa-indexer-rotate-activation",))
-    """Multiply the indexer's queries and keys by a Hadamard matrix, which keeps their products."""
+    """Multiply the indexer's queries and keys by a Hadamard matrix, which leaves their dot products unchanged."""
     dsa_indexer_scoring_relu: bool = flag(True, off=("--disable-dsa-indexer-scoring-relu",))
-    """Apply ReLU to the products of queries and keys in the indexer's scores."""
+    """Apply ReLU to the dot products of queries and keys in the indexer's scores."""
     dsa_indexer_k_norm_epsilon: float | None = flag(None, least=0)
-    """Epsilon of the LayerNorm of the indexer's keys. Not set: that of the other norms."""
+    """Epsilon of the LayerNorm of the indexer's keys. Default: the epsilon of the other norms."""
     csa_compress_ratios: LayerPattern | None = flag(None)
-    """Number of tokens that an entry of compressed attention summarises (`--experimental-attention-variant
-    dsv4_hybrid`), one per layer and possibly one more for multi-token prediction: 0 for a window without entries, 4 for
-    overlapping groups among which an indexer chooses, or a larger number for groups that all later queries see."""
+    """Compression ratios of compressed attention (`--experimental-attention-variant dsv4_hybrid`), one per layer and
+    optionally one for multi-token prediction: the number of tokens per compressed entry. 0: sliding window only; 4:
+    overlapping groups, from which an indexer selects; larger: groups that all later queries attend to."""
     csa_compress_rotary_base: float = flag(40000.0, least=0)
-    """Rotary base of layers with entries; those without use `--rotary-base`."""
+    """Rotary base of layers with compressed entries; other layers use `--rotary-base`."""
     csa_window_size: int = flag(128, least=1)
-    """Number of tokens that queries of compressed attention see in addition to entries, with their own."""
+    """Sliding window of compressed attention in tokens, including the query's own: visible in addition to entries."""
     csa_dense_mode: bool = flag(False)
-    """Let queries see all earlier entries, without an indexer, in layers with the ratio 4."""
+    """Let queries attend to all earlier entries, without an indexer, in layers with ratio 4."""
     o_groups: int = flag(8, least=1)
-    """Number of groups of heads whose outputs compressed attention projects to a low rank separately."""
+    """Number of head groups of compressed attention, each with its own low-rank output projection."""
     o_lora_rank: int = flag(1024, least=1)
-    """Rank of the output projection of a group of heads."""
+    """Rank of each head group's output projection."""

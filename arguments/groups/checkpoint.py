@@ -17,10 +17,10 @@ class CheckpointFlags:
     """Saving, resuming and loading checkpoints."""
 
     save: FilePath | None = flag(None)
-    """Checkpoint folder. Not set: checkpoints/ in the run folder. A run with `--mock-data` saves checkpoints there only
+    """Checkpoint folder. Default: checkpoints/ in the run folder. A run with `--mock-data` saves checkpoints there only
     if `--save-interval` or `--save-hf-interval` is set."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
-    """Iterations between checkpoints. Not set: save only when the run ends, or nothing with `--mock-data`, which trains
+    """Iterations between checkpoints. Default: save only when the run ends, or nothing with `--mock-data`, which trains
     on random tokens."""
     save_retain_interval: int | None = flag(None, least=1)
     """Delete all checkpoints except the newest ones and those whose iteration is a multiple of this number."""
@@ -30,12 +30,12 @@ class CheckpointFlags:
     """Action if a checkpoint cannot be written: end the run now (stop) or after three failures in a row (continue)."""
     save_hf_interval: int | None = new_flag(None, least=1)
     """Iterations between exports to Hugging Face format, which are written to hf/ in the checkpoint folder. The run
-    also exports when it ends. Not set: no exports."""
+    also exports when it ends. Default: no exports."""
     save_hf_config: FilePath | None = new_flag(None)
-    """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder given by `--load`
+    """Folder whose config.json and tokenizer files are copied into exports. Default: the hf: folder given by `--load`
     or `--pretrained-checkpoint`, or else files generated for the model and its tokenizer."""
     keep_last_checkpoints: int | None = new_flag(None, least=1)
-    """Number of newest checkpoints to keep. Not set: 1 with `--save-retain-interval`, otherwise all."""
+    """Number of newest checkpoints to keep. Default: 1 with `--save-retain-interval`, otherwise all."""
     load: FilePath | None = flag(None, essential=True)
     """Checkpoint folder to resume from, or hf:FOLDER for Hugging Face weights. Used only if the checkpoint folder of
     this run (`--save`) has no checkpoint."""
@@ -46,7 +46,7 @@ class CheckpointFlags:
     pretrained_checkpoint: FilePath | None = flag(None)
     """Checkpoint with initial weights, used if `--load` is not set or has no checkpoint."""
     ckpt_step: int | None = flag(None, least=0)
-    """Iteration of the checkpoint to load. Not set: the newest."""
+    """Iteration of the checkpoint to load. Default: the newest."""
     exit_on_missing_checkpoint: bool = flag(False)
     """Exit if the folder given by `--load` contains no checkpoint."""
     load_optim: bool = flag(True)

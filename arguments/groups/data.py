@@ -25,11 +25,11 @@ class DataFlags:
     """JSON file with the values of `--train-data-path`, `--valid-data-path` and `--test-data-path` under the keys
     train, valid and test."""
     split: str | None = flag(None, essential=True)
-    """Ratio of training, validation and test data, such as 99,1,0. Not set: 969,30,1."""
+    """Ratio of training, validation and test data, such as 99,1,0. Default: 969,30,1."""
     mock_data: bool = differs(False, "--split applies; Megatron-LM always splits mock data into thirds", essential=True)
     """Use random documents instead of files."""
     data_cache_path: FilePath | None = flag(None)
-    """Folder for index caches. Not set: PREFIX/cache/GPTDataset_indices for each prefix of `--data-path`."""
+    """Folder for index caches. Default: PREFIX/cache/GPTDataset_indices for each prefix of `--data-path`."""
     mmap_bin_files: bool = flag(True)
     """Memory-map the token files."""
     num_workers: int = differs(2, "every value above 0 starts one prefetch thread per rank", least=0)
@@ -37,7 +37,7 @@ class DataFlags:
     dataloader_type: Literal["single", "cyclic", "external"] | None = refused(
         None, "data is read from .bin/.idx files; use single or cyclic", works=("single", "cyclic")
     )
-    """Sample order: dataset order in one pass (single), or shuffled anew in each pass (cyclic). Not set: single."""
+    """Sample order: dataset order in one pass (single), or shuffled anew in each pass (cyclic). Default: single."""
     reset_position_ids: bool = flag(False)
     """Restart positions after each end-of-document token."""
     reset_attention_mask: bool = flag(False)
@@ -83,13 +83,13 @@ class DataFlags:
         ),
         essential=True,
     )
-    """Tokenizer. NullTokenizer accepts only token ids; Megatron-LM has no ByteTokenizer. Not set: GPT2BPETokenizer if
+    """Tokenizer. NullTokenizer accepts only token ids; Megatron-LM has no ByteTokenizer. Default: GPT2BPETokenizer if
     --vocab-file and --merge-file are given."""
     tokenizer_model: FilePath | None = flag(None, essential=True)
     """Tokenizer file: a SentencePiece model, a tiktoken file, a folder with tokenizer.json, or the name of a Hugging
     Face repository in the local cache."""
     vocab_size: int | None = flag(None, least=1)
-    """Vocabulary size before padding. Not set: the vocabulary size of the tokenizer."""
+    """Vocabulary size before padding. Default: the vocabulary size of the tokenizer."""
     vocab_file: FilePath | None = flag(None)
     """JSON vocabulary file of GPT2BPETokenizer."""
     merge_file: FilePath | None = flag(None)
@@ -101,7 +101,7 @@ class DataFlags:
     tokenizer_special_tokens: tuple[str, ...] | None = flag(None)
     """Special tokens of a tiktoken vocabulary."""
     null_tokenizer_eod_id: int | None = flag(None, least=0)
-    """Token id of the end of a document for NullTokenizer. Not set: the last id of the vocabulary."""
+    """Token id of the end of a document for NullTokenizer. Default: the last id of the vocabulary."""
     trust_remote_code: bool = differs(False, "no effect: no code is downloaded or executed")
     """Execute Python code that is part of a Hugging Face tokenizer."""
     null_tokenizer_pad_id: int = flag(-1, least=-1)
@@ -119,7 +119,7 @@ class DataFlags:
         "equally much",
     )
     """Order in which the sequences of a step are packed into rows: as in the dataset (dp_balanced), or by decreasing
-    length (default_dynamic_cp, for --dynamic-context-parallel). Not set: dp_balanced with --use-varlen-dataset."""
+    length (default_dynamic_cp, for --dynamic-context-parallel). Default: dp_balanced with --use-varlen-dataset."""
     pad_packed_seq_alignment: str | None = differs(
         None, "every row has --seq-length positions, as with max; a number only aligns the sequences in a row"
     )
@@ -128,4 +128,4 @@ class DataFlags:
     """Whether padding at the end of a row forms a separate sequence or extends the last one. Not set:
     append_dummy_seq."""
     thd_max_packed_sequences: int | None = flag(None, least=1)
-    """Maximum number of sequences per row, including the padding sequence of append_dummy_seq. Not set: no limit."""
+    """Maximum number of sequences per row, including the padding sequence of append_dummy_seq. Default: no limit."""

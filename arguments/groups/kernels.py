@@ -19,7 +19,7 @@ class KernelsFlags:
     """Backends of individual ops, as OP=BACKEND; they override `--kernel-backend`."""
 
     kernel_cache_dir: FilePath | None = new_flag(None)
-    """Folder for compiled kernels, with one subfolder per node. Not set: megatron_moe in the user's cache folder."""
+    """Folder for compiled kernels, with one subfolder per node. Default: megatron_moe/ in the user's cache folder."""
     compile_first: bool = new_flag(True)
     """On a GPU, run a small step with one layer of each kind before ranks connect, to compile kernels in advance."""
 

@@ -34,7 +34,7 @@ class LoggingFlags:
     log_memory_to_tensorboard: bool = flag(False)
     """Write memory usage to TensorBoard."""
     log_memory_interval: int | None = flag(None, least=1)
-    """Iterations between log lines about memory. Not set: memory is logged once, after the first log line."""
+    """Iterations between log lines about memory. Default: once, after the first log line."""
     log_device_memory_used: bool = flag(False)
     """Add the memory used by all processes on the device, as reported by the driver, to the log lines about memory."""
     log_world_size_to_tensorboard: bool = flag(False)
@@ -57,7 +57,7 @@ class LoggingFlags:
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
     """Timer values to log: the maximum over ranks, the minimum and maximum, or the values of all ranks."""
     tensorboard_dir: FilePath | None = flag(None)
-    """TensorBoard folder. Not set: tensorboard/ in the run folder."""
+    """TensorBoard folder. Default: tensorboard/ in the run folder."""
     tensorboard_log_interval: int = flag(1, least=1)
     """Iterations between TensorBoard writes."""
     wandb_project: str | None = flag(None)
@@ -67,7 +67,7 @@ class LoggingFlags:
     wandb_entity: str | None = flag(None)
     """W&B entity: user or team that owns the project."""
     wandb_save_dir: FilePath | None = flag(None)
-    """Folder for W&B files. Not set: the run folder."""
+    """Folder for W&B files. Default: the run folder."""
 
     profile: bool = flag(False)
     """Profile iterations with an external profiler such as Nsight Systems, or with `--use-pytorch-profiler`."""
@@ -76,7 +76,7 @@ class LoggingFlags:
     profile_step_end: int = flag(12, least=1)
     """Last profiled iteration."""
     profile_ranks: tuple[int, ...] = flag(())
-    """Ranks to profile. Not set: all."""
+    """Ranks to profile. Default: all."""
     use_pytorch_profiler: bool = differs(False, "traces go to profile/ in the run folder")
     """With `--profile`: profile with torch.profiler and write a trace."""
     record_memory_history: bool = differs(False, "snapshots go to profile/ in the run folder")

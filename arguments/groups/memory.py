@@ -24,7 +24,7 @@ class RecomputeFlags:
         tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
         | None
     ) = differs(None, "layernorm covers both norms of every layer; gated delta attention has no recomputable modules")
-    """Modules recomputed by `--recompute-granularity selective`. Not set: core_attn."""
+    """Modules recomputed by `--recompute-granularity selective`. Default: core_attn."""
     distribute_saved_activations: bool = flag(False)
     """Shard the saved inputs of recomputed layers over tensor-parallel ranks."""
 

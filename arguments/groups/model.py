@@ -32,7 +32,7 @@ class ModelFlags:
     hidden_size: int = flag(REQUIRED, least=1, essential=True)
     """Hidden size: width of the residual stream."""
     ffn_hidden_size: int | None = flag(None, least=1, essential=True)
-    """Hidden size of dense MLPs. Not set: 4 x hidden size; with `--swiglu` 8/3 x hidden size rounded down to a multiple
+    """Hidden size of dense MLPs. Default: 4 x hidden size; with `--swiglu` 8/3 x hidden size rounded down to a multiple
     of 64."""
     seq_length: int = flag(REQUIRED, least=1, essential=True)
     """Sequence length in tokens."""
@@ -60,11 +60,11 @@ class ModelFlags:
     no_rope_freq: LayerPattern | None = flag(None)
     """Layers without RoPE: every n-th layer, or a list with 1 (without RoPE) or 0 (with RoPE) per layer."""
     yarn_original_max_position_embeddings: int | None = flag(None, least=1)
-    """YaRN without multi-latent attention: context length before extension. Not set: 4096."""
+    """YaRN without multi-latent attention: context length before extension. Default: 4096."""
     yarn_beta_fast: float | None = flag(None, least=0)
-    """YaRN: dimensions with more rotations than this over the original context keep their frequency. Not set: 32."""
+    """YaRN: dimensions with more rotations than this over the original context keep their frequency. Default: 32."""
     yarn_beta_slow: float | None = flag(None, least=0)
-    """YaRN: frequencies of dimensions with fewer rotations than this are divided by the scaling factor. Not set: 1."""
+    """YaRN: frequencies of dimensions with fewer rotations than this are divided by the scaling factor. Default: 1."""
     yarn_correction_range_round_to_int: bool = flag(True)
     """YaRN: round the bounds of the interpolated range of dimensions to integers (GPT-OSS does not round)."""
 
@@ -91,7 +91,7 @@ class ModelFlags:
     """Use the tanh approximation of GELU."""
     activation_func: Annotated[str, ACTIVATIONS] | None = new_flag(None)
     """Activation function of MLPs and experts; replaces switches such as `--swiglu`. Imported files may add functions
-    (see `--import`). Not set: the function of the switch, or GELU without a switch."""
+    (see `--import`). Default: the function of the switch, or GELU without a switch."""
     gated_linear_unit: bool = new_flag(False)
     """With `--activation-func`: use gated MLPs, which multiply a second projection by the activated gate."""
     glu_linear_offset: float = differs(0.0, _GATED)
@@ -127,9 +127,9 @@ class ModelFlags:
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
     """Number of multi-token prediction layers, each of which predicts one token further ahead."""
     mtp_mixer: Annotated[str, MIXERS] | None = new_flag(None)
-    """Mixer of the multi-token prediction layers. Not set: that of the last layer."""
+    """Mixer of the multi-token prediction layers. Default: the mixer of the last layer."""
     mtp_feed_forward: Annotated[str, FEED_FORWARDS] | None = new_flag(None)
-    """Feed-forward module of the multi-token prediction layers. Not set: that of the last layer."""
+    """Feed-forward module of the multi-token prediction layers. Default: the module of the last layer."""
     mtp_loss_scaling_factor: float = flag(0.1, least=0)
     """Weight of the multi-token prediction loss in the total loss. The losses of the prediction layers are averaged."""
     mtp_use_repeated_layer: bool = flag(False)
@@ -161,7 +161,7 @@ class ModelFlags:
     mamba_num_groups: int = flag(8, least=1)
     """Number of groups of Mamba layers. The heads of a group share B and C."""
     mamba_num_heads: int | None = flag(None, least=1)
-    """Number of heads of Mamba layers. Not set: 2 x hidden size / `--mamba-head-dim`."""
+    """Number of heads of Mamba layers. Default: 2 x hidden size / `--mamba-head-dim`."""
     num_residual_streams: int = flag(4, names=("--mhc-num-residual-streams",), least=1)
     """Number of residual streams of hyper-connections."""
     mhc_sinkhorn_iterations: int = flag(20, least=1)

@@ -16,11 +16,11 @@ class MoEFlags:
     """MoE layers: router, load balancing, expert capacity, experts and token dispatch."""
 
     num_experts: int | None = flag(None, least=0, essential=True)
-    """Number of routed experts per MoE layer. Not set or 0: all layers are dense."""
+    """Number of routed experts per MoE layer. Default: no experts, as with 0."""
     moe_layer_freq: LayerPattern = flag(1, essential=True)
     """MoE layers: an interval n (layers 0, n, 2n, ...), or a list with 1 for MoE, 0 for dense: "([0]*3+[1]*58)"."""
     moe_ffn_hidden_size: int | None = flag(None, least=1, essential=True)
-    """Hidden size of each routed expert. Not set: `--ffn-hidden-size`."""
+    """Hidden size of each routed expert. Default: `--ffn-hidden-size`."""
     moe_router_topk: int = flag(2, least=1, essential=True)
     """Number of experts each token is routed to."""
     moe_router_score_function: Annotated[str, SCORE_FUNCTIONS] = flag("softmax")
@@ -36,7 +36,7 @@ class MoEFlags:
     moe_router_topk_scaling_factor: float | None = flag(None, least=0)
     """Scaling factor of the final routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
-    """Dtype of the router GEMM. Not set: the dtype of the activations."""
+    """Dtype of the router GEMM. Default: the dtype of the activations."""
     moe_input_jitter_eps: float | None = differs(None, "during training only", least=0, below=1)
     """Multiply the router input by uniform noise in [1 - eps, 1 + eps]."""
     moe_router_force_load_balancing: bool = flag(False)
@@ -87,7 +87,7 @@ class MoEFlags:
         least=0,
     )
     """Bound on the tokens that the experts of a rank receive, as a multiple of the mean over ranks; it sizes the
-    buffers. Not set: 1.25."""
+    buffers. Default: 1.25."""
 
     moe_router_padding_for_quantization: bool = differs(
         False, "rows are padded on the rank of the expert, after the exchange; results do not change"
@@ -100,7 +100,7 @@ class MoEFlags:
     """Number of microbatches whose expert weight gradients are computed in one GEMM: the gradient buffer is read and
     written only once, but the GEMM inputs of all these microbatches stay in memory."""
     moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
-    """Total hidden size of the shared experts. Not set or 0: no shared experts."""
+    """Total hidden size of the shared experts. Default: no shared experts, as with 0."""
     moe_shared_expert_gate: bool = flag(False)
     """Gate the shared experts with a sigmoid per token."""
     moe_shared_expert_overlap: bool = differs(False, "available with every dispatcher")
@@ -142,7 +142,7 @@ class MoEFlags:
     moe_flex_require_backend: bool = new_flag(False)
     """Reject the run if another transport would replace that of `--moe-flex-dispatcher-backend`."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
-    """Number of SMs that the flex dispatcher uses. Not set: all, or the library's default."""
+    """Number of SMs that the flex dispatcher uses. Default: all SMs, or the default of the library."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)
     """Format in which dispatch sends tokens: bf16 (the dtype of the activations), or with the blockwise (fp8) or mxfp8
     recipe quantised elements and their scales. Each token is quantised once, and fc1 multiplies the received
@@ -153,9 +153,9 @@ class MoEFlags:
     moe_permute_fusion_into_hybridep: bool = flag(False)
     """Let hybridep sort tokens by expert in its send and receive kernels."""
     moe_hybridep_num_blocks_permute: int | None = flag(None, least=1)
-    """Number of thread blocks with which hybridep sorts received tokens. Not set: the library's default."""
+    """Number of thread blocks with which hybridep sorts received tokens. Default: the library's default."""
     moe_hybridep_num_blocks_unpermute: int | None = flag(None, least=1)
-    """Number of thread blocks with which hybridep sums expert outputs before it returns them. Not set: the library's
+    """Number of thread blocks with which hybridep sums expert outputs before it returns them. Default: the library's
     default."""
     moe_hybridep_num_sms_preprocessing: int = flag(108, least=1)
     """Number of SMs with which hybridep computes the layout of an exchange."""
@@ -168,7 +168,7 @@ class MoEFlags:
     """Folder to which every rank writes the selected experts of each router call as JSON lines, in
     router_trace_rank0.jsonl and so on."""
     moe_routing_trace_max_training_iters: int | None = flag(None, least=1)
-    """Number of iterations after which tracing of routing decisions ends. Not set: all. A record takes about four bytes
+    """Number of iterations after which tracing of routing decisions ends. Default: all. A record takes about four bytes
     per token and selected expert."""
     moe_routing_replay_path: FilePath | None = new_flag(None)
     """Folder with the routing decisions of an earlier run (see `--moe-routing-trace-path`), which replace those of the

@@ -82,9 +82,9 @@ class OptimizerFlags:
     )
     """Learning-rate schedule after warmup."""
     lr_decay_iters: int | None = flag(None, least=1)
-    """Iteration at which the learning rate reaches its minimum. Not set: the last iteration of the run."""
+    """Iteration at which the learning rate reaches its minimum. Default: the last iteration of the run."""
     lr_decay_samples: int | None = flag(None, least=1)
-    """Number of consumed samples at which the learning rate reaches its minimum. Not set: the whole run."""
+    """Number of consumed samples at which the learning rate reaches its minimum. Default: all samples of the run."""
     lr_warmup_iters: int = flag(0, least=0, essential=True)
     """Number of iterations of linear warmup."""
     lr_warmup_samples: int = flag(0, least=0)

@@ -25,7 +25,7 @@ class ParallelFlags:
     expert_model_parallel_size: int = flag(1, least=1)
     """Expert-parallel size: number of ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: int | None = flag(None, least=1)
-    """Tensor-parallel size of experts. Not set: the tensor-parallel size."""
+    """Tensor-parallel size of experts. Default: the tensor-parallel size."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp: the pipeline rank varies faster than the dp rank."""
     cp_comm_type: tuple[Literal["p2p", "allgather", "all_gather", "a2a", "a2a+p2p"], ...] = flag(("p2p",))
@@ -67,7 +67,7 @@ class ParallelFlags:
     ddp_bucket_size: int | None = differs(
         None, "applies to all pipeline stages, with and without --overlap-grad-reduce", least=1
     )
-    """Number of elements per gradient bucket. Not set: 1 million per data-parallel rank, but at least 40 million."""
+    """Number of elements per gradient bucket. Default: 1 million per data-parallel rank, but at least 40 million."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False)
     """Pad gradient buckets to multiples of 2^16 elements, for a higher NCCL bus bandwidth."""
     ddp_average_in_collective: bool = flag(False)
@@ -82,7 +82,7 @@ class ParallelFlags:
     )
     """Split each microbatch over the smallest number of context-parallel ranks that its longest document requires."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
-    """For --dynamic-context-parallel: maximum number of tokens of one document on each rank. Not set: --seq-length
+    """For --dynamic-context-parallel: maximum number of tokens of one document on each rank. Default: --seq-length
     divided by the context-parallel size, rounded up."""
     min_dynamic_context_parallel_size: int = flag(1, least=1)
     """For --dynamic-context-parallel: minimum number of ranks over which each sequence is split."""
@@ -114,4 +114,4 @@ class PipelineFlags:
     account_for_loss_in_pipeline_split: bool = flag(False)
     """Count the output layer and loss as a layer of the last stage."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, least=1)
-    """Number of consecutive microbatches that a rank runs per virtual stage. Not set: the pipeline-parallel size."""
+    """Number of consecutive microbatches that a rank runs per virtual stage. Default: the pipeline-parallel size."""

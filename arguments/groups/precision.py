@@ -24,7 +24,7 @@ class PrecisionFlags:
     """Parameters and activations in fp16, master weights and gradients in fp32, with a scaled loss. On GPUs, expert
     GEMMs run in plain torch and synchronise with the host, so `--bf16` is faster."""
     loss_scale: float | None = flag(None, least=1)
-    """fp16: constant loss scale. Not set: dynamic loss scaling, which halves the scale after overflows and doubles it
+    """fp16: constant loss scale. Default: dynamic loss scaling, which halves the scale after overflows and doubles it
     after `--loss-scale-window` steps without one."""
     initial_loss_scale: float = flag(2.0**32, least=1)
     """fp16: loss scale of the first step."""
@@ -67,7 +67,7 @@ class PrecisionFlags:
     ) = new_flag(None, "inputs that are saved in the dtype of the parameters anyway are not saved twice")
     """Modules whose linear layers save their inputs in FP8 or FP4 for the weight gradient; others save the unquantised
     inputs. qkv_linear: all projections to queries, keys, values and their latents; mtp: projection of multi-token
-    prediction. Not set: all. Has no effect on results."""
+    prediction. Default: all. Has no effect on results."""
     activation_func_fp8_input_store: bool = new_flag(
         False, "in Megatron-LM a field of the model configuration, which stores FP8 without scales"
     )

@@ -27,7 +27,7 @@ class ResilienceFlags:
     check_weight_hash_across_dp_replicas_interval: int | None = differs(
         None, "includes expert weights; a mismatch ends the run with code 12", least=1
     )
-    """Iterations between comparisons of the weights of data-parallel replicas. Not set: never compared."""
+    """Iterations between comparisons of the weights of data-parallel replicas. Default: never."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = differs(
         "validate_results",
         "exit code 16 if the recomputed result differs, 6 if it does not, 17 if the next start reproduces the failure",

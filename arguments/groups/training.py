@@ -12,7 +12,7 @@ class TrainingFlags:
     micro_batch_size: int = flag(REQUIRED, least=1, essential=True)
     """Number of sequences per microbatch on each data-parallel rank."""
     global_batch_size: int | None = flag(None, least=1, essential=True)
-    """Number of sequences per step over all ranks. Not set: one microbatch per data-parallel rank."""
+    """Number of sequences per step over all ranks. Default: one microbatch per data-parallel rank."""
     rampup_batch_size: tuple[int, int, int] | None = flag(None, least=1)
     """START INCREMENT SAMPLES: ramp up the global batch size from START in steps of INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = flag(None)
@@ -25,13 +25,13 @@ class TrainingFlags:
     train_samples: int | None = flag(None, least=1)
     """Number of training samples; replaces `--train-iters`."""
     eval_interval: int | None = flag(None, least=1, essential=True)
-    """Iterations between evaluations. Not set: no evaluation during training."""
+    """Iterations between evaluations. Default: no evaluation during training."""
     eval_iters: int | None = differs(None, "in Megatron-LM the default is 100, also on mock data", least=0)
-    """Number of global batches per evaluation. Not set: 100, but on mock data not more than the training iterations."""
+    """Number of global batches per evaluation. Default: 100, but at most the number of iterations on mock data."""
     eval_global_batch_size: int | None = flag(None, least=1)
-    """Number of sequences over all ranks per evaluation batch. Not set: `--global-batch-size`."""
+    """Number of sequences over all ranks per evaluation batch. Default: `--global-batch-size`."""
     eval_micro_batch_size: int | None = flag(None, least=1)
-    """Number of sequences per evaluation microbatch, at most `--micro-batch-size`. Not set: `--micro-batch-size`."""
+    """Number of sequences per evaluation microbatch, at most `--micro-batch-size`. Default: `--micro-batch-size`."""
     skip_train: bool = flag(False)
     """Evaluate without training."""
     exit_interval: int | None = flag(None, least=1)
@@ -48,7 +48,7 @@ class TrainingFlags:
     manual_gc: bool = flag(False)
     """Disable automatic garbage collection; collect every `--manual-gc-interval` iterations instead."""
     manual_gc_interval: int = flag(0, least=0)
-    """Number of iterations between manual garbage collections; 0: none during training."""
+    """Number of iterations between manual garbage collections; 0: no collections during training."""
     manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",))
     """With `--manual-gc`, also collect garbage before and after evaluations."""
     iterations_to_skip: tuple[int, ...] = differs(

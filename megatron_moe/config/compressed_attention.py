@@ -47,12 +47,12 @@ class CompressedAttentionConfig(MixerConfig):
     q_lora_rank: int
     """Width of the compressed q."""
     csa_window_size: int
-    """Number of tokens that a query sees, with its own (`--csa-window-size`)."""
+    """Size of the sliding window in tokens, including the query's own (`--csa-window-size`)."""
     ratio: int
-    """Number of tokens in the group that an entry summarises (`--csa-compress-ratios`). 0: there are no entries."""
+    """Number of tokens per compressed entry (`--csa-compress-ratios`); 0: sliding window only."""
     indexer: IndexerConfig | None
-    """Chooses the entries that a query sees; its keys are entries too. None: a query sees all entries that end at or
-    before it, as with `--csa-dense-mode`."""
+    """Indexer that selects the entries of each query, scored by keys that are compressed in the same way. None: queries
+    attend to all entries of complete earlier groups, as with `--csa-dense-mode`."""
     o_groups: int
     """Number of groups of heads that the output projection compresses separately (`--o-groups`)."""
     o_lora_rank: int

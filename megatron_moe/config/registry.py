@@ -1,11 +1,11 @@
-"""Registries of components: tables from a name, as flags use it, to the component of that name.
+"""Registries that map the names of components, as used in flags, to components.
 
-A product component and one from a file of `--import` register in the same way, when their module is imported:
+Built-in components and those of `--import` files register in the same way, when their module is imported:
 
     SCORE_FUNCTIONS.register("tanh", ScoreFunction(function=my_scores))
 
-Entries are configs and functions without torch, or texts "package.module:name" that `resolve` imports when the model is
-built. Tables are append-only and complete before the command line is parsed (docs/decisions/0002).
+Entries are configs and functions without torch, or strings "package.module:name" that `resolve` imports when the model
+is built. Registries are append-only and complete before the command line is parsed (docs/decisions/0002).
 """
 
 import importlib
@@ -32,9 +32,9 @@ class ComponentRegistry(Generic[T]):
     def __init__(self, kind: str, entry: str = "builtins:object", accepts: Callable[[Any], bool] = callable) -> None:
         """
         Args:
-            kind: what the entries are, as messages name it: "score function".
-            entry: class of the entries as "package.module:name", or a description of those that `accepts` accepts.
-            accepts: whether an entry is of the kind; not used for a class.
+            kind: kind of the entries for messages, such as "score function".
+            entry: class of the entries as "package.module:name", or a description of the entries for messages.
+            accepts: predicate for valid entries; used only if `entry` is a description.
         """
         self.kind = kind
         self._entry = entry
@@ -42,7 +42,7 @@ class ComponentRegistry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Adds an entry and returns it. Raises RegistrationProblem if the name is taken or the entry unfit."""
+        """Adds an entry and returns it. Raises RegistrationProblem if the name is taken or the entry is invalid."""
         if name in self._entries:
             raise RegistrationProblem(f"the {self.kind} '{name}' is registered twice; choose another name")
         if not self.accepts(entry):
@@ -54,11 +54,11 @@ class ComponentRegistry(Generic[T]):
         return entry
 
     def accepts(self, entry: Any) -> bool:
-        """Whether an entry is of the kind of the registry."""
+        """Whether an entry is valid for this registry."""
         return isinstance(entry, resolve(self._entry)) if ":" in self._entry else self._accepts(entry)
 
     def get(self, name: str) -> T:
-        """Returns the entry of a name. Raises RegistrationProblem, which lists the known names, if there is none."""
+        """Returns the entry of a name. Raises RegistrationProblem with the registered names if there is none."""
         if name not in self._entries:
             known = ", ".join(self._entries) or "none"
             raise RegistrationProblem(
@@ -114,13 +114,13 @@ IMPORTED: ComponentRegistry[str] = ComponentRegistry("imported file", "builtins:
 CLASSES: tuple[ComponentRegistry[Any], ...] = (
     *(UPDATE_RULES, TRANSPORTS, QUANTIZATION_RECIPES, ELEMENTS, SCORE_FUNCTIONS, BALANCING, ACTIVATIONS, METRICS),
 )
-"""Registries whose entries are of one class."""
+"""Registries whose entries are instances of one class."""
 REGISTRIES = (MIXERS, FEED_FORWARDS, RESIDUALS, *CLASSES, FLAGS, IMPORTED)
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Removes, at the end of the `with` block, all that was registered in it; for tests and notebooks."""
+    """Undoes all registrations made inside the `with` block; for tests and notebooks."""
     with ExitStack() as stack:
         for registry in REGISTRIES:
             stack.enter_context(registry.restored())
@@ -128,7 +128,7 @@ def restored() -> Iterator[None]:
 
 
 def resolve(target: Any) -> Any:
-    """Object that a registered text "package.module:name" names; anything else is returned unchanged."""
+    """Imports the object named by a string "package.module:name"; returns anything else unchanged."""
     if not isinstance(target, str):
         return target
     return _imported(target)

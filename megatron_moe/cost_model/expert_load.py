@@ -60,7 +60,7 @@ class LoadChoice:
         """Number of parts to which a token is sent. A part (rank or domain) has E / num_parts consecutive experts."""
         pairs: Iterable[tuple[int, int, int]] = ((*pair, 1) for pair in permutations(range(num_parts), 2))
         if self._parts_are_equal(num_parts):
-            # (parts 0 and 1) stand for all pairs in the same group, (parts 0 and n - 1) for all other pairs
+            # by symmetry, parts (0, 1) represent all pairs in one group, and parts (0, n - 1) all other pairs
             near = max(self.num_groups, num_parts) // self.num_groups - 1
             pairs = (0, 1, num_parts * near), (0, num_parts - 1, num_parts * (num_parts - 1 - near))
             hit = [1 - self._missed([0], num_parts)] * num_parts

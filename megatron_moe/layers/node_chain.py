@@ -165,8 +165,8 @@ def _run_timed(nodes: Iterable[Node], state: Any, mb: MicrobatchContext, timers:
 
 
 def _mark(span: Span, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-    """Makes a span begin with the gradients of `outputs` and end with those of `inputs`, or with the backward if there
-    are no inputs."""
+    """Registers hooks that begin a span at the gradients of `outputs` and end it at the gradients of `inputs`, or at
+    the end of the backward if there are no inputs."""
 
     def begin_last(grad: Tensor) -> None:
         span.mark_begin()

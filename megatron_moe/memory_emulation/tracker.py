@@ -236,7 +236,7 @@ class Tracker(TorchDispatchMode):
             piece.state = kind
 
     def ignore(self, tensor: Tensor) -> None:
-        """Excludes a tensor from all totals, because it stands for memory of another tensor."""
+        """Excludes a tensor from all totals, because another tensor already accounts for its memory."""
         self.is_state(tensor, HOST)
 
     def begin(self) -> None:

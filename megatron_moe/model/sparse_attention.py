@@ -118,7 +118,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class KeyChoice:
-    """Arguments of `choose_keys` that are no tensors with gradients."""
+    """Arguments of `choose_keys` that need no gradients."""
 
     config: IndexerConfig
     queries: QueryRows

@@ -59,7 +59,7 @@ class UnitMemory:
 
     def _resize(self, num_bytes: int) -> None:
         self._bytes.untyped_storage().resize_(num_bytes)
-        self._bytes.detach()  # resizing is no operation: only the next one shows the new size to a dispatch mode
+        self._bytes.detach()  # a dispatch mode does not see `resize_`, so this op reports the new size
 
 
 def num_bytes_of(specs: Sequence[Spec]) -> int:

@@ -78,7 +78,7 @@ class StepResultReader:
         return outcome.result(scalars, end.seconds_since(begin))
 
     def drop(self) -> None:
-        """Drops the pending step, whose results are no longer valid."""
+        """Drops the results of the pending step."""
         self._pending = None
 
     def restart_clock(self) -> None:

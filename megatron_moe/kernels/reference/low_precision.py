@@ -68,8 +68,8 @@ def _by_expert(rows: MatrixOperand, weight_eIO: Tensor, offsets_e: Tensor) -> Te
 def _blocks_of(rows: Tensor, offsets_e: Tensor) -> ExpertBlocks:
     """Divides the rows into blocks as long as an expert's mean number of rows.
 
-    The host does not know how many rows an expert has, but there are at most 2e blocks, so at most 2e products of equal
-    size are computed.
+    The number of rows per expert is known only on the device, but there are at most 2e blocks, so at most 2e GEMMs of
+    equal size are computed.
     """
     return ExpertBlocks.from_offsets(offsets_e, len(rows), max(1, -(-len(rows) // len(offsets_e))))
 

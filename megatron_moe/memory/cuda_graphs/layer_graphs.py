@@ -191,20 +191,21 @@ class GraphInstance:
             captured.free()
 
     def alias_of(self, tensor: Tensor) -> Tensor | None:
-        """Alias of an output of another graph, which need not be copied to be the input of a graph; None if `tensor` is
-        no output."""
+        """Returns an alias of `tensor` if it is an output of another graph, else None. Such outputs have fixed
+        addresses and become inputs of the next graph without a copy."""
         return self._fixed.get(_location(tensor))
 
     def outputs_of(self, graph: CapturedGraph, number: int) -> list[Tensor]:
-        """The first `number` outputs of a graph after a replay. The first time, the returned tensors own their memory;
-        afterwards the graph has aliases of all outputs, which do not."""
+        """Returns the first `number` outputs of a graph after a replay. The first call returns tensors that own their
+        memory; later calls return aliases that do not."""
         outputs = list(graph.outputs)
         if not graph.has_aliases:
             graph.outputs, graph.has_aliases = list(map(self._aliased, outputs)), True
         return outputs[:number]
 
     def _aliased(self, owner: Tensor) -> Tensor:
-        """Alias of an output of a graph, by which `alias_of` finds it. A graph may return an output of another one."""
+        """Creates the alias of a graph output that `alias_of` returns. A graph may return an output of another
+        graph."""
         location = _location(owner)
         if location not in self._fixed:
             self._fixed[location] = alias = self._recorder.alias(owner)

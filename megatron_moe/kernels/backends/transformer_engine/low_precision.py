@@ -270,7 +270,7 @@ def _our_copy(made: _Storage, fmt: OperandFormat, num_rows: int, width: int, *, 
     [num_rows, width]."""
     if fmt.block == WHOLE:
         data = made._data
-        if columnwise:  # on GPUs whose tensor cores read both layouts, there is no transposed copy
+        if columnwise:  # TE stores no transposed copy where tensor cores read both layouts
             data = made._data.T.contiguous() if made._transpose is None else made._transpose
         return QuantizedCopy(data.view(quantizers.DTYPES[fmt.element]), made._scale_inv.reshape(()))
     side = "columnwise" if columnwise else "rowwise"

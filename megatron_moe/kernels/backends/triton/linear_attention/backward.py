@@ -107,7 +107,7 @@ def _local_grads(
     DELTA: tl.constexpr, WIDEN: tl.constexpr, NORMS: tl.constexpr,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the stored values through the outputs of their own chunk: P^T dO."""
+    """Gradient of a chunk's values through the outputs of the same chunk: P^T dO."""
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
     tokens, mask, rows, whole, total, ids, _, _, _ = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
