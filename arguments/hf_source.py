@@ -64,15 +64,21 @@ class HFSource:
 
 
 def hf_source(layers: Sequence[Sequence[Given]], registry: Registry) -> HFSource | None:
-    """Flags of the folder that the last `--load hf:DIR` names; None without one, or if it has no config.json.
+    """Flags of the folder that the last `--load hf:DIR` names; None without one, or if it has no config.json and other
+    flags describe the model.
 
-    Raises FlagErrors if config.json describes a model that no flags describe, or if `--load DIR` without `hf:` names
-    the folder of a published model, from which the run would not load.
+    Raises FlagErrors if the folder is needed and has no config.json, if config.json describes a model that no flags
+    describe, or if `--load DIR` without `hf:` names the folder of a published model, from which the run would not load.
     """
-    loads = [given for layer in layers for given in layer if normal(given.option) == "--load" and given.words]
+    given = [given for layer in layers for given in layer]
+    loads = [each for each in given if normal(each.option) == "--load" and each.words]
     location = (loads[-1].words or ("",))[0] if loads else ""
     folder = Path(location.removeprefix(HUGGING_FACE))
     if not location or not (folder / "config.json").is_file():
+        if location.startswith(HUGGING_FACE) and not any(normal(each.option) == "--hidden-size" for each in given):
+            state = "has no config.json" if folder.is_dir() else "is not a folder"
+            what = f"--load {location}: {folder} {state}, and no other flags describe the model"
+            raise FlagErrors.of(what, "give the folder of a model, as save_pretrained writes it")
         return None
     if not location.startswith(HUGGING_FACE):
         if any(folder.glob("iter_*")):

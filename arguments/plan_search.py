@@ -108,7 +108,8 @@ def heading(plan: RunPlan, gpu: GPU) -> str:
     precision = plan.precision.params if low is None else f"{plan.precision.params} with {low.recipe}"
     model = f"{total / 1e9:.3g} B parameters, {active / 1e9:.3g} B active, {len(plan.model.layers)} layers"
     batch = f"global batch of {plan.batch.global_batch_size:,} sequences of {plan.data.seq_length:,} tokens"
-    return f"model: {model}; {batch}; {precision}; {plan.parallel.world_size:,} {gpu.name}"
+    figures = f" ({gpu.figures})" if gpu.is_custom else ""
+    return f"model: {model}; {batch}; {precision}; {plan.parallel.world_size:,} {gpu.label}{figures}"
 
 
 def reasons(found: PlannedLayout, gpu: GPU, length: RunLength) -> list[str]:

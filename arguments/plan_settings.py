@@ -136,11 +136,11 @@ def ways_out(plan: RunPlan, planner: Planner, settings: Settings) -> dict[str, A
         times = {"step_ms": found.step.total * 1e3, "slower": found.step.total / now - 1}
         return {"changes": changes_text(plan, found.plan), **sizes, **times}
 
-    enough = planner.enough_gpus(plan, accepts)
+    found, enough = planner.ways_to_fit(plan, accepts), planner.enough_gpus(plan, accepts)
     return {
-        "ways_out": [outcome(found) for found in planner.ways_to_fit(plan, accepts)],
+        "ways_out": [outcome(each) for each in found],
         "enough_gpus": enough and outcome(enough),
-        "command": _command(plan, planner.gpu, settings.registry),
+        "command": _command(plan, planner.gpu, settings.registry, layout=not found),
     }
 
 
@@ -154,8 +154,9 @@ def changes_text(before: RunPlan, after: RunPlan) -> str:
     return ", ".join(words) or "no other change"
 
 
-def _command(plan: RunPlan, gpu: GPU, registry: Registry) -> str:
-    """Command line of tools/plan.py that writes plans with the layout of `plan` that fit into memory."""
+def _command(plan: RunPlan, gpu: GPU, registry: Registry, *, layout: bool) -> str:
+    """Command line of tools/plan.py that writes plans that fit into memory, with the layout of `plan` unless `layout`
+    allows others."""
     words, options = [], []
     for given in split(shlex.split(plan.command_line))[0]:
         found = registry.find(given.option)
@@ -164,7 +165,7 @@ def _command(plan: RunPlan, gpu: GPU, registry: Registry) -> str:
             words += [given.option, *(given.words or ())]
     words += [] if "gpu" in options else ["--gpu", gpu.kind]
     words += [] if {"world_size", "nodes"} & set(options) else ["--gpus", str(plan.parallel.world_size)]
-    return f"python tools/plan.py --fit --write plans {shlex.join(words)}"
+    return f"python tools/plan.py {'' if layout else '--fit '}--write plans {shlex.join(words)}"
 
 
 def broken(settings: Settings, launch: ProcessInfo, rules: Sequence[Rule]) -> list[Problem]:

@@ -5,9 +5,12 @@ from typing import Any
 
 from arguments.parser import Settings
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.text import counted, significant, with_unit
 from megatron_moe.planner.estimator import StepEstimate, estimate_values
 
+ERROR_SOURCE = "the largest deviation measured, on one and two H200; other GPUs and clusters were not measured"
 _HOUR = 3600.0
+_TOKENS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, ""))
 
 
 @dataclass(frozen=True)
@@ -51,25 +54,17 @@ def estimate_text(plan: RunPlan, step: StepEstimate) -> str:
 def step_text(values: dict[str, Any]) -> str:
     """Formats step time, TFLOP/s and tokens/s per GPU in one line, without the times of components."""
     return (
-        f"estimate ± {values['error']:.0%}: {number(values['step_ms'] / 1e3)} s a step, "
+        f"estimate ± {values['error']:.0%}: {significant(values['step_ms'] / 1e3)} s a step, "
         f"{values['tflops_per_gpu']:,.0f} TFLOP/s and {values['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
     )
 
 
 def length_text(values: dict[str, Any]) -> str:
     """Formats iterations, tokens, duration, GPU hours and, if known, the cost of a run in one line."""
-    cost = f", cost {values['cost']:,.0f}" if "cost" in values else ""
-    steps = f"{values['iterations']:,} iterations, {number(values['tokens'] / 1e6)} M tokens"
-    return f"{steps}: {_duration(values['days'])}, {number(values['gpu_hours'])} GPU hours{cost}"
+    cost = f", cost {significant(values['cost'])}" if "cost" in values else ""
+    steps = f"{counted(values['iterations'], 'iteration')}, {with_unit(values['tokens'], _TOKENS)} tokens"
+    return f"{steps}: {_duration(values['days'])}, {significant(values['gpu_hours'])} GPU hours{cost}"
 
 
 def _duration(days: float) -> str:
-    for size, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
-        if days >= size:
-            return f"{number(days / size)} {unit}"
-    return f"{number(days * 86400)} seconds"
-
-
-def number(value: float) -> str:
-    """Formats numbers below 100 with three significant digits, and larger numbers without decimals."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return with_unit(days, ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes"), (1 / 86400, "seconds")))

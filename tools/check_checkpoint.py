@@ -14,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.verify import VerificationReport, verify_checkpoint
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from megatron_moe.config.text import num_bytes_text
 from megatron_moe.train.train_state import check_train_state
 from tools._common import reports_errors, run_main, tool_parser
 
-_HEADINGS = ("checkpoint", "tensors", "files", "GB", "seconds", "state")
+_HEADINGS = ("checkpoint", "tensors", "files", "size", "seconds", "state")
 _MAX_SHOWN = 20
 
 
@@ -45,7 +46,7 @@ def _cells(report: VerificationReport, seconds: float) -> tuple[str, ...]:
     state = "valid" if report.valid else f"INVALID, problems: {len(report.problems)}"
     manifest = report.manifest
     counts = ("-", "-") if manifest is None else (str(len(manifest.tensors)), str(len(manifest.files)))
-    return (str(report.path), *counts, f"{report.num_bytes / 1e9:.3f}", f"{seconds:.1f}", state)
+    return (str(report.path), *counts, num_bytes_text(report.num_bytes), f"{seconds:.1f}", state)
 
 
 def _line(cells: Sequence[str], width: int) -> str:

@@ -85,12 +85,11 @@ def main(argv: Sequence[str]) -> int:
     if options.top_k < 1 or options.max_new_tokens < 0:
         parser.error("--top-k must be at least 1, --max-new-tokens at least 0")
     if options.load.startswith(HUGGING_FACE):
-        path = Path(options.load.removeprefix(HUGGING_FACE))
-        loaded = LanguageModel.load(path, device=options.device)
-        model, plan = loaded.model.eval(), loaded.plan
+        loaded = LanguageModel.load(options.load, device=options.device)
+        path, model, plan = options.load, loaded.model.eval(), loaded.plan
     else:
         candidate = find_checkpoints(Path(options.load))[0]
-        path, plan = candidate.path, plan_of_checkpoint(candidate, ["--device", options.device])
+        path, plan = str(candidate.path), plan_of_checkpoint(candidate, ["--device", options.device])
         model = load_model(candidate, plan)
     tokenizer = load_tokenizer(plan.data.tokenizer)
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]

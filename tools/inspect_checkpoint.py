@@ -17,7 +17,7 @@ from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.statistics import OpenCheckpoint, TensorDifference
 from megatron_moe.checkpoint.verify import sizes_by_kind
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.config.text import aligned
+from megatron_moe.config.text import aligned, num_bytes_text
 from tools._common import reports_errors, run_main, tool_parser
 
 _HEADINGS = ("tensor", "dtype", "shape", "pieces", "norm", "rms", "max abs", "nonfinite")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _summary(checkpoint: OpenCheckpoint, *, every: bool) -> Iterator[str]:
     manifest = checkpoint.manifest
-    sizes = ", ".join(f"{kind} {size / 1e9:.3f} GB" for kind, size in sizes_by_kind(manifest).items())
+    sizes = ", ".join(f"{kind} {num_bytes_text(size)}" for kind, size in sizes_by_kind(manifest).items())
     yield f"{checkpoint.path}: iteration {manifest.iteration}, written by {manifest.writer}"
     yield f"layout: {' '.join(f'{axis} {size}' for axis, size in manifest.ranks.items())}"
     yield f"{len(manifest.tensors)} tensors in {len(manifest.files)} files: {sizes}"

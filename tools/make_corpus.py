@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.text import counted, num_bytes_text
 from megatron_moe.data.textfiles import TEXT_SEPARATOR, write_whole
 from tools._common import reports_errors, run_main, tool_parser
 
@@ -65,7 +66,7 @@ def write_corpus(library: Path, output_dir: Path, *, plain_text: bool) -> dict[P
             f"the standard library at {library} has {size:,} bytes of text in {len(texts)} files, too few for a "
             f"corpus; use a Python with installed sources, or give your own text to tools/preprocess_data.py"
         )
-    print(f"{len(texts):,} documents, {size / 1e6:.1f} MB of text from {library}")
+    print(f"{counted(len(texts), 'document')}, {num_bytes_text(size)} of text from {library}")
     contents = {"corpus.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts)}
     if plain_text:
         contents["corpus.txt"] = "".join(f"{text.rstrip()}\n{TEXT_SEPARATOR}\n" for text in texts)
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     sizes = write_corpus(Path(sysconfig.get_path("stdlib")), args.output_dir, plain_text=args.text)
     for path, size in sizes.items():
-        print(f"{path}: {size / 1e6:.1f} MB")
+        print(f"{path}: {num_bytes_text(size)}")
     return 0
 
 

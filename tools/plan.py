@@ -25,7 +25,7 @@ from arguments.checks.run import RULES
 from arguments.errors import FlagErrors
 from arguments.parser import Settings
 from arguments.read import flag_registry
-from arguments.run_length import RunLength
+from arguments.run_length import ERROR_SOURCE, RunLength
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
@@ -62,17 +62,18 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
         print(f"no layout divides {sizes}: change --gpus or --global-batch-size")
         return ExitCode.CONFIG
     if not found:
-        print(f"no layout fits {num_gpus:,} {gpu.name} with any memory options")
+        print(f"no layout fits {num_gpus:,} {gpu.label} with any memory options")
         enough = _enough(planner, settings, num_gpus)
-        print(f"{enough:,} {gpu.name} would be enough: --gpus {enough}" if enough else "use shorter sequences")
+        print(f"{enough:,} {gpu.label} would be enough: --gpus {enough}" if enough else "use shorter sequences")
         return ExitCode.MEMORY
-    print(f"the fastest layouts on {num_gpus:,} {gpu.name} by the cost model (docs/planning.md)")
+    print(f"the fastest layouts on {num_gpus:,} {gpu.label} by the cost model (docs/planning.md)")
     print(plan_search.heading(found[0].plan, gpu))
     for place, each in enumerate(found, 1):
-        title = f"Plan {place} for {num_gpus} {gpu.name}: {plan_settings.layout_text(each)}"
+        title = f"Plan {place} for {num_gpus} {gpu.label}: {plan_settings.layout_text(each)}"
         ready = plan_settings.settings_for(settings, each.plan)
         _show(place, each, gpu, length)
         _write(options.write, f"plan-{place:02}", plan_search.recipe(ready, each, gpu, length, title))
+    _print_footer(options)
     return ExitCode.OK
 
 
@@ -97,7 +98,7 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     found = planner.ways_to_fit(plan, accepts)
     for place, each in enumerate(found, 1):
         ready = plan_settings.settings_for(settings, each.plan, layout=False)
-        title = f"Memory options on {num_gpus} {gpu.name}: {plan_settings.layout_text(each)}"
+        title = f"Memory options on {num_gpus} {gpu.label}: {plan_settings.layout_text(each)}"
         _show(place, each, gpu, length)
         name = "fit" if place == 1 else f"fit-{place}"
         _write(options.write, name, plan_search.recipe(ready, each, gpu, length, title))
@@ -106,7 +107,14 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
         print(f"\nor {enough.plan.parallel.world_size:,} GPUs: {plan_settings.layout_text(enough)}")
     if not found:
         print("no memory options suffice: use more GPUs or shorter sequences, or search without --fit")
+    _print_footer(options)
     return ExitCode.OK if found else ExitCode.MEMORY
+
+
+def _print_footer(options: argparse.Namespace) -> None:
+    print(f"\nestimate ±: {ERROR_SOURCE}")
+    if options.write is None:
+        print("--write DIR writes these plans as files for pretrain_moe.py --config")
 
 
 def _given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:

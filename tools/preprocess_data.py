@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
+from megatron_moe.config.text import counted, num_bytes_text
 from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
 from megatron_moe.data.textfiles import BadLine, TextChunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
@@ -99,8 +100,8 @@ class Progress:
 
     def __str__(self) -> str:
         seconds = max(time.perf_counter() - self._begin, 1e-9)
-        rates = f"{self.documents / seconds:,.0f} docs/s, {self.num_bytes / 1e6 / seconds:.2f} MB/s"
-        return f"{self.documents:,} documents, {self.tokens:,} tokens ({rates})"
+        rates = f"{self.documents / seconds:,.0f} docs/s, {num_bytes_text(self.num_bytes / seconds)}/s"
+        return f"{counted(self.documents, 'document')}, {counted(self.tokens, 'token')} ({rates})"
 
     def show(self, file_bytes: int) -> None:
         """Updates the display. `file_bytes`: bytes of the input files processed since the last call."""
@@ -201,8 +202,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    skipped = [f"{progress.bad:,} malformed lines"] if progress.bad else []
-    skipped += [f"{progress.empty:,} empty texts"] if progress.empty else []
+    skipped = [counted(progress.bad, "malformed line")] if progress.bad else []
+    skipped += [counted(progress.empty, "empty text")] if progress.empty else []
     print(f"wrote {progress}" + (f"; skipped {' and '.join(skipped)}" if skipped else ""))
     for key in args.json_keys:
         print(f"--data-path {args.output_prefix}_{key}_document")

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.text import counted
 from megatron_moe.data.textfiles import optional_package, read_documents, write_whole
 from megatron_moe.data.tokenizer import load_tokenizer
 from tools._common import reports_errors, run_main, tool_parser
@@ -89,7 +90,7 @@ def report(path: Path, texts: Iterator[str]) -> str:
     num_tokens = sum(len(tokenizer.encode(text)) for text in sample)
     return (
         f"{path}: {tokenizer.vocab_size} pieces, <eod> is {tokenizer.eod}, "
-        f"{num_bytes / max(1, num_tokens):.2f} bytes per token over {len(sample)} documents"
+        f"{num_bytes / max(1, num_tokens):.2f} bytes per token over {counted(len(sample), 'document')}"
     )
 
 

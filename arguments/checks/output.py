@@ -4,6 +4,7 @@ from pathlib import Path
 
 from arguments.checks.violation import RuleFlags, Violations, enabled
 from megatron_moe.config.faults import parse_fault
+from megatron_moe.kernels.backend_names import requestable
 
 
 def save_needs_interval(flags: RuleFlags) -> Violations:
@@ -66,6 +67,16 @@ def kernel_requests_are_pairs(flags: RuleFlags) -> Violations:
     malformed = [request for request in flags.kernel_per_op if not all(request.partition("="))]
     if malformed:
         yield f"--kernel-per-op {malformed[0]} is not of the form OP=BACKEND", "write it like rms_norm=reference"
+
+
+def kernel_backends_exist(flags: RuleFlags) -> Violations:
+    """Kernels have an implementation in plain PyTorch, reference, and one per installed or installable backend."""
+    known = requestable()
+    requests = [("--kernel-backend", flags.kernel_backend)]
+    requests += [("--kernel-per-op", request.partition("=")[2]) for request in flags.kernel_per_op]
+    for option, name in requests:
+        if name and name not in known:
+            yield f"{option}: there is no kernel backend {name}", f"use {', '.join(known)}"
 
 
 def injected_faults_are_valid(flags: RuleFlags) -> Violations:

@@ -84,7 +84,7 @@ def cluster_of(
         FlagErrors: the sizes contradict each other, or an `about` section is invalid.
     """
     about = about_of(start, environ)
-    gpu = replace(GPUS[flags.gpu or about.gpu or DEFAULT_GPU], **flags.rates)
+    gpu = replace(GPUS[flags.gpu or about.gpu or DEFAULT_GPU], **flags.rates, is_custom=bool(flags.rates))
     total = launched if launched > 1 else about.gpus
     per_node = flags.gpus_per_node or min(gpu.per_node, flags.gpus or total or gpu.per_node)
     if flags.gpus and flags.nodes:

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from arguments.run_length import length_text, number, step_text
-from megatron_moe.config.text import aligned
+from arguments.run_length import ERROR_SOURCE, length_text, step_text
+from megatron_moe.config.text import aligned, significant
 
 _WIDTH = 120
 _LONGEST = 4
@@ -45,7 +45,7 @@ def _of_layers(values: dict[str, Any]) -> tuple[Iterator[str], ...]:
 def _head(values: dict[str, Any]) -> Iterator[str]:
     ranks, unknown = values["ranks"], values["unknown_layers"]
     name = values["recipe"] or "this command line"
-    machine = f"on {ranks['world_size']:,} {values['device']['kind'].upper()}, {_of_nodes(ranks)}"
+    machine = f"on {ranks['world_size']:,} {values['device']['name']}, {_of_nodes(ranks)}"
     if unknown:
         yield f"Dry run of {name}: its model cannot be built yet, so figures that depend on its layers are left out"
         yield from textwrap.wrap(
@@ -56,6 +56,8 @@ def _head(values: dict[str, Any]) -> Iterator[str]:
         )
         return
     yield f"Dry run of {name} {machine}"
+    if values["device"]["figures"]:
+        yield f"  {values['device']['name']}: {values['device']['figures']}"
     model = values["model"]
     layers = [f"{model['dense_layers']} dense", f"{model['moe_layers']} MoE"]
     layers += [f"{model['mtp_layers']} MTP"] * (model["mtp_layers"] > 0)
@@ -117,7 +119,7 @@ def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:
     rows = [(name, f"{size * times:.2f}") for name, size in heaviest["gib"].items() if size * times >= 0.005]
     rows.append(("total", f"{memory['total_gib'] * times:.2f}"))
     yield from _table(None, rows, left=(0,))
-    spare, limit = memory["spare_gib"], f"{memory['device_gib']:.1f} GiB of {device['kind'].upper()}"
+    spare, limit = memory["spare_gib"], f"{memory['device_gib']:.1f} GiB of {device['name']}"
     if spare < 0:
         yield f"  does not fit: {-spare:.1f} GiB more than the {limit}"
     else:
@@ -139,16 +141,16 @@ def _ways_out(memory: dict[str, Any]) -> Iterator[str]:
     found = [(way["changes"], way) for way in memory["ways_out"]]
     found += [(f"{enough['gpus']:,} GPUs, {enough['changes']}", enough)] if enough else []
     if not found:
-        yield "  no memory options suffice for this layout; tools/plan.py finds another, or the number of GPUs needed"
+        yield "  no memory options suffice for this layout; this command finds another, or the number of GPUs needed"
+        yield f"  {memory['command']}"
         return
     yield "  what fits instead, with its memory and estimated step time"
     rows = [
-        (changes, f"{way['total_gib']:.1f} GiB", f"{number(way['step_ms'] / 1e3)} s", f"{way['slower']:+.1%}")
+        (changes, f"{way['total_gib']:.1f} GiB", f"{significant(way['step_ms'] / 1e3)} s", f"{way['slower']:+.1%}")
         for changes, way in found
     ]
     yield from (f"  {line}" for line in _table(None, rows, left=(0,)))
-    if memory["ways_out"]:
-        yield f"  {memory['command']}"
+    yield f"  {memory['command']}"
 
 
 def _effect(switch: dict[str, Any], unit: str, times: int) -> tuple[str, str]:
@@ -210,16 +212,17 @@ def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[
         f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in time["by_kind"].items() if share >= 0.005
     )
     per_token, per_step = time["flops_per_token"] / 1e9, time["flops_per_step"] / 1e15
-    yield f"  {number(per_token)} GFLOP per token, {number(per_step)} PFLOP a step"
+    yield f"  {significant(per_token)} GFLOP per token, {significant(per_step)} PFLOP a step"
     yield f"  {shares}"
     estimate = time["estimate"]
     longest = list(estimate["parts_ms"].items())[:_LONGEST]
     yield f"  {step_text(estimate)}"
+    yield f"  ± {estimate['error']:.0%}: {ERROR_SOURCE}"
     yield f"  most of it {', '.join(f'{part} {ms:,.0f} ms' for part, ms in longest)}"
     yield f"  {length_text(time['run'])}"
-    peak = f"{device['kind'].upper()}'s {time['products_in']} peak"
-    bubble = f", with the bubble {number(time['bound_ms'])} ms" if time["bound_ms"] > time["compute_ms"] else ""
-    yield f"  bound at {peak}: compute {number(time['compute_ms'])} ms{bubble}"
+    peak = f"{device['name']}'s {time['products_in']} peak"
+    bubble = f", with the bubble {significant(time['bound_ms'])} ms" if time["bound_ms"] > time["compute_ms"] else ""
+    yield f"  bound at {peak}: compute {significant(time['compute_ms'])} ms{bubble}"
     yield (
         f"  so never more than {time['bound_tflops_per_gpu']:,.0f} TFLOP/s and "
         f"{time['bound_tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"

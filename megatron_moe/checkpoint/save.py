@@ -50,6 +50,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     write_tensors,
 )
 from megatron_moe.config.exit_codes import EnvironmentProblem, SaveProblem
+from megatron_moe.config.text import num_bytes_text
 from megatron_moe.logs.run_lock import RunLock
 from megatron_moe.parallel.agreement import on_first_rank
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
@@ -354,16 +355,16 @@ class CheckpointSaver:
         if free < needed:
             self._lock.release()
             raise EnvironmentProblem(
-                f"a checkpoint of this run takes {expected_bytes / 1e9:,.2f} GB, and {self.folder} has "
-                f"{free / 1e9:,.2f} GB free: free {(needed - free) / 1e9:,.2f} GB for a margin of 10 %, give another "
+                f"a checkpoint of this run takes {num_bytes_text(expected_bytes)}, and {self.folder} has "
+                f"{num_bytes_text(free)} free: free {num_bytes_text(needed - free)} for a margin of 10 %, give another "
                 f"--save folder, or use --no-save-optim to save weights only"
             )
         missing = (expected_number - len(directory.list_checkpoints(self.folder))) * needed - free
         if missing > 0:
             self._say(
-                f"warning: this run keeps up to {expected_number} checkpoints of {expected_bytes / 1e9:,.2f} GB, and "
-                f"{self.folder} has {free / 1e9:,.2f} GB free, enough for {int(free // needed)} more: free "
-                f"{missing / 1e9:,.2f} GB, give another --save folder, or keep fewer with --keep-last-checkpoints"
+                f"warning: this run keeps up to {expected_number} checkpoints of {num_bytes_text(expected_bytes)}, and "
+                f"{self.folder} has {num_bytes_text(free)} free, enough for {int(free // needed)} more: free "
+                f"{num_bytes_text(missing)}, give another --save folder, or keep fewer with --keep-last-checkpoints"
             )
 
     def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:

@@ -42,6 +42,12 @@ class RunError(Exception):
     code: ExitCode = ExitCode.BUG
 
 
+class ConfigProblem(RunError):
+    """A flag has a value that can be checked only after torch is loaded."""
+
+    code = ExitCode.CONFIG
+
+
 class EnvironmentProblem(RunError):
     """Problem with the world size, a Python package, a network port, a directory or a lock file."""
 

@@ -7,6 +7,7 @@ _LARGEST_DIVISOR_TRIED = 10_000
 """Enough to find all divisors of numbers up to 10^8. Larger flag values are likely typos."""
 _MAX_DIVISORS_SHOWN = 12
 _MAX_LISTED = 20
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "bytes"))
 
 
 def listed(lines: Sequence[str]) -> str:
@@ -16,8 +17,25 @@ def listed(lines: Sequence[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Formats a number and a noun, for example `1 rank` or `8 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Formats a number and a noun, for example `1 rank` or `1,024 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def with_unit(number: float, units: Sequence[tuple[float, str]]) -> str:
+    """Formats a number with three significant digits in the largest unit of which it is at least 1. `units`: pairs
+    (size, name), largest first; the last one is used for all smaller numbers."""
+    size, name = next((each for each in units if number >= 0.9995 * each[0]), units[-1])
+    return f"{significant(number / size)} {name}".rstrip()
+
+
+def num_bytes_text(number: float) -> str:
+    """Formats a number of bytes, for example `1.01 GB` or `640 KB`."""
+    return with_unit(number, _BYTES)
+
+
+def significant(value: float) -> str:
+    """Formats numbers below 100 with three significant digits, and larger numbers without decimals."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def divisors(number: int) -> str:

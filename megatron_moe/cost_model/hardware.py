@@ -45,6 +45,21 @@ class GPU:
     """Dense FP8 rate divided by the dense bf16 rate; 1 if the GPU does not support FP8."""
     bf16_tflops: float | None = None
     """Peak dense bf16 TFLOP/s if it differs from the data sheet (`--gpu-tflops`); all other rates change likewise."""
+    is_custom: bool = False
+    """Whether flags replaced figures of the GPU type."""
+
+    @property
+    def label(self) -> str:
+        """Name in reports."""
+        return "custom GPU" if self.is_custom else self.name
+
+    @property
+    def figures(self) -> str:
+        """Memory and rates as a phrase."""
+        return (
+            f"{self.memory_gib:g} GiB, {self.bf16 / 1e12:,.0f} TFLOP/s in bf16, "
+            f"memory with {self.hbm / 1e9:,.0f} GB/s, links with {self.nvlink / 1e9:,.0f} GB/s"
+        )
 
     @property
     def bf16(self) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import DataProblem, MemoryProblem, RunError
+from megatron_moe.config.text import counted
 from megatron_moe.config.training import BatchConfig, LoopConfig
 from megatron_moe.data.batch import MaskConfig
 from megatron_moe.data.indexed import IndexedTokens
@@ -298,13 +299,13 @@ class _Builder:
         empty = [prefix for prefix in blend.prefixes if len(split_range(share, len(self._open(prefix)))) == 0]
         if empty and (split == "train" or len(empty) < len(blend.prefixes)):
             raise DataProblem(
-                f"the {split} split of {empty[0]} has none of its {len(self._open(empty[0])):,} documents; "
+                f"the {split} split of {empty[0]} has none of its {counted(len(self._open(empty[0])), 'document')}; "
                 f'use more data or another --split than "{self.config.split}"'
             )
         if empty:
             documents = sum(len(self._open(prefix)) for prefix in blend.prefixes)
             self.notes.append(
-                f'no {split} data: --split "{self.config.split}" gives it none of {documents:,} documents'
+                f'no {split} data: --split "{self.config.split}" gives it none of {counted(documents, "document")}'
             )
             return None
         return self._single(split, blend, share, size) if blend.is_single else self._blended(split, blend, share, size)

@@ -16,6 +16,7 @@ import torch
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.packing import PackingConfig
+from megatron_moe.config.text import counted
 from megatron_moe.config.training import BatchConfig, StepSize
 from megatron_moe.data.batch import (
     MaskConfig,
@@ -112,7 +113,7 @@ class RowPacker:
         num_tokens, num_rows = int(samples.lengths(step).sum()), len(own) * batch.micro_batch_size * self.ranks
         padding = 1 - num_tokens / (num_rows * self.seq_length)
         return (
-            f"packing: {len(step):,} documents with {num_tokens:,} tokens fill {num_rows:,} rows, of which "
+            f"packing: {counted(len(step), 'document')} with {num_tokens:,} tokens fill {num_rows:,} rows, of which "
             f"{padding:.1%} are padding; {len(own):,} microbatches per rank"
         )
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.text import counted
 from megatron_moe.data.cache import digest_of, load_or_build
 
 _SEPARATE_BELOW = 0.80
@@ -155,7 +156,7 @@ def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
     incomplete = tokens <= request.seq_length and request.num_samples is None and request.drop_last_partial
     if tokens < 2 or incomplete:
         raise DataProblem(
-            f"the {request.split} split of {name} has {tokens:,} tokens in {len(span):,} documents, too few "
+            f"the {request.split} split of {name} has {tokens:,} tokens in {counted(len(span), 'document')}, too few "
             f"for one sample of {request.seq_length:,} + 1; use more data, another --split or a shorter --seq-length"
         )
     epochs = num_epochs(tokens, request.seq_length, request.num_samples)

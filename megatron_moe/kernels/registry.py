@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.exit_codes import ConfigProblem, EnvironmentProblem
 from megatron_moe.config.precision import LowPrecisionConfig, quantization_recipe
 from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels.backend_names import AUTO, BACKENDS, backend_files
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority, Selection, Support
 from megatron_moe.kernels.reference import backend as reference
 
-BACKENDS = Path(__file__).parent / "backends"
-AUTO = "auto"
 EMULATED = "--emulate-low-precision: dequantises the operands"
 
 
@@ -69,14 +68,14 @@ def select_kernels(
 
     Ops that only FP8 and FP4 GEMMs need are plain torch, and not listed, if `low_precision` is None.
 
-    Raises `EnvironmentProblem` if a request names an unknown op or backend, or a backend that does not support the op,
-    or if the device does not support the FP8 or FP4 recipe and `low_precision` does not emulate it.
+    Raises `ConfigProblem` if a request names an unknown op. Raises `EnvironmentProblem` if a requested backend does not
+    support its op, or if the device does not support the FP8 or FP4 recipe and `low_precision` does not emulate it.
     """
     if low_precision is not None and not low_precision.emulate:
         check_device(low_precision.recipe, device)
     backends = {backend.name: backend for backend in discover(BACKENDS)}
     requests = dict(config.kernel_per_op)
-    check_names(config, backends)
+    _check_ops(requests)
     functions, choices = {}, []
     for op in OPS:
         able = backends
@@ -99,8 +98,7 @@ def select_kernels(
 
 def discover(folder: Path) -> list[Backend]:
     """Reads the constants of every backend in a folder, sorted by name. Imports no backend."""
-    paths = [*(path for path in folder.glob("*.py") if path.stem != "__init__"), *folder.glob("*/backend.py")]
-    return sorted((read(path) for path in paths), key=lambda backend: backend.name)
+    return sorted((read(path) for path in backend_files(folder).values()), key=lambda backend: backend.name)
 
 
 def read(path: Path) -> Backend:
@@ -179,18 +177,11 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
     return support
 
 
-def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
-    """Raises `EnvironmentProblem` if a request names an op or a backend that does not exist."""
-    known = [AUTO, reference.NAME, *backends]
-    for op, request in config.kernel_per_op:
-        if op not in OPS:
-            raise EnvironmentProblem(f"Kernel op '{op}' does not exist; the ops are {listed(OPS)}.")
-        if request not in known:
-            raise EnvironmentProblem(
-                f"Kernel backend '{request}', requested for '{op}', does not exist; use {listed(known)}."
-            )
-    if config.kernel_backend not in known:
-        raise EnvironmentProblem(f"Kernel backend '{config.kernel_backend}' does not exist; use {listed(known)}.")
+def _check_ops(names: Iterable[str]) -> None:
+    """Raises `ConfigProblem` if an op of a request does not exist. Flags check the names of backends at start."""
+    unknown = [name for name in names if name not in OPS]
+    if unknown:
+        raise ConfigProblem(f"--kernel-per-op: op '{unknown[0]}' does not exist; the ops are {listed(OPS)}.")
 
 
 def check_device(recipe: str, device: torch.device) -> None:

@@ -44,7 +44,13 @@ def report_values(plan: RunPlan, gpu: GPU) -> ReportValues:
     placements = Placements(gpu).of_all(plan.parallel)
     sizes: ReportValues = {
         "unknown_layers": list(plan.unknown_layers),
-        "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
+        "device": {
+            "kind": gpu.kind,
+            "name": gpu.label,
+            "figures": gpu.figures if gpu.is_custom else None,
+            "memory_gib": gpu.memory_gib,
+            "bf16_tflops": gpu.bf16 / 1e12,
+        },
         "ranks": _ranks(plan, gpu, placements),
         "schedule": _schedule(plan),
     }

@@ -20,7 +20,7 @@ from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem
 from megatron_moe.config.param_meta import sharded_dim
-from megatron_moe.config.text import listed
+from megatron_moe.config.text import listed, num_bytes_text
 from megatron_moe.config.train_state import TrainStateConfig
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
@@ -226,8 +226,8 @@ class Checkpointing:
         self.status.update(last_checkpoint=saved.iteration)
         self.reporter.note(
             f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {saved.path} "
-            f"in {saved.seconds:.1f} s: {saved.num_bytes / 1e9:.2f} GB, written at "
-            f"{saved.num_bytes / 1e9 / max(saved.write_seconds, 1e-9):.2f} GB/s; "
+            f"in {saved.seconds:.1f} s: {num_bytes_text(saved.num_bytes)}, written at "
+            f"{num_bytes_text(saved.num_bytes / max(saved.write_seconds, 1e-9))}/s; "
             f"training waited {saved.blocked_seconds:.2f} s"
         )
         self._warn_of_grace(saved.seconds)

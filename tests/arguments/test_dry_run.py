@@ -80,7 +80,10 @@ def test_time_and_cost_are_estimated_with_their_error():
     assert (run["days"], run["cost"]) == pytest.approx((run["gpu_hours"] / 24 / 1024, 2 * run["gpu_hours"]))
     assert values(DEEPSEEK)["time"]["run"]["iterations"] == 50
     text = answer_to(f"{DEEPSEEK} --tokens 15e12 --gpu-hour-price 2 --dry-run")
-    assert "estimate ± 30%: " in text and f", cost {run['cost']:,.0f}" in text
+    assert "estimate ± 30%: " in text and "± 30%: the largest deviation measured" in text
+    assert "iterations, 15 T tokens: " in text and f", cost {run['cost']:,.0f}" in text
+    short = answer_to("--recipe q6 --gpu-hour-price 2 --train-iters 1 --dry-run").splitlines()
+    assert any(line.startswith("  1 iteration, ") and " seconds, " in line and ", cost 0.00" in line for line in short)
 
 
 def test_what_does_not_fit_comes_with_ways_out(tmp_path, monkeypatch):
@@ -100,7 +103,9 @@ def test_what_does_not_fit_comes_with_ways_out(tmp_path, monkeypatch):
 
 
 def test_a_plan_that_fits_with_no_memory_option_is_reported():
-    assert "no memory options suffice for this layout" in answer_to("--recipe q6 --gpu rtx4090 --dry-run")
+    text = answer_to("--recipe q6 --gpu rtx4090 --dry-run")
+    assert "no memory options suffice for this layout" in text
+    assert "\n  python tools/plan.py --write plans --recipe q6 --gpu rtx4090 --gpus 1\n" in text
 
 
 def test_other_gpus_are_described_by_their_figures():
@@ -109,6 +114,8 @@ def test_other_gpus_are_described_by_their_figures():
     figures = "--gpu-memory 100 --gpu-tflops 500 --gpu-bandwidth 2000 --link-bandwidth 100"
     own, h200 = (values(f"--recipe m27 {more} --gpu h200") for more in (figures, ""))
     assert (own["device"]["memory_gib"], own["device"]["bf16_tflops"]) == (100, 500)
+    head = answer_to(f"--recipe m27 {figures} --gpu h200 --dry-run").splitlines()[:2]
+    assert "custom GPU" in head[0] and "100 GiB, 500 TFLOP/s in bf16, memory with 2,000 GB/s, links with 100" in head[1]
     assert own["time"]["compute_ms"] == pytest.approx(h200["time"]["compute_ms"] * 989 / 500)
     ours, theirs = (each["time"]["estimate"]["parts_ms"] for each in (own, h200))
     assert ours["bandwidth"] == pytest.approx(theirs["bandwidth"] * 4.8 / 2)

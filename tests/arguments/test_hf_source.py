@@ -100,9 +100,15 @@ def test_layers_without_weights_are_left_out(tmp_path):
     assert planned(f"--load hf:{folder}").model.num_mtp == deepseek["num_nextn_predict_layers"]
 
 
-def test_a_folder_without_a_config_is_missing(tmp_path):
-    with pytest.raises(FlagErrors, match="--hidden-size is required"):
-        planned(f"--load hf:{tmp_path}")
+@pytest.mark.parametrize(("name", "state"), [("", "has no config.json"), ("/nowhere", "is not a folder")])
+def test_a_folder_without_a_config_is_missing(name, state, tmp_path, capsys):
+    location, sentence = f"hf:{tmp_path}{name}", f"--load hf:{tmp_path}{name}: {tmp_path}{name} {state}"
+    with pytest.raises(FlagErrors) as caught:
+        planned(f"--load {location}")
+    (problem,) = caught.value.problems
+    assert problem.what == f"{sentence}, and no other flags describe the model"
+    assert plan_tool.main(["--load", location]) == ExitCode.CONFIG
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_model_is_planned_from_its_folder_alone(tmp_path, capsys):

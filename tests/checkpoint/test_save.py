@@ -165,7 +165,7 @@ def test_a_folder_without_space_for_one_checkpoint_is_rejected_at_start(tmp_path
         def free_bytes(self, path: Path) -> int:
             return 11 * 10**8
 
-    sentence = f"of this run takes 1.01 GB, and {tmp_path} has 1.10 GB free: free 0.01 GB for a margin of 10 %"
+    sentence = f"of this run takes 1.01 GB, and {tmp_path} has 1.1 GB free: free 11 MB for a margin of 10 %"
     with pytest.raises(EnvironmentProblem, match=sentence):
         CheckpointSaver(tmp_path, ONE, storage=Small(), expected_bytes=101 * 10**7)
     CheckpointSaver(tmp_path, ONE, storage=Small(), expected_bytes=10**9).close()
@@ -184,8 +184,8 @@ def test_a_folder_without_space_for_all_checkpoints_is_a_warning_at_start(tmp_pa
 
     assert open_saver(2) == []
     assert open_saver(4) == [
-        f"warning: this run keeps up to 4 checkpoints of 1.00 GB, and {tmp_path} has 2.50 GB free, enough for 2 more: "
-        "free 1.90 GB, give another --save folder, or keep fewer with --keep-last-checkpoints"
+        f"warning: this run keeps up to 4 checkpoints of 1 GB, and {tmp_path} has 2.5 GB free, enough for 2 more: "
+        "free 1.9 GB, give another --save folder, or keep fewer with --keep-last-checkpoints"
     ]
     for iteration in (10, 20):
         save_some(saver := CheckpointSaver(tmp_path, ONE), iteration)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
+from megatron_moe.config.exit_codes import ConfigProblem, EnvironmentProblem, ExitCode
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import registry as choosing
+from megatron_moe.kernels.backend_names import AUTO, BACKENDS, requestable
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import discover, select_kernels
@@ -149,15 +150,14 @@ def test_ops_missing_in_the_requested_backend_use_the_reference_with_a_reason() 
     assert backend_of(bundle)["permute"] == "torch_native", "asked for, though auto would not"
 
 
-def test_unknown_names_are_rejected_with_the_known_ones() -> None:
-    assert refusal(KernelConfig(kernel_backend="tritn")) == (
-        "Kernel backend 'tritn' does not exist; use auto, reference, apex, grouped_gemm, hopper, torch_native, "
-        "transformer_engine or triton."
-    )
-    assert "'rms' does not exist; the ops are linear_forward" in refusal(
-        KernelConfig(kernel_per_op=(("rms", "reference"),))
-    )
-    assert "'aten', requested for 'rope', does not exist" in refusal(KernelConfig(kernel_per_op=(("rope", "aten"),)))
+def test_unknown_ops_are_rejected_with_the_known_ones() -> None:
+    with pytest.raises(ConfigProblem, match="'rms' does not exist; the ops are linear_forward") as caught:
+        select_kernels(KernelConfig(kernel_per_op=(("rms", "reference"),)), CPU, torch.float32)
+    assert caught.value.code is ExitCode.CONFIG
+
+
+def test_names_of_backends_are_those_of_their_files() -> None:
+    assert requestable() == (AUTO, reference.NAME, *(backend.name for backend in discover(BACKENDS)))
 
 
 def test_unsupported_requests_are_rejected_with_reason_and_alternatives() -> None:

@@ -20,7 +20,7 @@ def test_valid_checkpoints_are_listed_newest_first(tmp_path: Path, capsys):
     saved_folder(tmp_path / "checkpoints", 1, 20)
     assert main([str(tmp_path)]) == VALID
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["checkpoint", "tensors", "files", "GB", "seconds", "state"]
+    assert head.split() == ["checkpoint", "tensors", "files", "size", "seconds", "state"]
     assert [line.split()[0][-7:] for line in lines] == ["0000020", "0000001"]
     assert all(line.endswith("  valid") for line in lines)
 

@@ -50,4 +50,6 @@ def test_a_damaged_manifest_is_named(content: bytes | None, folder: Path, tmp_pa
 def test_a_hugging_face_folder_is_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(hf_model(configs()["qwen3_moe"]), tmp_path / "hf")
     assert main(["--load", f"hf:{folder}", "--max-new-tokens", "3", "--device", "cpu"]) == ExitCode.OK
-    assert f"--- {folder}, 3 new tokens" in capsys.readouterr().out
+    assert f"--- hf:{folder}, 3 new tokens" in capsys.readouterr().out
+    assert main(["--load", f"hf:{tmp_path}/nowhere"]) == ExitCode.CONFIG
+    assert f"{tmp_path}/nowhere/config.json cannot be read" in capsys.readouterr().err

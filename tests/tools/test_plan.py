@@ -18,7 +18,8 @@ def test_recipe_written_by_fit_can_be_read(tmp_path: Path, capsys):
     assert plan.main([*words, str(tmp_path)]) == ExitCode.OK
     output = capsys.readouterr().out
     assert "does not fit: 99.0 of 79.2 GiB" in output and "moments in bf16" in output
-    assert "time: estimate ± 20%: " in output and " GPU hours, cost " in output
+    assert "time: estimate ± 20%: " in output and " GPU hours, cost " in output and "1 B tokens" in output
+    assert "estimate ±: the largest deviation measured" in output and "--write DIR" not in output
     assert {path.name for path in tmp_path.iterdir()} == {"fit.yaml", "fit-2.yaml", "fit-3.yaml"}
     assert "force" not in (tmp_path / "fit.yaml").read_text(), "the benchmark m8 forces the routing"
     read = read_plan(["--config", str(tmp_path / "fit.yaml"), "--vocab-size", "163840"], {}, lambda config: 163840)
@@ -35,7 +36,8 @@ def test_a_model_without_a_tokenizer_is_planned(capsys):
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --seq-length 64 --vocab-size 96"
     run = "--micro-batch-size 1 --global-batch-size 8 --max-position-embeddings 64 --train-iters 2 --bf16"
     assert plan.main([*model.split(), *run.split(), "--gpu", "h100", "--gpus", "2", "--best", "1"]) == ExitCode.OK
-    assert "the fastest layouts on 2 H100" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "the fastest layouts on 2 H100" in output and "--write DIR writes these plans" in output
 
 
 @pytest.mark.parametrize(

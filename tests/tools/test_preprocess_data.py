@@ -62,8 +62,8 @@ def test_documents_become_sequences_and_empty_texts_are_skipped(tmp_path: Path, 
         "out_text_document.idx",
     ]
     out = capsys.readouterr().out
-    assert "wrote 5 documents" in out and "skipped 1 empty texts" in out
-    assert "docs/s" in out and "MB/s" in out
+    assert "wrote 5 documents" in out and "skipped 1 empty text" in out
+    assert "docs/s" in out and "B/s" in out
     assert f"--data-path {tmp_path / 'out_text_document'}" in out
 
 

@@ -1,0 +1,18 @@
+"""Texts for the user: counts and sizes."""
+
+import pytest
+
+from megatron_moe.config.text import counted, num_bytes_text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (640_000, "640 KB"), (11_000_000, "11 MB"), (1.0141e9, "1.01 GB")]
+    + [(999_900_000, "1 GB"), (499e9, "499 GB"), (768e12, "768 TB"), (2e15, "2,000 TB")],
+)
+def test_sizes_have_a_unit_in_which_they_are_at_least_one(number: float, text: str) -> None:
+    assert num_bytes_text(number) == text
+
+
+def test_nouns_are_singular_for_one() -> None:
+    assert [counted(number, "document") for number in (0, 1, 1234)] == ["0 documents", "1 document", "1,234 documents"]
