@@ -172,6 +172,10 @@ LAYER_NUMBERS = ("csa_compress_ratios",)
 """Flags with a number per layer, and possibly one more for the layer of multi-token prediction."""
 
 
+LAYER_COUNTS = ("moe_n_hash_layers",)
+"""Flags with the number of the first layers that have a property."""
+
+
 def offloaded_modules(flags: Flags) -> tuple[str, ...]:
     """Modules of `--offload-modules`, with the parts of fused_group_mlp in its place."""
     parts = {"fused_group_mlp": ("expert_fc1", "moe_act")}

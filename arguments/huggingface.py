@@ -70,8 +70,8 @@ def _contradict(selections: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _of_layers(stated: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joins the flags that the components of all layers state: the first value that is not None, a pattern, or the
-    number of every layer, which is 0 for layers without one."""
+    """Joins the flags that the components of all layers state: the first value that is not None, a pattern, the number
+    of layers for which it is True, or the number of every layer, which is 0 for layers without one."""
     found: dict[str, Any] = {}
     choices: dict[str, dict[int, bool]] = {}
     for layer, flags in enumerate(stated):
@@ -80,6 +80,8 @@ def _of_layers(stated: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 choices.setdefault(name, {})[layer] = value
             elif name in derive.LAYER_NUMBERS:
                 found[name] = tuple(each.get(name, 0) for each in stated)
+            elif name in derive.LAYER_COUNTS:
+                found[name] = found.get(name, 0) + bool(value)
             elif found.get(name) is None:
                 found[name] = value
     return found | {name: _pattern(name, len(stated), selected) for name, selected in choices.items()}

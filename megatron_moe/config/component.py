@@ -107,7 +107,8 @@ class Component:
     def as_flags(self) -> Mapping[str, Any]:
         """Values of the flags from which the registered function makes this config: {"kv_channels": 128}.
 
-        A flag that selects layers (`--window-attn-skip-freq`) has the value True if it selects this layer, else False.
+        A flag that selects or counts layers (`--window-attn-skip-freq`, `--moe-n-hash-layers`) has the value True if it
+        applies to this layer, else False.
         The hidden size and training options, such as the load-balancing loss, are left out.
         """
         return {}

@@ -92,7 +92,7 @@ class CompressedAttentionConfig(MixerConfig):
         if self.ratio:
             own = {name: value for name, value in self.rope.as_flags().items() if name != "rotary_base"}
             length = {"original_max_position_embeddings": self.rope.original_max_positions}
-            base = {**own, **length, "csa_compress_rotary_base": self.rope.base}
+            base = {"rotary_scaling_factor": 1.0, **own, **length, "csa_compress_rotary_base": self.rope.base}
         if self.ratio == OVERLAPPING_RATIO:
             base |= {"csa_dense_mode": indexer is None}
         if indexer is not None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_moe.config.component import ParamSpec
+from megatron_moe.config.component import NameRule, ParamSpec
 from megatron_moe.config.costs import ActivationSizes, SavedActivation, saved_tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
@@ -103,3 +103,15 @@ class HyperConnectionsConfig(ResidualConfig):
         width, tokens = self.num_streams * hidden_size, sizes.residual
         gradients = tokens * (2 * width + hidden_size) * sizes.activation
         return float(gradients + _WIDE_CHUNKS * min(CHUNK, tokens) * width * sizes.internal)
+
+    def name_rules(self, sublayer: str, model_type: str) -> Iterator[NameRule]:
+        return _names("hc_attn" if sublayer == "self_attention" else "hc_ffn")
+
+    def head_name_rules(self, model_type: str) -> Iterator[NameRule]:
+        return _names("hc_head")
+
+
+def _names(prefix: str) -> Iterator[NameRule]:
+    """Names of a projection of the streams in the published folders."""
+    for name, suffix in (("mapping_proj.weight", "fn"), ("scale", "scale"), ("bias", "base")):
+        yield NameRule(name, (f"{prefix}_{suffix}",))

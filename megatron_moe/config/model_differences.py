@@ -15,12 +15,12 @@ _WITHOUT_EFFECT = frozenset(
         *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange", "cp_mode"),
         *("expert_rank_capacity_factor", "transport_backend", "push"),
         *("hybridep", "row_alignment", "rotate_activation"),
-        *("init", "max_positions", "vocab_size"),
+        *("init", "init_gating_factor", "max_positions", "vocab_size", "hash_vocab_size"),
         "position_embedding",  # recorded as learned_positions; mixers record rotary embeddings
     )
 )
-"""Config fields that are not compared, because they do not affect a trained model's output or, like `vocab_size`, may
-include padding."""
+"""Config fields that are not compared, because they do not affect a trained model's output or, like the vocabulary
+sizes, may include padding."""
 _TRAINING = frozenset(
     (
         *("dropout", "hidden_dropout", "embedding_dropout", "mtp", "capacity", "dtype"),
@@ -48,7 +48,8 @@ def recorded(config: Any) -> Any:
     if is_dataclass(config) and not isinstance(config, type):
         table = {field.name: recorded(getattr(_canonical(config), field.name)) for field in fields(config)}
         if isinstance(config, RouterConfig):
-            table["selection"] = next((name for name in config.balancing if name in _SELECTIONS), "topk")
+            own = "topk" if config.hash_vocab_size is None else "token_id"
+            table["selection"] = next((name for name in config.balancing if name in _SELECTIONS), own)
         if isinstance(config, ModelConfig):
             table["learned_positions"] = config.position_embedding == "learned_absolute"
         return {"type": type(config).__name__} | {k: v for k, v in table.items() if k not in _WITHOUT_EFFECT}

@@ -92,7 +92,9 @@ class RouterConfig:
             "moe_router_num_groups": self.num_groups,
             "moe_router_group_topk": self.group_topk,
             "moe_router_topk_scaling_factor": self.scaling_factor,
-            "moe_router_enable_expert_bias": self.expert_bias,
+            # layers that route by token id have no bias, even if the flag is given
+            "moe_router_enable_expert_bias": self.expert_bias if self.hash_vocab_size is None else None,
+            "moe_n_hash_layers": self.hash_vocab_size is not None,
             "moe_router_dtype": self.dtype,
             **dict(self.options),
         }
@@ -496,6 +498,12 @@ class MoEConfig(FeedForwardConfig):
                 yield NameRule(name, (f"mixer.{name}",))
             yield NameRule("router.weight", ("mixer.gate.weight",))
             yield NameRule("router.expert_bias", ("mixer.gate.e_score_correction_bias",))
+        elif model_type == "deepseek_v4":
+            yield NameRule("router.weight", ("ffn.gate.weight",))
+            yield NameRule("router.expert_bias", ("ffn.gate.bias",))
+            yield NameRule("router.expert_table", ("ffn.gate.tid2eid",), "vocabulary")
+            for name, hf_name, number in (("experts.", "experts.{e}", num), ("shared_experts.", "shared_experts", 0)):
+                yield from mlp_names(name, f"ffn.{hf_name}", ("w1", "w3", "w2"), number)
         else:
             yield NameRule("router.weight", ("mlp.gate.weight",))
             yield from mlp_names("experts.", "mlp.experts.{e}", num_experts=num)

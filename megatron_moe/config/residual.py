@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_moe.config.component import ParamSpec
+from megatron_moe.config.component import NameRule, ParamSpec
 from megatron_moe.config.costs import ActivationSizes, SavedActivation
 from megatron_moe.config.parallel import ParallelConfig
 
@@ -66,6 +66,15 @@ class ResidualConfig:
     def backward_workspace(self, hidden_size: int, sizes: ActivationSizes) -> float:
         """Peak bytes of gradients and temporary tensors in the backward of a connection."""
         return 0.0
+
+    def name_rules(self, sublayer: str, model_type: str) -> Iterable[NameRule]:
+        """Names in Hugging Face folders of the parameters of a sublayer's connection. `sublayer`: self_attention or
+        mlp."""
+        return ()
+
+    def head_name_rules(self, model_type: str) -> Iterable[NameRule]:
+        """Names in Hugging Face folders of the parameters of the head; those of MTP are relative to its layer."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)

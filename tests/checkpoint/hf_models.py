@@ -8,12 +8,14 @@ plain loop (other implementations give the same logits to 6e-7); `output_router_
 contain the auxiliary loss; no cache, no dropout, `eval()`.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 VOCAB = 61
@@ -80,6 +82,7 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         **_delta_nets(),
         **_nemotron(),
         **_later_families(),
+        **_compressed(),
     }
 
 
@@ -352,6 +355,51 @@ def _later_families() -> dict[str, transformers.PretrainedConfig]:
     }
 
 
+def _compressed() -> dict[str, transformers.PretrainedConfig]:
+    """DeepSeek-V4: every kind of layer; one with YaRN and unlike sizes.
+
+    Gradients of the weights of streams are sums that cancel; these numbers of streams leave them well above rounding.
+    """
+    common = {**_COMMON, "num_hidden_layers": 3, "n_routed_experts": 8, "moe_intermediate_size": 12}
+    return {
+        "deepseek_v4": transformers.DeepseekV4Config(
+            **common,
+            q_lora_rank=16,
+            head_dim=16,
+            qk_rope_head_dim=8,
+            layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+            sliding_window=5,
+            o_groups=2,
+            o_lora_rank=6,
+            index_n_heads=12,  # with few heads, several scores may be 0, among which any may be chosen
+            index_head_dim=16,
+            index_topk=2,
+            hc_mult=2,
+            num_hash_layers=1,
+            swiglu_limit=1.5,
+        ),
+        "deepseek_v4, yarn": transformers.DeepseekV4Config(
+            **{**common, "num_attention_heads": 6, "num_experts_per_tok": 2, "rms_norm_eps": 1e-4},
+            q_lora_rank=9,
+            head_dim=24,
+            qk_rope_head_dim=6,
+            layer_types=["compressed_sparse_attention", "sliding_attention", "compressed_sparse_attention"],
+            sliding_window=7,
+            o_groups=3,
+            o_lora_rank=5,
+            index_n_heads=16,
+            index_head_dim=8,
+            index_topk=3,
+            hc_mult=5,
+            hc_sinkhorn_iters=5,
+            num_hash_layers=0,
+            routed_scaling_factor=2.5,
+            rope_parameters=_YARN,
+        ),
+    }
+
+
 def hf_model(config: transformers.PretrainedConfig, seed: int = 7) -> transformers.PreTrainedModel:
     """The model in fp32 with unit-gain weights."""
     model = transformers.AutoModelForCausalLM.from_config(
@@ -366,6 +414,10 @@ def fill(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name:
+            continue
+        if not tensor.is_floating_point():  # a table of expert ids
+            scores = torch.rand(len(tensor), model.config.num_local_experts, generator=generator)
+            tensor.copy_(scores.argsort(dim=1)[:, : tensor.shape[1]])
             continue
         mean, std = _distribution(name, tensor, isinstance(model, transformers.GptOssForCausalLM))
         tensor.copy_(mean + std * torch.randn(tensor.shape, generator=generator))
@@ -384,8 +436,22 @@ def _distribution(name: str, tensor: Tensor, transposed_experts: bool) -> tuple[
 
 
 def saved(model: transformers.PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
+    """Writes a folder with the names of published ones."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if model.config.model_type == "deepseek_v4":
+        for path in folder.glob("*.safetensors"):
+            save_file({_published_name(name): tensor for name, tensor in load_file(path).items()}, path)
+        for path in folder.glob("*.index.json"):
+            index = json.loads(path.read_text())
+            index["weight_map"] = {_published_name(name): file for name, file in index["weight_map"].items()}
+            path.write_text(json.dumps(index))
     return folder
+
+
+def _published_name(name: str) -> str:
+    """Name in published folders of DeepSeek-V4 of a tensor that `save_pretrained` wrote."""
+    name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
+    return name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
 
 
 def saved_gradients(model: transformers.PreTrainedModel, folder: Path) -> Path:

@@ -57,9 +57,10 @@ def export_checkpoint(
 
 
 def source(name: str, folder: Path) -> Path:
-    """A folder whose matrices are bf16 and whose vectors are fp32."""
+    """A folder whose matrices are bf16, whose vectors are fp32 and whose ids are integers."""
     saved(hf_model(CONFIGS[name]), folder)
-    mixed = {k: v if v.dim() == 1 else v.bfloat16() for k, v in load_file(folder / "model.safetensors").items()}
+    found = load_file(folder / "model.safetensors")
+    mixed = {k: v.bfloat16() if v.dim() > 1 and v.is_floating_point() else v for k, v in found.items()}
     save_file(mixed, folder / "model.safetensors")
     return folder
 

@@ -95,6 +95,16 @@ def test_a_folder_round_trips_exactly(name: str, max_shard_size: str, tmp_path: 
     EXACT.check_all(hf_tensors(model, config, read_config(tmp_path)), tensors_in(tmp_path), "tensors")
 
 
+def test_names_that_transformers_saves_are_read_like_published_ones(tmp_path: Path):
+    config = written("deepseek_v4", tmp_path / "published")
+    hf_model(CONFIGS["deepseek_v4"]).save_pretrained(tmp_path / "saved")
+    assert "model.layers.0.attn.norm.weight" in tensors_in(tmp_path / "saved")
+    saved_by_it, published = new_model(config), new_model(config)
+    load_hf(tmp_path / "saved", saved_by_it, config)
+    load_hf(tmp_path / "published", published, config)
+    EXACT.check_all(saved_by_it.state_dict(), published.state_dict(), "state")
+
+
 def test_every_problem_is_listed_at_once(tmp_path: Path):
     config = written(ROUTED, tmp_path)
     rewrite(

@@ -62,7 +62,7 @@ COMPONENTS = frozenset(
     "AttentionConfig SoftmaxMixerConfig MLAConfig DSAConfig LinearAttentionConfig GatedDeltaNetConfig MambaConfig "
     "MLPConfig Attention MLA DSA GatedDeltaNet Mamba MLP MoELayer".split()
 )
-PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("map", "reader", "write"))
+PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("deepseek_v4", "map", "reader", "write"))
 """Modules that translate between configs and a config.json."""
 ROUTED = frozenset("MoEConfig RouterConfig ExpertsConfig moe moe_configs routed_experts".split())
 """Classes and attributes of MoE layers that the packages of `UNAWARE` must not use; `FeedForwardConfig` has methods for

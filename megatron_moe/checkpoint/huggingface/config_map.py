@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron_moe.checkpoint.huggingface.config_deepseek_v4 import read_deepseek_v4
 from megatron_moe.checkpoint.huggingface.config_reader import (
     HFConfig,
     read_layers,
@@ -56,6 +57,7 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
     num_layers = hf_config.get("num_hidden_layers", 0)
     hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
     layers = read_family(hf_config)
+    layers, depth = layers[: num_layers or len(layers)], layers[num_layers or len(layers) :]
     num_mtp = int(hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers", 0))) if mtp else 0
     std = float(hf_config.get("initializer_range", 0.02))
     return ModelConfig(
@@ -66,7 +68,7 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
         position_embedding="rope" if any(layer.mixer.rotary_tables for layer in layers) else "none",
         max_positions=hf_config.get("max_position_embeddings", 4096),
         tied_embeddings=hf_config.get("tie_word_embeddings", False),
-        mtp=MTPConfig(num_layers=num_mtp) if num_mtp else None,
+        mtp=MTPConfig(num_layers=num_mtp, layer=depth[0] if depth else None) if num_mtp else None,
         init=InitConfig(std=std, output_std=std / sum(len(layer.sublayers) for layer in layers) ** 0.5),
     )
 
@@ -399,9 +401,11 @@ FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingP
         "kimi_k2": deepseek_v3,
         "deepseek_v32": deepseek_v32,
         "glm_moe_dsa": glm_moe_dsa,
+        "deepseek_v4": read_deepseek_v4,
     }
 )
-"""Functions that build the layers, by `model_type`. A new family needs an entry here, name rules in `weight_map`, and a
+"""Functions that build the layers, by `model_type`, and after them the layer of multi-token prediction if it differs
+from the last one. A new family needs an entry here, name rules in `weight_map`, and a
 case in the logit parity test."""
 
 

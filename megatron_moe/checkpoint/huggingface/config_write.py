@@ -9,11 +9,14 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megatron_moe.checkpoint.huggingface.config_deepseek_v4 import DEFAULT_RATES, HASH, HEAVY, ROUTED, SPARSE, WINDOW
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.config.attention import AttentionConfig, RopeConfig, SoftmaxMixerConfig
+from megatron_moe.config.compressed_attention import CompressedAttentionConfig
 from megatron_moe.config.dsa import DSAConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
@@ -77,18 +80,16 @@ def generated_config(model: ModelConfig, vocab_size: int) -> Values:
 
 def _common(model: ModelConfig, vocab_size: int) -> Values:
     """Keys of config.json that all families share."""
-    first, moe, attention = model.layers[0], model.moe_configs[0], _softmax_mixers(model)[0]
+    first, moe = model.layers[0], model.moe_configs[0]
     return {
         "hidden_size": model.hidden_size,
         "vocab_size": vocab_size,
         "num_hidden_layers": len(model.layers),
-        "num_attention_heads": attention.num_heads,
         "num_experts_per_tok": moe.router.topk,
         "max_position_embeddings": model.max_positions,
         "tie_word_embeddings": model.tied_embeddings,
         "initializer_range": model.init.std,
         "rms_norm_eps": first.norm.eps,
-        "attention_dropout": attention.core.dropout,
         "hidden_act": "silu",
         "router_aux_loss_coef": max(moe.router.aux_loss_coeffs, default=0.0),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
@@ -101,6 +102,10 @@ def _softmax_mixers(model: ModelConfig) -> list[SoftmaxMixerConfig]:
     if not mixers:
         raise _NoFamily
     return mixers
+
+
+def _heads(mixer: SoftmaxMixerConfig) -> Values:
+    return {"num_attention_heads": mixer.num_heads, "attention_dropout": mixer.core.dropout}
 
 
 def _rope(rope: RopeConfig | None) -> Values:
@@ -128,7 +133,8 @@ def _grouped(model: ModelConfig) -> tuple[AttentionConfig, Values]:
     mixer = next((each for each in mixers if each.core.window), mixers[0])
     if not isinstance(mixer, AttentionConfig):
         raise _NoFamily
-    return mixer, {"num_key_value_heads": mixer.num_query_groups, "head_dim": mixer.head_dim, **_rope(mixer.rope)}
+    keys = {"num_key_value_heads": mixer.num_query_groups, "head_dim": mixer.head_dim}
+    return mixer, {**_heads(mixer), **keys, **_rope(mixer.rope)}
 
 
 def _linear(model: ModelConfig, kind: type[LinearAttentionConfig]) -> LinearAttentionConfig:
@@ -207,6 +213,7 @@ def _nemotron_h(model: ModelConfig, moe: MoEConfig) -> Values:
         of_mixer = "linear_attention" if isinstance(layer.mixer, MambaConfig) else "full_attention"
         kinds.append(of_mixer if layer.mixer.present else "moe" if layer.is_moe else "mlp")
     return {
+        **_heads(mixer),
         "layers_block_type": kinds,
         "num_key_value_heads": mixer.num_query_groups,
         "head_dim": mixer.head_dim,
@@ -336,6 +343,7 @@ def _latent(model: ModelConfig, moe: MoEConfig) -> tuple[MLAConfig, Values]:
         raise _NoFamily
     return mixer, {
         **_sigmoid(model, moe),
+        **_heads(mixer),
         "num_key_value_heads": mixer.num_heads,
         "q_lora_rank": mixer.q_lora_rank,
         "kv_lora_rank": mixer.kv_lora_rank,
@@ -377,6 +385,65 @@ def _glm_moe_dsa(model: ModelConfig, moe: MoEConfig) -> Values:
     return {**_indexed(model, moe), "indexer_types": ["full"] * len(model.layers)}
 
 
+def _deepseek_v4(model: ModelConfig, moe: MoEConfig) -> Values:
+    """Keys of published files and of those of transformers."""
+    layers = (*model.layers, model.mtp_layer) if model.mtp else model.layers
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, CompressedAttentionConfig)]
+    streams = model.residual
+    if len(mixers) != len(layers) or not isinstance(streams, HyperConnectionsConfig):
+        raise _NoFamily
+    first, by_id = mixers[0], [each.router.hash_vocab_size is not None for each in model.moe_configs]
+    ratios = [mixer.ratio for mixer in mixers]
+    heavy = max((ratio for ratio in ratios if ratio != DEFAULT_RATES[SPARSE]), default=0) or DEFAULT_RATES[HEAVY]
+    rates = {**DEFAULT_RATES, HEAVY: heavy}
+    kinds = {0: WINDOW, **{rate: kind for kind, rate in rates.items()}}
+    # the embedding of layers without entries, and with entries; the other one if there are no such layers
+    main, compress = (max(mixers, key=lambda mixer: bool(mixer.ratio) == has).rope for has in (False, True))
+    factor = {"partial_rotary_factor": first.rope.dim / first.head_dim}
+    indexer = next((mixer.indexer for mixer in mixers if mixer.indexer), None)
+    sizes = {"n_heads": indexer.num_heads, "head_dim": indexer.head_dim, "topk": indexer.topk} if indexer else {}
+    return {
+        "num_attention_heads": first.num_heads,
+        "num_key_value_heads": 1,
+        "head_dim": first.head_dim,
+        "q_lora_rank": first.q_lora_rank,
+        "qk_rope_head_dim": first.rope.dim,
+        **factor,
+        "rope_theta": main.base,
+        "compress_rope_theta": compress.base,
+        "rope_parameters": {
+            "main": {"rope_type": "default", "rope_theta": main.base, **factor},
+            "compress": {"rope_type": "default", **_flat_rope(compress), **factor},
+        },
+        "sliding_window": first.csa_window_size,
+        "o_groups": first.o_groups,
+        "o_lora_rank": first.o_lora_rank,
+        "layer_types": [kinds.get(ratio) for ratio in ratios[: len(model.layers)]],
+        "compress_rates": rates,
+        "compress_ratios": ratios,
+        **{f"index_{name}": size for name, size in sizes.items()},
+        "hc_mult": streams.num_streams,
+        "hc_sinkhorn_iters": streams.sinkhorn_iterations,
+        "hc_eps": streams.eps,
+        "mlp_layer_types": [HASH if each else ROUTED for each in by_id],
+        "num_hash_layers": sum(by_id),
+        "n_routed_experts": moe.experts.num_experts,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": moe.experts.ffn_hidden_size,
+        "swiglu_limit": moe.experts.activation.clamp,
+        "scoring_func": moe.router.score_function,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": moe.router.scaling_factor or 1.0,
+        "num_nextn_predict_layers": model.num_mtp,
+    }
+
+
+def _flat_rope(rope: RopeConfig) -> Values:
+    keys = _rope(rope)
+    return {"rope_theta": keys["rope_theta"], **keys.get("rope_scaling", {})}
+
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "mixtral": Family("MixtralForCausalLM", _mixtral),
@@ -394,6 +461,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "deepseek_v2": Family("DeepseekV2ForCausalLM", _deepseek_v2),
         "deepseek_v32": Family("DeepseekV32ForCausalLM", _indexed),
         "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", _glm_moe_dsa),
+        "deepseek_v4": Family("DeepseekV4ForCausalLM", _deepseek_v4),
     }
 )
 """Families by `model_type`, general ones first. Kimi K2 has no class in transformers and equals deepseek_v3."""

@@ -166,6 +166,8 @@ def _pending_tensors(weights: MatchedWeights) -> dict[str, TensorShard]:
         shape = tuple(weights.targets[target].shape)
         dtypes = [TORCH_DTYPES[weights.source.dtype(name)] for part in parts for name in part.hf_names]
         dtype = reduce(torch.promote_types, dtypes)
+        if not dtype.is_floating_point:  # a table of ids, whose width differs between folders
+            dtype = weights.targets[target].dtype
         boxes = tuple(_pending_box(part, shape, dtype, weights.source) for part in parts)
         tensors[tensor_key("model", target)] = TensorShard(shape, boxes)
     return tensors

@@ -68,7 +68,8 @@ class Export:
         published = model_config_from_hf(hf_config, mtp=config.mtp is not None)
         mappings, unknown = weight_map.map_names(hf_config["model_type"], weights, config, published)
         self._weights = weights
-        self.mappings = [*mappings, *_copies(mappings, config, published)]
+        copies = () if weight_map.names_of(hf_config["model_type"]).mtp_layers else _copies(mappings, config, published)
+        self.mappings = [*mappings, *copies]
         self.hf_config = _config(hf_config, config, next(iter(weights.values())).dtype)
         problems = [f"no tensor for {name}" for name in unknown]
         expected = with_latent_norms_of(config, published)

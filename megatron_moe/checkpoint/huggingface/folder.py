@@ -5,14 +5,17 @@ DeepSeek, are dequantised to bf16 with their `weight_scale_inv` tensors.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_moe.checkpoint.huggingface.weight_map import names_of
 from megatron_moe.checkpoint.manifest import MAX_HEADER_BYTES
 from megatron_moe.checkpoint.storage import read_bounded
 from megatron_moe.config.exit_codes import CheckpointProblem
@@ -21,11 +24,23 @@ from megatron_moe.config.text import listed
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
-EMBEDDING = "model.embed_tokens.weight"
 _SCALE = "_scale_inv"
 """Name suffix of the tensors that hold the scales of FP8 matrices. Scales are fp32, one per block."""
 _FP8 = "F8_E4M3"
 _DEQUANTISED = "BF16"
+
+_SAVED_AS: Mapping[str, tuple[tuple[re.Pattern[str], str], ...]] = MappingProxyType(
+    {
+        "deepseek_v4": (
+            (re.compile(r"^model\.embed_tokens\."), "embed."),
+            (re.compile(r"^model\.hc_head\.hc_"), "hc_head_"),
+            (re.compile(r"^model\."), ""),
+            (re.compile(r"\.attn\.norm\."), ".attn.kv_norm."),
+        )
+    }
+)
+"""Patterns of the names that `save_pretrained` of transformers gives tensors, and their replacements in published
+names, by `model_type`. The families that are missing here are published under the names of `save_pretrained`."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -69,23 +84,28 @@ class HFFolder:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
+        """Name in the file by published name."""
+        renamed = _SAVED_AS.get(config.get("model_type", ""), ())
         for path in _weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
-            duplicates = sorted(name for name in handle.keys() if name in self._files)
+            stored = {_published_name(name, renamed): name for name in handle.keys()}
+            duplicates = sorted(name for name in stored if name in self._files)
             if duplicates:
                 raise CheckpointProblem(f"{path} holds tensors that are also in another file:\n  {listed(duplicates)}")
-            self._files.update((name, handle) for name in handle.keys())
-            self._paths.update((name, path) for name in handle.keys())
+            self._stored |= stored
+            self._files |= dict.fromkeys(stored, handle)
+            self._paths |= dict.fromkeys(stored, path)
         self._block = fp8_block(config)
         self._scaled = self._scaled_names()
         self.names = frozenset(self._files) - {name + _SCALE for name in self._scaled}
         """Names of all tensors except FP8 scales."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return tuple(self._files[name].get_slice(self._stored[name]).get_shape())
 
     def dtype(self, name: str) -> str:
         """Safetensors dtype name of the tensor that `tensor(name)` returns."""
@@ -105,11 +125,11 @@ class HFFolder:
     def _read(self, name: str) -> Tensor:
         # A new memory map, released with the tensor: the pages of a long-lived map would accumulate.
         with safe_open(self._paths[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(self._stored[name])
         return tensor
 
     def _stored_dtype(self, name: str) -> str:
-        return str(self._files[name].get_slice(name).get_dtype())
+        return str(self._files[name].get_slice(self._stored[name]).get_dtype())
 
     def _scaled_names(self) -> frozenset[str]:
         """Names of all FP8 matrices. Raises CheckpointProblem if their scales are missing or have the wrong shape."""
@@ -132,6 +152,12 @@ class HFFolder:
         return frozenset(quantised)
 
 
+def _published_name(name: str, renamed: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, replacement in renamed:
+        name = pattern.sub(replacement, name)
+    return name
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises CheckpointProblem if the file is missing or invalid."""
     try:
@@ -151,9 +177,10 @@ def weights_dtype(folder: Path, config: Mapping[str, Any]) -> str:
     """Safetensors dtype name of the embedding weight. Raises CheckpointProblem if it is missing."""
     with ExitStack() as stack:
         source = HFFolder(folder, config, stack)
-        if EMBEDDING not in source.names:
-            raise CheckpointProblem(f"{folder}: missing: {EMBEDDING}; download the folder again.")
-        return source.dtype(EMBEDDING)
+        embedding = f"{names_of(config.get('model_type', '')).embedding}.weight"
+        if embedding not in source.names:
+            raise CheckpointProblem(f"{folder}: missing: {embedding}; download the folder again.")
+        return source.dtype(embedding)
 
 
 def _weight_files(folder: Path) -> list[Path]:

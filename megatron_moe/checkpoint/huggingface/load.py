@@ -4,9 +4,10 @@ All names, shapes and dtypes are checked before the first parameter is modified.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,11 +25,11 @@ from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+_INTEGERS = frozenset(("I64", "I32"))
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _SEPARATE_MTP = "mtp."
-"""Start of the names of MTP layers that are not numbered after the regular layers (Qwen3-Next, Nemotron-3). Neither
-transformers nor this program reads them."""
+"""Start of the names of MTP layers that are not numbered after the regular layers. transformers does not read them, nor
+does this program those of Qwen3-Next and Nemotron-3."""
 _SHARED_COPIES = frozenset((weight_map.MTP_EMBEDDING, weight_map.MTP_HEAD))
 
 
@@ -75,13 +76,15 @@ def match_weights(
     hf_config = read_config(folder)
     published = model_config_from_hf(hf_config, mtp=config.mtp is not None)
     source, targets = HFFolder(folder, hf_config, stack), weight_tensors(model)
-    mappings, unknown = weight_map.map_names(hf_config["model_type"], targets, config, published)
+    family, num_layers = hf_config["model_type"], len(published.layers)
+    mappings, unknown = weight_map.map_names(family, targets, config, published)
+    is_mtp = partial(weight_map.names_of(family).is_mtp, num_layers=num_layers)
     # pp: names of tensors, and below of problems, so that all ranks raise together
     wanted = set(_gather((name for mapping in mappings for name in mapping.hf_names), stages))
     extra = sorted(source.names - wanted)
-    ignored = [name for name in extra if _ignorable(name, config, published)]
-    no_mtp = config.mtp is not None and not any(_is_mtp(name, published) for name in source.names)
-    missing = [name for name in sorted(wanted - source.names) if not (no_mtp and _is_mtp(name, published))]
+    ignored = [name for name in extra if _ignorable(name, config, published, is_mtp)]
+    no_mtp = config.mtp is not None and not any(map(is_mtp, source.names))
+    missing = [name for name in sorted(wanted - source.names) if not (no_mtp and is_mtp(name))]
     padding = config.vocab_size - published.vocab_size
     problems = [
         *(["it has no MTP layers: give --mtp-num-layers 0"] if no_mtp else []),
@@ -103,12 +106,6 @@ def match_weights(
     if padding:
         notes.append(f"{padding} padding rows of the vocabulary start at zero")
     return MatchedWeights(source, targets, mappings, ignored, notes)
-
-
-def _is_mtp(name: str, published: ModelConfig) -> bool:
-    """True for a tensor of an MTP layer. MTP layers are numbered after the regular layers, `published.layers`."""
-    match = _LAYER.fullmatch(name)
-    return match is not None and int(match[1]) >= len(published.layers)
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -142,19 +139,20 @@ def _fill(target: Tensor, mapping: weight_map.WeightMapping, source: HFFolder) -
 def _misshaped(
     mappings: Sequence[weight_map.WeightMapping], targets: Mapping[str, Tensor], source: HFFolder
 ) -> list[str]:
-    """Lists tensors whose dtype is not floating point or whose shape does not fit. Missing tensors are skipped."""
+    """Lists tensors whose dtype or shape does not fit. Missing tensors are skipped."""
     problems = []
     for mapping in mappings:
         if not source.names.issuperset(mapping.hf_names):
             continue
-        odd = [f"{name} is {source.dtype(name)}" for name in mapping.hf_names if source.dtype(name) not in _FLOATS]
-        problems += [f"not a plain floating-point tensor: {each}" for each in odd]
+        target = targets[mapping.name]
+        known, kind = (_FLOATS, "floating-point") if target.is_floating_point() else (_INTEGERS, "integer")
+        odd = [f"{name} is {source.dtype(name)}" for name in mapping.hf_names if source.dtype(name) not in known]
+        problems += [f"not a plain {kind} tensor: {each}" for each in odd]
         shapes = [source.shape(name) for name in mapping.hf_names]
         try:
             made = tuple(mapping.transform.from_hf([torch.empty(shape, device="meta") for shape in shapes]).shape)
         except RuntimeError:
             made = None
-        target = targets[mapping.name]
         whole = target.global_shape if isinstance(target, Parameter) else tuple(target.shape)
         expected = whole if mapping.expert is None else whole[1:]
         if made != expected:
@@ -163,7 +161,7 @@ def _misshaped(
     return problems
 
 
-def _ignorable(name: str, config: ModelConfig, published: ModelConfig) -> bool:
+def _ignorable(name: str, config: ModelConfig, published: ModelConfig, is_mtp: Callable[[str], bool]) -> bool:
     """True for tensors that may be ignored: RoPE tables, copies of embedding or head, and unused MTP layers."""
     if _ROTARY_BUFFER.fullmatch(name):
         return True
@@ -171,4 +169,4 @@ def _ignorable(name: str, config: ModelConfig, published: ModelConfig) -> bool:
         return published.tied_embeddings
     if name.startswith(_SEPARATE_MTP):
         return config.mtp is None
-    return _is_mtp(name, published) and (config.mtp is None or name.split(".", 3)[3] in _SHARED_COPIES)
+    return is_mtp(name) and (config.mtp is None or name.split(".", 3)[3] in _SHARED_COPIES)

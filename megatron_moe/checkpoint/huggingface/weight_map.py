@@ -5,7 +5,7 @@ Configs of components have the rules of their parameters; those outside transfor
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_moe.config.component import NameRule
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.registry import resolve
+from megatron_moe.config.residual import ResidualConfig
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ ROW = Transform(lambda tensors: tensors[0].squeeze(0), lambda tensor: [tensor.un
 """Hugging Face [1, E] <-> our [E]."""
 GATE_UP = Transform(lambda tensors: torch.cat(list(tensors)), lambda tensor: tensor.chunk(2))
 """Hugging Face gate [F, ...] and up [F, ...] <-> our [2F, ...], gate rows first."""
+COLUMNS = Transform(lambda tensors: torch.cat(list(tensors), dim=1), lambda tensor: tensor.chunk(2, dim=1))
+"""Two Hugging Face matrices [O, I] <-> our [O, 2I], which multiplies their inputs one after the other."""
 TRANSPOSED = Transform(lambda tensors: tensors[0].transpose(1, 2), lambda tensor: [tensor.transpose(1, 2)])
 """Expert matrices: Hugging Face [E, I, O] <-> our [E, O, I], with I input and O output features."""
 
@@ -71,12 +74,17 @@ def query_key_value(num_groups: int, heads_per_group: int, num_parts: int = 1) -
 
 
 def padded_rows(num_rows: int, num_padded: int) -> Transform:
-    """Vocabulary table: Hugging Face [num_rows, ...] <-> our [num_padded, ...] with zero rows at the end."""
+    """Table with a row per token id: Hugging Face [num_rows, ...] <-> our [num_padded, ...], whose last rows are 0.
+    Ids are written as int64, as in published folders."""
 
     def from_hf(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensors[0], tensors[0].new_zeros(num_padded - num_rows, *tensors[0].shape[1:])])
 
-    return Transform(from_hf, lambda tensor: [tensor[:num_rows]])
+    def to_hf(tensor: Tensor) -> list[Tensor]:
+        rows = tensor[:num_rows]
+        return [rows if rows.is_floating_point() else rows.long()]
+
+    return Transform(from_hf, to_hf)
 
 
 TRANSFORMS: Mapping[str, Transform | Callable[..., Transform]] = MappingProxyType(
@@ -84,12 +92,15 @@ TRANSFORMS: Mapping[str, Transform | Callable[..., Transform]] = MappingProxyTyp
         "copy": COPY,
         "row": ROW,
         "gate_up": GATE_UP,
+        "columns": COLUMNS,
         "transposed": TRANSPOSED,
         "interleaved_gate_up": INTERLEAVED_GATE_UP,
         "query_key_value": query_key_value,
     }
 )
 """Transforms, and functions from sizes to transforms, by their name in `NameRule`."""
+_VOCABULARY = "vocabulary"
+"""Name in `NameRule` of `padded_rows` with the vocabulary sizes of the Hugging Face folder and of the model."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,7 @@ class WeightMapping:
     transform: Transform
 
 
-class _Names(NamedTuple):
+class Names(NamedTuple):
     """Hugging Face names of a model family for parameters outside the components of its layers."""
 
     layers: str = "model.layers"
@@ -110,30 +121,64 @@ class _Names(NamedTuple):
     """Names of the norms before mixer and feed-forward module, relative to the layer."""
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
+    head: str = "lm_head"
+    mtp_layers: str = ""
+    """Name of the MTP layers; empty if they are numbered after the regular layers and have copies of embedding and
+    output head."""
+    mtp_final_norm: str = "shared_head.norm"
+    """Name of the norm after an MTP layer, relative to the layer."""
+    mtp_projections: tuple[str, ...] = ("eh_proj",)
+    """Names of the parts of an MTP layer's projection [H, 2H] of embedding and hidden state, relative to the layer."""
 
-    def model_rules(self) -> tuple[NameRule, ...]:
+    def model_rules(self, residual: ResidualConfig, model_type: str) -> Iterator[NameRule]:
         """Rules of the parameters outside layers."""
-        return (
-            NameRule("embedding.word_embeddings.weight", (f"{self.embedding}.weight",)),
-            NameRule("decoder.final_layernorm.weight", (f"{self.final_norm}.weight",)),
-            NameRule("output_layer.weight", ("lm_head.weight",)),
-        )
+        yield NameRule("embedding.word_embeddings.weight", (f"{self.embedding}.weight",), _VOCABULARY)
+        yield NameRule("decoder.final_layernorm.weight", (f"{self.final_norm}.weight",))
+        yield NameRule("output_layer.weight", (f"{self.head}.weight",), _VOCABULARY)
+        for rule in residual.head_name_rules(model_type):
+            yield replace(rule, name=f"decoder.streams_head.{rule.name}")
+
+    def mtp_rules(self, residual: ResidualConfig, model_type: str) -> Iterator[NameRule]:
+        """Rules of the parameters of an MTP layer outside its transformer layer."""
+        for norm in ("enorm", "hnorm"):
+            yield NameRule(f"{norm}.weight", (f"{norm}.weight",))
+        yield NameRule("final_layernorm.weight", (f"{self.mtp_final_norm}.weight",))
+        projections = tuple(f"{name}.weight" for name in self.mtp_projections)
+        yield NameRule("eh_proj.weight", projections, "columns" if len(projections) > 1 else "copy")
+        for rule in residual.head_name_rules(model_type):
+            yield replace(rule, name=f"streams_head.{rule.name}")
+
+    def prefix(self, layer: int, num_layers: int) -> str:
+        """Start of the names of a layer. MTP layers have the numbers from `num_layers` on."""
+        if layer < num_layers or not self.mtp_layers:
+            return f"{self.layers}.{layer}"
+        return f"{self.mtp_layers}.{layer - num_layers}"
+
+    def is_mtp(self, name: str, num_layers: int) -> bool:
+        """True for a tensor of an MTP layer."""
+        start = f"{self.mtp_layers or self.layers}."
+        number = name.removeprefix(start).split(".", 1)[0]
+        first = 0 if self.mtp_layers else num_layers
+        return name.startswith(start) and number.isdecimal() and int(number) >= first
 
 
-_NAMES: Mapping[str, _Names] = MappingProxyType(
-    {"nemotron_h": _Names("backbone.layers", ("norm", "norm"), "backbone.embeddings", "backbone.norm_f")}
+_NAMES: Mapping[str, Names] = MappingProxyType(
+    {
+        "nemotron_h": Names("backbone.layers", ("norm", "norm"), "backbone.embeddings", "backbone.norm_f"),
+        "deepseek_v4": Names(
+            layers="layers",
+            norms=("attn_norm", "ffn_norm"),
+            embedding="embed",
+            final_norm="norm",
+            head="head",
+            mtp_layers="mtp",
+            mtp_final_norm="norm",
+            mtp_projections=("e_proj", "h_proj"),
+        ),
+    }
 )
 """Names of families that differ from the defaults, by `model_type`."""
-_USUAL = _Names()
-_VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
-
-_MTP = (
-    NameRule("enorm.weight", ("enorm.weight",)),
-    NameRule("hnorm.weight", ("hnorm.weight",)),
-    NameRule("eh_proj.weight", ("eh_proj.weight",)),
-    NameRule("final_layernorm.weight", ("shared_head.norm.weight",)),
-)
-"""MTP parameters outside the transformer layer. In Hugging Face names, MTP layer i has number `num_layers + i`."""
+_USUAL = Names()
 
 MTP_EMBEDDING = "embed_tokens.weight"
 MTP_HEAD = "shared_head.head.weight"
@@ -145,6 +190,11 @@ _MTP_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MODEL_NAME = re.compile(r"(?P<rest>.+)")
 
 
+def names_of(model_type: str) -> Names:
+    """Hugging Face names of a model family outside the components of its layers."""
+    return _NAMES.get(model_type, _USUAL)
+
+
 def map_names(
     model_type: str, names: Iterable[str], model: ModelConfig, published: ModelConfig
 ) -> tuple[list[WeightMapping], list[str]]:
@@ -152,10 +202,11 @@ def map_names(
 
     `published` is the config of the Hugging Face folder, whose vocabulary is not padded.
     """
-    num_layers = len(published.layers)
+    num_layers, family = len(published.layers), names_of(model_type)
     by_layer = [_layer_rules(model_type, layer) for layer in (*model.layers, model.mtp_layer)]
-    family = _NAMES.get(model_type, _USUAL)
-    tables = ((_MTP_NAME, _by_name(_MTP), num_layers), (_MODEL_NAME, _by_name(family.model_rules()), 0))
+    outside = (family.mtp_rules(model.residual, model_type), family.model_rules(model.residual, model_type))
+    of_mtp, of_model = ({rule.name: rule for rule in rules} for rules in outside)
+    tables = ((_MTP_NAME, of_mtp, num_layers), (_MODEL_NAME, of_model, 0))
     mappings: list[WeightMapping] = []
     unknown: list[str] = []
     for name in names:
@@ -165,10 +216,6 @@ def map_names(
         else:
             mappings += _expand(name, *found, family, model, published)
     return mappings, unknown
-
-
-def _by_name(rules: Iterable[NameRule]) -> dict[str, NameRule]:
-    return {rule.name: rule for rule in rules}
 
 
 def _find(
@@ -187,9 +234,11 @@ def _layer_rules(model_type: str, layer: LayerConfig) -> dict[str, NameRule]:
     """Rules of a layer's parameters, by their name in the layer."""
     rules: dict[str, NameRule] = {}
     for prefix, norm, component in layer.sublayers:
-        hf_norm = _NAMES.get(model_type, _USUAL).norms[prefix == "mlp"]
+        hf_norm = names_of(model_type).norms[prefix == "mlp"]
         rules[f"{norm}.weight"] = NameRule(f"{norm}.weight", (f"{hf_norm}.weight",))
         rules |= {f"{prefix}.{rule.name}": rule for rule in component.name_rules(model_type)}
+        connection = f"{prefix}_{layer.residual.submodule}"
+        rules |= {f"{connection}.{rule.name}": rule for rule in layer.residual.name_rules(prefix, model_type)}
     return rules
 
 
@@ -207,15 +256,17 @@ def _find_in_layer(
 
 
 def _expand(
-    name: str, rule: NameRule, layer: int | None, family: _Names, model: ModelConfig, published: ModelConfig
+    name: str, rule: NameRule, layer: int | None, family: Names, model: ModelConfig, published: ModelConfig
 ) -> list[WeightMapping]:
-    if layer is None:
-        vocabulary = padded_rows(published.vocab_size, model.vocab_size)
-        return [WeightMapping(name, None, rule.hf_names, vocabulary if name in _VOCABULARY else COPY)]
-    transform = TRANSFORMS[rule.transform] if rule.transform in TRANSFORMS else resolve(rule.transform)
+    transform: Transform | Callable[..., Transform]
+    if rule.transform == _VOCABULARY:
+        transform = padded_rows(published.vocab_size, model.vocab_size)
+    else:
+        transform = TRANSFORMS[rule.transform] if rule.transform in TRANSFORMS else resolve(rule.transform)
     if not isinstance(transform, Transform):
         transform = transform(*rule.arguments)
-    mapping = WeightMapping(name, None, tuple(f"{family.layers}.{layer}.{part}" for part in rule.hf_names), transform)
+    start = "" if layer is None else f"{family.prefix(layer, len(published.layers))}."
+    mapping = WeightMapping(name, None, tuple(f"{start}{part}" for part in rule.hf_names), transform)
     if "{e}" not in rule.hf_names[0]:
         return [mapping]
     return [
