@@ -11,7 +11,8 @@ def compressed_attention_has_ratios(flags: RuleFlags) -> Violations:
     if not derive.has_compressed_attention(flags):
         return
     ratios, layers, depths = flags.csa_compress_ratios, flags.num_layers, flags.mtp_num_layers or 0
-    if not isinstance(ratios, tuple) or len(ratios) not in (layers, layers + depths):
+    # without multi-token prediction, a ratio for its layer has no effect
+    if not isinstance(ratios, tuple) or len(ratios) not in (layers, layers + max(depths, 1)):
         given = "no list" if not isinstance(ratios, tuple) else f"a list for {counted(len(ratios), 'layer')}"
         more = f" or, with those of multi-token prediction, {layers + depths}" if depths else ""
         yield (

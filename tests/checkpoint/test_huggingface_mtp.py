@@ -3,7 +3,7 @@
 The transformers layer drafts one token at a time; called directly with a causal mask it returns all positions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,15 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
-from megatron_moe.checkpoint.huggingface.load import load_hf
+from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from tests.checkpoint.hf_models import configs, fill, hf_model, saved, tokens
-from tests.helpers.tolerances import FP32_MODEL
+from tests.helpers.tolerances import EXACT, FP32_MODEL
 
 CONFIGS = configs()
 OWN = ("enorm", "hnorm", "eh_proj")
@@ -117,3 +118,33 @@ def test_the_drafting_layer_of_transformers_gives_the_same_losses_and_gradients(
     FP32_MODEL.check(router.grad, own.mtp_block.mlp.gate.weight.grad, "router")
     embedding = oracle.main.model.embed_tokens.weight
     FP32_MODEL.check(model.get_parameter("embedding.word_embeddings.weight").grad, embedding.grad, "embedding")
+
+
+@torch.no_grad()
+def test_the_layer_of_deepseek_v4_has_names_and_projections_of_its_own(tmp_path: Path):
+    """transformers does not load this layer. Rows of the padded vocabulary are left out, in the tables of ids too."""
+    hf_config = read_config(saved(hf_model(CONFIGS["deepseek_v4"]), tmp_path / "hf"))
+    config = model_config_from_hf(hf_config, mtp=True)
+    first, *others = config.layers
+    router = replace(first.moe.router, hash_vocab_size=64)
+    first = replace(first, feed_forward=replace(first.moe, router=router))
+    config = replace(config, vocab_size=64, layers=(first, *others))
+    model, copy = (GPT(config, ParallelContext.single(dtype=torch.float32), bundle()) for _ in range(2))
+    weights = weight_tensors(model)
+    for number, (name, tensor) in enumerate(weights.items()):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % (101 + number))
+        if name.endswith(("word_embeddings.weight", "output_layer.weight", "expert_table")):
+            tensor[61:] = 0
+    export = Export(weights, config, hf_config)
+    read = export.stream(lambda each: weights[each.name] if each.expert is None else weights[each.name][each.expert])
+    write_folder(tmp_path / "out", export, read, tmp_path / "hf")
+    written = load_file(tmp_path / "out/model.safetensors")
+    own = {name.removeprefix("mtp.0.") for name in written if name.startswith("mtp.")}
+    assert {"enorm.weight", "hnorm.weight", "norm.weight", "hc_head_fn", "hc_attn_scale", "ffn.gate.bias"} <= own
+    assert not any(name.startswith("layers.3.") or "compressor" in name for name in own) and "attn.wq_a.weight" in own
+    joined = weights["mtp.layers.0.eh_proj.weight"]
+    of_embedding, of_hidden = (written[f"mtp.0.{name}.weight"] for name in ("e_proj", "h_proj"))
+    EXACT.check_all({"e": of_embedding, "h": of_hidden}, {"e": joined[:, :32], "h": joined[:, 32:]}, "projections")
+    assert written["layers.0.ffn.gate.tid2eid"].shape == (61, 3)
+    load_hf(tmp_path / "out", copy, config)
+    EXACT.check_all(copy.state_dict(), model.state_dict(), "state")
