@@ -68,6 +68,10 @@ class ParamSpec:
         return sum(prod(box.size) for box in boxes)
 
 
+MegatronName = str | tuple[str, ...]
+"""Name of a tensor in Megatron checkpoints, or names of tensors that are concatenated along their last dim."""
+
+
 @dataclass(frozen=True)
 class NameRule:
     """Mapping between a parameter and its Hugging Face tensors. If `hf_names` contain the placeholder `{e}` (expert

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from megatron_moe.config.component import NameRule, ParamSpec
+from megatron_moe.config.component import MegatronName, NameRule, ParamSpec
 from megatron_moe.config.costs import ActivationSizes, SavedActivation, saved_tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
@@ -33,6 +34,12 @@ class HyperConnectionsConfig(ResidualConfig):
     module: ClassVar[str] = "megatron_moe.model.hyper_connections:HyperConnection"
     head_module: ClassVar[str] = "megatron_moe.model.hyper_connections:StreamsHead"
     submodule: ClassVar[str] = "hyper_connection"
+    megatron_names: ClassVar[Mapping[str, MegatronName]] = MappingProxyType(
+        {"scale": ("alpha_pre", "alpha_post", "alpha_res")}
+    )
+    head_megatron_names: ClassVar[Mapping[str, MegatronName]] = MappingProxyType(
+        {"mapping_proj.weight": "hc_head_fn", "scale": "hc_head_scale", "bias": "hc_head_base"}
+    )
 
     num_streams: int = 4
     """Number of residual streams (`--num-residual-streams`)."""

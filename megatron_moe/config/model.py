@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from megatron_moe.config.attention import NormConfig
-from megatron_moe.config.component import Component, FeedForwardConfig, MixerConfig, ParamSpec, linear_parameters
+from megatron_moe.config.component import (
+    Component,
+    FeedForwardConfig,
+    MegatronName,
+    MixerConfig,
+    ParamSpec,
+    linear_parameters,
+)
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
@@ -156,10 +163,18 @@ class ModelConfig:
         return tuple(layer.moe for layer in self.layers if layer.moe is not None)
 
     @property
-    def megatron_names(self) -> dict[str, tuple[str, ...]]:
-        """Parameter name within a layer -> alternative names in Megatron checkpoints."""
-        components = (each.component for layer in dict.fromkeys(self.layers) for each in layer.sublayers)
-        return {name: names for component in components for name, names in component.megatron_names.items()}
+    def megatron_names(self) -> dict[str, tuple[MegatronName, ...]]:
+        """Parameter name within a layer, the decoder or an MTP layer -> other names in Megatron checkpoints."""
+        found: dict[str, tuple[MegatronName, ...]] = {"eh_proj.weight": (("e_proj.weight", "h_proj.weight"),)}
+        for layer in dict.fromkeys(self.layers):
+            for prefix, _, component in layer.sublayers:
+                found |= component.megatron_names
+                connection = f"{prefix}_{layer.residual.submodule}"
+                for name, other in layer.residual.megatron_names.items():
+                    parts = (other,) if isinstance(other, str) else other
+                    found[f"{connection}.{name}"] = (tuple(f"{connection}.{part}" for part in parts),)
+        head = self.residual.head_megatron_names
+        return found | {f"streams_head.{name}": (other,) for name, other in head.items()}
 
     def embedding_parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Parameters of the embedding: words, and positions if they are learned."""

@@ -267,6 +267,7 @@ class MoEConfig(FeedForwardConfig):
             **FeedForwardConfig.megatron_names,
             "mlp.experts.linear_fc1.weight": ("mlp.experts.experts.linear_fc1.weight",),
             "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
+            "mlp.router.expert_table": ("mlp.router.tid2eid",),
         }
     )
 

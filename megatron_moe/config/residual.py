@@ -7,9 +7,10 @@ computes it (`layers/components.py`). It is registered by name (`config/registry
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from megatron_moe.config.component import NameRule, ParamSpec
+from megatron_moe.config.component import MegatronName, NameRule, ParamSpec
 from megatron_moe.config.costs import ActivationSizes, SavedActivation
 from megatron_moe.config.parallel import ParallelConfig
 
@@ -28,6 +29,11 @@ class ResidualConfig:
     """Class of the head; empty if there is none."""
     submodule: ClassVar[str] = ""
     """Suffix of the name of a sublayer's connection in the layer; empty if it has no parameters."""
+
+    megatron_names: ClassVar[Mapping[str, MegatronName]] = MappingProxyType({})
+    """Maps parameter names of a connection to their names in Megatron checkpoints, if these differ."""
+    head_megatron_names: ClassVar[Mapping[str, MegatronName]] = MappingProxyType({})
+    """Maps parameter names of the head to their names in Megatron checkpoints, relative to the decoder or MTP layer."""
 
     num_streams: int = 1
 

@@ -48,6 +48,10 @@ MODELS = {
     "alike": f"{COMMON} {GROUPED}",
     "mla": f"{COMMON} --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8 "
     "--qk-pos-emb-head-dim 8 --qk-layernorm --mtp-num-layers 1 --moe-layer-freq [0,1]",
+    "v4": f"{COMMON} --mtp-num-layers 1 --multi-latent-attention --rope-type rope --q-lora-rank 8 --v-head-dim 8 "
+    "--qk-pos-emb-head-dim 8 --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4,8,0] --o-groups 2 "
+    "--o-lora-rank 8 --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 2 --enable-hyper-connections "
+    "--num-residual-streams 3 --moe-n-hash-layers 1 --attention-dropout 0 --hidden-dropout 0",
 }
 KEPT = (("0.16.1", "gqa"), ("0.19.2", "gqa"), ("0.19.2", "alike"), ("0.19.2", "mla"), ("0.19.2-fsdp", "gqa"))
 
@@ -186,6 +190,51 @@ def test_fp32_weights_of_a_virtual_pipeline_are_imported_exactly(tmp_path: Path)
         EXACT.check(found[f"model.{name}"], value, name)
 
 
+V4_NAMES = (
+    ("streams_head.mapping_proj.weight", "hc_head_fn"),
+    ("streams_head.scale", "hc_head_scale"),
+    ("streams_head.bias", "hc_head_base"),
+    ("transformer_layer.", "mtp_model_layer."),
+    ("self_attention.sinks", "self_attention.core_attention.attn_sink"),
+    ("self_attention.compressor.", "self_attention.core_attention.compressor."),
+    ("self_attention.indexer.", "self_attention.core_attention.indexer."),
+    ("router.expert_table", "router.tid2eid"),
+)
+"""Parts of names here and in Megatron-LM's development branch."""
+
+
+def in_megatron(name: str, value: Tensor) -> dict[str, Tensor]:
+    """Names and tensors with which Megatron stores a parameter of DeepSeek-V4."""
+    for own, megatron in V4_NAMES:
+        name = name.replace(own, megatron)
+    if name.endswith("hyper_connection.scale"):
+        parts = [name.replace("scale", f"alpha_{part}") for part in ("pre", "post", "res")]
+    elif name.endswith("eh_proj.weight"):
+        parts = [name.replace("eh_proj", part) for part in ("e_proj", "h_proj")]
+    else:
+        return {name: value}
+    return {part: each.clone() for part, each in zip(parts, value.chunk(len(parts), dim=-1), strict=True)}
+
+
+def test_names_of_deepseek_v4(tmp_path: Path) -> None:
+    """Compressed attention, hyper-connections and hash layers; no released Megatron-Core has all of them."""
+    plan = import_megatron.plan_of_run(MODELS["v4"].split())
+    shapes = import_megatron.skeleton(plan, FILES).state_dict()
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randint(9, like.shape, generator=generator).to(like.dtype) for name, like in shapes.items()}
+    stored: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        stored |= in_megatron(name, value)
+    assert len(stored) == len(weights) + 6 * 2 + 1, "three scales per connection, two projections"
+    experts = {name: stored.pop(name) for name in [*stored] if ".mlp.experts." in name}
+    stored |= {f"{name}{number}": each.clone() for name, value in experts.items() for number, each in enumerate(value)}
+    save_rank(tmp_path / "ranks", {"model": stored, "args": Namespace(swiglu=True), "iteration": 3})
+    found = imported(tmp_path / "ranks", tmp_path / "ours", "v4", "--no-optimizer")
+    assert found.keys() == {f"model.{name}" for name in weights}
+    for name, value in weights.items():
+        EXACT.check(found[f"model.{name}"], value, name)
+
+
 @pytest.mark.parametrize("model", ["gqa", "alike", "mla"])
 def test_a_checkpoint_per_rank_has_the_same_weights(model: str, kept: Path, tmp_path: Path) -> None:
     whole = imported(kept / "0.19.2" / model, tmp_path / "whole", model)
@@ -213,15 +262,17 @@ def test_shards_of_several_ranks_are_merged(stored: bool, kept: Path, tmp_path: 
     assert "mp_rank_01_001_001 refers to the model of pipeline stage 0, which is missing" in capsys.readouterr().err
 
 
-def test_the_mtp_projection_is_sharded_by_rows(kept: Path, tmp_path: Path) -> None:
-    """`eh_proj` sharded over two tensor-parallel ranks."""
-    name, folder = "mtp.layers.0.eh_proj.weight", tmp_path / "cut"
-    weight = whole_weights(kept, tmp_path, "mla")[name]
+def test_the_mtp_projection_is_sharded_by_rows(tmp_path: Path) -> None:
+    """`eh_proj`, its two parts with hyper-connections, and sinks, each sharded over two tensor-parallel ranks."""
+    projections = [f"mtp.layers.0.{name}.weight" for name in ("eh_proj", "e_proj", "h_proj")]
+    weight, names = torch.rand(6, 4), [*projections, "decoder.layers.0.self_attention.core_attention.attn_sink"]
     for tp in range(2):
-        save_rank(folder, {"model": {name: weight.chunk(2)[tp].clone()}, "args": Namespace()}, f"mp_rank_{tp:02d}")
-    found = PerRank(folder)
-    assert found.tensors[name].shape == weight.shape
-    EXACT.check(found.read(name, (0, 0), weight.shape), weight, name)
+        model = {name: weight.chunk(2)[tp].clone() for name in names}
+        save_rank(tmp_path / "cut", {"model": model, "args": Namespace()}, f"mp_rank_{tp:02d}")
+    found = PerRank(tmp_path / "cut")
+    for name in names:
+        assert found.tensors[name].shape == weight.shape
+        EXACT.check(found.read(name, (0, 0), weight.shape), weight, name)
 
 
 def cut(weights: dict[str, Tensor], tp: int, pp: int, ep: int) -> dict[str, Tensor]:

@@ -24,8 +24,8 @@ EXPERT = re.compile(
     r"|(?P<grouped>linear_fc[12])\.weight(?P<other>\d+))"
 )
 _SHARDED_ROWS = re.compile(
-    r".*(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer|eh_proj)"
-    r"\.(weight|bias)"
+    r".*(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer|\.e?h?_proj)"
+    r"\.(weight|bias)|.*\.attn_sink"
 )
 _SHARDED_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 

@@ -18,6 +18,7 @@ from megatron_moe.checkpoint.megatron.fsdp_dtensor import FSDPDTensor
 from megatron_moe.checkpoint.megatron.per_rank import FILE, LAYER, PerRank
 from megatron_moe.checkpoint.megatron.torch_dist import TorchDist
 from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, tensor_key
+from megatron_moe.config.component import MegatronName
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.text import listed
 
@@ -27,6 +28,9 @@ _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, OverflowError,
 _MAX_COUNT = 1 << 48
 _VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
 _MTP_LAYER = re.compile(r"(?P<depth>mtp\.layers\.\d+)\.transformer_layer\.(?P<rest>.+)")
+_OUTSIDE_LAYERS = re.compile(r"(?P<module>decoder|mtp\.layers\.\d+)\.(?P<rest>.+)")
+_TABLE = ".router.expert_table"
+"""End of the names of tables of experts by token id."""
 
 _QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
 """Name suffix of a norm that our models lack: Megatron-Core adds it to multi-latent attention without a q latent."""
@@ -45,26 +49,34 @@ _IGNORED = re.compile(r".*(_extra_state|rng_state).*|.*\.rotary_pos_emb\.inv_fre
 
 @dataclass(frozen=True)
 class Location:
-    """Megatron tensor that holds one of our parameters."""
+    """Megatron tensors that hold one of our parameters."""
 
-    name: str
+    names: tuple[str, ...]
+    """Names of the tensors, which are concatenated along their last dim; usually one."""
     layer: int | None = None
-    """Index along dim 0 if the tensor stacks all layers; else None."""
+    """Index along dim 0 if the tensors stack all layers; else None."""
 
 
-def _candidate_locations(name: str, other_names: Mapping[str, tuple[str, ...]]) -> Iterator[Location]:
+def _candidate_locations(name: str, other_names: Mapping[str, tuple[MegatronName, ...]]) -> Iterator[Location]:
     """Yields the tensors in which Megatron may store the parameter `name`. `other_names`: see `import_model`."""
+
+    def within(module: str, rest: str, layer: int | None = None) -> Iterator[Location]:
+        for each in (rest, *other_names.get(rest, ())):
+            parts = (each,) if isinstance(each, str) else each
+            yield Location(tuple(f"{module}.{part}" for part in parts), layer)
+
     decoder, mtp = LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
+    outside = _OUTSIDE_LAYERS.fullmatch(name)
     if decoder is not None:
-        for rest in (decoder["rest"], *other_names.get(decoder["rest"], ())):
-            yield Location(f"decoder.layers.{decoder['layer']}.{rest}")
-            yield Location(f"decoder.layers.{rest}", int(decoder["layer"]))
+        yield from within(f"decoder.layers.{decoder['layer']}", decoder["rest"])
+        yield from within("decoder.layers", decoder["rest"], int(decoder["layer"]))
     elif mtp is not None:
-        for rest in (mtp["rest"], *other_names.get(mtp["rest"], ())):
-            for inner in ("transformer_layer", "mtp_model_layer"):
-                yield Location(f"{mtp['depth']}.{inner}.{rest}")
+        for inner in ("transformer_layer", "mtp_model_layer"):
+            yield from within(f"{mtp['depth']}.{inner}", mtp["rest"])
+    elif outside is not None:
+        yield from within(outside["module"], outside["rest"])
     else:
-        yield Location(name)
+        yield Location((name,))
 
 
 @dataclass
@@ -78,11 +90,11 @@ class ImportedModel:
 
 
 def import_model(
-    source: Source, model: Mapping[str, Tensor], other_names: Mapping[str, tuple[str, ...]], *, optimizer: bool
+    source: Source, model: Mapping[str, Tensor], other_names: Mapping[str, tuple[MegatronName, ...]], *, optimizer: bool
 ) -> ImportedModel:
     """Maps a checkpoint to the parameters and buffers in `model` and, with `optimizer`, to their optimizer state.
 
-    `other_names`: our name of a parameter within its layer -> alternative names in Megatron checkpoints.
+    `other_names`: see `ModelConfig.megatron_names`.
 
     Raises CheckpointProblem that lists all tensors that are missing, unexpected, or have a wrong shape.
     """
@@ -105,11 +117,11 @@ def import_model(
     notes: list[str] = []
     locations = {name: tuple(_candidate_locations(name, other_names)) for name in model}
     for name, like in model.items():
-        location = next((found for found in locations[name] if found.name in source.tensors), None)
+        location = next((found for found in locations[name] if source.tensors.keys() >= {*found.names}), None)
         if location is None:
             problems.append(f"missing: {name}")
             continue
-        used.add(location.name)
+        used.update(location.names)
         tensors[tensor_key("model", name)] = _pending(source, location, name, like, like.dtype, problems, notes)
     if optimizer:
         tensors |= _optimizer(source, model, locations, used, problems)
@@ -166,12 +178,13 @@ def _optimizer(
     tensors = {}
     for kind in dict.fromkeys(_KINDS.values()):
         for name, like in model.items():
-            found = (Location(states[kind, p.name], p.layer) for p in locations[name] if (kind, p.name) in states)
+            keys = ((place, [states.get((kind, each)) for each in place.names]) for place in locations[name])
+            found = (Location(tuple(filter(None, names)), place.layer) for place, names in keys if all(names))
             location = next(found, None)
             if location is None:
-                problems += [f"missing: {kind} of {name}"] if not name.endswith("expert_bias") else []
+                problems += [f"missing: {kind} of {name}"] if not name.endswith(("expert_bias", _TABLE)) else []
                 continue
-            used.add(location.name)
+            used.update(location.names)
             dtype = torch.promote_types(like.dtype, torch.float32)
             key = tensor_key("model" if kind == "master" and like.dtype == dtype else kind, name)
             tensors[key] = _pending(source, location, name, like, dtype, problems, [])
@@ -192,12 +205,15 @@ def _pending(
     notes: list[str],
 ) -> TensorShard:
     """Builds the shard of one parameter. Its values are read when it is saved; stacked experts are read one by one."""
-    stored, shape = source.tensors[location.name].shape, tuple(like.shape)
+    shapes, shape = [tuple(source.tensors[each].shape) for each in location.names], tuple(like.shape)
+    stored = (*shapes[0][:-1], sum(each[-1] for each in shapes)) if shapes[1:] else shapes[0]
     stack = () if location.layer is None else (location.layer,)
     inner = stored[len(stack) :]
-    padded = name in _VOCABULARY and inner[1:] == shape[1:] and inner != shape
+    is_vocabulary = name in _VOCABULARY or name.endswith(_TABLE)
+    padded = is_vocabulary and inner[1:] == shape[1:] and inner != shape
     if inner != shape and not padded or stack and stack[0] >= stored[0]:
-        problems.append(f"shape of {name}: {list(shape)} in the model, {list(stored)} in {location.name}")
+        where = " and ".join(location.names)
+        problems.append(f"shape of {name}: {list(shape)} in the model, {list(stored)} in {where}")
         return TensorShard(shape, ())
     if padded:
         notes.append(f"{name} has {inner[0]} rows in the checkpoint and {shape[0]} in the model, including padding")
@@ -205,7 +221,14 @@ def _pending(
     def box(offset: tuple[int, ...], size: tuple[int, ...]) -> TensorBox:
         def make() -> Tensor:
             read = (min(size[0], inner[0]), *size[1:]) if padded else size
-            data = source.read(location.name, stack + offset, (1,) * len(stack) + read).to(dtype).reshape(read)
+            parts = [read] if not shapes[1:] else [(*read[:-1], each[-1]) for each in shapes]
+            data = torch.cat(
+                [
+                    source.read(each, stack + offset, (1,) * len(stack) + part).to(dtype).reshape(part)
+                    for each, part in zip(location.names, parts, strict=True)
+                ],
+                dim=-1,
+            )
             return torch.cat([data, data.new_zeros(size[0] - read[0], *size[1:])]) if padded else data
 
         return PendingBox(offset, torch.empty(size, dtype=dtype, device="meta"), make)
