@@ -24,7 +24,7 @@ def test_steps_of_a_growing_batch_are_counted_as_they_are_trained(rampup):
 
 
 def test_batch_sizes_step_at_numbers_of_tokens():
-    """Thresholds are tokens of whole sequences; the learning-rate schedule counts the largest batch."""
+    """Thresholds count tokens of whole sequences; the learning-rate schedule assumes the largest batch."""
     plan = plan_of('--seq-length 64 --step-batch-size-schedule "0:8 1K:16 6.4K:4"', "--global-batch-size")
     assert plan.batch.step_sizes == ((0, 8), (15, 16), (100, 4)) and plan.batch.global_batch_size == 16
     assert [plan.batch.size_at(consumed) for consumed in (0, 14, 15, 99, 100, 10**9)] == [8, 8, 16, 16, 4, 4]

@@ -108,7 +108,7 @@ LAYOUTS = (
     ),
     (f"{TP2} {DELTA_NET} 1", "do not divide 1 key head;", f"{TP2} {DELTA_NET} 2"),
 )
-"""Layouts over which the modules cannot be sharded, and similar ones over which they can."""
+"""Layouts that cannot shard the modules, and similar ones that can."""
 
 
 @pytest.mark.parametrize(("bad", "text", "good"), LAYOUTS)
@@ -122,7 +122,7 @@ def test_the_full_size_layout_of_a_proxy_is_checked():
 
 
 def test_an_impossible_fold_is_rejected_with_the_nearest_sizes():
-    """Kimi-K2 with PP 4 and EP 64 on 128 ranks."""
+    """The layout is Kimi-K2 with PP 4 and EP 64 on 128 ranks."""
     ranks = EIGHT_RANKS | {"WORLD_SIZE": "128", "LOCAL_WORLD_SIZE": "128"}
     more = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 64 --num-experts 384 --global-batch-size 128"
     (fold,) = [problem for problem in problems_of(more, environ=ranks) if "folded" in problem.what]
@@ -190,7 +190,7 @@ HINT_CASES = (
 
 
 def notes_of(more, without):
-    """Notes of a command line, on eight ranks if it has expert parallelism."""
+    """Parses a command line, on eight ranks if it uses expert parallelism, and returns its notes."""
     return plan_of(more, without, EIGHT_RANKS if EP2 in more else None).notes
 
 

@@ -26,7 +26,7 @@ def experts_of(more: str) -> MoEConfig:
     ],
 )
 def test_alltoall_uses_symmetric_memory_if_the_plan_has_its_ranks_on_one_host(more, hosts, expected):
-    """Four ranks hold the experts; eight ranks are on one, two or four hosts."""
+    """Four expert-parallel ranks, where the eight ranks of the run are on one, two or four hosts."""
     words = f"--expert-model-parallel-size 4 --global-batch-size 32 --moe-token-dispatcher-type alltoall {more}"
     environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{8 // hosts}"}
     plan = plan_of(words, environ=environ)

@@ -54,7 +54,7 @@ def _of_value(value: ast.expr) -> Iterator[tuple[int, str]]:
 
 @cache
 def declared() -> dict[str, str]:
-    """Pattern of every message -> file and line."""
+    """Maps the pattern of every message to the line that contains it."""
     found = {}
     for path in sorted(CHECKS.glob("*.py")):
         if path.name not in OTHER_FILES:
@@ -65,7 +65,7 @@ def declared() -> dict[str, str]:
 
 @cache
 def produced() -> tuple[str, ...]:
-    """Every message that the cases produce."""
+    """All messages that the cases produce."""
     return tuple(text for case in CASES for text in texts_of(case.bad, case.without, case.environ))
 
 

@@ -27,7 +27,7 @@ DOCUMENTED = (
 
 
 def listed_names(*, common_only: bool = False) -> list[str]:
-    """Names of the list; common ones have priority A or B, or are used by a recipe of the Model Zoo."""
+    """Names in the list. Common ones have priority A or B, or occur in a recipe of the Model Zoo."""
     names, is_common = [], False
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):

@@ -32,19 +32,19 @@ def _is_legible(text: str) -> bool:
 
 
 LEGIBLE = ANY.filter(_is_legible)
-"""Other characters are written by JSON as pairs of escapes, which YAML takes apart."""
+"""Excludes characters that JSON escapes as surrogate pairs, which YAML reads as two characters."""
 PRINTABLE = LEGIBLE.filter(lambda text: not unprintable(text))
-"""Values that an environment variable may have."""
+"""Characters that an environment variable may contain."""
 FRAMED = ANY.map(lambda text: f"a{text}z")
-"""Any text between two letters: leading or trailing whitespace may come from a shell or clipboard and is rejected."""
+"""Any text between two letters, because leading and trailing whitespace is rejected."""
 COMMAND_LINE_ONLY = ("forced_routing_of_data_is_requested", "forced_skew_is_possible")
-"""Rules whose legal flags must stand on the command line, so that a file with them is rejected."""
+"""Rules whose legal flags are accepted only on the command line, not in a file."""
 LEGAL = list({case.rule: case for case in CASES if not case.environ and case.rule not in COMMAND_LINE_ONLY}.values())
 """One case per rule on one rank."""
 
 
 def value_of(flag: Flag, text: st.SearchStrategy) -> st.SearchStrategy:
-    """Any value that a flag can have."""
+    """Strategy: any value that a flag accepts."""
     kind = without_none(flag.type)
     least, below = flag.declaration.least, flag.declaration.below
     if kind == LayerPattern:
@@ -85,12 +85,12 @@ def same_values(before: Settings, after: Settings) -> bool:
 
 
 def specs_of(plan: RunPlan) -> RunPlan:
-    """The plan without the story of how it came about."""
+    """Plan without the record of where its values came from."""
     return replace(plan, resolved_yaml="", command_line="", notes=())
 
 
 def shell_words(text: str) -> list[str]:
-    """Splits the command like a shell, with continuation lines."""
+    """Splits a command into words as a shell does, joining continued lines."""
     return shlex.split(text.replace(" \\\n", " "))
 
 
@@ -136,7 +136,7 @@ def test_an_exported_command_line_reads_back_as_the_same_settings(data):
 
 
 def test_every_default_can_be_set_on_a_command_line():
-    """A value that is not set has no words, so it must be the default."""
+    """A default without a spelling on the command line must be the value None."""
     assert [flag.option for flag in FLAGS if is_optional(flag.type) and flag.default is not None] == []
 
 
@@ -159,7 +159,7 @@ def test_an_exported_command_line_has_the_given_flags_in_order_of_groups():
 
 
 def test_an_unset_value_is_not_exported_as_a_flag(tmp_path):
-    """Every run.yaml has many of these."""
+    """run.yaml lists all unset flags as null."""
     path = tmp_path / "mine.yaml"
     path.write_text(
         "model:\n  rotary-seq-len-interpolation-factor: null\n  padded-vocab-size: null\n", encoding="utf-8"
@@ -176,7 +176,7 @@ def test_bare_print_config_is_yaml():
 @pytest.mark.parametrize("fmt", ["yaml", "json", "flags"])
 @pytest.mark.parametrize("case", LEGAL[::4], ids=lambda case: case.rule)
 def test_a_plan_is_equal_after_export_in_every_format(tmp_path, case, fmt):
-    """Flags to plan, to a file or a command line, and to the same plan again; and that prints the same once more."""
+    """Exports a plan, reads the export into an equal plan, and exports that to the same text."""
     plan = plan_of(case.good, case.without)
     argv = [*words(SMALL, case.without), *shlex.split(case.good)]
     text = printed(fmt, argv)

@@ -35,7 +35,7 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""The one form that --use-rope-scaling describes."""
+"""The only scaling that --use-rope-scaling describes."""
 ARCHITECTURES = (
     "--hidden-dropout 0 --attention-dropout 0 --apply-residual-connection-post-layernorm",
     "--normalization LayerNorm --apply-layernorm-1p --add-bias-linear --squared-relu --no-swiglu",
@@ -64,7 +64,7 @@ ARCHITECTURES = (
 
 
 def unsaid(model: ModelConfig) -> list[str]:
-    """Differences between a model and the model that its exported flags define."""
+    """Differences between a model and the model defined by its exported flags."""
     return differences(described(model), model)
 
 

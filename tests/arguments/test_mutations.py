@@ -35,7 +35,7 @@ ENVIRONMENTS = (
 
 
 def mutated(draw: random.Random) -> list[str]:
-    """The small command line after a few random changes."""
+    """Strategy: the small command line after a few random changes."""
     found = words(SMALL)
     for _ in range(draw.choice((1, 1, 1, 2, 3, 6))):
         place = draw.randrange(len(found) + 1)
@@ -56,7 +56,7 @@ def mutated(draw: random.Random) -> list[str]:
 
 
 def fitting(draw: random.Random) -> list[str]:
-    """A flag with a value of its type, so that the line reaches the rules."""
+    """Strategy: a flag with a value of its type, so that the command line passes the parser and reaches the rules."""
     flag = draw.choice(list(REGISTRY.flags.values()))
     if flag.is_switch:
         return [draw.choice((flag.option, flag.off_options[0]))]
@@ -64,7 +64,8 @@ def fitting(draw: random.Random) -> list[str]:
 
 
 def answers(seed: int, number: int) -> int:
-    """Number of mutated lines that have a plan. Raises AssertionError for anything but an error report."""
+    """Number of mutated command lines that give a plan. Raises AssertionError unless the others give an error
+    report."""
     draw, plans = random.Random(seed), 0
     for _ in range(number):
         argv = [word for word in mutated(draw) if not word.startswith(ANSWERS)]
@@ -92,7 +93,7 @@ def test_ten_thousand_mutated_command_lines_give_no_traceback(tmp_path: Path, mo
 
 
 def test_dry_runs_with_a_flag_less_and_some_mutated_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A dry run also reports invalid plans, so its code must accept them."""
+    """Removes one flag and mutates others. A dry run reports invalid plans too, so its code must accept them."""
     monkeypatch.chdir(tmp_path)
     draw, num_reports = random.Random(3), 0
     for option in [word for word in words(SMALL) if word.startswith("--")] * 6:

@@ -330,6 +330,6 @@ def test_flags_without_source_code_have_no_help_text():
 
 
 def test_invalid_utf_8_is_rejected():
-    """Such bytes could not be written to any file of the run."""
+    """Files of the run, such as run.yaml, could not store these bytes."""
     (problem,) = problems_of("--wandb-exp-name a\udcff")
     assert problem.what == r"'a\udcff' is not UTF-8 text"

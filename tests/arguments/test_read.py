@@ -29,12 +29,12 @@ def answer_to(*argv: str) -> str:
 
 
 def specs_of(plan: RunPlan) -> RunPlan:
-    """The plan without the story of how it came about."""
+    """Plan without the record of where its values came from."""
     return replace(plan, resolved_yaml="", command_line="", notes=())
 
 
 REREAD = [case for case in CASES if not case.environ and "--moe-router-force" not in case.good]
-"""Cases on one rank, except those of a forced router, which only the command line can request for real data."""
+"""Cases on one rank, except those with a forced router, which a file cannot request for real data."""
 
 
 @pytest.mark.parametrize("case", REREAD, ids=lambda case: case.rule)
@@ -145,7 +145,8 @@ def test_reading_a_plan_imports_no_torch_and_no_numpy():
 
 
 def test_help_is_fast():
-    """301,000 calls, mostly imports and declarations: a third of a second, see benchmarks/harness/bench_startup.py."""
+    """Help makes 301,000 calls, mostly imports and declarations: a third of a second
+    (benchmarks/harness/bench_startup.py)."""
     text, calls = calls_of(["--help"])
     assert "--help all" in text and calls < 320_000
 

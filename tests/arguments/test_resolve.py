@@ -332,7 +332,7 @@ def test_default_batch_is_one_microbatch_per_rank():
 
 
 def test_a_growing_batch_is_combined_with_a_number_of_iterations():
-    """The learning-rate schedule counts full batches, as in Megatron."""
+    """The learning-rate schedule counts full batches during the ramp-up, as in Megatron."""
     plan = plan_of("--rampup-batch-size 4 4 60")
     assert (plan.batch.rampup_batch_size, plan.loop.train_iters, plan.loop.train_samples) == ((4, 4, 60), 200, None)
     assert plan.lr_schedule.decay_samples == 200 * 16
@@ -467,7 +467,7 @@ def test_data_parallel_flags_reach_the_config():
 
 
 def test_overlap_is_disabled_without_communication():
-    """Recipes for many ranks can then be captured as full iterations on one rank."""
+    """Recipes for many ranks can therefore be captured as full iterations on one rank."""
     still = "--attention-dropout 0 --hidden-dropout 0"
     for impl in ("full_iteration", "local"):
         plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAP}")

@@ -26,7 +26,7 @@ JOB = Job(
 
 
 def lines_printed(script: str) -> list[str]:
-    """Lines that bash prints when it runs the script."""
+    """Runs the script in bash and returns the lines that it prints."""
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, check=True)
     return done.stdout.splitlines()
 

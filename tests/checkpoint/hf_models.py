@@ -1,4 +1,4 @@
-"""Tiny random models of every family we read, made with transformers from config classes alone (no download).
+"""Tiny random models of every supported family, made with transformers from config classes alone (no download).
 
 Weights have unit gain (std 1 / sqrt(fan-in)), norms, biases and router biases are random: with the usual 0.02 the MoE
 output is so small that mistakes in it are below fp32 rounding.
@@ -74,7 +74,7 @@ _LLAMA3 = _rope(
 
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
-    """One or more configurations of every family, by a name for test ids."""
+    """Maps test ids to configs, one or more for every family."""
     return {
         **_softmax_routers(),
         **_deepseek(),
@@ -118,8 +118,7 @@ def _delta_nets() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _nemotron() -> dict[str, transformers.PretrainedConfig]:
-    """Nemotron-H with experts in a latent space, and with groups of experts; transformers bounds time steps from below,
-    which is switched off."""
+    """Nemotron-H with experts in a latent space, and with groups of experts; without the lower bound on time steps."""
     common = {key: value for key, value in _COMMON.items() if key != "num_hidden_layers"}
     sizes = {"intermediate_size": 40, "n_routed_experts": 8, "moe_intermediate_size": 12, "time_step_min": 1e-12}
     sizes |= {"moe_shared_expert_intermediate_size": 20}
@@ -282,7 +281,7 @@ def _gpt_oss_and_glm() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _later_families() -> dict[str, transformers.PretrainedConfig]:
-    """dots.llm1, ERNIE 4.5, GLM-4.7-Flash and MiniMax-M2, each with an odd shape or another option."""
+    """dots.llm1, ERNIE 4.5, GLM-4.7-Flash and MiniMax-M2, each with an unusual shape or one more option."""
     experts = {"intermediate_size": 40, "moe_intermediate_size": 12}
     return {
         "dots1, windows": transformers.Dots1Config(
@@ -401,7 +400,7 @@ def _compressed() -> dict[str, transformers.PretrainedConfig]:
 
 
 def hf_model(config: transformers.PretrainedConfig, seed: int = 7) -> transformers.PreTrainedModel:
-    """The model in fp32 with unit-gain weights."""
+    """Builds a model in fp32 with unit-gain weights."""
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
@@ -455,7 +454,7 @@ def _published_name(name: str) -> str:
 
 
 def saved_gradients(model: transformers.PreTrainedModel, folder: Path) -> Path:
-    """The gradients in the files and under the names that the weights would have: the same rules then read them."""
+    """Saves gradients under the names of their weights, so that the rules for weights can read them."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)

@@ -50,12 +50,12 @@ def silent(line: str) -> None:
 
 
 def writers() -> set[threading.Thread]:
-    """Live writer threads, including those of earlier tests that have not exited yet."""
+    """Live writer threads, including unfinished ones of earlier tests."""
     return {thread for thread in threading.enumerate() if thread.name == "checkpoint"}
 
 
 def start_some(saver: CheckpointSaver, iteration: int) -> None:
-    """Starts a save and immediately modifies the originals, as training would."""
+    """Starts a save and immediately overwrites the tensors that it saves, as training would."""
     tensors = some_tensors(iteration)
     started = saver.start(iteration, whole(tensors), some_state(iteration), texts={"run.yaml": "a: 1\n"})
     assert started is None and saver.pending == iteration
@@ -117,7 +117,7 @@ def test_no_checkpoint_is_visible_until_the_last_rank_has_written(tmp_path: Path
 
 
 def test_a_failure_in_the_thread_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
-    """`--on-save-failure` applies as to a synchronous save."""
+    """`--on-save-failure` applies to asynchronous saves too."""
 
     def fail(number: int, operation: str, path: Path) -> OSError | None:
         return disk_full(number, operation, path) if operation == "write" else None
@@ -167,7 +167,7 @@ def test_close_cancels_an_unwritten_save_and_the_next_start_removes_it(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raises the close timeout, which a stalled machine would exceed."""
+    """Raises the timeout of `close`, which a slow machine could exceed."""
     monkeypatch.setattr(save_module, "_CLOSE_TIMEOUT_S", PATIENCE)
 
 
@@ -184,7 +184,7 @@ class Slow(Storage):
 
 
 def test_close_waits_for_the_writer_thread(tmp_path: Path, patient: None) -> None:
-    """A thread that computes with tensors while the interpreter ends would abort the process."""
+    """A thread that runs tensor operations during interpreter shutdown would abort the process."""
     before = writers()
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Slow()))
     tensors = {f"model.{number}": torch.zeros(2) for number in range(1000)}

@@ -20,9 +20,7 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 ROWS = {str(row): row for row in zoo_rows() if str(row) in PUBLISHED}
 
 LATENT_NORM = "layers 0-26 mixer norm eps: 1e-05, published 1e-06"
-"""Flags have one epsilon; the published code normalises the latents of attention with 1e-6 for any value of
-rms_norm_eps.
-"""
+"""The flags have one epsilon; the published code always normalises the latents of attention with 1e-6."""
 
 
 @pytest.mark.parametrize("name", ROWS)

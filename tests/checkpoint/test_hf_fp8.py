@@ -27,12 +27,12 @@ MAX_E4M3 = 448.0
 
 
 def is_quantised(name: str, tensor: Tensor) -> bool:
-    """DeepSeek leaves embedding, head, router and norms in bf16."""
+    """Whether DeepSeek quantises a weight: all but embedding, head, router and norms."""
     return tensor.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "mlp.gate.weight"))
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 values, scales, and the dequantised bf16 values, computed block by block."""
+    """Returns the FP8 values, the scales, and the dequantised bf16 values, computed block by block."""
     rows, columns = (ceil(size / block) for size, block in zip(weight.shape, BLOCK, strict=True))
     scale, quantised, read = torch.empty(rows, columns), torch.empty_like(weight), torch.empty_like(weight)
     for row in range(rows):
@@ -45,7 +45,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def published(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Writes a DeepSeek-V3 in FP8, and another folder with its dequantised weights."""
+    """Writes a DeepSeek-V3 model in FP8, and one with the dequantised weights."""
     saved(hf_model(configs()["deepseek_v3, yarn"]), folder)
     stored, read = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -52,7 +52,7 @@ def test_every_transform_is_undone_exactly(transform: Transform, shapes: list[tu
 
 
 def test_rows_of_q_k_and_v_are_interleaved_per_query_group():
-    """Four q heads of width 1 in two groups: q0 q1 k0 v0 | q2 q3 k1 v1."""
+    """Two query groups with two q heads of width 1 each: q0 q1 k0 v0 | q2 q3 k1 v1."""
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
     EXACT.check(query_key_value(2, 2).from_hf([q, k, v]), [0.0, 1, 10, 20, 2, 3, 11, 21])
 
@@ -62,7 +62,7 @@ def test_gate_rows_come_before_up_rows():
 
 
 def test_alternating_columns_become_halves_of_rows():
-    """One expert, one input, columns g0 u0 g1 u1."""
+    """One expert with one input: columns g0 u0 g1 u1."""
     EXACT.check(INTERLEAVED_GATE_UP.from_hf([torch.tensor([[[0.0, 10, 1, 11]]])]), [[[0.0], [1], [10], [11]]])
     EXACT.check(INTERLEAVED_GATE_UP.from_hf([torch.tensor([[0.0, 10, 1, 11]])]), [[0.0, 1, 10, 11]])
 

@@ -34,7 +34,7 @@ ROUTED = "deepseek_v3, yarn"
 
 
 def new_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> GPT:
-    """Every value nan, so that one that is not loaded shows."""
+    """Model whose parameters are all NaN, so that one that is not loaded is detected."""
     model = GPT(config, ParallelContext.single(dtype=dtype), bundle())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,7 +52,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 def hf_tensors(model: nn.Module, config: ModelConfig, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a whole model by Hugging Face name, as an export has them."""
+    """Tensors of a whole model by Hugging Face name, as in an export."""
     weights = {name: tensor.detach() for name, tensor in weight_tensors(model).items()}
     export = Export(weights, config, hf_config)
 
@@ -65,7 +65,7 @@ def hf_tensors(model: nn.Module, config: ModelConfig, hf_config: Mapping[str, An
 
 
 def rewrite(folder: Path, change: dict[str, Tensor | None]) -> None:
-    """Replaces, adds or (None) removes tensors of a single file."""
+    """Replaces or adds tensors of a single file; removes those that are None."""
     tensors = {**tensors_in(folder), **change}
     save_file({k: v.contiguous() for k, v in tensors.items() if v is not None}, folder / "model.safetensors")
 
@@ -76,7 +76,7 @@ def change_config(folder: Path, **values: object) -> None:
 
 
 def refusal(folder: Path, config: ModelConfig) -> str:
-    """Message of the error that loading raises. Asserts that it left the model unchanged."""
+    """Returns the message of the error that loading raises. Asserts that loading did not change the model."""
     model = new_model(config)
     with pytest.raises(CheckpointProblem) as caught:
         load_hf(folder, model, config)
@@ -251,7 +251,7 @@ def test_a_model_with_mtp_rejects_a_folder_without(tmp_path: Path):
 
 
 def test_differences_from_the_published_config_are_noted(tmp_path: Path):
-    """The public Mixtral recipes leave --rotary-base at 10000."""
+    """The public Mixtral recipes use the default --rotary-base 10000."""
     config = written("mixtral", tmp_path)
     mixer = config.layers[1].mixer
     wrong = replace(config.layers[1], mixer=replace(mixer, rope=replace(mixer.rope, base=10000.0)))
@@ -280,7 +280,7 @@ LAYOUTS = {
 
 
 def over_ranks(config: ModelConfig) -> ModelConfig:
-    """With a vocabulary that divides, and a dispatcher."""
+    """Adds a dispatcher and a vocabulary size that the ranks divide."""
     layers = [
         replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
         for layer in config.layers
@@ -313,7 +313,7 @@ MEGABYTE = 1 << 20
 
 
 def resident(path: Path) -> int:
-    """Bytes of a mapped file that are in this process's memory."""
+    """Bytes of a memory-mapped file that are resident in this process."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:

@@ -31,13 +31,13 @@ OWN = ("enorm", "hnorm", "eh_proj")
 
 @dataclass
 class Oracle:
-    """The model, and its drafting layer."""
+    """A model of transformers with its MTP layer."""
 
     main: transformers.PreTrainedModel
     draft: MtpModel
 
     def losses(self, tokens_BS: Tensor) -> Tensor:
-        """-log p(token t + 2) from the drafting layer, which sees tokens 0 .. t + 1: [B, S - 2]."""
+        """Loss [B, S - 2] of the MTP layer: -log p(token t + 2 | tokens 0 .. t + 1)."""
         hidden_BSH = self.main.model(tokens_BS).last_hidden_state[:, :-1]
         batch, length = hidden_BSH.shape[:2]
         positions_BS = torch.arange(length).expand(batch, length)
@@ -55,7 +55,7 @@ class Oracle:
 
 
 def published(hf_config: transformers.PretrainedConfig, folder: Path) -> Oracle:
-    """Writes a folder as DeepSeek and GLM publish theirs: transformers itself saves no such layer.
+    """Writes a folder in the published layout of DeepSeek and GLM, because transformers does not save MTP layers.
 
     The layer comes from a model that has one layer more, so that its tensors get their names in files.
     """

@@ -48,14 +48,14 @@ def our_logits(model: GPT, tokens_BS: Tensor) -> Tensor:
 
 
 def mean_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
-    """Next-token cross-entropy."""
+    """Mean next-token cross-entropy."""
     return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
 
 
 def model_of(
     hf_config: transformers.PretrainedConfig, folder: Path
 ) -> tuple[transformers.PreTrainedModel, ModelConfig]:
-    """The transformers model, written to the folder, and the config read from it."""
+    """Saves a transformers model to the folder; returns it with the config read from there."""
     published = hf_model(hf_config)
     saved(published, folder)
     return published, model_config_from_hf(read_config(folder))
@@ -125,7 +125,7 @@ def deep_replace(config: Any, path: str, value: Any) -> Any:
     ],
 )
 def test_one_wrong_config_field_in_one_layer_is_detected(name: str, field: str, value: Any, tmp_path: Path):
-    """Each of these mistakes moves the logits beyond the tolerance."""
+    """Each mistake changes the logits by more than the tolerance."""
     published, config = model_of(CONFIGS[name], tmp_path)
     wrong = replace(config, layers=(*config.layers[:-1], deep_replace(config.layers[-1], field, value)))
     model = GPT(wrong, ParallelContext.single(dtype=torch.float32), bundle())
@@ -136,7 +136,7 @@ def test_one_wrong_config_field_in_one_layer_is_detected(name: str, field: str, 
 
 
 def test_separate_layers_of_multi_token_prediction_are_not_used(tmp_path: Path):
-    """Published folders of Qwen3-Next have them; transformers does not load them either."""
+    """Published folders of Qwen3-Next contain them; transformers does not load them either."""
     _, config = model_of(CONFIGS["qwen3_next, odd"], tmp_path)
     save_file({**load_file(tmp_path / WEIGHTS), "mtp.fc.weight": torch.ones(32, 64)}, tmp_path / WEIGHTS)
     model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())

@@ -337,7 +337,7 @@ def test_a_renamed_tensor_in_a_consistent_manifest_is_missing_and_unknown(tmp_pa
 
 
 def test_a_wrong_dtype_in_the_manifest_is_damage(tmp_path: Path) -> None:
-    """The wrong dtype has the same size and a valid checksum, and the load casts."""
+    """The wrong dtype has the same element size and the checksum is valid, so the load would cast the values."""
     path = saved_folder(tmp_path, 10) / "iter_0000010"
     tensors = dict(read_manifest(path).tensors)
     tensors["model.embedding.weight"] = replace(tensors["model.embedding.weight"], dtype="F16")

@@ -51,7 +51,7 @@ def test_gate_and_up_are_each_cut():
 
 
 def test_a_rank_gets_whole_query_groups():
-    """Four groups of eight rows: the second of two ranks has groups 2 and 3, as one range."""
+    """With four groups of eight rows, the second of two ranks owns groups 2 and 3 as one range."""
     assert local_boxes((32, 5), QKV, tp=(1, 2), ep=(0, 1)) == (ParamBox((16, 0), (16, 5)),)
 
 

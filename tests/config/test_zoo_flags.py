@@ -1,4 +1,4 @@
-"""The flags of public recipes, given on a command line, mean the published models."""
+"""The command lines of public recipes resolve to the published models."""
 
 import json
 from pathlib import Path

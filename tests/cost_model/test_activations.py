@@ -95,7 +95,7 @@ MODELS = {
 
 
 def saved_bytes(config: ModelConfig) -> int:
-    """Bytes of all storages that autograd keeps of one forward pass, apart from parameters and buffers."""
+    """Bytes of all storages that autograd saves in one forward pass, except parameters and buffers."""
     context = ParallelContext.single(dtype=torch.float32)
     kernels: KernelSet = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
     net = GPT(config, context, kernels)
@@ -147,7 +147,8 @@ def test_saved_bytes_equal_those_of_autograd(name):
 
 
 def test_tensor_parallelism_divides_saved_bytes():
-    """With sequence parallelism everything but the router's constants and kv's shared rotated part is halved."""
+    """With sequence parallelism, all saved bytes are halved except the router's constants and kv's shared rotary
+    part."""
     both = ParallelConfig(tp=2, world_size=2, sequence_parallel=True)
     sizes = replace(SIZES, residual=TOKENS // 2)
     one = layer(gqa(num_heads=8, num_query_groups=4), moe(router={"dtype": "fp32"}))

@@ -1,4 +1,4 @@
-"""FLOPs against Megatron's formula and identities."""
+"""FLOPs of the cost model against Megatron's formula and simple identities."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ ROWS = {str(row): row for row in zoo_rows()}
 
 
 def megatron_formula(row: ZooRow, batch: int, seq: int) -> float:
-    """Megatron's closed formula for throughput, computed from flags without iterating over layers."""
+    """Megatron's closed formula for FLOPs per step, computed from flags without iterating over layers."""
     hidden, heads, depths = map(row.integer, ("hidden-size", "num-attention-heads", "mtp-num-layers"))
     pattern = row.cells["moe-layer-freq"]
     num_dense = 0 if pattern == "1" else int(pattern.split("[0]")[1].split("+")[0].strip("*") or 1)

@@ -1,4 +1,4 @@
-"""Memory of the cost model: state against built tensors, activations against values counted manually."""
+"""Memory of the cost model: state compared with built tensors, activations with values computed by hand."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,13 +31,13 @@ KERNELS = reference.bundle()
 
 
 def zoo_model(name: str) -> ModelConfig:
-    """A published architecture with all-to-all dispatch."""
+    """Config of a published architecture with all-to-all dispatch."""
     (row,) = (row for row in zoo.zoo_rows() if str(row) == name)
     return with_experts(zoo.model_config(row), lambda moe: replace(moe, dispatcher="alltoall"))
 
 
 def plan(model: ModelConfig, parallel: ParallelConfig, layout: PipelineLayout, **changes) -> RunPlan:
-    """bf16, microbatches of one sequence of 4096, ZeRO-1."""
+    """Plan in bf16 with microbatches of one sequence of 4096 tokens and ZeRO-1."""
     return tiny.plan(
         model=model,
         parallel=replace(parallel, virtual_stages=layout.vpp),

@@ -1,4 +1,4 @@
-"""Figures of docs/memory.md are those of the cost model."""
+"""Figures in docs/memory.md equal those of the cost model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.cost_model.test_memory import BF16, DEEPSEEK, with_standard_permutati
 from tests.house_rules.source import ROOT
 
 STANDARD_PERMUTATION = 4096 * 8 * 7168 * 2
-"""Bytes of one layer: the experts' results, one row per choice, which the gradient of the probabilities needs."""
+"""Bytes of one layer for expert outputs, one row per choice, which the gradient of the probabilities needs."""
 
 
 def switched(plan: RunPlan, recompute: tuple[str, ...] = (), offload: tuple[str, ...] = ()) -> RunPlan:
@@ -91,13 +91,13 @@ MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
 def m8(*flags: str) -> RankBytes:
-    """Memory of recipe m8 with more flags."""
+    """Memory of recipe m8 with additional flags."""
     settings = settings_of(["--recipe", "m8", *" ".join(flags).split()], Registry.declared())
     return of_rank(as_given(settings, GPUS["h200"], 1), 0)
 
 
 def fp8_totals() -> Iterator[tuple[str, ...]]:
-    """(settings, GiB, of bf16, GiB and of bf16 with moments in bf16) of M8."""
+    """Rows (settings, GiB, GiB in bf16, GiB in bf16 with bf16 moments) of M8."""
     plain = [m8(*each).total for each in ((FP16,), (FP16, MOMENTS))]
     for name, flags in {
         "bf16": (FP16,),
@@ -113,7 +113,7 @@ def fp8_totals() -> Iterator[tuple[str, ...]]:
 
 
 def fp8_classes() -> Iterator[tuple[str, ...]]:
-    """(class of tensors, GiB of bf16, FP8 with masters in fp32, FP8 with the least memory) of M8."""
+    """Rows (class of tensors, GiB in bf16, in FP8 with fp32 masters, in FP8 with minimum memory) of M8."""
     runs = m8(FP16), m8(FP8), m8(FP8, FP16, WGRAD, INPUTS)
     for name, of in {
         "weights": lambda run: run.state.weights,

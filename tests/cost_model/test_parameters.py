@@ -130,7 +130,7 @@ LAYOUTS = {
 
 
 def specs_of(model: ModelConfig, parallel: ParallelConfig) -> dict[str, ParamSpec]:
-    """Parameters that the config declares, by global name."""
+    """Parameters declared by the config, by global name."""
     groups = {
         "embedding": model.embedding_parameters(parallel),
         "decoder": model.final_norm_parameters(parallel),
@@ -156,7 +156,7 @@ def divides(model: ModelConfig, parallel: ParallelConfig) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_declared_parameters_are_those_of_the_built_model(name: str, layout: str):
-    """Names, global shapes, metadata, and the number of elements that a rank holds."""
+    """Compares names, global shapes, metadata, and the number of elements per rank."""
     model, parallel = MODELS[name], LAYOUTS[layout]
     model = with_experts(model, lambda moe: replace(moe, dispatcher="allgather"))
     if not divides(model, parallel):

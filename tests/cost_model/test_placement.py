@@ -1,4 +1,4 @@
-"""Placements equal those of enumerated ranks, in constant time."""
+"""Placements computed in constant time equal those found by enumerating ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ H100, GB200 = GPUS["h100"], GPUS["gb200"]
 
 
 def counted(groups: Sequence[Sequence[int]], gpu: GPU, world_size: int) -> Placement:
-    """Placement of enumerated groups."""
+    """Placement found by enumerating groups."""
     domain_ranks, size = gpu.domain_ranks(world_size), len(groups[0])
     nodes = [len({rank // gpu.per_node for rank in group}) for group in groups]
     domains = [Counter(rank // domain_ranks for rank in group) for group in groups]

@@ -22,7 +22,7 @@ from tests.helpers.tolerances import FP64_REF
     ("pp", "vpp", "microbatches"), [(1, 1, 4), (4, 1, 8), (4, 1, 3), (8, 4, 16), (4, 2, 200), (2, 3, 64)]
 )
 def test_bubble_of_even_stages_is_warm_up_and_cool_down(pp, vpp, microbatches):
-    """(pp - 1) / vpp of a microbatch's time per rank: arXiv 2104.04473 section 2.2."""
+    """The bubble is (pp - 1) / vpp of a microbatch's time per rank (arXiv 2104.04473, section 2.2)."""
     config = ScheduleConfig(num_microbatches=microbatches, pp=pp, vpp=vpp)
     idle = (pp - 1) / vpp
     FP64_REF.check(pipeline_bubble(config, (1.0,) * (pp * vpp)), idle / (idle + microbatches))

@@ -64,7 +64,7 @@ CHOICES = {
 
 
 def simulated(choice: LoadChoice, num_parts: int, tokens: int = 60_000) -> np.ndarray:
-    """int [tokens, parts]: experts of every token on every part."""
+    """Number of each token's experts on each part, int [tokens, parts]."""
     random = np.random.default_rng(5)
     per_group = choice.num_experts // choice.num_groups
     keys = random.random((tokens, choice.num_experts))
@@ -106,7 +106,7 @@ def test_a_row_carries_its_scales_in_fp8():
 
 
 def plan(layer: LayerConfig, parallel: ParallelConfig, **changes) -> RunPlan:
-    """Two layers of a kind, fp32, one microbatch."""
+    """Plan with two layers of one kind, fp32 and one microbatch."""
     layout = even_layout(2, pp=parallel.pp)
     return tiny.plan(
         model=model_config(layer, layer),
@@ -219,7 +219,7 @@ def test_context_parallel_ranks_send_what_is_predicted(exchange, latent, monkeyp
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
-    """Rows, or tokens of all ranks, with their probabilities."""
+    """Sends rows, or the tokens of all ranks, with their probabilities."""
     parallel = ParallelConfig(ep=4, world_size=4)
     changed = plan(layer_config(feed_forward=padded_moe(dispatcher)), parallel)
     total = sum(each.bytes for each in predicted(changed) if each.group in ("ep", "etp_ep"))
@@ -228,7 +228,7 @@ def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangingMLP(MLPConfig):
-    """Feed-forward module that is no MoE layer and sends every token to two of four ranks."""
+    """Feed-forward module without experts that sends every token to two of four ranks."""
 
     def exchange(self, parallel, sizes, low):
         return TokenExchange(transport=NCCL, width=10, num_experts=4, topk=2, rows=sizes.residual * 2)
@@ -299,7 +299,7 @@ def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold, monkeypatch)
     ids=str,
 )
 def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
-    """Bytes between hosts and within hosts."""
+    """Bytes between hosts and within hosts are compared separately."""
     parallel = ParallelConfig(world_size=fold["ep"] * fold.get("etp", 1), **fold)
     config = padded_moe("flex")
     num_experts, num_tokens = config.router.num_experts, BATCH * SEQ
@@ -337,7 +337,7 @@ def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
 
 @pytest.mark.parametrize(("recipe", "scales"), [("blockwise", 2 * 4), ("mxfp8", 8)])
 def test_exchanges_in_fp8_send_a_byte_per_element_and_scales(recipe: str, scales: int) -> None:
-    """The first of two layers keeps the format of the activations. FP8 in dispatch, and in the backward of combine."""
+    """FP8 in dispatch and in the backward of combine; the first of two layers exchanges activations in their dtype."""
     parallel = ParallelConfig(ep=4, world_size=4)
     config = replace(padded_moe("flex"), experts=replace(padded_moe("flex").experts, hidden_size=256))
     low = low_precision_config(recipe, layers_at_start=1)
@@ -354,7 +354,7 @@ def test_exchanges_in_fp8_send_a_byte_per_element_and_scales(recipe: str, scales
 
 
 def test_only_traffic_between_nvlink_domains_crosses_the_network():
-    """64 expert ranks on 16 hosts of 4: one domain of GB200, two domains of 32 ranks."""
+    """The layouts have 64 expert ranks on 16 hosts of 4: one domain of GB200, or two domains of 32 ranks."""
     parallel = ParallelConfig(ep=64, world_size=64, ranks_per_host=4)
     router = replace(padded_moe("flex").router, num_experts=64)
     config = replace(padded_moe("flex"), router=router, experts=replace(padded_moe("flex").experts, num_experts=64))
@@ -370,7 +370,7 @@ def test_only_traffic_between_nvlink_domains_crosses_the_network():
 
 
 def test_gradients_and_weights_are_exchanged_once_per_step():
-    """A parameter of n elements with d copies: n (d - 1) / d elements there and back."""
+    """Each direction sends n (d - 1) / d elements for a parameter of n elements with d copies."""
     parallel = ParallelConfig(ep=2, world_size=8)
     config = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
     precision = PrecisionConfig(params="bf16")
@@ -400,7 +400,7 @@ def test_pipeline_ranks_send_states_forward_and_gradients_back():
 
 
 def test_a_ring_over_nodes_shares_the_ports_of_its_neighbours():
-    """32 data-parallel ranks on 4 nodes: the ring leaves each node once, over its 8 ports."""
+    """A ring of 32 data-parallel ranks on 4 nodes leaves each node once and uses all of its 8 ports."""
     parallel = ParallelConfig(world_size=32)
     changed = plan(layer_config(), parallel)
     (traffic,) = predicted(changed)

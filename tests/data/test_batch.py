@@ -109,7 +109,7 @@ def test_segments_number_documents_including_their_eod() -> None:
 
 
 def slow_positions_and_mask(tokens: list[int]) -> tuple[list[int], list[list[bool]]]:
-    """Positions and attention mask, document by document."""
+    """Positions and attention mask, computed document by document."""
     positions, document, documents = [], 0, []
     count = 0
     for token in tokens:

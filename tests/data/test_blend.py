@@ -1,4 +1,4 @@
-"""Blending: the grammar of `--data-path` and `--split`, and the order against a slow greedy choice."""
+"""Blending: grammar of `--data-path` and `--split`, and the order compared with a slow greedy selection."""
 
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def test_dataset_sizes_are_rounded_up_before_and_after_the_surplus() -> None:
 
 
 def slow_greedy(weights: list[float], size: int) -> tuple[list[int], list[int]]:
-    """Sample by sample: the data set whose use is furthest behind, the first of equals."""
+    """Selects, sample by sample, the data set furthest below its share; ties go to the first."""
     used = [0] * len(weights)
     chosen, counts = [], []
     for sample in range(size):

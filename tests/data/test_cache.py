@@ -13,7 +13,7 @@ INPUTS = {"class": "Test", "seed": 3, "documents": [0, 5]}
 
 
 class Builder:
-    """Counts how often it builds."""
+    """Counts its builds."""
 
     def __init__(self, shift: int = 0) -> None:
         self.count = 0

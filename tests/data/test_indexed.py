@@ -13,7 +13,7 @@ from tests.helpers.tiny_data import random_documents, write_tokens
 
 
 def index_by_hand(lengths: list[int], bounds: list[int], *, code: int, itemsize: int) -> bytes:
-    """The bytes of an index, from the table of offsets."""
+    """Bytes of an index, assembled from its offset table."""
     out = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([code])
     out += len(lengths).to_bytes(8, "little") + len(bounds).to_bytes(8, "little")
     for length in lengths:

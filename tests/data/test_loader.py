@@ -18,7 +18,7 @@ MASKS = MaskConfig(vocab_size=1000, eod=999, pad=-1)
 
 
 class Numbered:
-    """Sample i is i, i + 1, i + 2."""
+    """Dataset whose sample i is i, i + 1, i + 2."""
 
     fingerprint = "numbered"
 

@@ -74,7 +74,7 @@ def test_serpentine_deals_forward_and_backward() -> None:
 
 
 def test_ranks_have_more_equal_work_than_in_turn() -> None:
-    """Documents with a lognormal distribution of lengths, 16 ranks."""
+    """16 ranks get documents with lognormal lengths; work is compared with an assignment in turn."""
     ranks, capacity = 16, 4096
     for seed in range(5):
         draw = np.random.default_rng(seed).lognormal(5.5, 1.2, size=4000)

@@ -1,4 +1,4 @@
-"""Sample order, compared with a plain loop over the documents."""
+"""Sample order compared with a plain loop over the documents."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tests.helpers.tiny_data import random_documents, write_tokens
 
 
 class Lengths:
-    """Documents without tokens: enough for the indices."""
+    """Documents without tokens, which suffice to build indices."""
 
     identity = {"lengths": "test"}
 
@@ -34,7 +34,7 @@ def request(stop: int, **changes) -> SampleRequest:
 
 
 def slow_walk(lengths: list[int], order: list[int], seq_length: int, drop_last: bool) -> list[tuple[int, int]]:
-    """Takes seq_length + 1 tokens at a time, document by document; the next sample starts at the last one taken."""
+    """Takes seq_length + 1 tokens at a time across documents; the next sample starts at the last token taken."""
     total = sum(lengths[document] for document in order)
     count = (total - 1) // seq_length
     if not drop_last and (total - 1) % seq_length:
@@ -59,7 +59,7 @@ def slow_walk(lengths: list[int], order: list[int], seq_length: int, drop_last: 
 
 
 def slow_indices(lengths: list[int], wanted: SampleRequest) -> dict[str, list]:
-    """Document, sample and shuffle index from the rules, with loops."""
+    """Document, sample and shuffle index, computed by loops from their definition."""
     documents, seq_length = list(wanted.documents), wanted.seq_length
     per_epoch = sum(lengths[document] for document in documents)
     epochs = 1

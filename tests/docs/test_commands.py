@@ -30,7 +30,7 @@ ELSEWHERE = {
     "bash scripts/install.sh": "scripts/quickstart.sh",
     "bash scripts/test.sh": ".ci/run",
 }
-"""Beginning of a command -> file that runs the same script."""
+"""Maps the beginning of a command to the test file that runs the same script."""
 TINY = [*MODEL, *TRAINING[:-3], "--device", "cpu", "--mock-data", "--train-iters", "4", "--save-interval", "4"]
 CHANGES = {
     "torchrun --nproc-per-node 8 pretrain_moe.py $MEGATRON": ("--nproc-per-node 8", "--nproc-per-node 2"),
@@ -48,7 +48,7 @@ CHANGES = {
         "qwen3.yaml --seq-length 64 --train-iters 4 --device cpu",
     ),
 }
-"""Beginning of a command -> (words, their replacement)."""
+"""Maps the beginning of a command to (words, their replacement)."""
 NIGHTLY = (
     *("quickstart.sh", "torchrun", "--proxy", "generate.py", "launch.sh", "verify_layout", "--emulate-rank"),
     *("show_schedule", "--write plans", "--log-throughput"),
@@ -56,9 +56,9 @@ NIGHTLY = (
 """Commands with these words start ranks, train or search for more than five seconds."""
 ON_A_GPU = "benchmarks/harness"
 DRY_RUN_CODES = (0, 15)
-"""15: the run is valid, and this machine has not its data or GPUs."""
+"""Exit code 15: the run is valid, but its data or GPUs are missing on this machine."""
 CODES = {"python tools/inspect_checkpoint.py runs/my --against": 12}
-"""Beginning of a command -> exit code with which it reports what it found, here differences."""
+"""Maps the beginning of a command to its expected exit code; it reports differences."""
 
 
 def commands_of(page: str) -> list[str]:
@@ -84,7 +84,7 @@ def runs_elsewhere(command: str) -> str | None:
 
 
 def cases() -> list[Any]:
-    """Every command that needs no other one of its page."""
+    """All commands that do not need the results of earlier commands of their page."""
     return [
         pytest.param(command, id=command, marks=marks_of(command))
         for command, page in COMMANDS.items()
@@ -99,7 +99,7 @@ def marks_of(command: str) -> list[pytest.MarkDecorator]:
 
 
 def yaml_of(page: str, name: str) -> str:
-    """A file that a page shows."""
+    """Reads a YAML file shown on a page."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     (indent, shown), *_ = re.findall(rf"( *)```yaml\n( *# {name}\n.*?) *```", text, re.DOTALL)
     return re.sub(f"^{indent}", "", shown, flags=re.MULTILINE)
@@ -137,7 +137,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_other_checkpoints(root: Path, tmp_path: Path) -> Path:
-    """A clone with a Hugging Face model and a checkpoint of Megatron too."""
+    """A clone that also has a Hugging Face model and a Megatron checkpoint."""
     from tests.checkpoint.hf_models import configs, hf_model  # imports transformers
 
     for path in root.iterdir():
@@ -161,7 +161,7 @@ def with_other_checkpoints(root: Path, tmp_path: Path) -> Path:
 
 
 def _as_yaml(words: list[str], indent: str = "") -> str:
-    """A command line as a file."""
+    """Converts a command line to a file."""
     starts = [place for place, word in enumerate(words) if word.startswith("--")] + [len(words)]
     pairs = [(words[start], words[start + 1 : end]) for start, end in zip(starts, starts[1:], strict=False)]
     prefix = "--" if indent else ""
@@ -176,7 +176,7 @@ def _quoted(word: str) -> str:
 
 
 def run(root: Path, command: str) -> str:
-    """Runs a command in a shell and returns its output; fails if it fails."""
+    """Runs a command in a shell and returns its output. Fails unless the command succeeds."""
     code = next((code for start, code in CODES.items() if command.startswith(start)), 0)
     for start, (words, others) in CHANGES.items():
         if command.startswith(start):
@@ -221,7 +221,7 @@ def test_every_other_command_is_run_by_ci() -> None:
 
 
 def test_all_commands_are_in_executed_code_blocks() -> None:
-    """Neither indented nor in blocks of another language."""
+    """Commands may be neither in indented blocks nor in blocks of another language."""
     start = re.compile(r"^(?: {4}|\t)(?:python|bash|torchrun|make) \S", re.MULTILINE)
     for page in PAGES:
         text = re.sub(r"^( *)```(\w*)\n.*?^ *```", "", (REPOSITORY / page).read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""docs/python.md and the notebook run as printed; the library loads what runs and transformers write."""
+"""docs/python.md and the notebook run as printed; the library loads what training runs and transformers save."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Mixer and feed-forward module, each one imported file that the product does not know.
+"""A mixer and a feed-forward module, each registered by one imported file.
 
 docs/development.md shows these files.
 """

@@ -1,4 +1,4 @@
-"""Score function, activation, balancing loss, metric and flag, each one imported file that the product does not know.
+"""Score function, activation, balancing loss, metric and flag, each registered by one imported file.
 
 docs/development.md shows these files.
 """
@@ -127,7 +127,7 @@ def test_emulated_memory_agrees_with_the_cost_model():
 
 
 def test_a_dry_run_needs_no_torch():
-    """`calls_of` asserts it."""
+    """`calls_of` asserts that torch is not imported."""
     text, _ = calls_of(["--recipe", "m8", "--dry-run", "--import", *FILES, "--moe-router-score-function", "softsign"])
     assert "score function softsign: computed by plain torch, because no kernel fuses it" in text
 

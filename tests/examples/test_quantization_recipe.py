@@ -1,4 +1,4 @@
-"""A quantisation recipe from an imported file that the product does not know."""
+"""A quantisation recipe registered by an imported file."""
 
 from dataclasses import replace
 from pathlib import Path

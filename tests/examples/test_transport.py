@@ -1,4 +1,4 @@
-"""A transport of expert-parallel ranks from an imported file that the product does not know."""
+"""A transport of expert-parallel ranks registered by an imported file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_emulated_memory_agrees_with_the_cost_model():
 
 
 def test_a_dry_run_needs_no_torch():
-    """`calls_of` asserts it."""
+    """`calls_of` asserts that torch is not imported."""
     text, _ = calls_of(["--recipe", "m27", "--nodes", "2", "--dry-run", *USE, "--expert-model-parallel-size", "2"])
     assert "gather transport" in text and "dispatch: tokens of all ranks" in text
 

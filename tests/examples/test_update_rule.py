@@ -1,4 +1,4 @@
-"""A rule for whole matrices as an extension: layouts, resume on another layout, state of the fallback."""
+"""A matrix update rule registered by an imported file: layouts, resume under another layout, state of its fallback."""
 
 from dataclasses import replace
 from pathlib import Path

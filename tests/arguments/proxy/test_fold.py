@@ -8,7 +8,7 @@ from megatron_moe.parallel.grid import FoldError
 DEEPSEEK = Sizes(pp=8, ep=64, dp=128, edp=2)
 """DeepSeek-V3 on 1,024 ranks."""
 WIDE_EP = Sizes(tp=4, cp=2, pp=4, ep=64, dp=8, edp=2)
-"""Expert parallelism over more ranks than the attention data parallelism has."""
+"""Expert-parallel size larger than the data-parallel size of attention."""
 
 
 @pytest.mark.parametrize(

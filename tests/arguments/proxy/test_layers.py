@@ -9,7 +9,7 @@ from megatron_moe.config.pipeline_layout import parse_layout
 def selected(
     kinds: str, layout: str, *, full_pp: int, pp: int, vpp: int = 1, min_layers: int | None = None
 ) -> SelectedLayers:
-    """One letter of `kinds` per layer."""
+    """Kinds of the selected layers, one letter per layer."""
     full = parse_layout(layout, pp=full_pp, num_layers=len(kinds), num_mtp=None)
     num_mtp = sum(stage.num_mtp for stage in full.stages)
     return select_layers(kinds, full, pp=pp, vpp=vpp, num_mtp=num_mtp, min_layers=min_layers)

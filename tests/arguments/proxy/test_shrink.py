@@ -55,7 +55,7 @@ def test_the_proxy_of_a_public_model_is_small_and_has_its_kinds_of_layers(row: Z
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[ZooRow, list[str]]:
-    """A public model, and the words of a layout that may fit it."""
+    """Strategy: a public model with layout flags that may or may not fit it."""
     row = draw(st.sampled_from(ROWS))
     heads = row.integer("num-attention-heads")
     groups = heads if row.is_mla else row.integer("num-query-groups")

@@ -39,7 +39,7 @@ MODEL = {
 
 
 class OnCPU(TorchFunctionMode):
-    """Creates on the CPU what is requested on a CUDA device."""
+    """Creates tensors on the CPU where a CUDA device is requested."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -49,7 +49,7 @@ class OnCPU(TorchFunctionMode):
 
 
 class CurrentDevice(str):
-    """`cpu` as a device, and 0 in texts such as `cuda:0`."""
+    """Device `cpu` that is formatted as 0, as in `cuda:0`."""
 
     __slots__ = ()
 
@@ -58,7 +58,7 @@ class CurrentDevice(str):
 
 
 def substitute_cuda() -> None:
-    """Replaces streams, events and random states of CUDA; must run before megatron.core is imported."""
+    """Replaces CUDA streams, events and random states; must run before megatron.core is imported."""
     cuda = torch.cuda
     for name in ("Stream", "Event", "current_stream", "synchronize", "empty_cache", "manual_seed", "_lazy_call"):
         setattr(cuda, name, MagicMock())
@@ -156,7 +156,7 @@ def _name(key: str) -> str:
 
 
 def stacked(of_ranks: list[dict[str, tuple[torch.Size, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, from the (whole shape, shard) of all ranks; the experts of a layer are one tensor."""
+    """Joins the shards of all ranks to whole tensors by name; the experts of a layer form one tensor."""
     parts: dict[str, list[torch.Tensor]] = {}
     for key, (_, shard) in ((key, value) for of_rank in of_ranks for key, value in of_rank.items()):
         parts.setdefault(re.sub(r"local_experts\.\d+\.", "", key), []).append(shard)

@@ -23,14 +23,14 @@ ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Quantizer:
-    """Base class of the references."""
+    """Stub of the base class of the reference quantisers."""
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
 
 def reference(folder: Path, *path: str) -> ModuleType:
-    """Loads one Python file."""
+    """Loads one Python file of Transformer Engine."""
     file = folder.joinpath(*path)
     spec = importlib.util.spec_from_file_location(".".join(path).removesuffix(".py"), file)
     module = importlib.util.module_from_spec(spec)
