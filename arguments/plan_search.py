@@ -15,9 +15,10 @@ from arguments.hf_source import hf_source, source_of
 from arguments.parser import Given, Setting, Settings, merge_settings, split, start_settings
 from arguments.plan_settings import PLANNER_FLAGS, as_given, broken, on_one_rank, switches_text
 from arguments.read import config_files
-from arguments.run_length import RunLength, estimate_text
+from arguments.run_length import COUNTS, RunLength, estimate_text
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.text import counted, with_unit
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.planner.search import PlannedLayout
@@ -106,7 +107,8 @@ def heading(plan: RunPlan, gpu: GPU) -> str:
     total, active = (count_parameters(plan.model, active=active).total for active in (False, True))
     low = plan.precision.low_precision
     precision = plan.precision.params if low is None else f"{plan.precision.params} with {low.recipe}"
-    model = f"{total / 1e9:.3g} B parameters, {active / 1e9:.3g} B active, {len(plan.model.layers)} layers"
+    sizes = f"{with_unit(total, COUNTS)} parameters, {with_unit(active, COUNTS)} active"
+    model = f"{sizes}, {counted(len(plan.model.layers), 'layer')}"
     batch = f"global batch of {plan.batch.global_batch_size:,} sequences of {plan.data.seq_length:,} tokens"
     figures = f" ({gpu.figures})" if gpu.is_custom else ""
     return f"model: {model}; {batch}; {precision}; {plan.parallel.world_size:,} {gpu.label}{figures}"
@@ -117,8 +119,9 @@ def reasons(found: PlannedLayout, gpu: GPU, length: RunLength) -> list[str]:
     plan, step, memory = found.plan, found.step, found.memory
     parallel, total = plan.parallel, step.total
     state = memory.state
+    unit, name = (GIB, "") if memory.total >= GIB else (GIB >> 10, " MiB")
     switched = switches_text(plan)
-    without = f"; without {switched} it would be {found.plain_bytes / GIB:.1f}" if switched else ""
+    without = f"; without {switched} it would be {found.plain_bytes / unit:.1f}" if switched else ""
     shares = {name: seconds / total for name, seconds in step.parts}
     lost = [
         f"{text} {shares[name]:.1%}"
@@ -135,9 +138,9 @@ def reasons(found: PlannedLayout, gpu: GPU, length: RunLength) -> list[str]:
     ]
     longest = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in step.parts[:3])
     lines = [
-        f"memory: {memory.total / GIB:.1f} of {gpu.memory_gib:.1f} GiB on pipeline rank {memory.rank} (weights and "
-        f"gradients {(state.weights + state.gradients) / GIB:.1f}, optimizer "
-        f"{(state.master + state.moments) / GIB:.1f}, activations {memory.kept / GIB:.1f}){without}",
+        f"memory: {memory.total / unit:.1f}{name} of {gpu.memory_gib:.1f} GiB on pipeline rank {memory.rank} (weights "
+        f"and gradients {(state.weights + state.gradients) / unit:.1f}, optimizer "
+        f"{(state.master + state.moments) / unit:.1f}, activations {memory.kept / unit:.1f}){without}",
         f"overhead: {', '.join(lost)} of the step" if lost else "overhead: none",
         f"time: {estimate_text(plan, step)}; most of it {longest}",
         f"run: {length.text(plan, step)}",

@@ -10,7 +10,8 @@ from megatron_moe.planner.estimator import StepEstimate, estimate_values
 
 ERROR_SOURCE = "the largest deviation measured, on one and two H200; other GPUs and clusters were not measured"
 _HOUR = 3600.0
-_TOKENS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, ""))
+_TIMES = ((1e3, "s"), (1.0, "ms"), (1e-3, "µs"))
+COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, ""))
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def estimate_text(plan: RunPlan, step: StepEstimate) -> str:
 def step_text(values: dict[str, Any]) -> str:
     """Formats step time, TFLOP/s and tokens/s per GPU in one line, without the times of components."""
     return (
-        f"estimate ± {values['error']:.0%}: {significant(values['step_ms'] / 1e3)} s a step, "
+        f"estimate ± {values['error']:.0%}: {with_unit(values['step_ms'], _TIMES)} a step, "
         f"{values['tflops_per_gpu']:,.0f} TFLOP/s and {values['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
     )
 
@@ -62,7 +63,7 @@ def step_text(values: dict[str, Any]) -> str:
 def length_text(values: dict[str, Any]) -> str:
     """Formats iterations, tokens, duration, GPU hours and, if known, the cost of a run in one line."""
     cost = f", cost {significant(values['cost'])}" if "cost" in values else ""
-    steps = f"{counted(values['iterations'], 'iteration')}, {with_unit(values['tokens'], _TOKENS)} tokens"
+    steps = f"{counted(values['iterations'], 'iteration')}, {with_unit(values['tokens'], COUNTS)} tokens"
     return f"{steps}: {_duration(values['days'])}, {significant(values['gpu_hours'])} GPU hours{cost}"
 
 

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from arguments.flags import Registry
@@ -47,6 +48,8 @@ from megatron_moe.train.checkpointing import model_tensors, saved_tensors
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 
+_FILES = {"tokenizer-model", "vocab-file", "merge-file", "load", "pretrained-checkpoint"}
+"""Flags of files that describe the model or its tokenizer."""
 Text = str | Sequence[int] | Tensor
 """Text, or token ids [S]."""
 
@@ -257,11 +260,26 @@ def read_flags(flags: str | Sequence[str]) -> RunPlan:
 def plan_of_checkpoint(candidate: Candidate, changes: Sequence[str] = ()) -> RunPlan:
     """Plan of the run that wrote a checkpoint, on one rank. `changes`: flags that override those of the run."""
     checkpoint = OpenCheckpoint(candidate.path)
-    if checkpoint.text("run.yaml") is None:
+    settings = checkpoint.text("run.yaml")
+    if settings is None:
         raise CheckpointProblem(f"checkpoint {candidate.path} has no run.yaml that describes its model")
     ranks = checkpoint.manifest.ranks
-    words = ["--config", str(candidate.path / "run.yaml"), *changes]
+    files = _relative_files(settings, candidate.path, changes)
+    words = ["--config", str(candidate.path / "run.yaml"), *files, *changes]
     return _on_one_rank(plan_of_run(words, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"]))
+
+
+def _relative_files(settings: str, checkpoint: Path, changes: Sequence[str]) -> list[str]:
+    """Flags for the tokenizer and Hugging Face folders that a run names relative to the folder in which it was started,
+    if they are not in the current folder but in one above the checkpoint. Flags in `changes` are left out."""
+    words, folders = [], checkpoint.resolve().parents
+    for section in yaml.safe_load(settings).values():
+        for name in _FILES & section.keys() - {word.removeprefix("--") for word in changes}:
+            prefix = HUGGING_FACE * str(section[name]).startswith(HUGGING_FACE)
+            path = Path(str(section[name]).removeprefix(prefix))
+            found = next((folder / path for folder in folders if (folder / path).exists()), path)
+            words += [f"--{name}", f"{prefix}{found}"] if found != path and not path.exists() else []
+    return words
 
 
 def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:

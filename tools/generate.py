@@ -1,7 +1,7 @@
 """Samples text from a trained model: `python tools/generate.py --load runs/quickstart/checkpoints --prompt "def "`.
 
-Model, tokenizer and precision come from the checkpoint's run.yaml, or from the folder of `--load hf:FOLDER`. If
-run.yaml has relative paths, start this tool in the folder in which the run was started. Generation uses no KV cache:
+Model, tokenizer and precision come from the checkpoint's run.yaml, or from the folder of `--load hf:FOLDER`. Relative
+paths of run.yaml are looked up in the current folder and in those above the checkpoint. Generation uses no KV cache:
 every new token costs a forward of the whole text.
 """
 

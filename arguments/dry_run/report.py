@@ -6,9 +6,10 @@ from itertools import groupby
 from typing import Any
 
 from arguments.run_length import ERROR_SOURCE, length_text, step_text
-from megatron_moe.config.text import aligned, significant
+from megatron_moe.config.text import aligned, significant, with_unit
 
 _WIDTH = 120
+_FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 _LONGEST = 4
 """Number of parts of the estimated step time that are listed."""
 
@@ -211,8 +212,8 @@ def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[
     shares = ", ".join(
         f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in time["by_kind"].items() if share >= 0.005
     )
-    per_token, per_step = time["flops_per_token"] / 1e9, time["flops_per_step"] / 1e15
-    yield f"  {significant(per_token)} GFLOP per token, {significant(per_step)} PFLOP a step"
+    per_token, per_step = (with_unit(time[f"flops_per_{name}"], _FLOPS) for name in ("token", "step"))
+    yield f"  {per_token} per token, {per_step} a step"
     yield f"  {shares}"
     estimate = time["estimate"]
     longest = list(estimate["parts_ms"].items())[:_LONGEST]
@@ -241,7 +242,7 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _billions(count: int) -> str:
-    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M" if count >= 1e6 else f"{count:,}"
 
 
 def _table(head: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]], left: tuple[int, ...] = ()) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 import pretrain_moe
 from megatron_moe.checkpoint.manifest import MANIFEST
@@ -53,3 +54,19 @@ def test_a_hugging_face_folder_is_sampled(tmp_path: Path, capsys: pytest.Capture
     assert f"--- hf:{folder}, 3 new tokens" in capsys.readouterr().out
     assert main(["--load", f"hf:{tmp_path}/nowhere"]) == ExitCode.CONFIG
     assert f"{tmp_path}/nowhere/config.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_relative_tokenizer_is_found_from_another_folder(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Tokenizer(models.WordLevel({"<|endoftext|>": 0, "word": 1}, unk_token="word")).save("tokenizer.json")
+    words = RUN.replace("NullTokenizer --vocab-size 4", "HuggingFaceTokenizer --tokenizer-model tokenizer.json")
+    assert pretrain_moe.main([*words.split(), "--save", "runs/ckpt", "--save-interval", "1"], {}) == ExitCode.OK
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    load = ["--load", str(tmp_path / "runs" / "ckpt")]
+    assert main([*load, "--prompt", "word", "--max-new-tokens", "1", "--device", "cpu"]) == ExitCode.OK
+    assert convert_checkpoint.main([*load, "--save", "hf:out"]) == ExitCode.OK
+    assert Path("out/tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    changes = ["--tokenizer-model", "nowhere.json"]
+    assert convert_checkpoint.main([*load, "--save", "hf:out2", *changes]) == ExitCode.DATA
+    assert "nowhere.json does not exist" in capsys.readouterr().err

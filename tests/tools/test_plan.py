@@ -1,6 +1,7 @@
 """tools/plan.py: output, written recipes and exit codes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def test_a_model_without_a_tokenizer_is_planned(capsys):
     run = "--micro-batch-size 1 --global-batch-size 8 --max-position-embeddings 64 --train-iters 2 --bf16"
     assert plan.main([*model.split(), *run.split(), "--gpu", "h100", "--gpus", "2", "--best", "1"]) == ExitCode.OK
     output = capsys.readouterr().out
+    assert re.search(r"model: [\d,]+ parameters, [\d,]+ active, 2 layers; ", output) and " MiB of 79.2 GiB" in output
     assert "the fastest layouts on 2 H100" in output and "--write DIR writes these plans" in output
 
 
@@ -93,7 +95,7 @@ def test_a_hugging_face_folder_is_planned_and_the_recipe_says_what_is_missing(tm
     output, written = capsys.readouterr().out, (tmp_path / "plan-01.yaml").read_text()
     for text in (output, written.replace("\n#  ", "")):
         assert "4 layers; global batch of 2 sequences of 4,096 tokens; bf16; 2 H100" in text
-        assert "model: 3.11 B parameters, 0.85 B active" in text
+        assert "model: 3.11 B parameters, 850 M active" in text
     assert "--hidden-size 2048" in output, "the flags that are taken"
     assert "\ntrain-iters" not in written and "# The length of the run is not known" in written
     assert f'load: "hf:{folder}"\n' in written and "learning rate is 0" not in written
