@@ -45,7 +45,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
         return int(problem.code)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:
-            print(f"{rank}interrupted: {interrupt}", file=sys.stderr)
+            notes = getattr(interrupt, "__notes__", [])
+            print("; ".join([f"{rank}interrupted: {interrupt}", *notes]), file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
     return int(ExitCode.OK)
 

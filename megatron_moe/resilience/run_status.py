@@ -119,11 +119,19 @@ class RunStatus:
         elif isinstance(error, RunError):
             self.fail(error.code, str(error), first=error.rank if isinstance(error, OtherRankProblem) else None)
         elif isinstance(error, KeyboardInterrupt):
-            self.fail(ExitCode.INTERRUPTED, str(error) or "interrupted from the keyboard")
+            error.add_note(self._lost())
+            self.fail(ExitCode.INTERRUPTED, str(error) or "interrupted from the keyboard", self._lost())
         else:
             self.fail(
                 ExitCode.BUG, f"{type(error).__name__}: {error}", "this is a bug in the program; please report it"
             )
+
+    def _lost(self) -> str:
+        """What a run that ends now has lost, and how it continues."""
+        iteration, saved = self.report.iteration, self.report.last_checkpoint
+        if saved is None:
+            return f"the last iteration was {iteration} and no checkpoint was saved, so the same command starts anew"
+        return f"the last iteration was {iteration}; the same command continues from the checkpoint of {saved}"
 
     def update(self, *, state: State | None = None, **fields: Any) -> None:
         """Updates the report; writes it when the state changes, else at most every 5 seconds. Has no effect

@@ -48,12 +48,14 @@ def test_the_train_loader_is_closed_at_shutdown(tmp_path: Path, monkeypatch: pyt
 
 def test_a_second_signal_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(plan: RunPlan, cleanup: ExitStack) -> None:
-        raise KeyboardInterrupt("SIGTERM, the second signal")
+        signal = KeyboardInterrupt("SIGTERM, the second signal")
+        signal.add_note("nothing is lost")
+        raise signal
 
     monkeypatch.setattr(arguments.read, "read_plan", lambda argv, environ, vocab_size_of: tiny.plan())
     monkeypatch.setattr(pretrain_moe, "pretrain", interrupted)
     assert main([], {}) == 130
-    assert capsys.readouterr().err == "rank 0: interrupted: SIGTERM, the second signal\n"
+    assert capsys.readouterr().err == "rank 0: interrupted: SIGTERM, the second signal; nothing is lost\n"
 
 
 def test_a_second_signal_while_the_run_ends_keeps_its_exit_code(

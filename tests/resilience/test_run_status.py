@@ -53,6 +53,18 @@ def test_error_writes_code_and_sentence(tmp_path: Path) -> None:
         assert (found["state"], found["code"], found["sentence"]) == ("failed", code, sentence)
 
 
+@pytest.mark.parametrize(
+    ("saved", "hint"),
+    [(400, "continues from the checkpoint of 400"), (None, "no checkpoint was saved, so the same command")],
+)
+def test_an_interrupted_run_states_what_is_lost(saved: int | None, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, RunStatus(tmp_path) as status:
+        status.update(iteration=500, last_checkpoint=saved)
+        raise KeyboardInterrupt("SIGINT, the second signal")
+    assert caught.value.__notes__ == [read(tmp_path)["hint"]]
+    assert "the last iteration was 500" in read(tmp_path)["hint"] and hint in read(tmp_path)["hint"]
+
+
 def test_failed_state_is_final(tmp_path: Path) -> None:
     status = RunStatus(tmp_path, clock=Clock())
     status.fail(ExitCode.NUMERICS, "loss is nan")
