@@ -48,7 +48,7 @@ from megatron_moe.train.checkpointing import model_tensors, saved_tensors
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 
-_FILES = {"tokenizer-model", "vocab-file", "merge-file", "load", "pretrained-checkpoint"}
+_FILES = frozenset({"tokenizer-model", "vocab-file", "merge-file", "load", "pretrained-checkpoint"})
 """Flags of files that describe the model or its tokenizer."""
 Text = str | Sequence[int] | Tensor
 """Text, or token ids [S]."""
