@@ -45,8 +45,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
         return int(problem.code)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:
-            notes = getattr(interrupt, "__notes__", [])
-            print("; ".join([f"{rank}interrupted: {interrupt}", *notes]), file=sys.stderr)
+            print("; ".join([f"{rank}interrupted: {interrupt}", *getattr(interrupt, "__notes__", [])]), file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
     return int(ExitCode.OK)
 
