@@ -24,7 +24,7 @@ environment = ("time: 2026-11-23 03:00:00", "device: NVIDIA H200, 141 GiB", "pac
 (folder / "environment.txt").write_text("\\n".join(environment))
 sys.exit("out of memory" if code else 0)
 """
-"""Writes the metrics of a run: arguments are the run folder, the loss of all iterations, and 1 to fail at the end."""
+"""Program that writes the metrics of a run. Arguments: run folder, loss of all iterations, 1 to fail at the end."""
 
 
 @pytest.fixture
@@ -77,7 +77,8 @@ def test_runs_stop_at_the_time_limit(tmp_path: Path, runs: dict[str, list[str]])
 
 
 def test_losses_are_smoothed_over_iterations_not_reports(tmp_path: Path) -> None:
-    """Reports are means over intervals of different lengths; a time constant of 10 iterations keeps 0.9 of each."""
+    """Reports average over intervals of different lengths; a time constant of 10 iterations weights the last value 0.9
+    per iteration."""
 
     def smoothed(rows: list[tuple[int, float]], variant=FP8) -> bench_fp8_loss.Curve:
         lines = [json.dumps({"iteration": i, "lm loss": loss, "iteration-time": 0.01}) + "\n" for i, loss in rows]

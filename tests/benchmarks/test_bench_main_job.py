@@ -12,7 +12,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the variants that ran. Each starts with loss 2 and ends with its position as loss."""
+    """Names of the variants that ran. The loss of each starts at 2 and ends at its position in the list."""
     names: list[str] = []
 
     def run_variant(variant: Variant, iterations: int, folder: Path, more: list[str]) -> VariantResult:

@@ -64,7 +64,7 @@ def cells(line: str) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
-    """The tokenizer's own vocabulary is smaller and would change the output matrix."""
+    """The tokenizer's vocabulary is smaller and would change the output matrix."""
     plan = plan_of(case)
     assert plan.model.vocab_size == SHAPES[case.model] and plan.model.vocab_size % 128 == 0
     assert plan.parallel.world_size == case.num_gpus and plan.data.seq_length == 4096
@@ -152,7 +152,7 @@ def test_cases_over_two_gpus_differ_in_routing_only():
 
 
 def test_rows_of_the_fullest_rank_include_those_beyond_the_bound():
-    """Two ranks: 30 and 10 rows, then 20 and 28, of which 4 are beyond the bound."""
+    """Two ranks receive 30 and 10 rows, then 20 and 28, of which 4 exceed the bound."""
     config = ParallelConfig(world_size=2, ep=2)
 
     def taken(context: ParallelContext) -> tuple[float, ...]:

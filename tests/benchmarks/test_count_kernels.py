@@ -17,7 +17,7 @@ OVERLAPS = (
     "--overlap-dispatch-backward-with-experts-wgrad",
 )
 MOST = 1.2
-"""Launches relative to expert parallelism, where every rank has whole sequences."""
+"""Maximum number of launches relative to expert parallelism, where every rank has whole sequences."""
 
 
 def test_ranks_that_share_a_sequence_launch_little_more_than_ranks_that_do_not() -> None:

@@ -1,4 +1,4 @@
-"""Steps of one rank whose peers do not exist."""
+"""Timed steps of one rank whose peers are emulated."""
 
 import math
 

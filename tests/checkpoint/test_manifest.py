@@ -48,13 +48,13 @@ FILE = "model-00000-of-00001.safetensors"
 
 
 def sealed(body: Any) -> bytes:
-    """A manifest with this content and a valid seal, as an attacker would make it."""
+    """Manifest with this content and a valid seal, as an attacker would forge it."""
     text = json.dumps(body, separators=(",", ":")).encode()[:-1]
     return text + f',"crc32":"{checksum(text)}"}}\n'.encode()
 
 
 def changed(*path: str | int, to: Any) -> dict:
-    """The small manifest with one value replaced."""
+    """Returns the small manifest with one value replaced."""
     body = copy.deepcopy(BODY)
     inner = body
     for step in path[:-1]:

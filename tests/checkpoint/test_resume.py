@@ -23,7 +23,7 @@ from tests.helpers.tolerances import EXACT
 
 
 class Run:
-    """An optimizer on parameters, fed with gradients that depend on the iteration only."""
+    """An optimizer whose gradients depend only on the iteration."""
 
     def __init__(self, precision: PrecisionConfig, context: ParallelContext, *, seed: int) -> None:
         dtype = torch.bfloat16 if precision is BF16 else torch.float32

@@ -40,7 +40,7 @@ def iterations(folder: Path) -> list[int]:
 
 
 def opened(folder: Path) -> list[str]:
-    """Log lines of opening a folder for saving."""
+    """Opens a folder for saving and returns the log lines."""
     said: list[str] = []
     CheckpointSaver(folder, ONE, say=said.append).close()
     return said
@@ -105,7 +105,7 @@ def test_retention_keeps_the_newest_and_multiples_of_the_interval(tmp_path: Path
 
 
 def test_retention_keeps_the_checkpoint_with_the_lowest_validation_loss(tmp_path: Path) -> None:
-    """Retention by validation loss: unknown losses and torn files do not count, the newest of equals stays."""
+    """Checkpoints with unknown losses or torn files do not count; of equal losses, the newest is kept."""
     saver = CheckpointSaver(tmp_path, ONE, keep_last=1, keep_best=True, say=lambda line: None)
     for iteration, loss in ((10, 3.0), (20, 2.0), (30, None), (40, 2.5), (50, 2.0), (60, 9.0)):
         saver.save(iteration, {"model.a": TensorShard.whole(torch.zeros(2))}, {"state": {"validation_loss": loss}})

@@ -28,7 +28,7 @@ SCENARIOS = {
     "the newest iteration again": ((10, 20), 20, 20),
     "the first checkpoint": ((), 10, None),
 }
-"""name -> iterations there, iteration to save, newest iteration that must survive"""
+"""Maps names to (iterations of the existing checkpoints, iteration to save, newest iteration that must survive)."""
 
 
 def start(folder: Path, storage: FaultyStorage) -> CheckpointSaver:
@@ -46,7 +46,7 @@ def save_in_background(saver: CheckpointSaver, iteration: int) -> None:
 
 
 def moments_of(folder: Path, iteration: int, save: Callable = save_some) -> tuple[int, list[str]]:
-    """The number of moments before the save, and all of them."""
+    """Counts the moments before the save, and all moments."""
     saver = start(folder, storage := FaultyStorage())
     before = len(storage.moments)
     save(saver, iteration)
@@ -55,7 +55,7 @@ def moments_of(folder: Path, iteration: int, save: Callable = save_some) -> tupl
 
 
 def check_all_visible(folder: Path, newest: int | None) -> None:
-    """Every checkpoint with a name verifies, and none that was committed is lost."""
+    """Asserts that every visible checkpoint verifies, and that no committed checkpoint is lost."""
     for path in folder.glob("iter_*"):
         assert verify(path) == [], f"{path.name} is visible and incomplete"
     if newest is not None:

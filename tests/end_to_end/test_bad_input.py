@@ -14,7 +14,7 @@ from tests.helpers.ranks import run_program
 
 @pytest.fixture
 def reject(capfd):
-    """Trains in this process, which must return `code` and print all `words` without a traceback."""
+    """Trains in this process. Asserts that the run returns `code` and prints all `words` without a traceback."""
 
     def run(argv, code, *words):
         found = main(argv, {})
@@ -33,7 +33,7 @@ def check(found, output, errors, code, words):
 
 @pytest.fixture
 def copied(data, tmp_path):
-    """Prefix of a copy of the data that tests may damage."""
+    """Copies the data, which tests may then damage, and returns the prefix of the copy."""
     for suffix in (".bin", ".idx"):
         shutil.copy(data + suffix, tmp_path / f"corpus{suffix}")
     return tmp_path / "corpus"
@@ -72,7 +72,7 @@ def test_an_update_that_makes_weights_nan(reject, data, tmp_path):
 
 
 def test_missing_data(tmp_path):
-    """In a separate process, as users start it."""
+    """Runs in a separate process, as users start it."""
     done = run_program(arguments(str(tmp_path / "none"), tmp_path / "run"), cwd=tmp_path)
     check(done.returncode, done.stdout, done.stderr, ExitCode.DATA, ["none.idx"])
 

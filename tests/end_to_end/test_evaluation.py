@@ -15,7 +15,7 @@ DIGITS = "lm loss validation-digits_text_document"
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Prefix of a data set unlike program text."""
+    """Writes a data set of digits, which differs from program text, and returns its prefix."""
     parts = [f"{7919**4 * number:0500d}" for number in range(40)]
     return make_data(tmp_path_factory.mktemp("digits"), parts, name="digits")
 

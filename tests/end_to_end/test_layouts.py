@@ -36,7 +36,7 @@ def train(data: str, run: Path, *flags: str) -> dict[str, dict[int, float]]:
 
 
 def check(run: Path, expected: dict[str, dict[int, float]], what: str) -> None:
-    """The metrics of a run are those expected, at the same iterations."""
+    """Asserts that the metrics of a run are those expected, at the same iterations."""
     found = {name: metric_values(run, name) for name in expected}
     assert all(expected.values()) and {name: [*found[name]] for name in found} == {n: [*expected[n]] for n in expected}
     values = ({name: [*rows.values()] for name, rows in each.items()} for each in (found, expected))

@@ -20,7 +20,7 @@ KERNEL_LINE = re.compile(r"^sort_rows +\w+ ", re.MULTILINE)
 
 
 def test_the_first_line_comes_before_torch_is_loaded(data: str, tmp_path: Path) -> None:
-    """Within a second on an idle machine; without torch, nothing else takes long."""
+    """The line appears within a second on an idle machine, because only torch takes long to import."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, tmp_path / "run")]
     environment = child_environment()
@@ -31,7 +31,7 @@ def test_the_first_line_comes_before_torch_is_loaded(data: str, tmp_path: Path) 
 
 
 def run(data: str, *more: str, terminal: bool) -> str:
-    """Standard output of a run of four iterations, without escape sequences."""
+    """Runs four iterations and returns standard output without escape sequences."""
     words = [*arguments(data, None, "--train-iters", "4", "--eval-iters", "1", "--no-plots", "--progress-bar"), *more]
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
     environment = child_environment(TERM="xterm", COLUMNS="120")

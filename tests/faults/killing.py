@@ -60,7 +60,7 @@ class KillingStorage(FaultyStorage):
 
 @dataclass
 class Found:
-    """Counts over all starts."""
+    """Counts of outcomes over all starts."""
 
     starts: int = 0
     killed: int = 0
@@ -74,19 +74,19 @@ class Found:
 
 
 def values(iteration: int) -> dict[str, torch.Tensor]:
-    """The whole state at an iteration."""
+    """Whole state at an iteration."""
     base = torch.arange(NUM_RANKS * WIDTH, dtype=torch.float32).view(NUM_RANKS, WIDTH)
     return {"model.weight": base + iteration, "master.weight": base.double() * iteration, "exp_avg.weight": -base}
 
 
 def part(state: dict[str, torch.Tensor], rank: int) -> dict[str, TensorShard]:
-    """One row per rank, and the step count on every rank."""
+    """Slices the state: one row per rank, and the step count on every rank."""
     rows = {k: TensorShard(tuple(t.shape), (TensorBox((rank, 0), t[rank : rank + 1]),)) for k, t in state.items()}
     return rows | {"optimizer.step_count": TensorShard.whole(torch.tensor(1))}
 
 
 def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: int) -> None:
-    """One rank of one start; writes one line per outcome to the pipe `news`."""
+    """Main function of one rank of one start; writes one line per outcome to the pipe `news`."""
     method = f"file://{folder}/meet-{start}"
     dist.init_process_group(
         "gloo", init_method=method, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PEERS_LEAVE_SECONDS)
@@ -144,7 +144,7 @@ def forked(folder: Path, start: int, kill_at: int | None, news: int) -> list[int
 
 
 class Starts:
-    """Consecutive starts in one folder."""
+    """Runs consecutive starts in one folder."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
@@ -154,7 +154,7 @@ class Starts:
         self._chance = random.Random(seed)
 
     def one(self, kill_at: int | None) -> None:
-        """Starts and kills four ranks, then examines the folder."""
+        """Starts and kills four ranks, then checks the folder."""
         number, self.found.starts = self.found.starts, self.found.starts + 1
         reading, writing = os.pipe()
         children = forked(self.folder, number, kill_at, writing)

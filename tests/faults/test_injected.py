@@ -15,7 +15,7 @@ VANISHED = "rank 1 ended without a report: it was killed, or its node failed"
 
 @pytest.fixture(scope="module")
 def folder(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run folders of the scenarios."""
+    """Run folders of the scenarios, by name."""
     return run_all(tmp_path_factory.mktemp("scenarios"), data, [name for name in SCENARIOS if name not in NIGHTLY])
 
 
@@ -90,7 +90,7 @@ def test_a_hanging_save_exits_with_code_10(nightly_folder: Path) -> None:
 
 
 def check_reported(folder: Path, name: str, own: int, words: str) -> None:
-    """Rank 1 exits with code `own` and `words` in its reason, and the others name it."""
+    """Asserts that rank 1 exits with code `own` and `words` in its reason, and that the other ranks name it."""
     found = outcome(folder, name)
     assert found["codes"] == [11, own, 11], found["said"]
     assert (found["status"]["code"], found["status"]["rank"]) == (own, 1) and words in found["status"]["sentence"]

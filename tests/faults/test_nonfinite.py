@@ -70,7 +70,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def spoiled_output(module: nn.Module, when: Callable[[], bool], change: Callable[[Tensor], Tensor]) -> None:
-    """Changes the output of a module in every forward for which `when()` is true."""
+    """Changes the output of a module in every forward in which `when()` returns True."""
 
     def hook(_: nn.Module, inputs: object, output: Tensor) -> Tensor | None:
         return change(output) if when() else None
@@ -79,7 +79,7 @@ def spoiled_output(module: nn.Module, when: Callable[[], bool], change: Callable
 
 
 def infinite_gradient(output: Tensor) -> Tensor:
-    """Copies the output with a hook that makes its gradient infinite."""
+    """Returns a copy of the output with a hook that makes its gradient infinite."""
     same = output.clone()
     same.register_hook(lambda gradient: gradient * torch.inf)
     return same
@@ -189,7 +189,7 @@ def test_too_many_nonfinite_steps_in_a_row_end_the_run() -> None:
 
 
 def spoil_second_moment(trainer: Trainer, name: str, value: float = -1.0) -> None:
-    """Changes one element of a second moment, whose root the next update takes, on the rank that owns it."""
+    """Changes one element of a second moment on its owner; the next update takes its square root."""
     for state in trainer.optimizer.named_state():
         if (state.kind, state.name) == ("exp_avg_sq", name) and len(state.data):
             state.data[0] = value

@@ -64,7 +64,7 @@ def every_case(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Two steps of what declares no host read; the second one fails if anything waits for the device."""
+    """Runs two steps that declare no host read; the second one fails if the host waits for the device."""
     fold = ParallelConfig(world_size=num_ranks, ep=num_ranks)
     ctx = context_of(fold, torch.bfloat16)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
@@ -223,7 +223,7 @@ def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Whether a captured layer, replayed with new inputs, gives the bits of eager execution."""
+    """Whether replays of a captured layer with new inputs equal eager execution bit for bit."""
     ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
     layer = module_of(moe_config(dispatcher="flex", router={"dtype": "fp32"}), ctx, kernels)

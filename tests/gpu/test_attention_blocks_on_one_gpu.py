@@ -50,7 +50,7 @@ def exact(inputs: tuple[Tensor, ...], config: CoreAttentionConfig, **given: Tens
 
 @pytest.fixture
 def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables cuDNN."""
+    """Disables cuDNN, so that the Triton kernels run."""
     monkeypatch.setattr(cudnn, "serves", lambda *inputs, causal: False)
 
 
@@ -121,7 +121,7 @@ def test_cudnn_attention_with_sinks_matches_the_reference(
 
 
 def test_cached_cudnn_plans_serve_attention_with_and_without_sinks() -> None:
-    """Torch keeps cuDNN's plans by the layouts of q, k and v alone; a gradient may come in any."""
+    """torch caches cuDNN's plans by the layouts of q, k and v alone, but the gradient may have any layout."""
     grad, *inputs = tensors(512, 128, 128)
     config, none = CoreAttentionConfig(softmax_scale=0.1), torch.zeros(8, device="cuda", dtype=BF16)
     leaves = [x.requires_grad_() for x in inputs]

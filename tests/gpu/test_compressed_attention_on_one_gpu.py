@@ -41,7 +41,7 @@ def results(config: CompressedAttentionConfig, device: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("ratio", [0, 4, 16])
 def test_output_and_gradients_match_fp64(ratio: int) -> None:
-    """The indexer chooses all entries, because rounding may change the order of its scores."""
+    """The indexer selects all entries, because rounding may change the order of its scores."""
     sizes = {"hidden_size": HIDDEN, "num_heads": 16, "head_dim": 512, "q_lora_rank": 64, "csa_window_size": 128}
     config = compressed_config(ratio, indexer={"topk": SEQ, "indexer_loss_coeff": 0.0}, o_lora_rank=32, **sizes)
     config = replace(config, rope=replace(config.rope, dim=64))

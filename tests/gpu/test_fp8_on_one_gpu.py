@@ -59,7 +59,7 @@ def wild(*shape: int, seed: int) -> Tensor:
 
 
 def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = True, rows: int | None = None) -> None:
-    """Asserts equal elements and scales of both copies, of the first `rows` rows."""
+    """Asserts that the first `rows` rows of both copies have equal elements and scales."""
     assert actual.block == expected.block
     assert actual.rowwise is not None and expected.rowwise is not None and actual.rowwise_scales is not None
     same_elements(actual.rowwise[:rows], expected.rowwise[:rows], "rowwise")
@@ -175,7 +175,7 @@ def test_weight_gradients_match_fp64(
 
 
 def cast_with_nan_behind(x: Tensor, ends: Tensor) -> QuantizedTensor:
-    """Both copies of expert rows, followed by rows of NaN without an expert."""
+    """Casts expert rows that are followed by unused rows of NaN; returns both copies."""
     return quantize.quantize_rows(torch.cat([x, x[:ROWS_BEHIND] * torch.nan]), columnwise=True, offsets_e=ends)
 
 

@@ -115,7 +115,7 @@ def test_graphs_reuse_memory_of_freed_outputs() -> None:
 
 @pytest.fixture
 def eager_collector() -> Iterator[None]:
-    """Python collects garbage at every occasion."""
+    """Makes Python collect garbage as often as possible."""
     thresholds = gc.get_threshold()
     gc.set_threshold(1)
     yield

@@ -21,7 +21,7 @@ COUNTS = {
 }
 SIZES = [(8, 16), (72, 264), (512, 320), (200, 1408)]
 ROWS_BEHIND = 13
-"""Unused rows after the last expert; NaN in these tests."""
+"""Number of unused rows after the last expert; they contain NaN in these tests."""
 
 
 def draw(*shape: int, seed: int) -> Tensor:

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.gpu2
 
 SMALL = "--seq-length 1024 --vocab-size 8192 --micro-batch-size 1 --global-batch-size 8"
 FEW, MANY = 2, 4
-"""Layers of the compared models."""
+"""Numbers of layers of the compared models."""
 MOST = 1.3
-"""Kernels relative to expert parallelism; library functions that count as one launch on the CPU have several."""
+"""Maximum number of kernels relative to expert parallelism; some library functions launch several kernels."""
 
 
 LIMIT_S = 240.0

@@ -40,7 +40,7 @@ def compared(name: str, run: Callable[..., RankRecord], dtype: torch.dtype, rtol
 
 
 def check(comparison: Comparison, record_property: Callable[[str, object], None]) -> None:
-    """Fails where they differ. Leaves the largest error of every kind of quantity in the report of the tests."""
+    """Asserts equality within the tolerances. Adds the largest error of every kind of quantity to the test report."""
     for what in {row.what for row in comparison.rows}:
         record_property(what, max(row.error for row in comparison.rows if row.what == what))
     assert comparison.equal, comparison.text()

@@ -43,7 +43,7 @@ WHOLE = "adam of whole matrices"
 
 
 def train(context: ParallelContext, mode: DataParallelConfig, rule: str = "adam") -> dict[str, Tensor]:
-    """Clipped steps; after the first ones, in which NCCL and the allocator warm up, nothing waits for the device."""
+    """Runs clipped steps. After the warm-up of NCCL and the allocator, the host must not wait for the device."""
     parameters = make_parameters(context)
     spec = replace(SPEC, optimizer=rule)
     buffers = GradBuffers(parameters.items(), FP64, context, reference.bundle(), optimizer=spec, data_parallel=mode)

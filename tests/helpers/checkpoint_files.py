@@ -23,7 +23,7 @@ from megatron_moe.train.train_state import TrainState
 
 
 class Killed(BaseException):
-    """Simulated end of the process."""
+    """Simulates the end of the process."""
 
 
 class FaultyStorage(Storage):

@@ -22,7 +22,7 @@ SMALL = """
     --tokenizer-model x.model --data-path corpus_text_document --split 98,2,0 --eval-interval 50 --eval-iters 4
     --log-interval 10 --run-dir runs/a --save-interval 100
 """
-"""A small Mixture-of-Experts without rejected flags."""
+"""Flags of a small Mixture-of-Experts model that all rules accept."""
 
 VOCAB_SIZE = 1000
 
@@ -42,8 +42,8 @@ sys.exit(code)
 
 
 def calls_of(words: Sequence[str]) -> tuple[str, int]:
-    """Output of the program in a separate process, and its number of function calls including imports, which is the
-    same on every machine."""
+    """Runs the program in a separate process. Returns its output and its number of function calls, including imports,
+    which is the same on every machine."""
     done = subprocess.run([sys.executable, "-c", _COUNTED, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode in (0, ExitCode.NOT_READY), done.stderr
     return done.stdout, int(done.stderr)

@@ -74,7 +74,7 @@ class Ranks:
         return [self._codes[pid] for pid in self._pids] if not impatient else None
 
     def _look(self) -> bool:
-        """Collects exit codes; True if a rank has ended."""
+        """Collects exit codes. Returns True if a rank has ended."""
         for pid in self._pids:
             if pid not in self._codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -84,7 +84,7 @@ class Ranks:
 
 
 def _last_iteration(metrics: Path) -> int:
-    """Iteration of the last line; 0 while the line is being written."""
+    """Iteration of the last log line; 0 if the line is incomplete."""
     try:
         return int(json.loads(metrics.read_bytes()[-4000:].splitlines()[-1])["iteration"])
     except (ValueError, IndexError):

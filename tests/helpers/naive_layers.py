@@ -27,7 +27,7 @@ def norm(x: Tensor, config: NormConfig, weights: Weights, name: str) -> Tensor:
 
 
 def turn(x: Tensor, position: int, config) -> Tensor:
-    """RoPE of one head vector: rotates pair i by position * base^(-2i/dim)."""
+    """Applies RoPE to one head vector: rotates pair i by position * base^(-2i/dim)."""
     out = list(x)
     for i in range(config.dim // 2):
         first, second = (2 * i, 2 * i + 1) if config.interleaved else (i, i + config.dim // 2)

@@ -141,7 +141,7 @@ def make_optimizer(
 def step_with(
     optimizer: Optimizer, gradients: dict[str, Tensor], *, apply_update: bool = True, clip: float = 1.0
 ) -> dict[str, Tensor]:
-    """One clipped step from these gradients of this rank; the norms."""
+    """Runs one clipped step with the gradients of this rank and returns the norms."""
     buffers = optimizer.buffers
     buffers.begin_step(1)
     for slot in buffers.slots:
@@ -172,7 +172,7 @@ def run(
 
 
 def run_alone(config: ParallelConfig, *, num_steps: int = 5, optimizer: OptimizerConfig = SPEC) -> Run:
-    """One rank with the gradients of the whole layout."""
+    """Runs one rank with the gradients of the whole layout."""
     stepped = make_optimizer(ParallelContext.single(), DataParallelConfig(), optimizer=optimizer)
     norms = [
         step_with(stepped, {name: total_gradient(name, step, config) for name in KINDS}) for step in range(num_steps)
@@ -181,7 +181,7 @@ def run_alone(config: ParallelConfig, *, num_steps: int = 5, optimizer: Optimize
 
 
 def joined(runs: list[Run]) -> dict[str, Tensor]:
-    """Whole weights; ranks that hold the same elements must hold the same bits."""
+    """Joins the shards to whole weights; ranks that own the same elements must have equal bits."""
     tensors = whole([each.weights for each in runs], EXACT)
     assert set(tensors) == set(KINDS), f"{set(KINDS) - set(tensors)} are on no rank"
     return tensors

@@ -19,19 +19,19 @@ def part(x, rank, size, dim):
 
 
 def stream(x, ctx):
-    """This rank's part of the residual stream."""
+    """Selects this rank's part of the residual stream."""
     index, num_parts = sequence_part(ctx)
     return part(x, index, num_parts, 0)
 
 
 def cut(x, ctx):
-    """This rank's channels."""
+    """Selects this rank's channels."""
     tp = ctx.group("tp")
     return part(x, tp.rank, tp.size, -1)
 
 
 def join(parts, layout, dim):
-    """Concatenates shards along `dim`; None: replicated."""
+    """Concatenates shards along `dim`, or returns the first one if `dim` is None (replicated)."""
     if dim is None or (dim == 0 and not layout.sequence_parallel):
         for other in parts[1:]:
             EXACT.check(other, parts[0], "replicated")

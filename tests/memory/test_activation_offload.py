@@ -49,7 +49,7 @@ class RecordingHostCopies(HostCopies):
 
 
 class Net:
-    """Layers with experts, in fp32 on the kernels of torch, and what was copied for them."""
+    """Expert layers in fp32 with torch kernels, and a record of the copies made for them."""
 
     def __init__(
         self, config: ActivationOffloadConfig, recompute: RecomputeConfig | None = None, num_layers: int = 3
@@ -135,7 +135,7 @@ def test_the_last_layer_stays_if_its_backward_follows_immediately():
 
 
 def test_a_group_is_reloaded_during_the_backward_of_the_next_one():
-    """Layer 2 stays; its backward starts the reload of layer 1, whose backward starts the reload of layer 0."""
+    """Layer 2 is not offloaded; its backward starts the reload of layer 1, whose backward starts that of layer 0."""
     net = Net(offload("attn_proj", "core_attn"))
     net.forward(0).backward()
     net.offload.begin_pass([("forward", (1, 0)), ("backward", (1, 0))])
@@ -158,7 +158,7 @@ def test_a_group_is_reloaded_during_the_backward_of_the_next_one():
 
 
 def test_the_number_of_unfinished_copies_is_limited():
-    """The device memory of a copy is kept until the compute stream has waited for it."""
+    """The device memory of a copy is freed only when the compute stream has waited for it."""
     net = Net(offload(*MODULES, fine_grained_offloading_max_inflight_offloads=1))
     net.offload.begin_pass([("forward", (0, 0)), ("forward", (1, 0)), ("backward", (0, 0)), ("backward", (1, 0))])
     losses = [net.forward(number) for number in range(2)]
@@ -172,7 +172,7 @@ def test_the_number_of_unfinished_copies_is_limited():
 
 
 def test_copies_of_unused_tensors_are_waited_for_at_the_end_of_a_step():
-    """A tensor whose reload was started is freed with the graph of a loss that is not differentiated."""
+    """A tensor whose reload was started is freed with the graph, because the loss is not differentiated."""
     net = Net(offload("core_attn"))
     loss = net.forward(0)
     group = net.offload._microbatches[0, 0].groups[0]

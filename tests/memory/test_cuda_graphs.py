@@ -56,7 +56,7 @@ SPECS = {
 
 
 def the_plan(**changes):
-    """Two microbatches a step: the first stores its weight gradients, the second adds them."""
+    """Plan with two microbatches per step: the first stores its weight gradients, the second adds to them."""
     model = changes.pop("model", None) or tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER, z_loss_coeff=0.1)))
     return tiny.plan(model=model, batch=BatchConfig(micro_batch_size=2, global_batch_size=4), **changes)
 
@@ -300,7 +300,7 @@ def test_every_in_flight_microbatch_has_its_own_slot():
 
 
 def test_sent_gradients_are_not_in_the_memory_of_backwards():
-    """The backwards of other microbatches overwrite it while a gradient is sent."""
+    """The backwards of other microbatches would overwrite it while a gradient is being sent."""
     model = tiny.model(num_layers=2)
     plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=4)), "Et|tL", 2)
 

@@ -56,7 +56,7 @@ DENSE = replace(MODEL, layers=MODEL.layers[:1])
 
 
 def plan_of(recipe: str, model: ModelConfig = MODEL, **changes: Any) -> RunPlan:
-    """Two microbatches per step."""
+    """Plan with two microbatches per step."""
     changes.setdefault("batch", BatchConfig(micro_batch_size=2, global_batch_size=4))
     plan = tiny.plan(model=model, **changes)
     return replace(plan, precision=replace(plan.precision, low_precision=RECIPES[recipe]))
@@ -156,7 +156,7 @@ def test_microbatches_in_flight_share_the_quantised_weights() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_experts_read_their_numbers_of_rows_on_the_device(recipe: str) -> None:
-    """A replay multiplies the rows of other experts than the capture."""
+    """A replay multiplies different numbers of rows per expert than the capture."""
     config, stack = RECIPES[recipe], (3, 16, 32)
     delayed = DelayedScaling(config, torch.device("cpu"), 3, 0) if config.recipe == "delayed" else None
     precision = LinearQuantizer(config, KERNELS, delayed=delayed)

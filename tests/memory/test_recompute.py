@@ -56,7 +56,7 @@ WAYS = {
 
 
 def moe() -> MoEConfig:
-    """Everything that a second forward could repeat: losses, counts, jitter, and a gated shared expert."""
+    """Module with all side effects that a second forward could repeat: losses, counts, jitter, gated shared expert."""
     router = tiny.router(
         balancing=("aux_loss", "seq_aux_loss", "global_aux_loss"),
         aux_loss_coeffs=(0.02, 0.01, 0.03),
@@ -177,7 +177,7 @@ def losses_of(net: GPT, given: MicroBatch) -> LossOutput:
 
 
 def kept_bytes(config: ModelConfig, recompute: RecomputeConfig) -> int:
-    """Bytes that exist between forward and backward. After backward only gradients may be left."""
+    """Bytes that remain allocated between forward and backward. After backward only gradients may remain."""
     context = ParallelContext.single(dtype=torch.float32)
     kernels = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
     net = GPT(config, context, kernels, saved_tensors=SavedTensorPolicy(recompute))

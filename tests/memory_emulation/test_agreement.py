@@ -59,7 +59,7 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """Emulated over closed form."""
+        """Emulated memory divided by that of the cost model."""
         return self.peak / self.closed.total
 
 
@@ -81,7 +81,7 @@ def without_hardware(recipe: str) -> tuple[Settings, list[str]]:
 
 
 def missing(settings: Settings, world_size: int) -> list[str]:
-    """Requested features that are unavailable, and violated rules."""
+    """Requested features that are unavailable, and rules that the flags violate."""
     flags = REGISTRY.flags
     found = [
         flag.option

@@ -39,7 +39,7 @@ MODEL = tiny.model(num_layers=4, moe_config=tiny.moe(dispatcher="alltoall"))
 
 
 def plan(*, pp: int = 1, vpp: int = 1, ep: int = 1, imbalance: float = 1.0, **changes) -> RunPlan:
-    """bf16 with ZeRO-1 on pp * ep ranks, 16 microbatches of 2 sequences."""
+    """Plan in bf16 with ZeRO-1 on pp * ep ranks and 16 microbatches of 2 sequences."""
     layout = even_layout(4, pp=pp, vpp=vpp)
     config = tiny.plan(
         model=MODEL,
