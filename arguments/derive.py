@@ -219,14 +219,14 @@ def indexer_sizes(flags: Flags) -> dict[str, int | None]:
 def linear_layers(
     num_layers: int, experimental_attention_variant: str | None, linear_attention_freq: LayerPattern | None
 ) -> tuple[bool, ...]:
-    """For each layer, whether linear attention is its mixer. An integer n exempts layers n, 2n, ... (from 1)."""
+    """Whether each layer has linear attention. An integer n exempts layers n, 2n, ... (counted from 1)."""
     if experimental_attention_variant not in DELTA_NETS:
         return (False,) * num_layers
     return LAYER_PATTERNS["linear_attention_freq"](num_layers, linear_attention_freq)
 
 
 def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[bool, ...]:
-    """For each layer, whether it has rotary embeddings. An integer n exempts layers n, 2n, ... (counted from 1)."""
+    """Whether each layer has rotary embeddings. An integer n exempts layers n, 2n, ... (counted from 1)."""
     return LAYER_PATTERNS["no_rope_freq"](num_layers, no_rope_freq)
 
 

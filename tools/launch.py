@@ -95,7 +95,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
     if options.launcher == "torchrun" and options.container:
         raise FlagErrors.of("--container needs --launcher slurm", "leave it out, or run this command in the container")
     given = {normal(each.option): each.words or () for each in split(flags)[0]}
-    if "--no-exit-signal-handler" not in given:  # the signal before the end of a job would end it without a save
+    if "--no-exit-signal-handler" not in given:  # else the warning signal kills the job before it saves
         flags = [*flags, "--exit-signal-handler"]
     source = given.get("--recipe") or given.get("--config")
     name = options.name or (Path(source[0]).stem if source else "megatron-moe")

@@ -201,7 +201,7 @@ def comparisons(curves: Sequence[Curve], iterations: int) -> Iterator[tuple[Curv
 
 
 def exceeded(curves: Sequence[Curve], iterations: int) -> list[str]:
-    """Sentences about gaps above their limits."""
+    """Messages about variants whose loss gap exceeds their limit."""
     return [
         f"{curve.model}, {curve.variant.name}: a gap of {largest:.2%} exceeds {curve.variant.limit:.2%}"
         for curve, found in comparisons(curves, iterations)

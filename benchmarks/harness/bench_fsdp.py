@@ -4,7 +4,7 @@
         [--output-dir benchmarks]
 
 Writes `<date>-<machine>-fsdp-muon.md`, after every case, with step times, TFLOP/s by Megatron's formula, and the
-measured peak memory beside the closed form of the dry run. A case is compared with an earlier one, its baseline.
+measured peak memory and the closed form of the dry run. A case is compared with an earlier one, its baseline.
 Weights are drawn on the device. Without torchrun, the first of two ranks is timed alone: its communication takes no
 time, but its memory is that of two ranks. `--tiny` runs small models of the same settings on the CPU, where memory is
 not measured.

@@ -332,7 +332,7 @@ class SoftmaxMixerConfig(MixerConfig):
         if exchange == "allgather":  # per chunk of queries, which may attend to the keys of all ranks
             chunk = tokens // 2 if parallel.cp_split == "zigzag" else tokens
             return float(chunk * (per_query + pairs) + tokens * parallel.cp * (per_key + key_sums))
-        # a ring has key gradients that are accumulated, received and sent, and keys that are received and sent
+        # a ring has three buffers of key gradients (accumulated, received, sent) and two of keys (received, sent)
         per_token = per_query + per_key + 3 * key_sums + 2 * self.keys_values_width * sizes.activation
         return float(tokens * (per_token + pairs / parallel.cp))
 

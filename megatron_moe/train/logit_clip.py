@@ -36,7 +36,7 @@ class LogitClip:
 
     @torch.no_grad()
     def end_step(self, apply_update: Tensor, metrics: MetricAccumulator) -> dict[Parameter, Tensor]:
-        """Returns the factors of rows for `Optimizer.step`, all 1 if `apply_update` is False, and resets the maxima."""
+        """Returns the row scaling factors for `Optimizer.step`, all 1 if `apply_update` is False; resets the maxima."""
         if not self._mixers:
             return {}
         maxima = [mixer.max_logits for mixer in self._mixers if mixer.max_logits is not None]

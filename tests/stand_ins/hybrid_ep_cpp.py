@@ -1,1 +1,1 @@
-"""Stand-in for the extension module of the branch hybrid-ep of DeepEP, whose presence means that it is installed."""
+"""Stand-in for the C++ extension of DeepEP's hybrid-ep branch; the backend checks that this module exists."""

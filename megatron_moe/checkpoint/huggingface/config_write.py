@@ -146,7 +146,7 @@ def _linear(model: ModelConfig, kind: type[LinearAttentionConfig]) -> LinearAtte
 
 
 def _dense(model: ModelConfig) -> tuple[list[int], MLPConfig | None]:
-    """Returns (indices of the dense layers, their MLP)."""
+    """Returns (indices of the dense layers, config of their MLP or None)."""
     blocks = [layer.feed_forward for layer in model.layers]
     dense = [index for index, block in enumerate(blocks) if isinstance(block, MLPConfig)]
     first = blocks[dense[0]] if dense else None

@@ -121,7 +121,7 @@ class Result:
 
 
 Change = Callable[[MoELayer], None]
-"""Change of a new layer, the same on every rank."""
+"""Modifies a newly built layer, identically on every rank."""
 
 
 def leave(layer: MoELayer) -> None:

@@ -234,7 +234,7 @@ def _solution_grads(
     q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
     WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients through the right-hand sides of the systems, beta v and beta from_state k."""
+    """Gradients through the right-hand sides of the triangular systems, beta v and beta from_state k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, mask, rows, whole, _, _, from_state, _, _ = open_chunk(
         decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
