@@ -148,7 +148,7 @@ def _every_nth(num_layers: int, pattern: LayerPattern | None) -> tuple[bool, ...
 def _not_exempt(
     num_layers: int, pattern: LayerPattern | None, *, listed: int = 1, unset: bool = True
 ) -> tuple[bool, ...]:
-    """For each layer, whether it is not exempt: an interval n exempts layers n, 2n, ... (counted from 1), a list all
+    """Whether each layer is included: an interval n exempts layers n, 2n, ... (counted from 1), a list all
     layers whose entry is not `listed`, and None all layers unless `unset`."""
     if pattern is None:
         return (unset,) * num_layers

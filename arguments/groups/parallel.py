@@ -19,7 +19,7 @@ class ParallelFlags:
         "overlaps only the all-gather and reduce-scatter in the backward of bf16 column-parallel layers, "
         "without user buffers",
     )
-    """Overlap tensor-parallel communication with matrix products."""
+    """Overlap tensor-parallel communication with GEMMs."""
     context_parallel_size: int = flag(1, least=1)
     """Context-parallel size: number of ranks that shard the sequence."""
     expert_model_parallel_size: int = flag(1, least=1)

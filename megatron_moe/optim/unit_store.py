@@ -68,7 +68,7 @@ class GatheringStore(ParamStore):
         self._recent: list[_Unit] = []
         """Layers with gathered weights, the least recently used first."""
         self.trace: list[tuple[str, str]] | None = None
-        """(event, unit) of all gathers and uses, if it is a list."""
+        """(event, unit) of all gathers and uses; None: not recorded."""
 
     @property
     def gathers(self) -> bool:

@@ -68,7 +68,7 @@ def test_several_residual_streams_and_hash_layers_equal_one_rank(cell: str) -> N
 
 @pytest.mark.parametrize("mixer", ["delta", "mamba"])
 def test_states_passed_between_chunks_equal_one_rank(mixer: str) -> None:
-    """Linear attention with `--linear-cp-mode chunkwise` with tensor, pipeline and expert parallelism."""
+    """Linear attention with `--linear-cp-mode chunkwise`, combined with tensor, pipeline and expert parallelism."""
     plan = plan_of(
         cell_of(
             f"tp=2 sp=on cp=2 pp=2 ep=4 dispatcher=alltoall attention={mixer} accumulation=2 documents=packed "

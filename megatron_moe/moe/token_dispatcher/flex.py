@@ -116,7 +116,7 @@ class ReceivedTokens(NamedTuple):
     """Tokens of all ranks, G at most, as they arrived."""
 
     tokens_GH: MatrixOperand
-    """In the format in which they were sent."""
+    """Received tokens, in the format in which they were sent."""
     ids_GK: Tensor | None
     """Expert ids, int64 or int32; experts of other ranks are ignored. None in exchanges of gradients."""
     probs_GK: Tensor | None
