@@ -75,7 +75,7 @@ class ParallelConfig:
     high_priority_a2a_comm_stream: bool = False
     """Runs expert communication on CUDA streams of high priority (`--high-priority-a2a-comm-stream`)."""
     tp_comm_overlap: bool = False
-    """Overlaps collectives with matrix products in the backward of column-parallel layers (`--tp-comm-overlap`)."""
+    """Overlaps collectives with GEMMs in the backward of column-parallel layers (`--tp-comm-overlap`)."""
     debug_collectives: bool = False
     """Checks before each collective that all ranks of the group call it with equal shapes (torch.distributed's debug
     level DETAIL)."""

@@ -1,4 +1,4 @@
-"""Short pipelined training runs as plain tensors by name, for comparing layouts."""
+"""Short pipelined training runs whose results, tensors by name, can be compared between layouts."""
 
 from dataclasses import replace
 

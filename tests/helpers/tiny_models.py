@@ -137,7 +137,7 @@ def model_config(*layers: LayerConfig, **changes: Any) -> ModelConfig:
 
 
 def with_streams_and_hash(config: ModelConfig, num_hash: int = 2) -> ModelConfig:
-    """Three residual streams in all layers, and experts that follow from the token id in the first `num_hash`."""
+    """Adds three residual streams to all layers, and selects experts by token id in the first `num_hash` layers."""
     streams = HyperConnectionsConfig(num_streams=3, sinkhorn_iterations=4, init_gating_factor=0.5)
     layers = [replace(layer, residual=streams) for layer in config.layers]
     for index, layer in enumerate(layers[:num_hash]):
