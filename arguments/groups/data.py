@@ -125,7 +125,7 @@ class DataFlags:
     )
     """Sequences in a row start at multiples of this number of tokens. `max` or not set: 1."""
     thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = flag(None)
-    """Whether padding at the end of a row forms a separate sequence or extends the last one. Not set:
+    """Whether padding at the end of a row forms a separate sequence or extends the last one. Default:
     append_dummy_seq."""
     thd_max_packed_sequences: int | None = flag(None, least=1)
     """Maximum number of sequences per row, including the padding sequence of append_dummy_seq. Default: no limit."""
