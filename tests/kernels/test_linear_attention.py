@@ -81,19 +81,33 @@ def test_triton_kernels_equal_the_reference(shape, delta, lengths):
     FP32_REF.check_all(results(triton.linear_attention, values, *rest), results(linear_attention, values, *rest))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
-def test_triton_kernels_read_parts_of_one_tensor(delta):
-    *_, decay, beta = (None if x is None else x.float() for x in inputs(70, 2, 2, 4, 8, 6, delta=delta))
-    packed = draw(70, 2, 2 * 8 * 2 + 4 * 6 + 3, seed=5).float() / 4
+def test_triton_kernels_read_and_save_parts_of_one_tensor(delta, batch):
+    *_, decay, beta = (None if x is None else x.float() for x in inputs(70, batch, 2, 4, 8, 6, delta=delta))
+    packed = draw(70, batch, 2 * 8 * 2 + 4 * 6 + 3, seed=5).float() / 4
+    copies = []
 
     def function(op):
         def run(packed, decay, beta):
             q, k, v, _ = packed.split((16, 16, 24, 3), dim=-1)
-            return op(q.unflatten(-1, (2, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (4, 6)), decay, beta, None, 0.3)
+
+            def saved(x):
+                if x.dim() == 4 and x.shape[-1] in (8, 6) and x.untyped_storage()._cdata != packed_storage:
+                    copies.append(x.shape)
+                return x
+
+            packed_storage = packed.untyped_storage()._cdata
+            with torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x):
+                return op(
+                    q.unflatten(-1, (2, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (4, 6)), decay, beta, None, 0.3
+                )
 
         return results(run, [packed, decay, beta])
 
-    FP32_REF.check_all(function(triton.linear_attention), function(linear_attention))
+    found = function(triton.linear_attention)
+    assert not copies, "q, k and v are saved where they are"
+    FP32_REF.check_all(found, function(linear_attention))
 
 
 def test_systems_of_equal_keys_are_solved_accurately():

@@ -39,7 +39,7 @@ class ScanShape:
     @classmethod
     def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor, eps: float | None) -> "ScanShape":
         length, batch, heads, value_width = v_SBME.shape
-        strides = q_SBND.stride(1), k_SBND.stride(1), v_SBME.stride(1)
+        strides = row_stride(q_SBND), row_stride(k_SBND), row_stride(v_SBME)
         return cls(length, batch, q_SBND.shape[2], heads, q_SBND.shape[3], value_width, strides, eps)
 
     @property
@@ -68,10 +68,16 @@ class ScanShape:
         return cdiv(self.value_width, self.tiles["VALUE"])
 
 
+def row_stride(x: Tensor) -> int:
+    """Elements between consecutive rows [N, D] of x [S, B, N, D]. For B = 1 the stride of that dim is arbitrary: views
+    of a part of a tensor have the width of the part."""
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
+
+
 def strided(x: Tensor) -> Tensor:
     """x [S, B, N, D] with contiguous rows [N, D] that are evenly spaced; copies only if necessary."""
     _, batch, _, width = x.shape
-    spaced = x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == batch * x.stride(1)
+    spaced = x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == batch * row_stride(x)
     return x if spaced else x.contiguous()
 
 
