@@ -129,6 +129,7 @@ class RouterConfig:
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Weight [E, H] and bias [E]. The expert bias of balancing without auxiliary loss is a buffer."""
+        # with sequence parallelism, every rank routes its own tokens, so gradients are partial
         meta = ParamMeta(role="router", fan_in=self.hidden_size, partial_over_tp=parallel.sequence_parallel)
         shape = (self.num_experts, self.hidden_size)
         yield ParamSpec(name="router.weight", shape=shape, meta=meta, counted="router")
@@ -183,19 +184,16 @@ class ExpertsConfig(MLPConfig):
         return self.grouped and not self.bias and not self.probs_on_output
 
     def parameters_as(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
+        """Weights [E, outputs, inputs] and biases [E, outputs]."""
         num = self.num_experts
         for name, shape, options in self.matrices():
             meta = ParamMeta(role="matrix", grid="expert", num_experts=num, fan_in=shape[1], **options)
             yield ParamSpec(name=f"{name}.weight", shape=(num, *shape), meta=meta, **fields)
             if self.bias:
-                meta = expert_bias_meta(meta)
+                tp_dim = 0 if meta.tp_dim == 0 else None
+                meta = replace(meta, role="bias", init="zeros", fan_in=1, tp_dim=tp_dim, decay=False)
                 fields_of_bias = {**fields, "low": "", "recomputed_by": ()}
                 yield ParamSpec(name=f"{name}.bias", shape=(num, shape[0]), meta=meta, **fields_of_bias)
-
-
-def expert_bias_meta(weight: ParamMeta) -> ParamMeta:
-    """Metadata of the biases [n, outputs] of experts with weights [n, outputs, inputs]."""
-    return replace(weight, role="bias", init="zeros", fan_in=1, tp_dim=0 if weight.tp_dim == 0 else None, decay=False)
 
 
 @dataclass(frozen=True, kw_only=True)

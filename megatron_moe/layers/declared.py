@@ -1,8 +1,9 @@
 """Parameters and linear layers of a component, from the declaration in its config."""
 
-from typing import Literal, cast
+from collections.abc import Iterable
+from typing import Any, Literal, cast
 
-from megatron_moe.config.component import Component
+from megatron_moe.config.component import Component, ParamSpec
 from megatron_moe.config.precision import LinearRole
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.resources import ModelResources
@@ -12,24 +13,40 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 class DeclaredParameters:
     """Creates what `Component.parameters` declares, so that a module does not repeat shapes, shards and roles."""
 
-    def __init__(self, config: Component, resources: ModelResources) -> None:
+    def __init__(self, specs: Iterable[ParamSpec], resources: ModelResources[Any]) -> None:
         self._resources = resources
-        self._specs = {spec.name: spec for spec in config.parameters(resources.ctx.config)}
+        self._specs = {spec.name: spec for spec in specs}
+
+    @classmethod
+    def of(cls, config: Component, resources: ModelResources[Any]) -> "DeclaredParameters":
+        """Creates the parameters of a component."""
+        return cls(config.parameters(resources.ctx.config), resources)
 
     def parameter(self, name: str) -> Parameter:
         """This rank's shard of a parameter."""
         return new_parameter(self._specs[name].shape, self._specs[name].meta, self._resources.ctx)
 
-    def linear(self, name: str, *, saves_input: bool = False, common_input: bool = False) -> Linear:
-        """Linear layer with the parameters `name`.weight and, if declared, `name`.bias. Its role in FP8 and FP4 recipes
-        is `ParamSpec.low`. `saves_input`, `common_input`: see `LinearQuantizers.new`."""
+    def optional(self, name: str) -> Parameter | None:
+        """This rank's shard of a parameter; None if it is not declared."""
+        return self.parameter(name) if name in self._specs else None
+
+    def linear(
+        self, name: str, *, role: LinearRole | None = None, saves_input: bool = False, common_input: bool = False
+    ) -> Linear:
+        """Linear layer with the parameters `name`.weight and, if declared, `name`.bias.
+
+        Args:
+            role: role in FP8 and FP4 recipes; None selects `ParamSpec.low`.
+            saves_input, common_input: see `LinearQuantizers.new`.
+        """
         weight, resources = self._specs[f"{name}.weight"], self._resources
         (outputs, inputs), meta = weight.shape, weight.meta
         assert meta.init in ("normal", "output"), f"{name} has the initial values {meta.init}"
         quantizer = None
         if weight.low:
-            role = cast(LinearRole, weight.low)
-            quantizer = resources.quantizers.new(role, name, saves_input=saves_input, common_input=common_input)
+            quantizer = resources.quantizers.new(
+                role or cast(LinearRole, weight.low), name, saves_input=saves_input, common_input=common_input
+            )
         return Linear(
             inputs,
             outputs,

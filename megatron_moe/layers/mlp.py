@@ -14,7 +14,7 @@ class MLP(FeedForward):
     def __init__(self, config: MLPConfig, site: Site, resources: ModelResources) -> None:
         super().__init__()
         self.config = config
-        declared = DeclaredParameters(config, resources)
+        declared = DeclaredParameters.of(config, resources)
         saves_input = resources.saved_tensors.is_recomputed("layernorm")
         self.linear_fc1 = declared.linear("linear_fc1", saves_input=saves_input)
         self.linear_fc2 = declared.linear("linear_fc2")

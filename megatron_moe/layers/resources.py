@@ -27,6 +27,10 @@ class ModelResources(NamedTuple, Generic[ExpertComm]):
         """Creates resources for a module outside a model, without recompute and offload."""
         return cls(ctx, kernels, SavedTensorPolicy())
 
+    def within(self, name: str) -> "ModelResources[ExpertComm]":
+        """Returns these resources for the submodule `name`."""
+        return self._replace(quantizers=self.quantizers.within(name))
+
     def at(self, path: str, layer: int) -> "ModelResources":
         """Returns these resources for the module `path` of a transformer layer."""
         return self._replace(quantizers=self.quantizers.within(path, layer))

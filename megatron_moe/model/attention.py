@@ -96,7 +96,7 @@ class Attention(SoftmaxAttention):
         self.ranks_per_group = max(ctx.group("tp").size // config.num_query_groups, 1)
         self.num_groups = local_heads(config.num_query_groups * self.ranks_per_group, ctx)
         self.heads_per_group = self.num_heads // self.num_groups
-        declared = DeclaredParameters(config, resources)
+        declared = DeclaredParameters.of(config, resources)
         saves_input = self.saved_tensors.is_recomputed("layernorm")
         self.linear_qkv = declared.linear("linear_qkv", saves_input=saves_input)
         self.input_linears = (self.linear_qkv,)

@@ -66,7 +66,7 @@ class Compressor(nn.Module):
     def __init__(self, config: CompressedAttentionConfig, name: str, width: int, resources: ModelResources) -> None:
         """`name`: path of the module; `width`: channels of an entry."""
         super().__init__()
-        declared = DeclaredParameters(config, resources)
+        declared = DeclaredParameters.of(config, resources)
         self.linear_wkv, self.linear_wgate = (
             declared.linear(f"{name}.{kind}") for kind in ("linear_wkv", "linear_wgate")
         )
@@ -97,7 +97,7 @@ class EntryIndexer(nn.Module):
         super().__init__()
         assert config.indexer is not None
         self.config, self.rope, self.kernels = config.indexer, config.rope, resources.kernels
-        declared = DeclaredParameters(config, resources)
+        declared = DeclaredParameters.of(config, resources)
         self.linear_wq_b = declared.linear("indexer.linear_wq_b")
         self.linear_weights_proj = declared.linear("indexer.linear_weights_proj")
         self.compressor = Compressor(config, "indexer.compressor", config.indexer.head_dim, resources)
@@ -120,7 +120,7 @@ class CompressedAttention(Mixer):
     def __init__(self, config: CompressedAttentionConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(site, resources)
         self.config = config
-        declared, norm = DeclaredParameters(config, resources), partial(Norm, config.norm)
+        declared, norm = DeclaredParameters.of(config, resources), partial(Norm, config.norm)
         down = partial(declared.linear, saves_input=self.saved_tensors.is_recomputed("layernorm"), common_input=True)
         self.linear_q_down_proj, self.linear_kv_proj = down("linear_q_down_proj"), down("linear_kv_proj")
         self.input_linears = (self.linear_q_down_proj, self.linear_kv_proj)

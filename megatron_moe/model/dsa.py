@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from megatron_moe.config.dsa import DSAConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.layers.components import Site
-from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import rotate
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.sparse_attention import KeyChoice, QueryRows, choose_keys, raise_maxima_
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
-from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.context_parallel import in_order
 from megatron_moe.parallel.tensor_parallel import all_gather, enter_tensor_parallel, my_positions, sequence_part
 
@@ -34,15 +34,15 @@ from megatron_moe.parallel.tensor_parallel import all_gather, enter_tensor_paral
 class Indexer(nn.Module):
     """Queries, keys and weights of the indexer, for the positions of this rank's residual stream."""
 
-    def __init__(self, config: DSAConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+    def __init__(self, config: DSAConfig, resources: ModelResources) -> None:
         super().__init__()
-        self.config, self.ctx, self.kernels = config.indexer, ctx, kernels
+        self.config, self.ctx, self.kernels = config.indexer, resources.ctx, resources.kernels
         heads, width = config.indexer.num_heads, config.indexer.head_dim
-        assert config.q_lora_rank is not None, "the indexer reads the q latent"
-        self.linear_wq_b = Linear(config.q_lora_rank, heads * width, ctx, kernels)
-        self.linear_wk = Linear(config.hidden_size, width, ctx, kernels)
-        self.k_norm = Norm(config.indexer.norm, width, ctx, kernels)
-        self.linear_weights_proj = Linear(config.hidden_size, heads, ctx, kernels)
+        declared = DeclaredParameters.of(config, resources)
+        self.linear_wq_b = declared.linear("indexer.linear_wq_b")
+        self.linear_wk = declared.linear("indexer.linear_wk")
+        self.k_norm = Norm(config.indexer.norm, width, self.ctx, self.kernels)
+        self.linear_weights_proj = declared.linear("indexer.linear_weights_proj")
         self.scale = (heads * width) ** -0.5
 
     def forward(self, hidden_SBH: Tensor, latent_SBQ: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +80,7 @@ class DSA(MLA):
 
     def __init__(self, config: DSAConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
-        self.indexer = Indexer(config, self.ctx, self.kernels)
+        self.indexer = Indexer(config, resources)
 
     def _up(
         self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor, q: Tensor | None = None

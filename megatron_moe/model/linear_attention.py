@@ -34,7 +34,7 @@ class LinearAttention(Mixer):
         super().__init__(site, resources)
         self.local = config.shard(self.ctx.group("tp").size)
         """Config with the heads of this tensor-parallel rank."""
-        self.declared = DeclaredParameters(config, resources)
+        self.declared = DeclaredParameters.of(config, resources)
         saves_input = self.saved_tensors.is_recomputed("layernorm")
         self.in_proj = self.declared.linear("in_proj", saves_input=saves_input)
         self.input_linears = (self.in_proj,)

@@ -39,7 +39,7 @@ class MLA(SoftmaxAttention):
         super().__init__(config, site, resources)
         ctx, kernels = self.ctx, self.kernels
         self.config = config
-        declared, q_rank = DeclaredParameters(config, resources), config.q_lora_rank
+        declared, q_rank = DeclaredParameters.of(config, resources), config.q_lora_rank
         # q and kv projections read the same input; as shards, they read two copies of it
         shares_input = q_rank is not None or ctx.group("tp").size == 1
         saves_input = not shares_input or self.saved_tensors.is_recomputed("layernorm")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
 from megatron_moe.layers.components import FeedForward, new_streams_head
-from megatron_moe.layers.linear import Linear
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.node_chain import (
     BoundNodes,
     LayerState,
@@ -54,8 +54,8 @@ class MTPLayer(nn.Module):
         hidden = config.hidden_size
         self.enorm = Norm(config.norm, hidden, ctx, kernels)
         self.hnorm = Norm(config.norm, hidden, ctx, kernels)
-        quantizer = resources.quantizers.new("mtp", f"mtp.layers.{depth}.eh_proj")
-        self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0, quantizer=quantizer)
+        declared = DeclaredParameters(config.mtp_parameters(ctx.config), resources.within(f"mtp.layers.{depth}"))
+        self.eh_proj = declared.linear("eh_proj")
         layer, site = len(config.layers) + depth, f"mtp.layers.{depth}.transformer_layer"
         self.transformer_layer = TransformerLayer(config.mtp_layer, layer, site, resources)
         self.streams_head = new_streams_head(config, resources)

@@ -2,26 +2,24 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import ExpertsConfig, expert_bias_meta
-from megatron_moe.config.param_meta import ParamMeta
+from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ExpertRows
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.kernels.reference.sequential import sequential
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.quantized_module import QuantizedModule
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
-from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
 
 class Experts(nn.Module):
@@ -37,42 +35,23 @@ class Experts(nn.Module):
     of each expert over etp. The outputs of an etp rank are therefore partial sums, and the combine step adds them up.
     """
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy | None = None,
-        quantizers: LinearQuantizers = NO_QUANTIZERS,
-    ) -> None:
+    def __init__(self, config: ExpertsConfig, resources: ModelResources[Any]) -> None:
         super().__init__()
-        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.saved_tensors = resources.saved_tensors
         self.config = config
-        self.kernels = kernels if config.grouped else sequential(kernels)
-        fan, ep, in_pages = config.activation.fan, ctx.group("ep"), self.saved_tensors.stash is not None
+        self.kernels = resources.kernels if config.grouped else sequential(resources.kernels)
+        specs = config.parameters_as(resources.ctx.config, counted="experts", low="experts")
+        declared, ctx = DeclaredParameters(specs, resources), resources.ctx
+        ep, in_pages = ctx.group("ep"), self.saved_tensors.stash is not None
         num_experts = config.num_experts, ep.rank * (config.num_experts // ep.size)
-        new = partial(quantizers.new, "experts", experts=num_experts)
-        discards = self.saved_tensors.is_recomputed("moe_act")
-        self.linear_fc1 = ExpertStack(
-            config,
-            config.hidden_size,
-            fan * config.ffn_hidden_size,
-            ctx,
-            self.kernels,
-            tp_dim=0,
-            splits=fan,
-            quantizer=new("linear_fc1", saves_input=in_pages),
-        )
-        self.linear_fc2 = ExpertStack(
-            config,
-            config.ffn_hidden_size,
-            config.hidden_size,
-            ctx,
-            self.kernels,
-            tp_dim=1,
-            init="output",
-            quantizer=new("linear_fc2", saves_input=in_pages or discards),
-        )
+
+        def stack(name: str, saves_input: bool) -> ExpertStack:
+            weight, bias = declared.parameter(f"{name}.weight"), declared.optional(f"{name}.bias")
+            quantizer = resources.quantizers.new("experts", name, experts=num_experts, saves_input=saves_input)
+            return ExpertStack(weight, bias, ctx, self.kernels, quantizer)
+
+        self.linear_fc1 = stack("linear_fc1", in_pages)
+        self.linear_fc2 = stack("linear_fc2", in_pages or self.saved_tensors.is_recomputed("moe_act"))
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
         """Returns the output of each row's expert, in the order of the rows. If `rows.sums_tokens`, returns the sum of
@@ -139,29 +118,18 @@ class ExpertStack(QuantizedModule):
 
     def __init__(
         self,
-        config: ExpertsConfig,
-        inputs: int,
-        outputs: int,
+        weight: Parameter,
+        bias: Parameter | None,
         ctx: ParallelContext,
         kernels: Kernels,
-        *,
-        tp_dim: Literal[0, 1],
-        splits: int = 1,
-        init: Literal["normal", "output"] = "normal",
         quantizer: LinearQuantizer | None = None,
     ) -> None:
-        """`splits`: number of equal blocks of output channels (2: gate and up); each is sharded over etp separately."""
         super().__init__()
         self.kernels = kernels
-        num = config.num_experts
-        parts = (outputs // splits,) * splits if tp_dim == 0 else ()
-        meta = ParamMeta(role="matrix", grid="expert", init=init, num_experts=num, tp_dim=tp_dim, splits=parts)
-        self._set_weight(new_parameter((num, outputs, inputs), replace(meta, fan_in=inputs), ctx), quantizer)
-        self.bias = None
-        if config.bias:
-            self.bias = new_parameter((num, outputs), expert_bias_meta(meta), ctx)
+        self._set_weight(weight, quantizer)
+        self.bias = bias
         # combine sums the outputs of the etp ranks, so only the first etp rank adds the bias
-        self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
+        self._bias_is_here = weight.meta.tp_dim == 0 or ctx.group("etp").rank == 0
 
     def forward(
         self,

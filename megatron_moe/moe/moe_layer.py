@@ -11,6 +11,7 @@ from megatron_moe.config.transport import LOCAL, ExpertTransport
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.components import FeedForward, Site
+from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.linear import Linear, with_common_copy
 from megatron_moe.layers.node_chain import LayerState, Node, parameters_of, run_nodes
 from megatron_moe.layers.resources import ModelResources
@@ -48,7 +49,7 @@ class MoELayer(FeedForward):
 
     def __init__(self, config: MoEConfig, site: Site, resources: ModelResources[ExpertComm]) -> None:
         super().__init__()
-        ctx, kernels, self.saved_tensors, expert_comm, quantizers = resources
+        ctx, kernels, self.saved_tensors, expert_comm, _ = resources
         hidden_size = config.router.hidden_size
         width = config.latent_size or hidden_size
         assert config.experts.hidden_size == width, f"expert width {config.experts.hidden_size}, not {width}"
@@ -61,21 +62,18 @@ class MoELayer(FeedForward):
         assert not config.experts.probs_on_input or config.router.topk == 1, "probs_on_input requires top-1 routing"
         replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
         assert not replicated, "MoE layers with tensor parallelism require sequence parallelism"
-        self.router = Router(config.router, config.capacity, site.layer, ctx, kernels)
-        self.experts = Experts(config.experts, ctx, kernels, self.saved_tensors, quantizers.within("experts"))
+        self.router = Router(config.router, config.capacity, site.layer, resources)
+        self.experts = Experts(config.experts, resources.within("experts"))
         self.shared_experts = None
         if config.shared is not None:
-            self.shared_experts = SharedExperts(config.shared, ctx, kernels, quantizers.within("shared_experts"))
+            self.shared_experts = SharedExperts(config.shared, resources.within("shared_experts"))
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.latent_size is not None:
             # latent projections: weights [L, H] before dispatch and [H, L] after combine; router and shared experts use
             # width H
-            first = quantizers.new("expert_latent", "fc1_latent_proj", saves_input=True)
-            second = quantizers.new("expert_latent", "fc2_latent_proj")
-            self.fc1_latent_proj = Linear(hidden_size, config.latent_size, ctx, kernels, quantizer=first)
-            self.fc2_latent_proj = Linear(
-                config.latent_size, hidden_size, ctx, kernels, init="output", quantizer=second
-            )
+            declared = DeclaredParameters.of(config, resources)
+            self.fc1_latent_proj = declared.linear("fc1_latent_proj", role="expert_latent", saves_input=True)
+            self.fc2_latent_proj = declared.linear("fc2_latent_proj", role="expert_latent")
         self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
         self.dispatcher = self.expert_comm.new_dispatcher(self._row_formats(config))
         # otherwise the other microbatch runs in between, on another stream

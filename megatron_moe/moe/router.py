@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from megatron_moe.config.functions import Balancing, Options
 from megatron_moe.config.moe import CapacityConfig, RouterConfig
-from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS, RegistrationProblem
 from megatron_moe.cost_model.expert_load import skewed_log_popularity
 from megatron_moe.data.batch import GivenRouting, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference.routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
+from megatron_moe.layers.declared import DeclaredParameters
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe import routing_methods
 from megatron_moe.moe.balancing import AttachLosses, AttachWeightedScores, BalancingLosses, BatchTokens, WeightedScores
@@ -28,8 +29,7 @@ from megatron_moe.moe.router_metrics import record_drops, record_load, record_lo
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
 
@@ -131,28 +131,20 @@ class Router(nn.Module):
     global_counts: Tensor
 
     def __init__(
-        self, config: RouterConfig, capacity: CapacityConfig | None, layer: int, ctx: ParallelContext, kernels: Kernels
+        self, config: RouterConfig, capacity: CapacityConfig | None, layer: int, resources: ModelResources[Any]
     ) -> None:
         super().__init__()
         _check(config, capacity)
         self.config = config
         self.capacity = capacity
         self.layer = layer
-        self.ctx = ctx
-        self.kernels = kernels
+        self.ctx, self.kernels = ctx, kernels = resources.ctx, resources.kernels
         self._counts_batch = any(BALANCING.get(name).counts_batch for name in config.balancing)
         self.selection = ExpertSelection(config, capacity, kernels)
         """Selects the experts. The layout check replaces it to reproduce the selection of another parallel layout."""
         num_experts = config.num_experts
-        # Under sequence parallelism every rank routes its own tokens, so gradients are partial.
-        partial = ctx.config.sequence_parallel
-        meta = ParamMeta(role="router", fan_in=config.hidden_size, partial_over_tp=partial)
-        self.weight = new_parameter((num_experts, config.hidden_size), meta, ctx)
-        self.bias = None
-        if config.linear_bias:
-            meta = ParamMeta(role="bias", fan_in=config.hidden_size, decay=False, partial_over_tp=partial)
-            self.bias = new_parameter((num_experts,), meta, ctx)
-
+        declared = DeclaredParameters(config.parameters(ctx.config), resources)
+        self.weight, self.bias = declared.parameter("router.weight"), declared.optional("router.bias")
         self._balancing_losses = [(loss, loss.bound(config.options), c) for loss, c in config.balancing_losses]
         self._token_metrics = token_metrics(config.options)
 

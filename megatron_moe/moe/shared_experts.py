@@ -1,15 +1,14 @@
 """Shared experts: an MLP that processes every token (DeepSeekMoE, arXiv 2401.06066 section 3.2)."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from megatron_moe.config.moe import SharedExpertsConfig
-from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.kernels import autograd
-from megatron_moe.kernels.ops import Kernels, internal_dtype
-from megatron_moe.layers.linear import Linear
-from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.layers.declared import DeclaredParameters
+from megatron_moe.layers.resources import ModelResources
 
 
 class SharedExperts(nn.Module):
@@ -19,28 +18,15 @@ class SharedExperts(nn.Module):
     a gated activation (gate rows first); `linear_fc2.weight` [H, F]; and w = `gate_weight` [1, H] with `config.gate`.
     """
 
-    gate_weight: Parameter | None
-
-    def __init__(
-        self,
-        config: SharedExpertsConfig,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        quantizers: LinearQuantizers = NO_QUANTIZERS,
-    ) -> None:
+    def __init__(self, config: SharedExpertsConfig, resources: ModelResources[Any]) -> None:
         super().__init__()
         assert not config.mlp.bias, "shared experts have no biases"
         self.activation = config.mlp.activation
-        self.kernels = kernels
-        hidden, ffn, fan = config.mlp.hidden_size, config.mlp.ffn_hidden_size, config.mlp.activation.fan
-        first = quantizers.new("shared_experts", "linear_fc1", saves_input=True)  # the router saves the same input
-        second = quantizers.new("shared_experts", "linear_fc2")
-        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, tp_dim=0, splits=(ffn,) * fan, quantizer=first)
-        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, tp_dim=1, init="output", quantizer=second)
-        self.gate_weight = None
-        if config.gate:
-            meta = ParamMeta(role="gate", fan_in=hidden, partial_over_tp=ctx.config.sequence_parallel)
-            self.gate_weight = new_parameter((1, hidden), meta, ctx)
+        self.kernels = resources.kernels
+        declared = DeclaredParameters(config.parameters(resources.ctx.config), resources)
+        self.linear_fc1 = declared.linear("linear_fc1", saves_input=True)  # the router saves the same input
+        self.linear_fc2 = declared.linear("linear_fc2")
+        self.gate_weight = declared.optional("gate_weight")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the MLP's output [..., H] for hidden states [..., H]."""

@@ -61,7 +61,7 @@ class SoftMixture(FeedForward):
     def __init__(self, config, site, resources):
         super().__init__()
         self.num_mlps, self.ctx = config.num_mlps, resources.ctx
-        declared = DeclaredParameters(config, resources)
+        declared = DeclaredParameters.of(config, resources)
         self.linear_fc1, self.linear_fc2 = declared.linear("linear_fc1"), declared.linear("linear_fc2")
         self.gate = declared.parameter("gate")
 

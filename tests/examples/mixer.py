@@ -71,7 +71,7 @@ class ShortConvConfig(MixerConfig):
 class ShortConv(Mixer):
     def __init__(self, config, site, resources):
         super().__init__(site, resources)
-        declared = DeclaredParameters(config, resources)
+        declared = DeclaredParameters.of(config, resources)
         self.linear_in, self.linear_out = declared.linear("linear_in"), declared.linear("linear_out")
         self.taps = declared.parameter("taps")
 

@@ -11,6 +11,7 @@ from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
@@ -36,7 +37,8 @@ def make(activation: ActivationConfig = KINDS["swiglu"], *, dtype=torch.float64,
     config = ExpertsConfig(
         num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=activation, **fields
     )
-    experts = Experts(config, ParallelContext.single(dtype=dtype), kernels or reference.bundle())
+    resources = ModelResources.alone(ParallelContext.single(dtype=dtype), kernels or reference.bundle())
+    experts = Experts(config, resources)
     fill(experts)
     return experts
 

@@ -13,6 +13,7 @@ from megatron_moe.config.moe import ExpertsConfig, SharedExpertsConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.shared_experts import SharedExperts
@@ -53,7 +54,8 @@ def experts(
 ) -> Experts:
     fields = {"hidden_size": HIDDEN, "ffn_hidden_size": ffn, "activation": KINDS[kind]}
     ctx = ParallelContext.single(dtype=torch.float32)
-    made = Experts(ExpertsConfig(num_experts=EXPERTS, **fields), ctx, kernels, policy, quantizers(config, kernels))
+    resources = ModelResources(ctx, kernels, policy or SavedTensorPolicy(), quantizers=quantizers(config, kernels))
+    made = Experts(ExpertsConfig(num_experts=EXPERTS, **fields), resources)
     fill(made)
     return made
 
@@ -133,7 +135,8 @@ def test_other_experts_are_quantised_by_separate_ops(fields: dict[str, bool]) ->
         num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=KINDS["swiglu"], **fields
     )
     ctx, kernels = ParallelContext.single(dtype=torch.float32), reference.bundle()
-    made = Experts(config, ctx, kernels, quantizers=quantizers(CONFIGS["blockwise"], kernels))
+    resources = ModelResources(ctx, kernels, SavedTensorPolicy(), quantizers=quantizers(CONFIGS["blockwise"], kernels))
+    made = Experts(config, resources)
     assert not made.has_fused_casts
     assert not experts(CONFIGS["blockwise"], "swiglu", kernels, ffn=10).has_fused_casts, "blocks of gate and up"
 
@@ -148,7 +151,8 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
     ctx = ParallelContext.single(dtype=torch.float32)
     source = quantizers(config, kernels)
     if shared:
-        made = SharedExperts(SharedExpertsConfig(mlp=mlp), ctx, kernels, source)
+        resources = ModelResources(ctx, kernels, SavedTensorPolicy(), quantizers=source)
+        made = SharedExperts(SharedExpertsConfig(mlp=mlp), resources)
     else:
         made = module_of(mlp, ctx, kernels, quantizers=source)
     fill(made)

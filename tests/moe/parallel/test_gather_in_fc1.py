@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.experts import Experts
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.bounded_dispatcher import bounded_comm, gather_in_fc1
@@ -50,7 +50,7 @@ def test_the_first_matrix_saves_each_token_once() -> None:
     assert rows.data is tokens and len(rows.probs_R) == 12
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
-        out = Experts(config, ctx, KERNELS, SavedTensorPolicy())(rows)
+        out = Experts(config, ModelResources.alone(ctx, KERNELS))(rows)
     assert out.index is None and len(out.data) == 12
     assert (6, HIDDEN) in saved and (12, HIDDEN) not in saved
 
