@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.imports import import_file
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.run import RunPlan
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, succeed
 from tests.helpers.command_lines import calls_of, plan_of, texts_of
-from tests.helpers.example_proofs import COVER, check_layout, check_memory, with_fp8
+from tests.helpers.example_proofs import COVER, check_layout, check_memory, check_replay, with_fp8
 from tests.helpers.ranks import run_torchrun
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
@@ -44,6 +44,16 @@ def test_layouts_equal_one_rank(cell):
 
 def test_layouts_with_fp8_products_equal_one_rank():
     check_layout(with_fp8(plan_of_cell("dp=2 ep=2")))
+
+
+def test_replayed_graphs_equal_eager_steps():
+    """Two ranks. Attention and router are captured; the exchange, whose collectives wait on the host, runs eagerly."""
+    check_replay(plan_of_cell("dp=2 ep=2"), ("attn", "moe_router", "moe_preprocess"))
+
+
+def test_graphs_cannot_contain_the_exchange():
+    with pytest.raises(EnvironmentProblem, match="token exchange of the transport gather"):
+        check_replay(plan_of_cell("dp=2 ep=2"), ("moe",))
 
 
 def test_emulated_memory_agrees_with_the_cost_model():

@@ -1,11 +1,12 @@
 """Proofs that the additions of `tests/examples/` share: layouts, FP8 products, replayed graphs, memory."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from megatron_moe.build import build_model, build_trainer, record_steps
+from megatron_moe.build import record_steps
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.precision import low_precision_config
@@ -15,7 +16,8 @@ from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
 from tests.helpers.eager_graphs import EagerRecorder
-from tests.helpers.pipelines import KERNELS, run_steps
+from tests.helpers.pipelines import make_trainer, run_steps, train
+from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 from tests.parity import cells
 
@@ -45,16 +47,19 @@ def with_fp8(plan: RunPlan) -> RunPlan:
 
 
 def check_replay(plan: RunPlan, modules: tuple[str, ...] = ("attn", "mlp", "moe_router")) -> None:
-    """Compares three steps with recorded and replayed modules with eager steps, bit for bit."""
-
-    def steps(graphs: CudaGraphConfig | None) -> dict[str, torch.Tensor]:
-        trainer = build_trainer(plan, context := ParallelContext.single(), build_model(plan, context, KERNELS), KERNELS)
-        if graphs is not None:
-            record_steps(trainer, EagerRecorder(), graphs)
-        return run_steps(plan, trainer, TrainState(), 3)
-
+    """Compares three steps with recorded and replayed modules with eager steps on every rank, bit for bit."""
     graphs = CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1)
-    EXACT.check_all(steps(graphs), steps(None), "replayed steps")
+
+    def replayed(context: ParallelContext) -> dict[str, torch.Tensor]:
+        trainer = make_trainer(plan, context)
+        record_steps(trainer, EagerRecorder(), graphs)
+        found = run_steps(plan, trainer, TrainState(), 3)
+        assert trainer.pipeline.graph_instances is not None and trainer.pipeline.graph_instances.summary()
+        return found
+
+    found, expected = on_threads(plan.parallel, replayed), on_threads(plan.parallel, partial(train, plan))
+    for rank, (of_graphs, eager) in enumerate(zip(found, expected, strict=True)):
+        EXACT.check_all(of_graphs, eager, f"replayed steps of rank {rank}")
 
 
 def check_memory(plan: RunPlan, rel: float = 0.03) -> None:
