@@ -69,19 +69,12 @@ def _path(name: str | None) -> Path | None:
 
 def planned(plan: RunPlan, emulated: Emulation) -> RunPlan:
     """Returns the plan with the emulation added. Raises FlagErrors if the requested expert load cannot be emulated."""
-    imbalance, problems = emulated.config.emulate_imbalance, []
-    for config in dict.fromkeys(plan.model.moe_configs):
-        experts, topk = config.router.num_experts, config.router.topk
-        most = min(plan.parallel.ep, experts / topk)
-        if imbalance > most:
-            what = (
-                f"--emulate-imbalance {imbalance:g}, but the experts of one of {plan.parallel.ep} expert-parallel "
-                f"ranks get at most {most:g} times an even share of top-{topk} choices among {experts}"
-            )
-            problems.append(Problem(what=what, remedy=f"give at most {most:g}"))
-        if config.capacity is not None and not config.capacity.pad and (imbalance > 1 or config.capacity.factor < 1):
-            what = "an emulation cannot predict dropped tokens when experts have a capacity but no padding"
-            problems.append(Problem(what=what, remedy="add --moe-pad-expert-input-to-capacity, or emulate even load"))
+    imbalance = emulated.config.emulate_imbalance
+    problems = [
+        Problem(what=what, remedy=remedy)
+        for config in dict.fromkeys(layer.feed_forward for layer in plan.model.layers)
+        for what, remedy in config.assumed_load_problems(plan.parallel, imbalance)
+    ]
     if problems:
         raise FlagErrors(problems)
     return replace(plan, emulation=emulated.config)

@@ -345,9 +345,10 @@ def _plan(
 def _replaced_transport(plan: RunPlan, *, checks_packages: bool) -> list[str]:
     """Note on the transport that replaces that of `--moe-flex-dispatcher-backend`, or would replace it if a package
     were missing."""
-    if not plan.model.moe_configs:
+    choices = (layer.feed_forward.choose_transport(plan.parallel) for layer in plan.model.layers)
+    choice = next(filter(None, choices), None)
+    if choice is None:
         return []
-    choice = plan.model.moe_configs[0].choose_transport(plan.parallel)
     if choice.replaces_request and choice.note:
         return [choice.note]
     note = None if checks_packages else if_not_installed(choice, spans_hosts=plan.parallel.experts_span_hosts)

@@ -23,7 +23,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta, local_boxes
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.text import counted, divisors
-from megatron_moe.config.transport import TokenExchange
+from megatron_moe.config.transport import TokenExchange, TransportChoice
 
 UNSHARDED = ParallelConfig()
 """Parallel config of a single rank, for properties of unsharded modules."""
@@ -229,6 +229,19 @@ class FeedForwardConfig(Component):
     def selects_in_kernel(self) -> bool:
         """Whether the `route` kernel selects the experts, so that a memory emulation can replace the selection."""
         return True
+
+    def choose_transport(self, parallel: ParallelConfig, *, has_peer_access: bool = True) -> TransportChoice | None:
+        """Transport of the exchange of tokens with other ranks; None if the module exchanges no tokens."""
+        return None
+
+    def assumed_load_problems(self, parallel: ParallelConfig, imbalance: float) -> Iterator[tuple[str, str]]:
+        """Yields (what, remedy) of each reason why an emulation cannot assume that the experts of one rank get
+        `imbalance` times an even share of the rows."""
+        yield from ()
+
+    def without_host_reads(self) -> "FeedForwardConfig":
+        """Config of an equal module that reads no tensor on the host, so that it runs on the `meta` device."""
+        return self
 
     def exchange(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None

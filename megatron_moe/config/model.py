@@ -224,8 +224,14 @@ class ModelConfig:
 def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) -> ModelConfig:
     """Returns a copy of the model config in which `change` is applied to the config of every MoE layer."""
 
+    return with_feed_forwards(config, lambda each: change(each.routed_experts) if each.routed_experts else each)
+
+
+def with_feed_forwards(config: ModelConfig, change: Callable[[FeedForwardConfig], FeedForwardConfig]) -> ModelConfig:
+    """Returns a copy of the model config in which `change` is applied to the feed-forward config of every layer."""
+
     def changed(layer: LayerConfig) -> LayerConfig:
-        return layer if layer.moe is None else replace(layer, feed_forward=change(layer.moe))
+        return replace(layer, feed_forward=change(layer.feed_forward))
 
     mtp = config.mtp and replace(config.mtp, layer=config.mtp.layer and changed(config.mtp.layer))
     return replace(config, layers=tuple(map(changed, config.layers)), mtp=mtp)

@@ -335,6 +335,23 @@ class MoEConfig(FeedForwardConfig):
     def selects_in_kernel(self) -> bool:
         return "sinkhorn" not in self.router.balancing
 
+    def assumed_load_problems(self, parallel: ParallelConfig, imbalance: float) -> Iterator[tuple[str, str]]:
+        experts, topk, capacity = self.router.num_experts, self.router.topk, self.capacity
+        most = min(parallel.ep, experts / topk)
+        if imbalance > most:
+            what = (
+                f"--emulate-imbalance {imbalance:g}, but the experts of one of {parallel.ep} expert-parallel "
+                f"ranks get at most {most:g} times an even share of top-{topk} choices among {experts}"
+            )
+            yield what, f"give at most {most:g}"
+        if capacity is not None and not capacity.pad and (imbalance > 1 or capacity.factor < 1):
+            what = "an emulation cannot predict dropped tokens when experts have a capacity but no padding"
+            yield what, "add --moe-pad-expert-input-to-capacity, or emulate even load"
+
+    def without_host_reads(self) -> "MoEConfig":
+        # one GEMM per expert reads the offsets of the experts' rows on the host
+        return replace(self, experts=replace(self.experts, grouped=True))
+
     def exchange(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> TokenExchange | None:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from megatron_moe import build
 from megatron_moe.config.emulation import RoutedLoad
-from megatron_moe.config.model import with_experts
-from megatron_moe.config.moe import MoEConfig, RouterConfig
+from megatron_moe.config.model import with_feed_forwards
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import HIERARCHICAL, NCCL, SYMMETRIC, ExpertTransport
-from megatron_moe.cost_model.expert_load import token_copies
+from megatron_moe.cost_model.expert_load import RoutingSizes, token_copies
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, split_sequence
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
@@ -152,9 +151,7 @@ def _trainer(
     host_copies = None
     if context.device.type == "meta":
         host_copies = _TrackedHostCopies(tracker)
-        # the reference loop over experts reads offsets on the host; the grouped fakes use the same memory
-        grouped = with_experts(plan.model, lambda moe: replace(moe, experts=replace(moe.experts, grouped=True)))
-        plan = replace(plan, model=grouped)
+        plan = replace(plan, model=with_feed_forwards(plan.model, lambda each: each.without_host_reads()))
     stand_in = None if load is None else partial(transport_without_peers, load)
     model = build.build_model(
         plan, context, kernels, initial=load is None, host_copies=host_copies, stand_in_transport=stand_in
@@ -218,7 +215,7 @@ class _AssumedAllToAll(AllToAllDispatcher):
 class _AssumedHierarchical(HierarchicalTransport):
     """Hierarchical transport that estimates the sizes of an exchange instead of gathering them."""
 
-    def __init__(self, load: RoutedLoad, router: RouterConfig, comm: ExpertComm) -> None:
+    def __init__(self, load: RoutedLoad, router: RoutingSizes, comm: ExpertComm) -> None:
         super().__init__(comm)
         self._load = load
         self._token_copies = token_copies(router, comm.ctx.config, rank=comm.ctx.rank)
@@ -234,25 +231,25 @@ class _AssumedHierarchical(HierarchicalTransport):
         return ExchangeSizes(to_host, to_host, to_rank, to_rank, parallel.ep * parallel.etp * sum(counts_e))
 
 
-def transport_without_peers(load: RoutedLoad, transport: ExpertTransport, config: MoEConfig) -> ExpertTransport:
+def transport_without_peers(load: RoutedLoad, transport: ExpertTransport, router: RoutingSizes) -> ExpertTransport:
     """Returns a transport that replaces another one on a single emulated rank and has the same shapes."""
     if transport.library is not None:
         return SYMMETRIC
     if transport is NCCL:
         return replace(transport, dispatcher=partial(_AssumedAllToAll, load))
     if transport is HIERARCHICAL:
-        return replace(transport, transport=partial(_AssumedHierarchical, load, config.router))
+        return replace(transport, transport=partial(_AssumedHierarchical, load, router))
     return transport
 
 
-def assumed_ids(load: RoutedLoad, config: RouterConfig, num_tokens: int, device: torch.device) -> Tensor:
+def assumed_ids(load: RoutedLoad, router: RoutingSizes, num_tokens: int, device: torch.device) -> Tensor:
     """Expert ids, int64 [T, K]. Each expert occurs as often as `load` assumes. The experts of a token are distinct."""
-    num_choices = num_tokens * config.topk
-    counts_E = torch.tensor(load.counts(config.num_experts, num_choices), device=device)
-    experts = torch.arange(config.num_experts, device=device)
+    num_choices = num_tokens * router.topk
+    counts_E = torch.tensor(load.counts(router.num_experts, num_choices), device=device)
+    experts = torch.arange(router.num_experts, device=device)
     ids = experts.repeat_interleave(counts_E, output_size=num_choices)
     # an expert has at most num_tokens consecutive entries of `ids`, so each token gets it at most once
-    return ids.view(config.topk, num_tokens).T.contiguous()
+    return ids.view(router.topk, num_tokens).T.contiguous()
 
 
 def with_assumed_choices(
@@ -263,10 +260,10 @@ def with_assumed_choices(
     `choose`: replaces `assumed_ids`, for example by a function that caches its results.
     """
 
-    def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
-        ids_TK = choose(load, config, len(logits_TE), logits_TE.device)
-        routed = kernels.route(logits_TE, bias_E, config, **given)
-        return routed._replace(ids_TK=ids_TK, counts_E=kernels.count_tokens(ids_TK, config.num_experts))
+    def route(logits_TE: Tensor, bias_E: Tensor | None, router: Any, **given: Any) -> RoutedTokens:
+        ids_TK = choose(load, router, len(logits_TE), logits_TE.device)
+        routed = kernels.route(logits_TE, bias_E, router, **given)
+        return routed._replace(ids_TK=ids_TK, counts_E=kernels.count_tokens(ids_TK, router.num_experts))
 
     functions = {op: getattr(kernels, op) for op in OPS} | {"route": route}
     return KernelSet.of(functions, kernels.choices)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.moe import MoEConfig, RouterConfig
 from megatron_moe.config.transport import LOCAL, ExpertTransport
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
@@ -22,7 +22,7 @@ from megatron_moe.moe.token_dispatcher.base import ExpertComm, RowFormats
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.symmetric_memory import has_peer_access
 
-StandInTransport = Callable[[ExpertTransport, MoEConfig], ExpertTransport]
+StandInTransport = Callable[[ExpertTransport, RouterConfig], ExpertTransport]
 """Function that returns a replacement for a transport on an emulated rank, whose peers do not exist."""
 
 
@@ -202,7 +202,7 @@ def new_expert_comm(
     on_gpus = stand_in is not None or ctx.device.type != "cpu"
     here = replace(ctx.config, shares_memory=ctx.config.shares_memory and on_gpus)
     choice = config.choose_transport(here, has_peer_access=has_peer_access(group, ctx))
-    transport = choice.transport if stand_in is None else stand_in(choice.transport, config)
+    transport = choice.transport if stand_in is None else stand_in(choice.transport, config.router)
     assert group.size == 1 or transport is not LOCAL, f"unknown dispatcher '{config.dispatcher}' for {group.size} ranks"
     comm = ExpertComm(
         ctx,

@@ -54,8 +54,8 @@ def test_training_does_not_import_unused_packages():
 
 
 GENERIC = (
-    "arguments.huggingface", "build", "cost_model", "checkpoint", "memory_emulation", "model.gpt", "model.mtp",
-    "model.transformer_layer", "planner", "precision", "resilience",
+    "arguments.emulation", "arguments.huggingface", "arguments.read", "build", "cost_model", "checkpoint",
+    "memory_emulation", "model.gpt", "model.mtp", "model.transformer_layer", "planner", "precision", "resilience",
 )  # fmt: skip
 """Packages and modules that treat all mixers and feed-forward modules alike, through the protocol of components."""
 COMPONENTS = frozenset(
@@ -64,10 +64,10 @@ COMPONENTS = frozenset(
 )
 PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("deepseek_v4", "map", "reader", "write"))
 """Modules that translate between configs and a config.json."""
-ROUTED = frozenset("MoEConfig RouterConfig ExpertsConfig moe moe_configs routed_experts".split())
+ROUTED = frozenset("MoEConfig RouterConfig ExpertsConfig moe moe_configs routed_experts with_experts".split())
 """Classes and attributes of MoE layers that the packages of `UNAWARE` must not use; `FeedForwardConfig` has methods for
 what they need."""
-UNAWARE = ("cost_model.", "planner.", "memory_emulation.run.")
+UNAWARE = ("arguments.emulation.", "arguments.read.", "cost_model.", "memory_emulation.", "planner.")
 
 
 def component_findings(files: Iterable[Source]) -> list[str]:
@@ -91,8 +91,8 @@ def test_generic_packages_name_no_component():
     report(component_findings(sources(*PROGRAM)), "cost model, planner, checkpoints and builders use Component only")
     planted = source("megatron_moe/planner/work.py", "from megatron_moe.config.mla import MLAConfig")
     assert len(component_findings([planted])) == 1
-    for package in ("cost_model", "planner"):
-        planted = source(f"megatron_moe/{package}/work.py", "layer.moe.router")
+    for path in ("arguments/read.py", "megatron_moe/cost_model/work.py", "megatron_moe/memory_emulation/rank.py"):
+        planted = source(path, "layer.moe.router")
         assert len(component_findings([planted])) == 1
 
 
