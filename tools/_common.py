@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of, rates_of
 from arguments.errors import Finished
@@ -112,11 +112,11 @@ def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:
     sys.exit(code)
 
 
-def run_command(command: Sequence[str], output: IO[str] | None = None) -> int:
+def run_command(command: Sequence[str]) -> int:
     """Runs a command and returns its exit code. Ctrl-C also interrupts the command; this function raises
     KeyboardInterrupt only after the command has ended, so that the command can clean up."""
     interrupt: KeyboardInterrupt | None = None
-    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None) as process:
+    with subprocess.Popen(command) as process:
         while True:
             try:
                 code = process.wait()

@@ -174,12 +174,12 @@ class GPT(nn.Module):
         Exchanges that block the host are separate steps."""
         return schedule_steps(self._chain(batch, chunk, by_node=True), exchange_steps=self.blocks_host)
 
-    def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:
+    def logits(self, tokens_BS: Tensor, mb: MicrobatchContext) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""
         mb = self._with_tables(mb, tokens_BS)
         chain = self._hidden_states(tokens_BS, mb, len(self.chunks) - 1, by_node=False)
         head = self._head_node(lambda state, mb: self._head(state.hidden_SBH, self._tied_VH))
-        logits_SBV = run_chain([*chain, BoundNodes(head, mb)], hidden_SBH)
+        logits_SBV = run_chain([*chain, BoundNodes(head, mb)], None)
         # tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
 

@@ -57,9 +57,9 @@ def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, 
     return _draw(torch.rand, shape, key, device, dim, part)
 
 
-def normal(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
-    """Standard normal fp32 numbers for a tensor or one shard of it. The arguments are those of `uniform`."""
-    return _draw(torch.randn, shape, key, device, dim, part)
+def normal(shape: torch.Size, key: Key, device: torch.device, *, part: Part = (0, 1)) -> Tensor:
+    """Standard normal fp32 numbers for a tensor or one shard of its dim 0. The arguments are those of `uniform`."""
+    return _draw(torch.randn, shape, key, device, 0, part)
 
 
 def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
