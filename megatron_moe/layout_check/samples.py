@@ -39,19 +39,29 @@ class RandomSamples:
         if self.variable:
             return draw.integers(0, self.vocab_size, size=self.lengths(np.array([index]))[0] + 1)
         tokens = draw.integers(0, self.vocab_size, size=self.seq_length + 1)
+        ends = tokens == self.vocab_size - 1
         if self.packed and index % 8 < 4:
-            self._cut(tokens, draw.random(self.seq_length + 1) < 0.25, index)
+            ends |= draw.random(self.seq_length + 1) < 0.25
+        self._start_documents(tokens, ends, index)
         if index % 3 == 1:
-            tokens[draw.integers(self.seq_length // 2, self.seq_length) :] = PADDING
+            start = draw.integers(self.seq_length // 2, self.seq_length)
+            tokens[start + int(self.packed and tokens[start - 1] == self.vocab_size - 1) :] = PADDING
         return tokens
 
-    def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Cuts `tokens` into documents, in place, where `ends` is True. Documents of neighbouring sequences start with
-        different tokens. If they were equal, rounding would decide which of them an expert at capacity drops."""
-        ends[1:] &= ~ends[:-1]
-        starts = np.flatnonzero(ends[:-1]) + 1
-        tokens[ends] = self.vocab_size - 1
-        tokens[starts] = (index % 8 * 11 + np.arange(len(starts))) % (self.vocab_size - 1)
+    def _start_documents(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
+        """Starts each document of eight neighbouring sequences with another token, in place. Attention sees nothing
+        before it, so equal tokens would have equal router probabilities, and rounding would decide which of them an
+        expert at capacity drops. `ends`: where documents may end, if attention does not cross their ends."""
+        starts, spacing = np.zeros(1, dtype=np.int64), 1
+        if self.packed:
+            spacing = max(1, (self.vocab_size - 1) // 8)
+            ends[0] = False
+            ends[1:] &= ~ends[:-1]
+            places = np.flatnonzero(ends)[: spacing - 1]
+            tokens %= self.vocab_size - 1
+            tokens[places] = self.vocab_size - 1
+            starts = np.append(starts, places[places < self.seq_length] + 1)
+        tokens[starts] = (index * spacing + np.arange(len(starts))) % (self.vocab_size - 1)
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Number of positions of the sequences `indices`."""
