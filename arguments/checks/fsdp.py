@@ -1,7 +1,7 @@
 """Rules about fully sharded data parallelism (`--use-megatron-fsdp`)."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled
+from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 from megatron_moe.config.text import counted
 
 _STRATEGY = "--data-parallel-sharding-strategy"
@@ -34,6 +34,23 @@ def sharded_weights_are_captured_in_double_buffers(flags: RuleFlags) -> Violatio
         yield _given(flags, "--cuda-graph-impl full_iteration"), "capture --cuda-graph-modules attn moe_router"
     elif derive.sharding_strategy(flags) == "optim_grads_params" and not flags.fsdp_double_buffer:
         yield _given(flags, "captured modules, but without --fsdp-double-buffer"), "add --fsdp-double-buffer"
+
+
+@missing_feature
+def captured_experts_are_sharded(flags: RuleFlags) -> Violations:
+    """The weight gradients of a captured MoE layer are either all stored or all added to those of earlier microbatches.
+    Gradients of sharded weights are reduced after every microbatch, those of weights on one rank are accumulated."""
+    captured = flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules
+    if not (captured and flags.num_experts and derive.shards_gradients(flags)):
+        return
+    copies = flags.num_ranks // (flags.pipeline_model_parallel_size * derive.expert_ranks(flags))
+    unit = flags.micro_batch_size * flags.data_parallel_size
+    num_microbatches = derive.global_batch_size(flags, flags.data_parallel_size) // unit
+    if copies == 1 and flags.num_ranks > flags.pipeline_model_parallel_size and num_microbatches > 1:
+        yield (
+            _given(flags, f"--cuda-graph-modules moe and one copy of the experts in {num_microbatches} microbatches"),
+            "capture attn and moe_router",
+        )
 
 
 def double_buffers_exclude_interleaved_microbatches(flags: RuleFlags) -> Violations:

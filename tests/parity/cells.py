@@ -14,7 +14,7 @@ from megatron_moe.build import record_steps
 from megatron_moe.config.attention import SoftmaxMixerConfig
 from megatron_moe.config.component import NoFeedForward, NoMixer
 from megatron_moe.config.fsdp import FSDPConfig
-from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig, RecomputeConfig
+from megatron_moe.config.memory import CudaGraphConfig, GraphModule, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
@@ -41,7 +41,6 @@ from tests.helpers.tolerances import FP64_LAYOUT
 from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, UNSHARDED, Cell, cell_of, name_of, parallel_config
 
 NUM_STEPS = 3
-EAGER = CudaGraphConfig()
 REFERENCE = reference.bundle()
 DROPOUT = 0.1
 LATENT = 20
@@ -95,17 +94,14 @@ def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
     return record(plan, context, select_kernels(requests, context.device, context.dtype))
 
 
-def record(
-    plan: RunPlan, context: ParallelContext, kernels: KernelSet = REFERENCE, graphs: CudaGraphConfig = EAGER
-) -> RankRecord:
-    """Trains a few steps on random tokens. `graphs`: CUDA graphs, on their stand-in."""
+def record(plan: RunPlan, context: ParallelContext, kernels: KernelSet = REFERENCE) -> RankRecord:
+    """Trains a few steps on random tokens, with the stand-in of the plan's CUDA graphs."""
     datasets = random_datasets(plan, num_steps=NUM_STEPS)
 
     def capture(trainer: Trainer) -> None:
-        record_steps(trainer, EagerRecorder(), graphs)
+        record_steps(trainer, EagerRecorder(), plan.cuda_graphs)
 
-    prepare = None if graphs == EAGER else capture
-    return record_run(plan, context, kernels, datasets, num_steps=NUM_STEPS, prepare=prepare)
+    return record_run(plan, context, kernels, datasets, num_steps=NUM_STEPS, prepare=capture)
 
 
 @cache
@@ -147,6 +143,7 @@ def plan_of(cell: Cell) -> RunPlan:
         loop=replace(plan.loop, calculate_per_token_loss=cell["loss"] == "token"),
         optimizer=optimizer_of(cell, plan.optimizer),
         memory=MemoryConfig(recompute=recompute_of(cell)),
+        cuda_graphs=graphs_of(cell),
     )
 
 
@@ -181,6 +178,19 @@ def recompute_of(cell: Cell) -> RecomputeConfig:
     small = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp")
     shared = () if cell["shared"] == "overlap" else ("shared_experts",)
     return RecomputeConfig(recompute_granularity="selective", recompute_modules=(*small, *shared))
+
+
+def graphs_of(cell: Cell) -> CudaGraphConfig:
+    """Captured modules or steps: the first step runs without graphs, the second captures them, the third replays."""
+    match cell["graphs"]:
+        case "router":
+            modules: tuple[GraphModule, ...] = ("attn", "mamba", "moe_router", "moe_preprocess")
+        case "layers":
+            modules = ("attn", "mamba", "moe", *(() if cell["recompute"] == "small" else ("mlp",)))
+        case _:
+            modules = ()
+    step = cell["graphs"] == "step"
+    return CudaGraphConfig(cuda_graph_modules=modules, full_iteration=step, cuda_graph_warmup_steps=1)
 
 
 def pipeline_of(cell: Cell) -> PipelineConfig:

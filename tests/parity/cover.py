@@ -40,40 +40,50 @@ class Cover(NamedTuple):
 
 
 @cache
-def cover(strength: int, ranks: int | None = None) -> Cover:
-    """Cells that contain every legal combination of `strength` values; with `ranks`, cells for that many GPUs.
+def cover(strength: int, ranks: int | None = None, *, graphs: bool = False) -> Cover:
+    """Cells that contain every legal combination of `strength` values; with `ranks`, cells for that many GPUs. With
+    `graphs`, every cell has CUDA graphs, otherwise none.
 
     Greedy and deterministic: of several cells with the next uncovered combination, the one with the most new ones is
     added.
     """
-    rules = RULES
+    domains = domains_of(graphs=graphs)
+    rules = [rule for rule in RULES if domains.keys() >= set(rule[0])]
     if ranks is not None:
         has_ranks: Rule = (("tp", "cp", "pp", "dp"), lambda cell: num_ranks(cell) == ranks)
         # GPUs draw other dropout masks than the CPU oracle
         without_dropout: Rule = (("dropout",), lambda cell: cell["dropout"] == "off")
-        rules = (*RULES, has_ranks, without_dropout)
-    search = _Search(strength, {name: tuple(rule for rule in rules if name in rule[0]) for name in DIMENSIONS})
+        rules += [has_ranks, without_dropout]
+    search = _Search(strength, {name: tuple(rule for rule in rules if name in rule[0]) for name in domains}, domains)
     random = Random(0)
     names: list[str] = []
     impossible: set[Choices] = set()
-    for combination in all_combinations(strength):
+    for combination in all_combinations(strength, domains):
         if _mask(combination) in search.covered:
             continue
-        first = search.cell_with(combination, _shuffled(random))
+        first = search.cell_with(combination, _shuffled(random, domains))
         if first is None:
             impossible.add(combination)
             continue
-        others = (search.cell_with(combination, _shuffled(random)) for _ in range(NUM_CANDIDATES[strength] - 1))
+        others = (
+            search.cell_with(combination, _shuffled(random, domains)) for _ in range(NUM_CANDIDATES[strength] - 1)
+        )
         best = max([first, *filter(None, others)], key=search.num_new)
         search.covered.update(_masks(best, strength))
         names.append(name_of(best))
     return Cover(tuple(names), frozenset(impossible))
 
 
-def all_combinations(strength: int) -> Iterator[Choices]:
+def domains_of(*, graphs: bool) -> Domains:
+    """Values of all dimensions: of graphs those that capture something, or no such dimension."""
+    rest = {name: values for name, values in DIMENSIONS.items() if name != "graphs"}
+    return {**rest, "graphs": DIMENSIONS["graphs"][1:]} if graphs else rest
+
+
+def all_combinations(strength: int, domains: Domains) -> Iterator[Choices]:
     """Every combination of `strength` values of different dimensions, rare values first so that they share cells."""
-    for dimensions in combinations(sorted(DIMENSIONS), strength):
-        yield from product(*([(name, value) for value in reversed(DIMENSIONS[name])] for name in dimensions))
+    for dimensions in combinations(sorted(domains), strength):
+        yield from product(*([(name, value) for value in reversed(domains[name])] for name in dimensions))
 
 
 def _masks(cell: Cell, strength: int) -> Iterator[int]:
@@ -84,8 +94,8 @@ def _mask(choices: Iterable[Choice]) -> int:
     return sum(BITS[choice] for choice in choices)
 
 
-def _shuffled(random: Random) -> list[str]:
-    rest = [name for name in DIMENSIONS if name not in AXES]
+def _shuffled(random: Random, domains: Domains) -> list[str]:
+    rest = [name for name in domains if name not in AXES]
     return [*random.sample(AXES, len(AXES)), *random.sample(rest, len(rest))]
 
 
@@ -95,6 +105,7 @@ class _Search:
 
     strength: int
     rules_of: Mapping[str, tuple[Rule, ...]]
+    domains: Domains
     covered: set[int] = field(default_factory=set)
 
     def num_new(self, cell: Cell) -> int:
@@ -103,7 +114,7 @@ class _Search:
     def cell_with(self, choices: Choices, order: list[str]) -> Cell | None:
         """A legal cell with the choices, if there is one; the other dimensions are assigned in `order`."""
         cell: dict[str, str] = {}
-        domains: Domains | None = DIMENSIONS
+        domains: Domains | None = self.domains
         for name, value in choices:
             domains = self._narrowed(cell, domains, name, value)
             if domains is None:

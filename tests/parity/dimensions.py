@@ -50,6 +50,7 @@ DIMENSIONS = MappingProxyType(
         "accumulation": ("1", "2", "4"),
         "recompute": ("none", "full", "small", "moe"),
         "optimizer": ("device", "cpu", "streamed", "muon"),
+        "graphs": ("off", "router", "layers", "step"),
     }
 )
 """The first value of each dimension is the default."""
@@ -128,6 +129,18 @@ def _only_in_moe(name: str, cell: Cell) -> bool:
     return cell["layers"] != "dense" or cell[name] == DIMENSIONS[name][0]
 
 
+def _reads_fixed_weights(cell: Cell) -> bool:
+    """Graphs of modules with weights that are not sharded, or gathered to two buffers."""
+    return cell["graphs"] != "step" and cell["zero"] in ("grads", "buffers")
+
+
+def _experts_have_copies(cell: Cell) -> bool:
+    """Captured MoE layers shard the gradients of all their weights or of none."""
+    if cell["graphs"] != "layers" or cell["zero"] in UNSHARDED:
+        return True
+    return (num_ranks(cell) or 1) > prod(int(cell[axis]) for axis in ("pp", "ep", "etp"))
+
+
 Rule = tuple[tuple[str, ...], Callable[[Cell], bool]]
 """(dimensions, is their combination legal?)"""
 RULES: tuple[Rule, ...] = (
@@ -189,6 +202,21 @@ RULES: tuple[Rule, ...] = (
     # overlapped layers run node by node, so whole layers cannot be recomputed
     (("overlap", "recompute"), lambda c: c["overlap"] != "experts" or c["recompute"] not in ("full", "moe")),
     (("layers", "recompute"), lambda c: c["recompute"] != "moe" or c["layers"] != "dense"),
+    # a captured module draws no random numbers, and is not part of a recomputed one
+    (("graphs", "dropout"), lambda c: c["graphs"] == "off" or c["dropout"] == "off"),
+    (("graphs", "recompute"), lambda c: c["graphs"] in ("off", "step") or c["recompute"] in ("none", "small")),
+    # captured experts read row offsets on the device; only kernels exchange tokens inside a graph
+    (("graphs", "experts"), lambda c: c["graphs"] in ("off", "router") or c["experts"] == "grouped"),
+    (
+        ("graphs", "ep", "etp", "dispatcher"),
+        lambda c: c["graphs"] in ("off", "router") or c["dispatcher"] == "flex" or _is_one(c, "ep", "etp"),
+    ),
+    (("graphs", "overlap"), lambda c: c["graphs"] != "layers" or c["overlap"] != "experts"),
+    # captured modules read gathered weights at fixed addresses; a captured step neither gathers them nor moves state
+    (("graphs", "zero"), lambda c: c["graphs"] == "off" or c["zero"] in UNSHARDED or _reads_fixed_weights(c)),
+    (("graphs", "zero", "tp", "cp", "pp", "dp", "ep", "etp"), _experts_have_copies),
+    (("graphs", "optimizer"), lambda c: c["graphs"] != "step" or c["optimizer"] not in ("cpu", "streamed")),
+    (("graphs", "documents"), lambda c: c["graphs"] != "step" or c["documents"] != "varlen"),
     # a dense model has no expert dimensions
     *((("layers", name), partial(_only_in_moe, name)) for name in EXPERT_DIMENSIONS),
 )
@@ -201,7 +229,9 @@ def legal(cell: Cell) -> bool:
 
 def name_of(cell: Cell) -> str:
     """Non-default values of a cell, or `plain`."""
-    parts = [f"{name}={cell[name]}" for name, values in DIMENSIONS.items() if cell[name] != values[0]]
+    parts = [
+        f"{name}={value}" for name, values in DIMENSIONS.items() if (value := cell.get(name, values[0])) != values[0]
+    ]
     return " ".join(parts) or "plain"
 
 

@@ -10,8 +10,9 @@ from megatron_moe.build import build_train_loader
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
+from tests.helpers.thinned import thinned
 from tests.parity.cells import NUM_STEPS, command_of, compare_cell, plan_of
-from tests.parity.cover import all_combinations, cover
+from tests.parity.cover import all_combinations, cover, domains_of
 from tests.parity.dimensions import DIMENSIONS, cell_of, name_of
 
 SINGLE = (Path(__file__).parent.parent / "goldens" / "parity_single.txt").read_text(encoding="utf-8").splitlines()
@@ -35,6 +36,11 @@ def test_one_feature_equals_one_rank(name):
 
 @pytest.mark.parametrize("name", cover(2).names, ids=str)
 def test_features_together_equal_one_rank(name):
+    check(name)
+
+
+@pytest.mark.parametrize("name", thinned(cover(2, graphs=True).names, step=40), ids=str)
+def test_features_together_with_graphs_equal_one_rank(name):
     check(name)
 
 
@@ -62,21 +68,30 @@ def test_every_value_has_a_single_feature_cell():
     assert wanted <= found, f"no cell for {sorted(wanted - found)}"
 
 
-def check_cover(strength: int, ranks: int | None, num_cells: int, checksum: str) -> None:
-    names, impossible = cover(strength, ranks)
+def check_cover(strength: int, ranks: int | None, num_cells: int, checksum: str, *, graphs: bool = False) -> None:
+    names, impossible = cover(strength, ranks, graphs=graphs)
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
     assert (len(names), digest) == (num_cells, checksum), "the cells changed; after an intended change update this test"
     together = {each for name in names for each in combinations(sorted(cell_of(name).items()), strength)}
-    missing = [each for each in all_combinations(strength) if each not in together and each not in impossible]
+    missing = [
+        each
+        for each in all_combinations(strength, domains_of(graphs=graphs))
+        if each not in together and each not in impossible
+    ]
     assert not missing, f"{len(missing)} combinations occur in no cell, such as {missing[0]}"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_cells", "checksum"),
-    [(None, 61, "3111ee4cd49afa3d"), (2, 62, "2fa28652376737c4"), (4, 71, "d1ab5a5d2664ee18")],
+    ("ranks", "graphs", "num_cells", "checksum"),
+    [
+        (None, False, 61, "3111ee4cd49afa3d"),
+        (None, True, 64, "7b6ca7077b72822a"),
+        (2, False, 62, "2fa28652376737c4"),
+        (4, False, 71, "d1ab5a5d2664ee18"),
+    ],
 )
-def test_pairwise_cells_are_reproducible_and_contain_every_legal_pair(ranks, num_cells, checksum):
-    check_cover(2, ranks, num_cells, checksum)
+def test_pairwise_cells_are_reproducible_and_contain_every_legal_pair(ranks, graphs, num_cells, checksum):
+    check_cover(2, ranks, num_cells, checksum, graphs=graphs)
 
 
 @pytest.mark.slow

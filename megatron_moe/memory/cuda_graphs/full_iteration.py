@@ -75,9 +75,11 @@ class FullIterationGraph:
 
 
 def _static(batch: MicroBatch) -> MicroBatch:
-    """Returns a copy of the batch without the fields that a graph must not depend on."""
+    """Returns a copy of the batch without the fields that a graph must not depend on. A key that is the same in every
+    step tells microbatches apart: a recomputed forward uses what the first forward of its microbatch has stored."""
     whole = None if batch.whole is None else _static(batch.whole)
-    return replace(batch, context=static_context(batch.context), whole=whole)
+    key = batch.context.rng and batch.context.rng._replace(iteration=0)
+    return replace(batch, context=replace(static_context(batch.context), rng=key), whole=whole)
 
 
 class _CapturedStep:
