@@ -51,9 +51,14 @@ def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, MetricValue]:
     }
 
 
+def validation_tag(split: str, data_set: str = "") -> str:
+    """Tag of the loss on a split: `lm loss SPLIT`, or `lm loss SPLIT-DATA_SET` for a named data set."""
+    return f"lm loss {split}" + (f"-{data_set}" if data_set else "")
+
+
 def validation_tags(report: ValidationReport) -> dict[str, float]:
-    """Loss and perplexity by tag: `lm loss SPLIT` and `lm loss SPLIT ppl`. A data set's name is appended to SPLIT."""
-    name = f"lm loss {report.split}" + (f"-{report.data_set}" if report.data_set else "")
+    """Loss and perplexity by tag: `validation_tag` and the same with the suffix ` ppl`."""
+    name = validation_tag(report.split, report.data_set)
     return {name: report.loss, f"{name} ppl": perplexity(report.loss)}
 
 
@@ -126,6 +131,12 @@ def truncate_metrics(path: Path, iteration: int) -> None:
     aside = path.with_name(path.name + ".partial")
     aside.write_bytes(b"".join(kept))
     os.replace(aside, path)
+
+
+def recorded_tags(path: Path, iteration: int) -> frozenset[str]:
+    """Keys of all records of one iteration; empty if the file does not exist."""
+    records = read_metrics(path) if path.exists() else []
+    return frozenset(key for record in records if record["iteration"] == iteration for key in record)
 
 
 def _parse(line: bytes) -> Record | None:

@@ -30,10 +30,12 @@ from megatron_moe.logs.metrics import Metric
 from megatron_moe.logs.metrics_file import (
     MEMORY_TAGS,
     layer_tags,
+    recorded_tags,
     step_record,
     step_tags,
     truncate_metrics,
     validation_record,
+    validation_tag,
     validation_tags,
     wanted_tags,
 )
@@ -54,6 +56,7 @@ from megatron_moe.logs.writers import (
     has_live_line,
 )
 from megatron_moe.parallel.agreement import on_every_rank
+from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 MB = 2**20
@@ -113,6 +116,9 @@ class Reporter:
         self._console: Console = LiveConsole() if self._live and context.is_last else Console()
         self._log_file = LogFile(self.config.run_dir / "log.txt") if self.config.run_dir is not None else None
         self._samples = self._tokens = 0
+        self._first_iteration = 0
+        self._recorded: frozenset[str] = frozenset()
+        """Keys of the records of `_first_iteration` that an earlier start wrote to metrics.jsonl."""
         self._has_reported = False
 
     def _prepare(self) -> None:
@@ -131,14 +137,20 @@ class Reporter:
 
     def begin(self, iteration: int, last_iteration: int, *, samples: int, tokens: int) -> None:
         """Starts reporting after `iteration` (last completed; 0 in a new run), `samples` and `tokens` consumed so far.
-        Drops later records of metrics.jsonl."""
+        Drops later records of metrics.jsonl. Collective."""
         self._samples, self._tokens = samples, tokens
-        self._last_iteration = last_iteration
+        self._first_iteration, self._last_iteration = iteration, last_iteration
         if self._sinks is None:
             self._sinks = self._make_sinks(iteration) if self.context.is_last else ()
         self._guard.run("console", partial(self._console.start, iteration, last_iteration))
         if self._lock is not None and self._lock.warning is not None:
             self.note(self._lock.warning)
+        # world: keys of the records of one iteration, which only the last rank reads
+        self._recorded = gather_objects(self._recorded, self.context.group("world"))[-1]
+
+    def has_validation(self, iteration: int, split: str, data_set: str = "") -> bool:
+        """True on all ranks if an earlier start of the run wrote this evaluation to metrics.jsonl."""
+        return iteration == self._first_iteration and validation_tag(split, data_set) in self._recorded
 
     def due(self, iteration: int) -> bool:
         """True if a report follows this iteration: a multiple of `--log-interval`, or the first or last iteration."""
@@ -260,7 +272,7 @@ class Reporter:
         sinks: list[Sink] = []
         if folder is not None:
             path = folder / "metrics.jsonl"
-            self._guard.run("metrics.jsonl", partial(truncate_metrics, path, iteration))
+            self._guard.run("metrics.jsonl", partial(self._read_metrics, path, iteration))
             sinks.append(JsonLines(path))
         directory = self.config.tensorboard_dir or (folder / "tensorboard" if folder else None)
         if directory is not None:
@@ -268,6 +280,10 @@ class Reporter:
         if self.config.wandb_project:
             sinks.append(WandB(self.config, _flat_values(self._run_yaml)))
         return tuple(sinks)
+
+    def _read_metrics(self, path: Path, iteration: int) -> None:
+        truncate_metrics(path, iteration)
+        self._recorded = recorded_tags(path, iteration)
 
     def _refuse_missing_packages(self) -> None:
         if self.config.wandb_project and importlib.util.find_spec("wandb") is None:

@@ -69,12 +69,13 @@ class Evaluation:
 
     def final(self, state: TrainState) -> None:
         """Evaluates the test set at the end of the run, and the validation sets unless that was done after the last
-        iteration. (Megatron-LM would evaluate them again, on other samples.)"""
+        iteration. (Megatron-LM would evaluate them again, on other samples.) Results that an earlier start has
+        recorded are not computed again, unless `--skip-train` requests them."""
         if not self.config.eval_iters:
             return
         if self.evaluated != state.iteration:
             self._evaluate_all(state, where="on validation set")
-        if self.test is not None:
+        if self.test is not None and not self._is_recorded(state, split="test"):
             self._evaluate(state, self.test.steps(), where="on test set", split="test")
 
     def _evaluate_all(self, state: TrainState, where: str) -> None:
@@ -85,9 +86,21 @@ class Evaluation:
         self.evaluated = state.iteration
         for name, loader in self.valid.items():
             data_set = name if len(self.valid) > 1 else ""
-            losses.append(self._evaluate(state, loader.steps(number), where=where, data_set=data_set))
-        mean = sum(losses) / len(losses) if losses else math.nan
-        state.validation_loss = mean if math.isfinite(mean) else None
+            if not self._is_recorded(state, split="validation", data_set=data_set):
+                losses.append(self._evaluate(state, loader.steps(number), where=where, data_set=data_set))
+        if losses and len(losses) == len(self.valid):
+            mean = sum(losses) / len(losses)
+            state.validation_loss = mean if math.isfinite(mean) else None
+
+    def _is_recorded(self, state: TrainState, **fields: str) -> bool:
+        """True if an earlier start has recorded this evaluation, and reports so. `fields`: split and data set."""
+        recorded = not self.config.skip_train and self.reporter.has_validation(state.iteration, **fields)
+        if recorded:
+            name = "-".join(filter(None, fields.values()))
+            self.reporter.note(
+                f"the {name} loss of iteration {state.iteration} is in metrics.jsonl already; --skip-train repeats it"
+            )
+        return recorded
 
     def _evaluate(self, state: TrainState, steps: Iterable[Sequence[MicroBatch]], **fields: str) -> float:
         """Reports and returns the mean loss on one data set. `fields`: other fields of `ValidationReport`."""

@@ -60,3 +60,20 @@ def test_skip_train_repeats_the_evaluation_of_the_run(folder, trained, flags, tm
 def test_skip_train_without_a_checkpoint_is_rejected(flags, tmp_path, capfd):
     assert main([*flags, "--skip-train", "--load", str(tmp_path)], {}) == ExitCode.CHECKPOINT
     assert "which is required by --skip-train" in capfd.readouterr().err
+
+
+def test_a_finished_run_records_every_evaluation_once(flags, tmp_path, capfd):
+    """A second start evaluates only what is not recorded, here the test set, whose record is removed; a third start
+    evaluates nothing; --skip-train repeats everything."""
+    run, again = tmp_path / "run", []
+    assert main([*flags, "--run-dir", str(run)], {}) == ExitCode.OK
+    path = run / "metrics.jsonl"
+    complete = path.read_text().splitlines()
+    path.write_text("".join(f"{line}\n" for line in complete if "lm loss test" not in line))
+    for more in ([], [], ["--skip-train"]):
+        assert main([*flags, "--run-dir", str(run), *more], {}) == ExitCode.OK
+        again.append(path.read_text().splitlines())
+    evaluations = [line for line in complete if "lm loss validation" in line or "lm loss test" in line]
+    assert len(evaluations) == 3
+    assert again == [complete, complete, [*complete, *evaluations]]
+    assert "the test loss of iteration 6 is in metrics.jsonl already" in capfd.readouterr().out

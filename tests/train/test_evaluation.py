@@ -96,15 +96,16 @@ def test_evaluations_read_consecutive_data_across_restarts():
         Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)),
         NumberedLoader(),
     )
+    reporter = Mock(has_validation=Mock(return_value=False))
     for iterations in (range(1, 4), range(4, 7)):  # two starts
-        validation = Evaluation(plan.loop, pipeline, {"validation": data}, None, Mock())
+        validation = Evaluation(plan.loop, pipeline, {"validation": data}, None, reporter)
         for iteration in iterations:
             validation.run_if_due(TrainState(iteration=iteration))
     validation.final(TrainState(iteration=6))
     assert data.read == [0, 1, 2]
     validation.final(TrainState(iteration=7))
     assert data.read == [0, 1, 2, 3]
-    Evaluation(plan.loop, pipeline, {"validation": data}, None, Mock()).final(TrainState(iteration=6))
+    Evaluation(plan.loop, pipeline, {"validation": data}, None, reporter).final(TrainState(iteration=6))
     assert data.read[4:] == [2], "an evaluation without training repeats that of the run"
 
 
