@@ -20,6 +20,7 @@ test:  ## run the CI suite
 	bash scripts/test.sh
 
 nightly:  ## run the CI suite, the slow tests and the mutants; tables go to benchmarks/
+	bash scripts/install.sh test,browser
 	$(PYTHON) -m tests.nightly
 
 recipes:  ## dry runs of all recipes and published layouts, proxies on two ranks; the table goes to benchmarks/

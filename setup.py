@@ -52,6 +52,7 @@ setup(
         "flash-attn": ["flash-attn-4"],
         "text": TEXT,
         "test": TEST,
+        "browser": ["PyQt6-WebEngine>=6.7"],  # half a gigabyte, for the slow test of tools/plot_run.py
         "dev": [*TEST, "build"],
     },
 )

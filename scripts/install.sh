@@ -2,6 +2,7 @@
 # Installs the project into the active virtual environment with the tested set of versions.
 #   bash scripts/install.sh          what a run needs
 #   bash scripts/install.sh test     what the tests need as well; further words are options of `pip install`
+#   bash scripts/install.sh test,browser     and Chromium (QtWebEngine) for the slow tests
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${1:+[$1]}

@@ -83,7 +83,7 @@ def test_direct_requirements_are_pinned_first_and_others_name_their_dependents(w
     requested = {
         normal(each.name)
         for each in requirements(wheel)
-        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("text", "test"))
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("text", "test", "browser"))
     }
     assert direct == requested - {"setuptools"}
     needed_by = {name for group in groups for name in group.splitlines()[0].split(", ")}
