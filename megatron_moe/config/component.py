@@ -18,7 +18,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from megatron_moe.config.costs import ActivationSizes, FlopCount, SavedActivation
+from megatron_moe.config.costs import TRAINING_FLOPS, ActivationSizes, FlopCount, SavedActivation
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta, local_boxes
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -50,6 +50,9 @@ class ParamSpec:
     """Number of experts that process a token, for parameters with an expert dim."""
     recomputed_by: tuple[str, ...] = ()
     """Values of `--recompute-modules` that repeat the linear layer in backward."""
+    flops_per_element: int = TRAINING_FLOPS
+    """Training FLOPs per token and element of a matrix. Less than `TRAINING_FLOPS` if backward computes no gradient of
+    the input or of the weight."""
 
     @property
     def elements(self) -> int:
@@ -332,12 +335,19 @@ def linear_parameters(
     low: str,
     bias: bool = False,
     recomputed_by: tuple[str, ...] = (),
+    flops_per_element: int = TRAINING_FLOPS,
     **options: Any,
 ) -> Iterator[ParamSpec]:
     """Parameters of a `Linear`. `shape`: (outputs, inputs); `options`: those of `linear_metas`."""
     weight_meta, bias_meta = linear_metas(shape[1], parallel, **options)
     yield ParamSpec(
-        name=f"{name}.weight", shape=shape, meta=weight_meta, counted=counted, low=low, recomputed_by=recomputed_by
+        name=f"{name}.weight",
+        shape=shape,
+        meta=weight_meta,
+        counted=counted,
+        low=low,
+        recomputed_by=recomputed_by,
+        flops_per_element=flops_per_element,
     )
     if bias:
         yield ParamSpec(name=f"{name}.bias", shape=shape[:1], meta=bias_meta, counted=counted)

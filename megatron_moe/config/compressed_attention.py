@@ -31,7 +31,6 @@ _TARGET_COPIES = 2
 """Values per query, entry and head of attention in a block of the indexer's loss: logits and their exponentials."""
 _SCORE_COPIES = 4
 """Values per query, entry and head of the indexer in that block: products, results of ReLU, and their gradients."""
-_FORWARD_FLOPS = 2
 _INDEX_BYTES = 4
 """Bytes of the number of a row that a query attends to."""
 
@@ -170,18 +169,23 @@ class CompressedAttentionConfig(MixerConfig):
         if self.ratio:
             yield from self._compressor("compressor", self.head_dim, parallel)
         if self.indexer is not None:
-            shape = (self.indexer.num_heads * self.indexer.head_dim, self.q_lora_rank)
-            yield from linear("indexer.linear_wq_b", shape, low="")
-            yield from linear("indexer.linear_weights_proj", (self.indexer.num_heads, self.hidden_size), low="")
-            yield from self._compressor("indexer.compressor", self.indexer.head_dim, parallel)
+            cost, width = self.indexer.projection_flops, self.indexer.num_heads * self.indexer.head_dim
+            plain = partial(linear, low="", flops_per_element=cost)
+            yield from plain("indexer.linear_wq_b", (width, self.q_lora_rank))
+            yield from plain("indexer.linear_weights_proj", (self.indexer.num_heads, self.hidden_size))
+            yield from self._compressor("indexer.compressor", self.indexer.head_dim, parallel, cost)
         inputs = self.q_width // self.o_groups
         grouped = ParamMeta(role="matrix", fan_in=inputs)
         yield ParamSpec(name="linear_o_group_proj", shape=(self.out_width, inputs), meta=grouped, counted="attention")
         yield from linear("linear_proj", (self.hidden_size, self.out_width), low="attn_proj", init="output")
 
-    def _compressor(self, name: str, width: int, parallel: ParallelConfig) -> Iterator[ParamSpec]:
+    def _compressor(
+        self, name: str, width: int, parallel: ParallelConfig, flops_per_element: int = TRAINING_FLOPS
+    ) -> Iterator[ParamSpec]:
         channels = self.group_width(width)
-        linear = partial(linear_parameters, parallel=parallel, counted="attention", low="")
+        linear = partial(
+            linear_parameters, parallel=parallel, counted="attention", low="", flops_per_element=flops_per_element
+        )
         yield from linear(f"{name}.linear_wkv", (channels, self.hidden_size))
         yield from linear(f"{name}.linear_wgate", (channels, self.hidden_size))
         positions = ParamMeta(role="vector", fan_in=self.ratio)
@@ -189,8 +193,8 @@ class CompressedAttentionConfig(MixerConfig):
         yield from self.norm.parameters(f"{name}.norm", width, parallel)
 
     def flops(self, seq_length: int) -> FlopCount:
-        """Attention counts the pairs of queries and the tokens and entries that they see; the indexer scores all
-        entries that end at or before a query: forward, and backward if it has a loss."""
+        """Attention counts the pairs of queries and the tokens and entries that they see, the indexer all entries that
+        end at or before a query."""
         window = min(self.csa_window_size, seq_length)
         doubled_pairs = 2 * window * seq_length - window * window
         of_indexer = 0
@@ -199,10 +203,8 @@ class CompressedAttentionConfig(MixerConfig):
             chosen = self.num_chosen(seq_length)
             doubled_pairs += chosen * (2 * seq_length - chosen * self.ratio)
         if self.indexer is not None:
-            per_pair = TRAINING_FLOPS if self.indexer.indexer_loss_coeff else _FORWARD_FLOPS
-            entries = seq_length * (seq_length // self.ratio)
-            of_indexer = self.indexer.num_heads * self.indexer.head_dim * entries * per_pair // 2
-        return FlopCount(core_attention=self.q_width * doubled_pairs * TRAINING_FLOPS + of_indexer)
+            of_indexer = self.indexer.pair_flops(self.q_width) * seq_length * (seq_length // self.ratio) // 2
+        return FlopCount(core_attention=self.q_width * doubled_pairs * TRAINING_FLOPS, indexer=of_indexer)
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         if parallel.tp > 1:

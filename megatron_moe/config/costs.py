@@ -11,6 +11,8 @@ from megatron_moe.config.precision import LowPrecisionConfig
 Number = TypeVar("Number", int, float)
 TRAINING_FLOPS = 6
 """Training FLOPs per multiply-add of a GEMM: 2 in forward, 2 for the input gradient, 2 for the weight gradient."""
+FORWARD_FLOPS = 2
+"""FLOPs per multiply-add of a GEMM in forward."""
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 WHOLE_LAYER = "whole layer"
 """Entry in `SavedActivation.recomputed_by`: the tensor is in an MTP layer and is freed by uniform full recompute."""
@@ -61,6 +63,8 @@ class FlopCount(CostSum[int]):
     core_attention: int = 0
     """Work of a mixer outside its projections; for attention, the GEMMs of queries times keys and of probabilities
     times values."""
+    indexer: int = 0
+    """Scores that an indexer gives to keys, and the probabilities of attention with which its loss compares them."""
     dense_mlp: int = 0
     experts: int = 0
     """Routed experts (`topk` per token) and the projections into and out of their latent space."""

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.config.component import NameRule, ParamSpec, linear_parameters
-from megatron_moe.config.costs import TRAINING_FLOPS, ActivationSizes, FlopCount, SavedActivation, saved_tensor
+from megatron_moe.config.costs import (
+    FORWARD_FLOPS,
+    TRAINING_FLOPS,
+    ActivationSizes,
+    FlopCount,
+    SavedActivation,
+    saved_tensor,
+)
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.parallel import ParallelConfig
 
@@ -16,7 +23,6 @@ BLOCK_BYTES = 1 << 28
 """Largest number of bytes of the scores that are computed at once; at least those of one query."""
 ID_BYTES = 4
 """Bytes of the id of a chosen key."""
-_FORWARD_FLOPS = 2
 _CHOICE_COPIES = 7
 """Values per query and key in a block of the choice: scores, masks, ids."""
 _LOGIT_COPIES = 2
@@ -48,6 +54,20 @@ class IndexerConfig:
     sparse_indexer_loss: bool = False
     """Compares both distributions over the chosen keys only (`--dsa-indexer-use-sparse-loss`), else over all keys that
     the mask allows."""
+
+    @property
+    def projection_flops(self) -> int:
+        """Training FLOPs per token and element of the projections of q, key and weights: forward and, if there is a
+        loss, weight gradients. Their inputs have no gradients."""
+        return 2 * FORWARD_FLOPS if self.indexer_loss_coeff else FORWARD_FLOPS
+
+    def pair_flops(self, attention_width: int) -> int:
+        """Training FLOPs per pair of a query and a key: scores and, if there is a loss, their gradients and the logits
+        of attention, which have none. `attention_width`: number of channels of the keys of attention over all heads."""
+        scores = self.num_heads * self.head_dim
+        if not self.indexer_loss_coeff:
+            return scores * FORWARD_FLOPS
+        return scores * TRAINING_FLOPS + attention_width * FORWARD_FLOPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +127,13 @@ class DSAConfig(MLAConfig):
             # its products with q and with the output of attention are computed in the model's dtype
             yield replace(spec, low="") if spec.name == "linear_kv_up_proj.weight" else spec
         indexer = self.indexer
-        linear = partial(linear_parameters, parallel=parallel, counted="attention", low="")
+        linear = partial(
+            linear_parameters,
+            parallel=parallel,
+            counted="attention",
+            low="",
+            flops_per_element=indexer.projection_flops,
+        )
         assert self.q_lora_rank is not None
         yield from linear("indexer.linear_wq_b", (indexer.num_heads * indexer.head_dim, self.q_lora_rank))
         yield from linear("indexer.linear_wk", (indexer.head_dim, self.hidden_size))
@@ -115,14 +141,14 @@ class DSAConfig(MLAConfig):
         yield from linear("indexer.linear_weights_proj", (indexer.num_heads, self.hidden_size))
 
     def flops(self, seq_length: int) -> FlopCount:
-        """Attention counts the chosen pairs only, the indexer all pairs inside the causal mask: forward, and backward
-        if it has a loss."""
-        chosen, indexer = min(self.indexer.topk, seq_length), self.indexer
+        """FLOPs in absorbed form: queries and keys have `row_width` channels, values `kv_lora_rank`. Attention counts
+        chosen pairs only, the indexer all pairs inside the causal mask."""
+        chosen = min(self.indexer.topk, seq_length)
         doubled_pairs = 2 * chosen * seq_length - chosen * chosen
-        of_attention = (self.q_width + self.out_width) * doubled_pairs * TRAINING_FLOPS // 2
-        per_pair = TRAINING_FLOPS if indexer.indexer_loss_coeff else _FORWARD_FLOPS
-        of_indexer = indexer.num_heads * indexer.head_dim * seq_length * seq_length * per_pair // 2
-        return replace(super().flops(seq_length), core_attention=of_attention + of_indexer)
+        per_pair = self.num_heads * (self.row_width + self.kv_lora_rank) * TRAINING_FLOPS
+        of_indexer = self.indexer.pair_flops(self.num_heads * self.row_width) * seq_length * seq_length // 2
+        core = doubled_pairs * per_pair // 2
+        return replace(super().flops(seq_length), core_attention=core, indexer=of_indexer)
 
     def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         # the indexer reads the input in its original format

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_moe.config.component import UNSHARDED, ParamSpec
-from megatron_moe.config.costs import TRAINING_FLOPS, FlopCount
+from megatron_moe.config.costs import FORWARD_FLOPS, TRAINING_FLOPS, FlopCount
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.precision import FloatName
 
@@ -45,22 +45,22 @@ def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
 
 def _streams_head(model: ModelConfig, seq_length: int) -> FlopCount:
     """FLOPs of the head that makes one residual stream of several, for one sequence."""
-    return product_flops(model.final_norm_parameters(UNSHARDED), seq_length * TRAINING_FLOPS)
+    return product_flops(model.final_norm_parameters(UNSHARDED), seq_length)
 
 
 def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
     """FLOPs of one layer for one sequence, forward and backward."""
-    products = product_flops(layer.parameters(UNSHARDED), seq_length * TRAINING_FLOPS)
+    products = product_flops(layer.parameters(UNSHARDED), seq_length)
     return products + layer.mixer.flops(seq_length) + layer.feed_forward.flops(seq_length)
 
 
-def product_flops(parameters: Iterable[ParamSpec], per_element: int) -> FlopCount:
-    """FLOPs of the products of tokens with matrices, with `per_element` FLOPs for every matrix element that processes a
-    token."""
+def product_flops(parameters: Iterable[ParamSpec], num_tokens: int, *, forward_only: bool = False) -> FlopCount:
+    """FLOPs of the products of tokens with matrices, in forward and backward or in forward only."""
     found: Counter[str] = Counter()
     for spec in parameters:
         if spec.meta.role == "matrix":
-            found[_PROJECTIONS[spec.counted]] += spec.active_elements * per_element
+            per_element = FORWARD_FLOPS if forward_only else spec.flops_per_element
+            found[_PROJECTIONS[spec.counted]] += spec.active_elements * num_tokens * per_element
     return FlopCount(**found)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from megatron_moe.config.component import UNSHARDED
-from megatron_moe.config.costs import TRAINING_FLOPS, CostSum, FlopCount, num_bytes
+from megatron_moe.config.costs import CostSum, FlopCount, num_bytes
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import PrecisionConfig
@@ -87,6 +87,7 @@ class Work(CostSum[float]):
     dense: float = 0.0
     """GEMMs outside the experts, including the output head."""
     core_attention: float = 0.0
+    """Attention and the scores of indexers, whose efficiency is assumed to be that of attention."""
     experts: float = 0.0
     bandwidth: float = 0.0
     """Bandwidth-bound kernels."""
@@ -150,7 +151,7 @@ class LayerWork:
             num_bytes_moved += LOW_PASSES * sum(each.bytes for each in tensors if each.low)
         return Work(
             dense=(flops.attention + flops.dense_mlp + flops.shared + flops.connections) * self._share / rates.dense,
-            core_attention=flops.core_attention * self._share / rates.core_attention,
+            core_attention=(flops.core_attention + flops.indexer) * self._share / rates.core_attention,
             experts=flops.experts * self._share / rates.experts + self._expert_weight_bytes(layer) / rates.memory,
             bandwidth=num_bytes_moved / rates.memory,
         )
@@ -198,4 +199,4 @@ class LayerWork:
         parameters = layer.parameters(UNSHARDED)
         repeated = (spec for spec in parameters if modules & set(spec.recomputed_by))
         core = layer.mixer.flops(length).core_attention // 3 if modules & {"core_attn"} else 0
-        return product_flops(repeated, length * TRAINING_FLOPS // 3) + FlopCount(core_attention=core)
+        return product_flops(repeated, length, forward_only=True) + FlopCount(core_attention=core)

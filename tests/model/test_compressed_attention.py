@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
@@ -16,6 +17,7 @@ from megatron_moe.config.compressed_attention import CompressedAttentionConfig
 from megatron_moe.config.dsa import IndexerConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.cost_model.flops import product_flops
 from megatron_moe.kernels.reference import sparse_attention
 from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -365,9 +367,32 @@ def test_flops_count_the_visible_pairs():
     window, chosen, every = compressed_config(0), compressed_config(4), compressed_config(8)
     pairs = 2 * 3 * 64 - 9
     assert window.flops(64).core_attention == window.q_width * pairs * 6
-    indexer = 8 * 8 * 64 * 16 // 2 * 6
-    assert chosen.flops(64).core_attention == chosen.q_width * (pairs + 2 * (2 * 64 - 2 * 4)) * 6 + indexer
+    assert chosen.flops(64).core_attention == chosen.q_width * (pairs + 2 * (2 * 64 - 2 * 4)) * 6
+    assert chosen.flops(64).indexer == (8 * 8 * 6 + chosen.q_width * 2) * 64 * 16 // 2
     assert every.flops(64).core_attention == every.q_width * (pairs + 8 * 64) * 6
+
+
+@pytest.mark.parametrize("coeff", [0.0, 0.5])
+@pytest.mark.parametrize("ratio", [0, 4, 8])
+def test_flops_are_those_of_the_products(ratio, coeff):
+    """The cost model has areas in place of pairs, and leaves out logits and scores that are computed again, the second
+    attention of a loss, and sums over the indexer's heads."""
+    seq, changes = 24, {"indexer_loss_coeff": coeff, "rotate_activation": False}
+    config = compressed_config(ratio, indexer=changes)
+    module, mb = make(config), make_mb(1, seq)
+    with FlopCounterMode(display=False) as counter:
+        run(module, randn(seq, 1, HIDDEN).requires_grad_(), mb).sum().backward()
+    expected = product_flops(config.parameters(ParallelConfig()), seq).attention
+    window, chosen, found, indexer = config.csa_window_size, config.num_chosen(seq), config.flops(seq), config.indexer
+    slots = seq * (window + chosen)
+    assert found.core_attention == 6 * config.q_width * (2 * slots - window**2 - chosen**2 * ratio)
+    expected += slots * config.q_width * (12 + 2)
+    if indexer is not None:
+        sums = seq * seq // ratio * indexer.num_heads
+        expected += 2 * found.indexer + sums * (6 if coeff else 2)
+        if coeff:
+            expected += 2 * sums * (indexer.head_dim + 1) + 4 * seq * window * config.q_width
+    assert counter.get_total_flops() == expected
 
 
 def test_flash_has_the_published_shapes():

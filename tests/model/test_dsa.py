@@ -5,9 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.cost_model.flops import product_flops
 from megatron_moe.cost_model.memory import RankMemory, heaviest
 from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.resources import ModelResources
@@ -277,18 +279,40 @@ def test_emulated_memory_agrees_with_the_cost_model(more):
     assert sum(emulated.values()) == pytest.approx(expected.total, rel=0.03)
 
 
+def counted_products(config):
+    """FLOPs of all matrix products in forward and backward of one sequence."""
+    module, mb = make(config), make_mb(1, SEQ)
+    with FlopCounterMode(display=False) as counter:
+        run(module, randn(SEQ, 1, HIDDEN).requires_grad_(), mb).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("coeff", [0.0, 0.5])
+def test_flops_are_those_of_the_products(coeff, monkeypatch):
+    """The cost model has areas in place of pairs, and no recompute, norms or sums over the indexer's heads."""
+    monkeypatch.setattr(sparse_attention, "BLOCK_BYTES", 1)
+    config = dsa_config(indexer={"indexer_loss_coeff": coeff, "rotate_activation": False})
+    found, indexer = config.flops(SEQ), config.indexer
+    latents = SEQ * 6 * (config.q_lora_rank + config.kv_lora_rank)
+    projections = product_flops(config.parameters(ParallelConfig()), SEQ).attention + found.attention - latents
+    slots, pairs = SEQ * indexer.topk, SEQ * (SEQ + 1) // 2
+    again = 2 * slots * config.num_heads * config.row_width
+    core = found.core_attention * 2 * slots // (2 * slots - indexer.topk**2) + again
+    sums = pairs * indexer.num_heads * (4 if coeff else 2)
+    assert counted_products(config) == projections + core + found.indexer * 2 * pairs // SEQ**2 + sums
+
+
 def test_flops_count_the_chosen_pairs():
     config = dsa_config(indexer={"topk": 4, "indexer_loss_coeff": 0.0})
-    dense = mla_config().flops(16)
-    pairs = 4 * 16 - 4 * 4 // 2
-    found = config.flops(16)
-    assert found.core_attention == 6 * pairs * (config.q_width + config.out_width) + 2 * 16 * 16 // 2 * 8 * 8
-    assert found.attention == dense.attention
-    trained = dsa_config(indexer={"topk": 4}).flops(16)
-    assert trained.core_attention - found.core_attention == 4 * 16 * 16 // 2 * 8 * 8
-    assert dsa_config(indexer={"topk": 99, "indexer_loss_coeff": 0.0}).flops(16).core_attention == (
-        dense.core_attention + 2 * 16 * 16 // 2 * 8 * 8
-    )
+    found, trained = config.flops(16), dsa_config(indexer={"topk": 4}).flops(16)
+    pairs, heads = 4 * 16 - 4 * 4 // 2, config.num_heads
+    width = config.kv_lora_rank + config.qk_rope_dim
+    assert found.core_attention == trained.core_attention == 6 * pairs * heads * (width + config.kv_lora_rank)
+    assert found.indexer == 2 * 16 * 16 // 2 * 8 * 8
+    assert trained.indexer == 16 * 16 // 2 * (6 * 8 * 8 + 2 * heads * width)
+    assert found.attention == mla_config().flops(16).attention
+    every = dsa_config(indexer={"topk": 99}).flops(16)
+    assert every.core_attention == 6 * 16 * 16 // 2 * heads * (width + config.kv_lora_rank)
 
 
 def test_ring_exchange_is_rejected():
