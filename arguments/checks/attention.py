@@ -2,6 +2,7 @@
 
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
+from megatron_moe.config.dsa import has_hadamard_matrix
 from megatron_moe.config.text import counted, divisors
 
 _ROTARY = ("rope", "yarn")
@@ -80,7 +81,7 @@ def indexer_heads_can_be_rotated(flags: RuleFlags) -> Violations:
             "(--qk-pos-emb-head-dim)",
             f"use --dsa-indexer-head-dim {flags.qk_pos_emb_head_dim} or more",
         )
-    if flags.dsa_indexer_rotate_activation and width & (width - 1):
+    if flags.dsa_indexer_rotate_activation and not has_hadamard_matrix(width):
         yield (
             f"a Hadamard matrix has 2^n rows, but --dsa-indexer-head-dim is {width}",
             "use a power of two, or add --no-dsa-indexer-rotate-activation",

@@ -31,6 +31,11 @@ _INDEXER_COPIES = 2.25
 """Values per query, key and head of the indexer in a block: products, their gradients, a mask of one byte."""
 
 
+def has_hadamard_matrix(size: int) -> bool:
+    """Whether the Hadamard matrix of the indexer exists in this size: a power of two."""
+    return size & (size - 1) == 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
     """Lightning indexer: the score of key s for query t is sum_h w[t, h] relu(q[t, h] . k[s])."""

@@ -57,6 +57,13 @@ def test_layers_of_deepseek_v4():
     assert model_config_from_hf(listed, mtp=True) == model
 
 
+@pytest.mark.parametrize(("width", "rotated"), [(64, True), (96, False)])
+def test_heads_of_an_indexer_without_a_hadamard_matrix_are_not_rotated(width: int, rotated: bool):
+    """The rotation keeps the products of q and k."""
+    model = model_config_from_hf({**PUBLISHED["DeepSeek-V4-Flash"], "index_head_dim": width})
+    assert {layer.mixer.indexer.rotate_activation for layer in model.layers if layer.mixer.indexer} == {rotated}
+
+
 def test_a_window_of_128_counts_the_own_token_in_every_second_layer():
     layers = model_config_from_hf(PUBLISHED["GPT-OSS-20B"]).layers
     assert [layer.mixer.core.window for layer in layers] == [(127, 0), None] * 12

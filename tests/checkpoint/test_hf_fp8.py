@@ -1,4 +1,4 @@
-"""Block-scaled FP8 weights, as DeepSeek publishes them, are read as bf16."""
+"""Quantised weights, as DeepSeek publishes them, are read as bf16: FP8 in blocks, and packed FP4."""
 
 import json
 from math import ceil
@@ -61,6 +61,47 @@ def published(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return model_config_from_hf(hf_config), read
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the 16 codes of FP4."""
+
+
+def packed_fp4(weight: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns random FP4 codes of the shape of `weight`, two per byte, their E8M0 scales, and their values, element by
+    element."""
+    rows, columns = weight.shape
+    codes = torch.randint(0, 16, (rows, columns), generator=generator)
+    exponents = torch.randint(-9, 3, (rows, ceil(columns / 32)), generator=generator)
+    stored, values = torch.empty(rows, columns // 2, dtype=torch.uint8), torch.empty(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            values[row, column] = E2M1[codes[row, column]] * 2.0 ** int(exponents[row, column // 32])
+        for byte in range(columns // 2):
+            stored[row, byte] = int(codes[row, 2 * byte]) + 16 * int(codes[row, 2 * byte + 1])
+    return stored.view(torch.int8), (2.0 ** exponents.float()).to(torch.float8_e8m0fnu), values.bfloat16()
+
+
+def published_v4(folder: Path, scale_dtype: torch.dtype) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Writes a DeepSeek-V4 model with experts in FP4 and other matrices in FP8; returns its weights as well."""
+    saved(hf_model(configs()["deepseek_v4"]), folder)
+    stored, read, generator = {}, {}, torch.Generator().manual_seed(3)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        scale = f"{name.removesuffix('weight')}scale"
+        if ".experts." in name:
+            stored[name], stored[scale], read[name] = packed_fp4(tensor, generator)
+        elif tensor.dim() == 2 and ".w" in name.removesuffix(".weight"):
+            stored[name], of_blocks, _ = quantise(tensor)
+            stored[scale] = of_blocks.to(scale_dtype)
+            spread = stored[scale].float().repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+            read[name] = (stored[name].float() * spread[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
+        else:
+            stored[name] = read[name] = tensor.bfloat16() if tensor.is_floating_point() else tensor
+    assert {t.dtype for t in stored.values()} >= {torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu, scale_dtype}
+    save_file(stored, folder / "model.safetensors")
+    hf_config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf_config, "quantization_config": QUANTISED}))
+    return model_config_from_hf(hf_config), read
+
+
 def loaded(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     model = GPT(config, ParallelContext.single(dtype=torch.bfloat16), bundle())
     assert load_hf(folder, model, config) == []
@@ -73,12 +114,21 @@ def change(folder: Path, **tensors: Tensor | None) -> None:
 
 
 def test_fp8_blocks_are_dequantised_to_bf16(tmp_path: Path):
-    config, read = published(tmp_path)
-    found = loaded(tmp_path, config)
-    plain = tmp_path / "plain"
+    check_values(tmp_path, *published(tmp_path))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32])
+def test_fp4_experts_and_fp8_matrices_of_deepseek_v4_are_dequantised_to_bf16(scale_dtype: torch.dtype, tmp_path: Path):
+    check_values(tmp_path, *published_v4(tmp_path, scale_dtype))
+
+
+def check_values(folder: Path, config: ModelConfig, read: dict[str, Tensor]) -> None:
+    """Compares the model that a quantised folder loads with that of a folder with the values `read`."""
+    found = loaded(folder, config)
+    plain = folder / "plain"
     plain.mkdir()
     save_file(read, plain / "model.safetensors")
-    hf_config = {k: v for k, v in read_config(tmp_path).items() if k != "quantization_config"}
+    hf_config = {k: v for k, v in read_config(folder).items() if k != "quantization_config"}
     (plain / "config.json").write_text(json.dumps(hf_config))
     EXACT.check_all(found, loaded(plain, config), "weights")
 
@@ -89,7 +139,7 @@ NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
 @pytest.mark.parametrize(
     ("scale", "said"),
     [
-        (None, f"{NAME} [12, 32] is FP8, but {NAME}_scale_inv is missing"),
+        (None, f"{NAME} [12, 32] is FP8, but {NAME}_scale_inv or {NAME[:-6]}scale is missing"),
         (torch.ones(1, 5), f"{NAME}_scale_inv is [1, 5], blocks of {NAME} [12, 32] are [1, 4]"),
     ],
 )
@@ -98,7 +148,18 @@ def test_missing_or_misshapen_scales_are_rejected_by_name(scale: Tensor | None, 
     change(tmp_path, **{f"{NAME}_scale_inv": scale})
     with pytest.raises(CheckpointProblem) as caught:
         loaded(tmp_path, config)
-    assert said in str(caught.value) and "1 FP8 matrices do not match" in str(caught.value)
+    assert said in str(caught.value) and "1 quantised matrices do not match" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"), [(None, "w1.scale is missing"), (torch.ones(12, 2), "w1.scale is [12, 2], blocks of")]
+)
+def test_missing_or_misshapen_scales_of_packed_matrices_are_rejected(scale: Tensor | None, said: str, tmp_path: Path):
+    config, _ = published_v4(tmp_path, torch.float32)
+    change(tmp_path, **{"layers.1.ffn.experts.3.w1.scale": scale})
+    with pytest.raises(CheckpointProblem) as caught:
+        loaded(tmp_path, config)
+    assert said in str(caught.value) and "layers.1.ffn.experts.3.w1.weight [12, 32]" in str(caught.value)
 
 
 def test_a_scale_without_an_fp8_matrix_is_left_over(tmp_path: Path):

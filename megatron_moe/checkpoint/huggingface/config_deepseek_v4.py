@@ -12,7 +12,7 @@ from typing import Any
 from megatron_moe.checkpoint.huggingface.config_reader import HFConfig, read_activation, read_moe, read_norm, read_rope
 from megatron_moe.config.attention import RopeConfig
 from megatron_moe.config.compressed_attention import OVERLAPPING_RATIO, CompressedAttentionConfig
-from megatron_moe.config.dsa import IndexerConfig
+from megatron_moe.config.dsa import IndexerConfig, has_hadamard_matrix
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig
@@ -82,6 +82,8 @@ def _mixer(config: HFConfig, ratio: int) -> CompressedAttentionConfig:
             num_heads=config.integer("index_n_heads"),
             head_dim=config.integer("index_head_dim"),
             topk=config.integer("index_topk"),
+            # the rotation keeps the products of q and k
+            rotate_activation=has_hadamard_matrix(config.integer("index_head_dim")),
             rope=rope,
             norm=norm,
         )

@@ -16,7 +16,7 @@ from megatron_moe.checkpoint.huggingface.config_reader import (
 )
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, yarn_mscale
 from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
-from megatron_moe.config.dsa import DSAConfig, IndexerConfig
+from megatron_moe.config.dsa import DSAConfig, IndexerConfig, has_hadamard_matrix
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.mamba import MambaConfig
@@ -358,6 +358,8 @@ def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ..
         num_heads=config.integer("index_n_heads"),
         head_dim=config.integer("index_head_dim"),
         topk=config.integer("index_topk"),
+        # the rotation keeps the products of q and k
+        rotate_activation=has_hadamard_matrix(config.integer("index_head_dim")),
         rope=replace(mixer.rope, interleaved=interleaved),
         norm=NormConfig(kind="LayerNorm", eps=_INDEXER_NORM_EPS),
     )

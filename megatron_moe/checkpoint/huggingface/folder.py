@@ -1,7 +1,7 @@
 """Reads a local Hugging Face folder: config.json and safetensors files, with or without an index.
 
-Pickled weights (.bin) are not read and code of the folder is not executed. Block-scaled FP8 weights, as published by
-DeepSeek, are dequantised to bf16 with their `weight_scale_inv` tensors.
+Pickled weights (.bin) are not read and code of the folder is not executed. Quantised weights, as published by DeepSeek,
+are dequantised to bf16: FP8 in blocks, and the packed FP4 of DeepSeek-V4's experts.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,13 +21,19 @@ from megatron_moe.checkpoint.manifest import MAX_HEADER_BYTES
 from megatron_moe.checkpoint.storage import read_bounded
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.text import listed
+from megatron_moe.precision.quantized_tensor import apply_scales
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
-_SCALE = "_scale_inv"
-"""Name suffix of the tensors that hold the scales of FP8 matrices. Scales are fp32, one per block."""
+_WEIGHT = "weight"
+_SCALES = ("weight_scale_inv", "scale")
+"""Suffixes that replace `_WEIGHT` in the name of the scales of a quantised matrix: DeepSeek-V3's and DeepSeek-V4's."""
 _FP8 = "F8_E4M3"
+_FP4 = "I8"
+"""Safetensors dtype of two packed E2M1 elements, the first one in the low bits."""
+_FP4_BLOCK = (1, 32)
+"""Elements (rows, columns) that share a scale in the FP4 format of DeepSeek-V4: MXFP4 of the OCP specification."""
 _DEQUANTISED = "BF16"
 
 _SAVED_AS: Mapping[str, tuple[tuple[re.Pattern[str], str], ...]] = MappingProxyType(
@@ -77,7 +84,7 @@ class HFFolder:
         config: result of `read_config`.
         stack: exit stack that closes the files.
     Raises:
-        CheckpointProblem: a file is missing or damaged, a tensor is in two files, or FP8 scales do not match.
+        CheckpointProblem: a file is missing or damaged, a tensor is in two files, or scales do not match.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], stack: ExitStack) -> None:
@@ -100,27 +107,32 @@ class HFFolder:
             self._files |= dict.fromkeys(stored, handle)
             self._paths |= dict.fromkeys(stored, path)
         self._block = fp8_block(config)
-        self._scaled = self._scaled_names()
-        self.names = frozenset(self._files) - {name + _SCALE for name in self._scaled}
-        """Names of all tensors except FP8 scales."""
+        self._scaled = self._scale_names()
+        """Name of the scales by name of the quantised matrix."""
+        self.names = frozenset(self._files) - {*self._scaled.values()}
+        """Names of all tensors except scales of quantised matrices."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(self._stored[name]).get_shape())
+        """Shape of the tensor that `tensor(name)` returns."""
+        shape = self._stored_shape(name)
+        if name in self._scaled and self._stored_dtype(name) == _FP4:
+            return (*shape[:-1], 2 * shape[-1])
+        return shape
 
     def dtype(self, name: str) -> str:
         """Safetensors dtype name of the tensor that `tensor(name)` returns."""
         return _DEQUANTISED if name in self._scaled else self._stored_dtype(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor into host memory; FP8 weights are dequantised to bf16."""
+        """Reads a tensor into host memory; quantised weights are dequantised to bf16."""
         weight = self._read(name)
         if name not in self._scaled:
             return weight
+        scale = self._read(self._scaled[name]).float()
+        if weight.dtype == torch.int8:
+            return apply_scales(weight.view(torch.uint8), scale.mT, _FP4_BLOCK).bfloat16()
         assert self._block is not None, f"{name} has scales, but the config names no block size"
-        scale = self._read(name + _SCALE).float()  # [ceil(R / rows), ceil(C / columns)] of a weight [R, C]
-        for dim, block in enumerate(self._block):
-            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, weight.shape[dim])
-        return (weight.float() * scale).bfloat16()
+        return apply_scales(weight, scale, self._block).bfloat16()
 
     def _read(self, name: str) -> Tensor:
         # A new memory map, released with the tensor: the pages of a long-lived map would accumulate.
@@ -131,25 +143,41 @@ class HFFolder:
     def _stored_dtype(self, name: str) -> str:
         return str(self._files[name].get_slice(self._stored[name]).get_dtype())
 
-    def _scaled_names(self) -> frozenset[str]:
-        """Names of all FP8 matrices. Raises CheckpointProblem if their scales are missing or have the wrong shape."""
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(self._stored[name]).get_shape())
+
+    def _scale_names(self) -> dict[str, str]:
+        """Name of the scales of every quantised matrix. Raises CheckpointProblem if scales are missing or have the
+        wrong shape."""
         if self._block is None:
-            return frozenset()
-        quantised = [name for name in self._files if self._stored_dtype(name) == _FP8]
-        problems = []
-        for name in quantised:
-            shape = self.shape(name)
-            wanted = [-(-size // block) for size, block in zip(shape, self._block, strict=False)]
-            if len(shape) != 2 or name + _SCALE not in self._files:
-                problems.append(f"{name} {list(shape)} is FP8, but {name + _SCALE} is missing")
-            elif list(found := self.shape(name + _SCALE)) != wanted:
-                problems.append(f"{name + _SCALE} is {list(found)}, blocks of {name} {list(shape)} are {wanted}")
+            return {}
+        found, problems = {}, []
+        for name in self._files:
+            match self._stored_dtype(name):
+                case dtype if dtype == _FP8:
+                    kind, block, per_byte = "FP8", self._block, 1
+                case dtype if dtype == _FP4:
+                    kind, block, per_byte = "FP4", _FP4_BLOCK, 2
+                case _:
+                    continue
+            shape = list(self._stored_shape(name))
+            shape[-1:] = [size * per_byte for size in shape[-1:]]
+            wanted = [-(-size // length) for size, length in zip(shape, block, strict=False)]
+            names = [name.removesuffix(_WEIGHT) + suffix for suffix in _SCALES]
+            scales = next((each for each in names if each in self._files), None)
+            if len(shape) != 2 or scales is None:
+                problems.append(f"{name} {shape} is {kind}, but {' or '.join(names)} is missing")
+            elif list(held := self._stored_shape(scales)) != wanted:
+                problems.append(f"{scales} is {list(held)}, blocks of {name} {shape} are {wanted}")
+            else:
+                found[name] = scales
         if problems:
             raise CheckpointProblem(
-                f"{self._folder}: {len(problems)} FP8 matrices do not match their scales (blocks of "
-                f"{self._block[0]} x {self._block[1]}); download it again:\n  {listed(problems)}"
+                f"{self._folder}: {len(problems)} quantised matrices do not match their scales (FP8 in blocks of "
+                f"{self._block[0]} x {self._block[1]}, FP4 of {_FP4_BLOCK[0]} x {_FP4_BLOCK[1]}); download it again:\n"
+                f"  {listed(problems)}"
             )
-        return frozenset(quantised)
+        return found
 
 
 def _published_name(name: str, renamed: Iterable[tuple[re.Pattern[str], str]]) -> str:
