@@ -1,23 +1,28 @@
 """Times sharded weights and gradients, Muon and QK-clip on two GPUs, and a dense layer stack under torch FSDP2.
 
-    torchrun --nproc-per-node 2 benchmarks/harness/bench_fsdp.py [--cases m27-zero1 m27-zero3 ...] \
+    torchrun --nproc-per-node 2 benchmarks/harness/bench_fsdp.py [--cases m27-zero3 m27-qk-clip ...] \
         [--output-dir benchmarks]
 
 Writes `<date>-<machine>-fsdp-muon.md`, after every case, with step times, TFLOP/s by Megatron's formula, and the
-measured peak memory and the closed form of the dry run. A case is compared with an earlier one, its baseline.
-Weights are drawn on the device. Without torchrun, the first of two ranks is timed alone: its communication takes no
-time, but its memory is that of two ranks. `--tiny` runs small models of the same settings on the CPU, where memory is
-not measured.
+measured peak memory and the closed form of the dry run; a second call on the same day writes
+`<date>-<machine>-fsdp-muon-2.md`. Most cases are compared with a baseline, which runs in the same call even if it is
+not selected. Every case runs in processes of its own, so a failure becomes a row of the table and does not affect
+later cases; the exit code is then 1. Weights are drawn on the device. Without torchrun, the first of two ranks is
+timed alone: its communication takes no time, but its memory is that of two ranks. `--tiny` runs small models of the
+same settings on the CPU, where memory is not measured.
 """
 
 import argparse
-import gc
+import json
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -59,6 +64,8 @@ _ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 _ZERO_3 = "--use-megatron-fsdp"
 _MILLION = "--global-batch-size 256"
 """1,048,576 tokens a step."""
+_CASE_TIMEOUT_S = 240.0
+"""Time limit of one case in seconds, including the start of its processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +78,7 @@ class Case:
     flags: str
     """Flags in addition to those of the model."""
     baseline: str = ""
-    """Name of an earlier case, of which the step time is a multiple."""
+    """Name of an earlier case; the step time is reported as a multiple of that case's."""
     must: str = ""
     """Largest allowed multiple."""
     aim: str = ""
@@ -143,6 +150,15 @@ CASES = (
 )
 
 
+BY_NAME = {case.name: case for case in CASES}
+
+
+def with_baselines(names: Sequence[str]) -> list[Case]:
+    """The named cases and their baselines, in the order of `CASES`."""
+    wanted = set(names) | {BY_NAME[name].baseline for name in names}
+    return [case for case in CASES if case.name in wanted]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """Result of a case."""
@@ -207,6 +223,14 @@ def peak_mib(device: torch.device) -> float:
 
 def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def measured_case(case: Case, *, tiny: bool, warmup: int) -> Measurement:
+    """Times a case in this process, which is one of its ranks."""
+    plan = plan_to_run(case.words(tiny=tiny), 2 - num_processes())
+    number = min(case.steps, 2) if tiny else case.steps
+    run = measured_torch_fsdp2 if case.torch_fsdp2 else measured
+    return run(plan, min(warmup, number), number)
 
 
 def measured(plan: RunPlan, warmup: int, steps: int) -> Measurement:
@@ -291,12 +315,13 @@ def row(case: Case, found: Measurement | str, done: dict[str, Measurement]) -> s
     if isinstance(found, str):
         return f"| {case.title} | {found} |" + " |" * (len(COLUMNS) - 2)
     times, base = sorted(found.step_ms), done.get(case.baseline)
+    ratio = f"{found.median_ms / base.median_ms:.3f}" if base else "not measured" if case.baseline else ""
     cells = (
         case.title,
         f"{found.median_ms:.1f} ({times[0]:.1f}, {times[-1]:.1f})",
         f"{found.tflops:.1f}",
         case.baseline,
-        f"{found.median_ms / base.median_ms:.3f}" if base else "",
+        ratio,
         case.must,
         case.aim,
         f"{found.peak_mib:,.0f}" if found.peak_mib else "",
@@ -322,36 +347,88 @@ def report(rows: Sequence[str], cases: Sequence[Case], machine: str, command: st
 
 
 def outcomes(
-    cases: Sequence[Case], *, tiny: bool, measure: Callable[[Case, RunPlan], Measurement], write: Callable[..., None]
+    cases: Sequence[Case],
+    *,
+    measure: Callable[[Case], Measurement | str],
+    write: Callable[[Sequence[str], Sequence[Case]], None],
 ) -> bool:
-    """Runs the cases in order and calls `write(rows, cases)` after each one. Returns False after a failure, which ends
-    the run, because other ranks may wait for this one."""
+    """Runs the cases in order and calls `write(rows, cases)` after each one. Returns whether all were measured.
+
+    `measure` returns the reason if there is no measurement.
+    """
     rows: list[str] = []
     done: dict[str, Measurement] = {}
     for index, case in enumerate(cases, start=1):
-        found: Measurement | str
-        try:
-            found = done[case.name] = measure(case, plan_to_run(case.words(tiny=tiny), 2 - num_processes()))
-        except (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError) as error:
-            found = "failed: " + " ".join(f"{type(error).__name__}: {error}".split())[:300].replace("|", "\\|")
+        found = measure(case)
+        if isinstance(found, Measurement):
+            done[case.name] = found
         rows.append(row(case, found, done))
         write(rows, cases[:index])
-        if isinstance(found, str):
-            return False
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return True
+    return len(done) == len(cases)
+
+
+def in_new_processes(words: Sequence[str], result: Path, timeout_s: float) -> Measurement | str:
+    """Runs a command whose processes call `write_result` with `result`. Returns their measurement, or the reason why
+    there is none."""
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its processes
+            process.communicate()
+            return f"failed: no result after {timeout_s:g} s"
+    if process.returncode:
+        print(errors[-3000:], file=sys.stderr)
+    found = json.loads(result.read_text()) if result.exists() else None
+    if isinstance(found, str):
+        return found
+    if found is None or process.returncode:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        return _in_a_cell(f"failed: exit code {process.returncode}: {last}")
+    return Measurement(**found | {"step_ms": tuple(found["step_ms"])})
+
+
+def write_result(path: Path, measure: Callable[[], Measurement]) -> ExitCode:
+    """Writes the measurement of rank 0, or the first failure of a rank, as JSON to `path`."""
+    try:
+        found = measure()
+    except (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError) as error:
+        with suppress(FileExistsError), path.open("x") as file:  # later failures are consequences of the first
+            json.dump(_in_a_cell(f"failed: {type(error).__name__}: {error}"), file)
+        raise
+    if os.environ.get("RANK", "0") == "0":
+        path.write_text(json.dumps(asdict(found)))
+    return ExitCode.OK
+
+
+def _in_a_cell(text: str) -> str:
+    return " ".join(text.split())[:300].replace("|", "\\|")
+
+
+def first_free(path: Path) -> Path:
+    """`path`, or the first of `NAME-2.md`, `NAME-3.md`, ... that does not exist."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free
 
 
 def main(argv: list[str]) -> int:
     parser = tool_parser(__doc__)
     names = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
+    compared = ", ".join(f"{case.name} (over {case.baseline})" if case.baseline else case.name for case in CASES)
+    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=compared)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--result", type=Path, help="internal: times one case in this process; file of the result")
     options: argparse.Namespace = parser.parse_args(argv)
+    if options.result:
+        (case,) = (BY_NAME[name] for name in options.cases)
+        return write_result(options.result, lambda: measured_case(case, tiny=options.tiny, warmup=options.warmup))
+    if int(os.environ.get("RANK", "0")):
+        return ExitCode.OK  # rank 0 starts the processes of every case
     try:
         if not options.tiny:
             require_gpu("steps on GPUs are")
@@ -360,27 +437,29 @@ def main(argv: list[str]) -> int:
         return int(problem.code)
     size, alone = num_processes(), num_processes() == 1
     machine = f"{size} CPU ranks" if options.tiny else f"{size}x{torch.cuda.get_device_name().replace('NVIDIA ', '')}"
-    chosen = [case for case in CASES if case.name in options.cases and not (alone and case.torch_fsdp2)]
+    chosen = [case for case in with_baselines(options.cases) if not (alone and case.torch_fsdp2)]
     words = ["python"] if alone else ["torchrun", "--nproc-per-node", f"{size}"]
     words += ["benchmarks/harness/bench_fsdp.py"]
     words += [
         *(["--tiny"] if options.tiny else []),
         *([] if len(chosen) == len(CASES) else ["--cases", *options.cases]),
     ]
-    path = options.output_dir / f"{date.today()}-{machine.lower().replace(' ', '-')}-fsdp-muon.md"
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    path = first_free(options.output_dir / f"{date.today()}-{machine.lower().replace(' ', '-')}-fsdp-muon.md")
+    launcher = [] if alone else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{size}"]
+    settings = [*(["--tiny"] if options.tiny else []), "--warmup", f"{options.warmup}"]
 
-    def measure(case: Case, plan: RunPlan) -> Measurement:
-        number = min(case.steps, 2) if options.tiny else case.steps
-        run = measured_torch_fsdp2 if case.torch_fsdp2 else measured
-        return run(plan, min(options.warmup, number), number)
+    def measure(case: Case) -> Measurement | str:
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            start = [sys.executable, *launcher, str(Path(__file__).resolve()), "--cases", case.name, *settings]
+            return in_new_processes([*start, "--result", str(result)], result, _CASE_TIMEOUT_S)
 
     def write(rows: Sequence[str], cases: Sequence[Case]) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            print(rows[-1], flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(report(rows, cases, machine, shlex.join(words), tiny=options.tiny))
+        print(rows[-1], flush=True)
+        path.write_text(report(rows, cases, machine, shlex.join(words), tiny=options.tiny))
 
-    succeeded = outcomes(chosen, tiny=options.tiny, measure=measure, write=write)
+    succeeded = outcomes(chosen, measure=measure, write=write)
     return int(ExitCode.OK if succeeded else ExitCode.BUG)
 
 
