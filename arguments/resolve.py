@@ -321,11 +321,7 @@ def _loop(flags: Flags, batch: BatchConfig) -> LoopConfig:
         assert flags.train_samples is not None
         train_iters = batch.steps_for(flags.train_samples)
     eval_iters = derive.eval_iters(flags, train_iters=train_iters)
-    # the check detects the NaNs of rows that overflow the pages of a stash
-    check = flags.check_for_nan_in_loss_and_grad or flags.moe_paged_stash
-    return from_flags(
-        LoopConfig, flags, train_iters=train_iters, eval_iters=eval_iters, check_for_nan_in_loss_and_grad=check
-    )
+    return from_flags(LoopConfig, flags, train_iters=train_iters, eval_iters=eval_iters)
 
 
 def _data(flags: Flags, vocab_size: int) -> DataConfig:

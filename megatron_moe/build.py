@@ -229,7 +229,7 @@ def _saved_tensor_policy(
         )
     if plan.memory.paged_stash is not None:
         pages, host_pages = (pages_of_rank(plan, pp_rank, host=host) for host in (False, True))
-        stash = PagedStash(plan.memory.paged_stash, pages, kernels, host_copies, host_pages)
+        stash = PagedStash(plan.memory.paged_stash, pages, kernels, host_copies, context.device, host_pages)
     return SavedTensorPolicy(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
 
 

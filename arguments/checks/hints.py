@@ -73,15 +73,6 @@ def unused_rope_scaling(flags: Flags) -> Iterator[str]:
         yield f"{' and '.join(unused)} without effect: this model does not use that RoPE scaling"
 
 
-def paged_stash_keeps_the_check(flags: Flags) -> Iterator[str]:
-    """Expert activations that do not fit into the pages are restored as NaN, which the check of a step detects."""
-    if flags.moe_paged_stash and not flags.check_for_nan_in_loss_and_grad:
-        yield (
-            "--no-check-for-nan-in-loss-and-grad without effect with --moe-paged-stash: the check detects rows that "
-            "overflow the pages; it neither synchronises nor hinders a graph"
-        )
-
-
 def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
     """A paged stash saves memory by omitting unused buffer rows, but with all experts on one rank every row is used."""
     ranks = derive.expert_ranks(flags)

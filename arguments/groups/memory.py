@@ -70,9 +70,9 @@ class OffloadFlags:
     """Chunk size in MiB for `--chunked-optimizer-state-offload`."""
     optimizer_state_offload_fraction: float = flag(1.0, least=0)
     """Fraction of the optimizer state offloaded by `--chunked-optimizer-state-offload`."""
-    moe_paged_stash: bool = differs(False, "a step that overflows the buffer is rejected instead of repeated")
+    moe_paged_stash: bool = flag(False)
     """Save expert activations for backward in pages of a shared buffer. Only rows in use take memory, so the buffer can
-    be smaller than for the worst case."""
+    be smaller than for the worst case. A step that overflows it is repeated without the stash."""
     moe_paged_stash_page_size: int = flag(64, least=1)
     """Page size of `--moe-paged-stash`, in tokens."""
     moe_paged_stash_buffer_size_factor_cuda: float = differs(

@@ -29,7 +29,7 @@ class Pages:
     """int64 [4]: number of device pages allocated so far, P plus the number of device pages freed so far, and the same
     for host pages and Q."""
     overflowed: Tensor
-    """int32 scalar: 1 once an allocation has failed."""
+    """int32 scalar: 1 once an allocation has failed. Pools may share it."""
 
     @property
     def num(self) -> int:
@@ -52,10 +52,17 @@ class Pages:
 
 
 def make_pages(
-    num: int, page_size: int, width: int, *, dtype: torch.dtype, device: torch.device, host: Tensor | None = None
+    num: int,
+    page_size: int,
+    width: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    host: Tensor | None = None,
+    overflowed: Tensor | None = None,
 ) -> Pages:
     """Allocates a pool of `num` free device pages. `host`: memory of the host pages and of one more page, a flat pinned
-    tensor; None for no host pages."""
+    tensor; None for no host pages. `overflowed`: flag to share with other pools; None allocates one."""
     if host is None:
         host = torch.empty(page_size * width, dtype=dtype, device=device)
     host_QLW = host.view(-1, page_size, width)
@@ -65,5 +72,5 @@ def make_pages(
         host_QLW=host_QLW,
         free_P=torch.arange(num + num_host + 1, dtype=torch.int32, device=device),
         ends=torch.tensor([0, num, 0, num_host], dtype=torch.int64, device=device),
-        overflowed=torch.zeros((), dtype=torch.int32, device=device),
+        overflowed=torch.zeros((), dtype=torch.int32, device=device) if overflowed is None else overflowed,
     )

@@ -23,7 +23,8 @@ class StepResult:
     """L2 norms of the gradient before clipping, by parameter group; "all" is the global norm."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Values that only some runs measure: "num_zeros" (number of gradient elements equal to 0) and "params_norm" (both
-    only when the log needs them), "overflow" (expert rows beyond their bound, relative to it), and "loss_scale" (fp16).
+    only when the log needs them), "overflow" (expert rows beyond their bound, relative to it), "stash_overflow" (1 if
+    a rank found too few free pages for expert rows, else 0), and "loss_scale" (fp16).
     """
     apply_update: bool
     """True if the update was applied."""

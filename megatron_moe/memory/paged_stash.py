@@ -4,10 +4,11 @@ Row counts that are known only on the device force expert tensors to be allocate
 only their used rows are saved for backward, in pages shared by all layers and microbatches. Backward copies them to a
 temporary worst-case tensor. None of this synchronises the host. If no device page is free, rows are saved in pages of
 pinned host memory, which kernels read and write directly. If too few pages are free there, too, the restored rows are
-NaN, so the gradients are non-finite and every rank rejects the training step.
+NaN and `PagedStash.overflowed` is set, so that all ranks reject the training step and repeat it without the stash.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import torch
@@ -29,6 +30,7 @@ class PagedStash:
         num_pages: Mapping[int, int],
         kernels: Kernels,
         copies: HostCopies,
+        device: torch.device,
         num_host_pages: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """`num_pages`, `num_host_pages`: row width (elements per row) -> number of pages on the device, or on the host.
@@ -37,6 +39,21 @@ class PagedStash:
         self.kernels = kernels
         self._num_pages, self._num_host_pages, self._copies = num_pages, num_host_pages, copies
         self._pages: dict[int, Pages] = {}
+        self.overflowed = torch.zeros((), dtype=torch.int32, device=device)
+        """int32 scalar on the device: 1 if too few pages were free at any time since `begin_step`."""
+        self.is_bypassed = False
+        """True within `bypassed`."""
+
+    def begin_step(self) -> None:
+        """Clears `overflowed` before a step."""
+        self.overflowed.zero_()
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Saves all rows whole, for the repetition of a step in which too few pages were free."""
+        self.is_bypassed = True
+        yield
+        self.is_bypassed = False
 
     def open(self, rows_RW: Tensor, valid: Tensor) -> "_RowsPolicy":
         """Policy for the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved."""
@@ -56,22 +73,16 @@ class PagedStash:
                 dtype=rows_RW.dtype,
                 device=rows_RW.device,
                 host=self._copies.host_buffer((num_host + 1) * page_size * width, rows_RW.dtype) if num_host else None,
+                overflowed=self.overflowed,
             )
         return self._pages[width]
 
     def buffers(self) -> list[Tensor]:
-        """Device tensors of the page pools allocated so far: pages, free lists, counters and overflow flags."""
+        """Device tensors of the stash and of the page pools allocated so far: overflow flag, pages, free lists and
+        counters."""
         every = self._pages.values()
-        found = [buffer for p in every for buffer in (p.data_PLW, p.free_P, p.ends, p.overflowed)]
+        found = [self.overflowed, *(buffer for p in every for buffer in (p.data_PLW, p.free_P, p.ends))]
         return found + [p.host_QLW for p in every if not p.num_host]
-
-    def overflowed(self) -> bool:
-        """Whether too few pages were free at any time since the last call. Synchronises with the device."""
-        found = False
-        for pages in self._pages.values():
-            found |= bool(pages.overflowed)
-            pages.overflowed.zero_()
-        return found
 
 
 class _RowsPolicy:

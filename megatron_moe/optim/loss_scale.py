@@ -28,8 +28,9 @@ class LossScaler:
         return self.state[0]
 
     @torch.no_grad()
-    def update(self, overflow: Tensor) -> None:
-        """Ends a step. `overflow`: bool scalar on the device, True if a gradient is not finite."""
+    def update(self, overflow: Tensor, valid: Tensor) -> None:
+        """Ends a step. `overflow`: True if a gradient is not finite. `valid`: False if the step will be repeated and
+        must not change the scale. Both are bool scalars on the device."""
         config = self._config
         if config.loss_scale is not None:
             return
@@ -39,4 +40,4 @@ class LossScaler:
         smaller = (scale / 2).clamp(min=config.min_loss_scale)
         moved = torch.where(grows, scale * 2, torch.where(overflow & (left <= 0), smaller, scale))
         left = torch.where(grows, float(config.hysteresis), left)
-        self.state.copy_(torch.stack([moved, torch.where(grows, 0.0, usual), left]))
+        self.state.copy_(torch.where(valid, torch.stack([moved, torch.where(grows, 0.0, usual), left]), self.state))

@@ -37,8 +37,6 @@ class RankReport:
     """Sample ids of the step, one tuple per microbatch of this rank."""
     bad_samples: tuple[int, ...] = ()
     """Sample ids of the microbatches with a non-finite loss."""
-    no_room: bool = False
-    """True if the paged stash ran out of pages (--moe-paged-stash)."""
     rerun: RerunResult | None = None
     """This rank's losses in the step and in its repetition."""
     rerun_values: dict[str, float] = field(default_factory=dict)
@@ -56,9 +54,7 @@ def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repea
     """
     kept = next(step for step in trainer.recent if step.iteration == result.iteration)
     context, order = trainer.context, loader.samples_at(kept.state.consumed_samples)
-    stash = trainer.model.saved_tensors.stash
-    no_room = stash is not None and stash.overflowed()
-    report = RankReport(rank=context.rank, stage=context.group("pp").rank, samples=order, no_room=no_room)
+    report = RankReport(rank=context.rank, stage=context.group("pp").rank, samples=order)
     if repeat:
         report = _repeated(trainer, kept, report)
     run_dir = trainer.logging.run_dir
@@ -83,11 +79,8 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
     return gather_objects(report, context.group("world"))
 
 
-def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict | None:
-    """Conclusion about the hardware from the repetition, identical on every rank. None if the pages of the stash ran
-    out, which does not depend on the hardware."""
-    if any(report.no_room for report in reports):
-        return None
+def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
+    """Conclusion about the hardware from the repetition, identical on every rank."""
     ranks = [report.rerun for report in reports if report.rerun is not None]
     return compare_rerun(numbers(result), reports[0].rerun_values, ranks, reports[0].earlier)
 
@@ -100,11 +93,6 @@ def numbers(result: StepResult) -> dict[str, float]:
 def sentence(reports: Sequence[RankReport]) -> str:
     """Clause about the cause, starting with "; "; empty if the cause is unknown."""
     parts = []
-    full = [report.rank for report in reports if report.no_room]
-    if full:
-        flag = "--moe-paged-stash-buffer-size-factor-cuda"
-        ranks = f"rank{'s' if len(full) > 1 else ''} {', '.join(map(str, full[:16]))}"
-        parts.append(f"the paged stash had no free pages for expert rows on {ranks}: raise {flag}")
     found = [(finding, report) for report in reports for finding in report.findings]
     if found:
         first, report = min(found, key=lambda pair: _causality(*pair))

@@ -8,6 +8,25 @@ from torch import Tensor
 from megatron_moe.config.training import StepSize
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.logs.timers import Moment
+from megatron_moe.memory.paged_stash import PagedStash
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext
+
+
+def largest_overflows(context: ParallelContext, comm: ExpertComm | None, stash: PagedStash | None) -> dict[str, Tensor]:
+    """Overflows of a step that void it, as values of `StepOutcome.extra`: maxima over all ranks, fp32 scalars on the
+    device. Collective; called once per step."""
+    found: dict[str, Tensor] = {}
+    if comm is not None and comm.overflow is not None:
+        found["overflow"] = comm.overflow
+    if stash is not None:
+        found["stash_overflow"] = stash.overflowed.float()
+    if not found:
+        return found
+    # world: 4 or 8 bytes
+    largest = all_reduce_(torch.stack([*found.values()]), context.group("world"), "max")
+    return dict(zip(found, largest.unbind(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Supervision of training steps: repeats steps whose expert rows overflowed, and ends the run on non-finite values."""
+"""Supervision of training steps: repeats steps whose expert rows exceeded their buffers, and ends the run on non-finite
+values."""
 
 import math
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class StepSupervisor:
 
     def _handle(self, result: StepResult) -> bool:
         """Logs and checks a step. Returns False if it and the step after it were repeated instead."""
-        if result.extra.get("overflow"):
+        if result.extra.get("overflow") or result.extra.get("stash_overflow"):
             self._repeat_from(result)
             return False
         comm = self._trainer.model.expert_comm
@@ -97,21 +98,32 @@ class StepSupervisor:
         return True
 
     def _repeat_from(self, result: StepResult) -> None:
-        """Repeats a step whose expert rows exceeded their bound, and the step after it, with a larger bound. The device
-        has applied neither update. Metrics of the log interval start again at the repeated step."""
+        """Repeats a step whose expert rows exceeded their bound, or the pages of the stash, and the step after it. The
+        first is repeated with a larger bound, or without the stash. The device has applied neither update. Metrics of
+        the log interval start again at the repeated step."""
         self._reader.drop()
         self._log.drop_metrics()
-        overflow = result.extra["overflow"]
+        overflow, stash_overflow = (result.extra.get(name, 0.0) for name in ("overflow", "stash_overflow"))
         steps = self._trainer.prepare_repetition(result.iteration, overflow)
-        comm = self._trainer.model.expert_comm
-        assert comm is not None
-        self._log.note(
-            f"iteration {result.iteration}: a rank received {overflow:.1%} more expert rows than its bound, so the "
-            f"iteration is repeated with --moe-expert-rank-capacity-factor {comm.row_capacity_factor:.3g}; start the "
-            f"run with this value to avoid repetitions"
-        )
+        model, at = self._trainer.model, f"iteration {result.iteration}"
+        if overflow:
+            assert model.expert_comm is not None
+            self._log.note(
+                f"{at}: a rank received {overflow:.1%} more expert rows than its bound, so the iteration is repeated "
+                f"with --moe-expert-rank-capacity-factor {model.expert_comm.row_capacity_factor:.3g}; start the run "
+                "with this value to avoid repetitions"
+            )
+        if stash_overflow:
+            assert model.saved_tensors.stash is not None
+            factor = model.saved_tensors.stash.config.moe_paged_stash_buffer_size_factor_cuda
+            self._log.note(
+                f"{at}: a rank had too few free pages for its expert rows, so the iteration is repeated without the "
+                f"paged stash; start the run with --moe-paged-stash-buffer-size-factor-cuda above {factor:g} to avoid "
+                "repetitions"
+            )
         for step in steps:
-            self._push(self._trainer.step(step.batches, step.state))
+            without_stash = bool(stash_overflow) and step is steps[0]
+            self._push(self._trainer.step(step.batches, step.state, step.size, without_stash=without_stash))
 
     def _handle_rejected(self, result: StepResult) -> None:
         """Reports why an update was rejected. Raises NumericsProblem unless the run skips the step and continues."""

@@ -38,7 +38,7 @@ from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
 from megatron_moe.train.logit_clip import LogitClip
 from megatron_moe.train.pipeline_stage import Pipeline
-from megatron_moe.train.step_results import StepOutcome
+from megatron_moe.train.step_results import StepOutcome, largest_overflows
 from megatron_moe.train.train_state import TrainState
 
 
@@ -49,6 +49,7 @@ class RetainedStep:
     state: TrainState
     """State before the step."""
     batches: Sequence[MicroBatch]
+    size: StepSize
     local: Tensor
     """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros except on the last pipeline stage."""
 
@@ -142,12 +143,21 @@ class Trainer:
         """Makes the following steps write the expert choices of their routers."""
         self.routing_trace, self.metrics.trace_routing = trace, trace.add
 
-    def step(self, batches: Sequence[MicroBatch], state: TrainState, size: StepSize | None = None) -> StepOutcome:
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        state: TrainState,
+        size: StepSize | None = None,
+        *,
+        without_stash: bool = False,
+    ) -> StepOutcome:
         """Trains on this rank's microbatches of one global batch; `state` is the state before the step.
 
         `size`: size of the global batch. None: every row of the microbatches is one sample.
+        `without_stash`: saves all rows of experts whole, although the run has a paged stash.
         Raises MemoryProblem if device memory runs out."""
-        with self._memory_guard(state.iteration + 1):
+        stash = self.model.saved_tensors.stash if without_stash else None
+        with self._memory_guard(state.iteration + 1), nullcontext() if stash is None else stash.bypassed():
             return self._step(batches, state, size or self._size_of(batches))
 
     def _size_of(self, batches: Sequence[MicroBatch]) -> StepSize:
@@ -165,7 +175,7 @@ class Trainer:
             loss, num_tokens, local = self._forward_backward(batches, iteration)
         if self.routing_trace is not None:
             self.routing_trace.end_step(iteration)
-        self.recent.append(RetainedStep(replace(state), batches, local.clone()))
+        self.recent.append(RetainedStep(replace(state), batches, size, local.clone()))
         with self.timers.span("all-grads-sync", level=1):
             self._finish_grads(num_tokens)
         with self.timers.span("optimizer", level=1):
@@ -193,9 +203,11 @@ class Trainer:
 
     def prepare_repetition(self, iteration: int, overflow: float) -> list[RetainedStep]:
         """Prepares the repetition of all steps from an iteration on, whose updates were not applied because expert rows
-        exceeded their bound: raises the bound and returns these steps, which must be taken again in order."""
-        assert self.model.expert_comm is not None
-        self.model.expert_comm.raise_bound(overflow)
+        exceeded their bound (by `overflow`, relative to it) or the pages of the stash: raises the bound, destroys CUDA
+        graphs, so that the next step runs eagerly, and returns these steps, which must be taken again in order."""
+        if overflow:
+            assert self.model.expert_comm is not None
+            self.model.expert_comm.raise_bound(overflow)
         graphs = self.full_iteration or self.pipeline.graph_instances
         if graphs is not None:
             graphs.discard()
@@ -239,6 +251,8 @@ class Trainer:
         self.model.train()
         if self.model.expert_comm is not None:
             self.model.expert_comm.begin_step()
+        if self.model.saved_tensors.stash is not None:
+            self.model.saved_tensors.stash.begin_step()
         if self.low_precision is not None:
             self.low_precision.begin_step(iteration)
         self.buffers.begin_step(len(batches), early=losses is None)
@@ -293,20 +307,19 @@ class Trainer:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
         """Clips gradients, applies the update and updates the routers. Returns values for the fields of `StepOutcome`
         named `norms`, `extra`, `apply_update` (False: the update was not applied) and `state_is_finite`."""
-        extra: dict[str, Tensor] = {}
+        extra = largest_overflows(self.context, self.model.expert_comm, self.model.saved_tensors.stash)
+        for overflow in extra.values():
+            self._may_continue = self._may_continue & (overflow == 0)
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         state_is_finite = norms.pop("nonfinite") == 0
         scale: Tensor | float = 1.0
         if self.loss_scaler is not None:
             scale = extra["loss_scale"] = self.loss_scaler.scale.clone()
-            self.loss_scaler.update(~torch.isfinite(norms["all"]))
+            self.loss_scaler.update(~torch.isfinite(norms["all"]), valid=self._may_continue)
             norms = {part: norm / scale for part, norm in norms.items()}
         if self.logging.log_num_zeros_in_grad:
             extra["num_zeros"] = count_zeros(self.buffers)
-        overflow = None if self.model.expert_comm is None else self.model.expert_comm.largest_overflow()
-        if overflow is not None:
-            extra["overflow"] = overflow
-        apply_update = self._accept(loss, norms["all"], overflow) & state_is_finite
+        apply_update = self._accept(loss, norms["all"]) & state_is_finite
         if self.low_precision is not None:
             # called first, because the optimizer may quantise weights with the new scales
             self.low_precision.end_step(apply_update)
@@ -325,12 +338,10 @@ class Trainer:
             extra["params_norm"] = self.optimizer.params_norm()
         return norms, extra, apply_update, state_is_finite
 
-    def _accept(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
-        """Checks loss and gradient norm for non-finite values and spikes, and the buffers of expert rows for overflow.
-        Returns a device bool: False if this step fails a check, or if an earlier failure ends the run."""
+    def _accept(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Checks loss and gradient norm for non-finite values and spikes. Returns a device bool: False if this step
+        fails a check, or if an overflow or an earlier failure voids it."""
         config, accepted = self.resilience, torch.ones_like(self._may_continue)
-        if overflow is not None:
-            self._may_continue = self._may_continue & (overflow == 0)
         valid = self._may_continue
         checks: list[tuple[Tensor, str]] = []
         if self.loop.check_for_nan_in_loss_and_grad:

@@ -182,7 +182,6 @@ HINT_CASES = (
     ("--recompute-num-layers 1", "", "--recompute-num-layers without effect: nothing is recomputed"),
     ("--recompute-modules moe_act", "", "--recompute-modules without effect: nothing is recomputed"),
     ("--rope-type yarn", "", "--rope-type yarn without effect: --position-embedding-type rope applies"),
-    ("--moe-paged-stash --no-check-for-nan-in-loss-and-grad", "", "the check detects rows that overflow the pages"),
     ("", "--run-dir", "no checkpoint is saved"),
     ("--mock-data", "--save-interval", "mock data: no checkpoint is saved without --save or --save-interval"),
     ("--mock-data", "", "the data files are not read"),
@@ -208,7 +207,6 @@ def test_flags_that_megatron_accepts_are_accepted():
         "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 99",
     ):
         assert problems_of(more) == (), more
-    assert plan_of("--moe-paged-stash --no-check-for-nan-in-loss-and-grad").loop.check_for_nan_in_loss_and_grad
 
 
 def test_a_forced_router_is_announced():

@@ -20,6 +20,7 @@ from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routi
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.carried_copies import carried_grad, values_of
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
+from megatron_moe.train.step_results import largest_overflows
 from tests.gpu.shared_group import run_within
 from tests.helpers import ranks
 from tests.helpers.modules import module_of
@@ -218,7 +219,7 @@ def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
             dispatcher.start_dispatch(torch.ones(24, 64, device=ctx.device, dtype=ctx.dtype), routing)
         )
         comm.record(rows)
-        found.append(round(float(comm.largest_overflow()) * 24))
+        found.append(round(float(largest_overflows(ctx, comm, None)["overflow"]) * 24))
     return found
 
 

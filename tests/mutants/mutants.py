@@ -357,12 +357,12 @@ def an_evaluation_uses_earlier_quantised_weights(original: Any) -> Any:
 
 
 @mutant(
-    "moe.token_dispatcher.base:ExpertComm.largest_overflow",
+    "train.step_results:largest_overflows",
     "tests/moe/parallel/test_gather_in_fc1.py::test_overflow_on_one_pipeline_stage_is_visible_on_all_stages",
 )
 def an_overflow_is_unknown_to_other_pipeline_stages(original: Any) -> Any:
     """One stage repeats the step, and the others wait forever for its tensors."""
-    return lambda self: all_reduce_(self.overflow.clone(), self.ctx.group("dp_cp"), "max")
+    return lambda context, comm, _: {"overflow": all_reduce_(comm.overflow.clone(), context.group("dp_cp"), "max")}
 
 
 @mutant(

@@ -76,7 +76,7 @@ def train(plan: RunPlan, *, fused: bool, routes_to_two: bool = False) -> list[di
         figures = run_steps(plan, build_trainer(plan, context, model, KERNELS), TrainState(), 2)
         offload, stash = model.saved_tensors.offload, model.saved_tensors.stash
         assert not plan.memory.offload.offload_modules or offload.pool.bytes_to_host == offload.pool.bytes_to_device > 0
-        assert plan.memory.paged_stash is None or (stash.buffers() and not stash.overflowed())
+        assert plan.memory.paged_stash is None or (stash.buffers() and not stash.overflowed)
         return figures
 
     return on_threads(plan.parallel, rank)

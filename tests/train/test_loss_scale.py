@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 
 
 def followed(config: LossScaleConfig, overflows: str) -> list[float]:
-    """Scales after steps with (x) and without (.) overflow."""
+    """Scales after steps with (x) and without (.) overflow, and after void steps (v)."""
     scaler, found = LossScaler(config, CPU), []
     for step in overflows:
-        scaler.update(torch.tensor(step == "x"))
+        scaler.update(torch.tensor(step in "xv"), torch.tensor(step != "v"))
         found.append(float(scaler.scale))
     return found
 
@@ -40,6 +40,7 @@ def test_the_scale_follows_overflows_as_in_megatron() -> None:
     assert followed(config, "xxxxxx") == [16, 8, 4, 2, 2, 2]
     assert followed(config, "xx.x...x") == [16, 8, 8, 4, 4, 4, 8, 8]
     assert followed(config, "...x") == [16, 16, 32, 32]
+    assert followed(config, "v..v.vxvx") == [16, 16, 16, 16, 32, 32, 32, 32, 16]
     assert followed(replace(config, loss_scale=128.0), "xx....") == [128] * 6
     assert config.most_overflows == 5
     default = LossScaleConfig()
@@ -90,7 +91,7 @@ def test_fp16_trains_like_fp32_after_it_has_found_its_scale() -> None:
 
 def test_checkpoints_contain_the_state_of_the_scale(tmp_path: Path) -> None:
     trainer = make_trainer(plan("fp16", LossScaleConfig()), ParallelContext.single(dtype=torch.float16))
-    trainer.loss_scaler.update(torch.tensor(True))
+    trainer.loss_scaler.update(torch.tensor(True), torch.tensor(True))
     saved = saved_tensors(trainer, optimizer=True)["optimizer.loss_scale"]
     assert saved.boxes[0].data.tolist() == [2.0**32, 0.0, 1.0]
     assert "optimizer.loss_scale" not in saved_tensors(trainer, optimizer=False)

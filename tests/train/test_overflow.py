@@ -1,13 +1,17 @@
-"""Steps whose expert rows exceed `--moe-expert-rank-capacity-factor` are repeated with a larger bound."""
+"""Steps whose expert rows exceed `--moe-expert-rank-capacity-factor` are repeated with a larger bound; steps whose rows
+exceed the pages of `--moe-paged-stash` are repeated without the stash."""
 
+import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from megatron_moe import build
-from megatron_moe.config.memory import CudaGraphConfig
+from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig, PagedStashConfig, RecomputeConfig
+from megatron_moe.config.optimizer import LossScaleConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import RunPlan
@@ -78,12 +82,17 @@ def train(
     return reports, values, trainer.model.expert_comm.row_capacity_factor or 0
 
 
+@cache
+def unlimited() -> list[tuple[Reports, dict[str, Tensor], float]]:
+    """Training with any number of rows."""
+    return on_threads(EP2, lambda context: train(plan(None), context))
+
+
 @pytest.mark.parametrize("read_each", [False, True])
 @pytest.mark.parametrize("factor", [0.2, 0.9])
 def test_repeated_steps_equal_steps_without_a_bound(factor: float, read_each: bool) -> None:
-    free = on_threads(EP2, lambda context: train(plan(None), context))
     bound = on_threads(EP2, lambda context: train(plan(factor), context, read_each))
-    for (reports, values, raised), (expected_reports, expected, _) in zip(bound, free, strict=True):
+    for (reports, values, raised), (expected_reports, expected, _) in zip(bound, unlimited(), strict=True):
         EXACT.check_all(values, expected, "weights and expert biases")
         results, others = reports.results, expected_reports.results
         assert [r.iteration for r in results] == [r.iteration for r in others] == list(range(1, STEPS + 1))
@@ -117,15 +126,82 @@ def test_graphs_are_captured_again_with_the_raised_bound(config: CudaGraphConfig
         trainer: Any = None
         return train(plan(0.9, cuda_graphs=config), context, make=with_counter)
 
-    free = on_threads(EP2, lambda context: train(plan(None), context))
-    for (reports, values, raised), (_, expected, _) in zip(on_threads(EP2, run), free, strict=True):
+    for (reports, values, raised), (_, expected, _) in zip(on_threads(EP2, run), unlimited(), strict=True):
         EXACT.check_all(values, expected, "weights and expert biases")
         assert raised > 0.9 and reports.notes, "no step overflowed"
     assert captures[0] == captures[1] and len(captures[0]) >= 2, f"captures {captures}"
 
 
+def with_stash(plan: RunPlan, factor: float) -> RunPlan:
+    """`factor`: size of the device pages, relative to the rows of an even load."""
+    stash = PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=factor)
+    act = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act",))
+    return replace(plan, memory=MemoryConfig(paged_stash=stash, recompute=act))
+
+
+STASHED = [
+    (None, CudaGraphConfig()),
+    (0.9, CudaGraphConfig()),
+    (None, CudaGraphConfig(cuda_graph_modules=("attn", "mlp", "moe_router"), cuda_graph_warmup_steps=1)),
+    (None, CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)),
+]
+"""(bound on rows, graphs)."""
+
+
+@pytest.mark.parametrize(("bound", "graphs"), STASHED, ids=["eager", "bounded rows", "modules", "whole step"])
+def test_steps_without_free_pages_on_one_rank_equal_steps_without_a_stash(
+    bound: float | None, graphs: CudaGraphConfig
+) -> None:
+    """Only the first rank has too few pages. Both ranks repeat the same steps, once."""
+
+    def run(context: ParallelContext) -> tuple[Reports, dict[str, Tensor], list[bool]]:
+        bypassed: list[bool] = []
+
+        def make(plan: RunPlan, context: ParallelContext) -> tuple[Trainer, TrainLoader]:
+            trainer, loader = setup(plan, context)
+            step = trainer.step
+
+            def counted(*args: Any, without_stash: bool = False) -> Any:
+                bypassed.append(without_stash)
+                return step(*args, without_stash=without_stash)
+
+            trainer.step = counted  # type: ignore[method-assign]
+            return trainer, loader
+
+        each = with_stash(plan(bound, cuda_graphs=graphs), 0.5 if context.rank == 0 else 8.0)
+        reports, values, _ = train(each, context, make=make)
+        return reports, values, bypassed
+
+    found = on_threads(EP2, run)
+    assert found[0][2] == found[1][2] and any(found[0][2]), "the steps without a stash"
+    for (reports, values, bypassed), (expected_reports, expected, _) in zip(found, unlimited(), strict=True):
+        EXACT.check_all(values, expected, "weights and expert biases")
+        results, others = reports.results, expected_reports.results
+        assert [(r.iteration, r.loss, r.norms) for r in results] == [(r.iteration, r.loss, r.norms) for r in others]
+        assert all(r.apply_update and r.extra["stash_overflow"] == 0 for r in results)
+        notes = [note for note in reports.notes if "without the paged stash" in note]
+        assert len(notes) == len(set(notes)) == sum(bypassed), "each step is repeated without the stash at most once"
+
+
+def test_void_steps_do_not_change_the_loss_scale() -> None:
+    """A step without free pages has NaN gradients, which are not an overflow of fp16."""
+
+    def scales(plan: RunPlan, context: ParallelContext) -> tuple[list[float], list[str]]:
+        reports, *_ = train(plan, context)
+        assert all(math.isfinite(result.norms["all"]) for result in reports.results)
+        return [result.extra["loss_scale"] for result in reports.results], reports.notes
+
+    scaling = LossScaleConfig(initial_loss_scale=8.0, loss_scale_window=2)
+    base = plan(None)
+    scaled = replace(base, optimizer=replace(base.optimizer, loss_scaling=scaling))
+    free = on_threads(EP2, lambda context: scales(scaled, context))
+    assert free == [([8.0, 8.0, 16.0, 16.0, 32.0, 32.0], [])] * 2
+    for found, notes in on_threads(EP2, lambda context: scales(with_stash(scaled, 0.5), context)):
+        assert found == free[0][0] and notes
+
+
 def test_metrics_of_void_steps_are_dropped() -> None:
-    free = on_threads(EP2, lambda context: train(plan(None), context))[0][0].metrics
+    free = unlimited()[0][0].metrics
     found = on_threads(EP2, lambda context: train(plan(0.2), context))[0][0].metrics
     assert len(found) == len(free) == STEPS // 2
     for interval, expected in zip(found, free, strict=True):

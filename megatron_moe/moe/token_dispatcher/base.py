@@ -18,7 +18,6 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.registry import resolve
 from megatron_moe.config.transport import ExpertTransport, RowBound
 from megatron_moe.kernels.ops import Kernels, RowIndex
-from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.parameter import WeightGradQueue
@@ -237,13 +236,6 @@ class ExpertComm:
             "(--distributed-timeout-minutes, --distributed-timeout-seconds-after-init); see the output of that rank",
             late.rank,
         )
-
-    def largest_overflow(self) -> Tensor | None:
-        """Maximum of `overflow` over all ranks; fp32 scalar on the device. Collective; called once per step."""
-        if self.overflow is None:
-            return None
-        # world: 4 bytes
-        return all_reduce_(self.overflow.clone(), self.ctx.group("world"), "max")
 
 
 def holders_of_experts(comm: ExpertComm) -> Tensor:

@@ -7,6 +7,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.experts import Experts
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.step_results import largest_overflows
 from tests.helpers.bounded_dispatcher import bounded_comm, gather_in_fc1
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -59,7 +60,7 @@ def test_overflow_on_one_pipeline_stage_is_visible_on_all_stages() -> None:
     def rank(ctx: ParallelContext) -> float:
         comm = bounded_comm(ctx, KERNELS, EXPERTS)
         comm.overflow.fill_(0.25 * ctx.rank)
-        return float(comm.largest_overflow())
+        return float(largest_overflows(ctx, comm, None)["overflow"])
 
     assert on_threads(ParallelConfig(world_size=2, pp=2), rank) == [0.25, 0.25]
 
@@ -77,7 +78,7 @@ def test_overflow_on_one_rank_is_visible_on_all_ranks_until_the_next_step(max_ro
                 routing = sparse([[0, 1]] * 6, num_experts=EXPERTS)  # all rows are on the first rank
                 rows, _ = each.finish_dispatch(each.start_dispatch(draw(6, HIDDEN), routing))
                 comm.record(rows)
-            found.append(bool(comm.largest_overflow() > 0))
+            found.append(bool(largest_overflows(ctx, comm, None)["overflow"] > 0))
         return found
 
     assert on_threads(parallel(2, ep=2), rank) == [[24 > max_rows, False]] * 2
