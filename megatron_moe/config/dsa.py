@@ -176,7 +176,8 @@ class DSAConfig(MLAConfig):
         if not indexer.indexer_loss_coeff:
             return
         local, width = sizes.residual, indexer.num_heads * indexer.head_dim
-        yield tensor("q latent of the indexer", "T Q", local * (self.q_lora_rank or 0), size, marks)
+        if self.qk_norm:
+            yield tensor("q latent of the indexer", "T Q", local * (self.q_lora_rank or 0), size, marks)
         yield tensor("gradient of the indexer's q", "T I D", local * width, size, marks)
         yield tensor("gradient of the indexer's weights", "T I", local * indexer.num_heads, size, marks)
         keys = sizes.inner * parallel.cp

@@ -153,7 +153,8 @@ class MLAConfig(SoftmaxMixerConfig):
             yield tensor("q latent", "T Q", local * self.q_lora_rank, size)
             if self.qk_norm:
                 yield tensor("q latent, normed", "T Q", local * self.q_lora_rank, size, normed)
-        yield tensor("kv latent", f"{letter} (L+P)", local * (self.kv_lora_rank + self.qk_rope_dim), size)
+        if self.qk_norm or self.saves_normed_kv:
+            yield tensor("kv latent", f"{letter} (L+P)", local * (self.kv_lora_rank + self.qk_rope_dim), size)
         if self.qk_norm:
             if self.saves_normed_kv:
                 yield tensor("kv latent, normed", f"{letter} L", local * self.kv_lora_rank, size, normed)

@@ -7,19 +7,20 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_moe.config.emulation import EmulationConfig
+from megatron_moe.build import build_model
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.cost_model.flops import product_flops
-from megatron_moe.cost_model.memory import RankMemory, heaviest
 from megatron_moe.layers.components import Site, new_module
+from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.model import sparse_attention
 from megatron_moe.model.dsa import hadamard
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from tests.helpers.check_cases import on_ranks
 from tests.helpers.command_lines import plan_of
+from tests.helpers.example_proofs import check_layout, check_memory, check_replay, with_fp8
 from tests.helpers.mixers import make, run
 from tests.helpers.pipelines import KERNELS
 from tests.helpers.tiny_models import HIDDEN, dsa_config, make_mb, mla_config, randn
@@ -245,8 +246,22 @@ def with_indexers(plan, **indexer):
     ],
 )
 def test_layouts_equal_one_rank(cell, sparse):
-    comparison = cells.compare_plan(with_indexers(cells.plan_of(cell_of(cell)), sparse_indexer_loss=sparse))
-    assert comparison.equal, comparison.text()
+    check_layout(with_indexers(cells.plan_of(cell_of(cell)), sparse_indexer_loss=sparse))
+
+
+def test_layouts_with_fp8_products_equal_one_rank():
+    """The up-projection of kv, which is absorbed, and the indexer stay in the model's dtype."""
+    plan = with_fp8(with_indexers(cells.plan_of(cell_of("attention=mla tp=2 sp=on balance=none"))))
+    check_layout(plan)
+    names = {quantizer.name for quantizer in quantizers_of(build_model(plan, ParallelContext.single(), KERNELS))}
+    linears = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj")
+    assert {f"decoder.layers.0.self_attention.{name}" for name in linears} <= names
+    assert not any("indexer" in name or "linear_kv_up_proj" in name for name in names)
+
+
+@pytest.mark.parametrize("cell", ["attention=mla balance=none", "attention=mla tp=2 sp=on balance=none"])
+def test_replayed_graphs_equal_eager_steps(cell):
+    check_replay(with_indexers(cells.plan_of(cell_of(cell))))
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -256,27 +271,29 @@ def test_replicated_positions_equal_one_rank(sparse):
     dense = plan.model.layers[0].feed_forward
     layers = tuple(replace(layer, feed_forward=dense) for layer in plan.model.layers)
     parallel = replace(plan.parallel, tp=2, world_size=2)
-    comparison = cells.compare_plan(replace(plan, parallel=parallel, model=replace(plan.model, layers=layers)))
-    assert comparison.equal, comparison.text()
+    check_layout(replace(plan, parallel=parallel, model=replace(plan.model, layers=layers)))
 
 
 TRAINED = "--dsa-indexer-loss-coeff 0.1"
 
 
 @pytest.mark.parametrize(
-    "more", ["", TRAINED, f"{TRAINED} --recompute-granularity selective --recompute-modules core_attn"]
+    ("more", "ranks"),
+    [
+        ("", 1),
+        (TRAINED, 1),
+        (f"{TRAINED} --recompute-granularity selective --recompute-modules core_attn", 1),
+        (f"{TRAINED} --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --fp8-format e4m3", 2),
+        (f"{TRAINED} --qk-layernorm --context-parallel-size 2 --cp-comm-type all_gather", 2),
+    ],
 )
-def test_emulated_memory_agrees_with_the_cost_model(more):
+def test_emulated_memory_agrees_with_the_cost_model(more, ranks):
     words = "--multi-latent-attention --rope-type rope --experimental-attention-variant dsa --attention-dropout 0"
     words += " --num-layers 8 --moe-layer-freq ([0]*1+[1]*7) --num-attention-heads 32 --kv-lora-rank 256"
     words += " --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 64 --dsa-indexer-topk 128 --q-lora-rank 256"
     words += " --seq-length 1024 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096 --bf16"
     words += " --no-group-query-attention --transformer-impl local --micro-batch-size 2"
-    plan = plan_of(f"{words} {more}")
-    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    expected = heaviest(RankMemory(plan).all_ranks())
-    emulated = emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories
-    assert sum(emulated.values()) == pytest.approx(expected.total, rel=0.03)
+    check_memory(plan_of(f"{words} {more}", environ=on_ranks(ranks)))
 
 
 def counted_products(config):
