@@ -390,6 +390,30 @@ def test_fsdp_sections_of_a_projection_are_joined(tmp_path: Path) -> None:
         EXACT.check(found.read(name, (first, 2), (number, 5)), weight[first : first + number, 2:7], f"{first} {number}")
 
 
+@pytest.mark.parametrize("model", ["v4", "mla"])
+def test_joined_tensors_carry_their_optimizer_state(model: str, tmp_path: Path) -> None:
+    """Scales and projections that hyper-connections split, and experts with separate gate and up halves. Every kind of
+    state has values of its own."""
+    shapes = import_megatron.skeleton(import_megatron.plan_of_run(MODELS[model].split()), FILES).state_dict()
+    generator, stored, expected = torch.Generator().manual_seed(1), {}, {}
+    for name, like in shapes.items():
+        trained = like.is_floating_point() and not name.endswith("expert_bias")
+        values = {"": torch.randint(9, like.shape, generator=generator).to(like.dtype)}
+        values |= {kind: torch.rand(like.shape, generator=generator) for kind in ("exp_avg", "exp_avg_sq") if trained}
+        for kind, value in values.items():
+            expected[f"{kind or 'model'}.{name}"] = value
+            for part, each in (in_megatron(name, value) if model == "v4" else {name: value}).items():
+                for key, tensor in fsdp_keys(part, each):
+                    stored[f"optimizer.state.module.{key.removeprefix('model.')}.{kind}" if kind else key] = tensor
+    stored |= {"optimizer.state.module.module.embedding.word_embeddings.weight.step": torch.tensor(3.0)}
+    save_fsdp(tmp_path / "ckpt", stored)
+    found = imported(tmp_path / "ckpt", tmp_path / "ours", model)
+    assert found.pop("optimizer.step_count") == 3
+    assert {key for key in found if not key.startswith("master.")} == expected.keys()
+    for key, value in expected.items():
+        EXACT.check(found[key], value, key)
+
+
 def test_dcp_files_of_another_format_are_rejected(kept: Path, tmp_path: Path, capsys) -> None:
     folder = copy_of(kept, tmp_path)
     (folder / "metadata.json").unlink()
