@@ -3,8 +3,10 @@
 The transformers layer drafts one token at a time; called directly with a causal mask it returns all positions.
 """
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
+from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
@@ -27,6 +30,12 @@ from tests.helpers.tolerances import EXACT, FP32_MODEL
 
 CONFIGS = configs()
 OWN = ("enorm", "hnorm", "eh_proj")
+QWEN_NAMES = {
+    "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm",
+}  # fmt: skip
+"""Names of DeepSeek-V3, and those of Qwen3-Next, which has a single MTP layer."""
+QWEN_SHARED = ("mtp.layers.0.embed_tokens.weight", "mtp.layers.0.shared_head.head.weight")
+"""Copies that folders of Qwen3-Next do not have."""
 
 
 @dataclass
@@ -59,7 +68,12 @@ def published(hf_config: transformers.PretrainedConfig, folder: Path) -> Oracle:
 
     The layer comes from a model that has one layer more, so that its tensors get their names in files.
     """
-    longer_config = type(hf_config)(**{**hf_config.to_dict(), "num_hidden_layers": hf_config.num_hidden_layers + 1})
+    changes: dict[str, Any] = {"num_hidden_layers": hf_config.num_hidden_layers + 1}
+    if is_qwen(hf_config):
+        hf_config = copy.deepcopy(hf_config)
+        changes["layer_types"] = [*hf_config.layer_types, "full_attention"]
+        hf_config.num_mtp_layers, hf_config.mtp_layer_types = 1, ["full_attention"]
+    longer_config = type(hf_config)(**{**hf_config.to_dict(), **changes})
     longer = hf_model(longer_config)
     main = hf_model(hf_config)
     main.load_state_dict({name: longer.state_dict()[name] for name in main.state_dict()})
@@ -70,6 +84,11 @@ def published(hf_config: transformers.PretrainedConfig, folder: Path) -> Oracle:
     return Oracle(main, draft)
 
 
+def is_qwen(hf_config: transformers.PretrainedConfig) -> bool:
+    """Whether the names of the MTP layer are those of Qwen3-Next."""
+    return hf_config.model_type.startswith("qwen3")
+
+
 def write(oracle: Oracle, longer: transformers.PreTrainedModel, folder: Path) -> None:
     saved(longer, folder)
     layer, prefix = oracle.draft.layers[0], f"model.layers.{oracle.main.config.num_hidden_layers}"
@@ -77,20 +96,24 @@ def write(oracle: Oracle, longer: transformers.PreTrainedModel, folder: Path) ->
     extra[f"{prefix}.shared_head.norm.weight"] = layer.post_norm.weight
     extra[f"{prefix}.shared_head.head.weight"] = oracle.main.lm_head.weight
     extra[f"{prefix}.embed_tokens.weight"] = oracle.main.model.embed_tokens.weight
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {**tensors, **{name: value.detach().clone() for name, value in extra.items()}}, folder / "model.safetensors"
-    )
+    tensors = {**load_file(folder / "model.safetensors"), **extra}
+    if is_qwen(oracle.main.config):
+        own = {name: f"mtp.{new}.weight" for name, new in QWEN_NAMES.items()}
+        own = {f"{prefix}.{name}.weight": new for name, new in own.items()}
+        tensors = {own.get(name, name.replace(prefix, "mtp.layers.0")): value for name, value in tensors.items()}
+        tensors = {name: value for name, value in tensors.items() if name not in QWEN_SHARED}
+    save_file({name: value.detach().clone() for name, value in tensors.items()}, folder / "model.safetensors")
     oracle.main.config.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3, yarn", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3, yarn", "glm4_moe", "qwen3_next", "qwen3_5_moe, odd"])
 def test_the_drafting_layer_of_transformers_gives_the_same_losses_and_gradients(name: str, tmp_path: Path):
     oracle = published(CONFIGS[name], tmp_path)
-    config = model_config_from_hf({**read_config(tmp_path), "num_nextn_predict_layers": 1}, mtp=True)
+    count = "mtp_num_hidden_layers" if is_qwen(oracle.main.config) else "num_nextn_predict_layers"
+    config = model_config_from_hf({**read_config(tmp_path), count: 1}, mtp=True)
     model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())
-    (note,) = load_hf(tmp_path, model, config)
-    assert note.startswith("2 tensors not used")
+    notes = load_hf(tmp_path, model, config)
+    assert [note[:18] for note in notes] == ([] if is_qwen(oracle.main.config) else ["2 tensors not used"])
 
     tokens_BS = tokens()
     expected = oracle.losses(tokens_BS)
@@ -118,6 +141,25 @@ def test_the_drafting_layer_of_transformers_gives_the_same_losses_and_gradients(
     FP32_MODEL.check(router.grad, own.mtp_block.mlp.gate.weight.grad, "router")
     embedding = oracle.main.model.embed_tokens.weight
     FP32_MODEL.check(model.get_parameter("embedding.word_embeddings.weight").grad, embedding.grad, "embedding")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_next, odd"])
+def test_the_layer_of_qwen3_next_round_trips_exactly(name: str, tmp_path: Path):
+    """In the second model, the layer has attention and the last regular layer a delta net."""
+    published(CONFIGS[name], tmp_path / "hf")
+    config = model_config_from_hf(read_config(tmp_path / "hf"), mtp=True)
+    assert isinstance(config.mtp_layer.mixer, AttentionConfig)
+    model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())
+    load_hf(tmp_path / "hf", model, config)
+    weights = weight_tensors(model)
+    export = Export(weights, config, read_config(tmp_path / "hf"))
+    read = export.stream(lambda each: weights[each.name] if each.expert is None else weights[each.name][each.expert])
+    with torch.no_grad():
+        write_folder(tmp_path / "out", export, read, tmp_path / "hf")
+    written, given = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "hf"))
+    assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_norm.weight"} <= written.keys()
+    EXACT.check_all(written, given, "tensors")
+    assert read_config(tmp_path / "out")["mtp_num_hidden_layers"] == 1
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPC
 from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 
 _MAX_LAYERS = 10_000
+_NUM_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Keys with the number of MTP layers: DeepSeek's, that of transformers, Qwen3.5's."""
 """Maximum of num_hidden_layers. A larger value indicates a damaged file; its layer configs could exhaust memory."""
 _LATENT_NORM_EPS = 1e-6
 """Epsilon that transformers uses for the q and kv latent norms, for which it ignores rms_norm_eps."""
@@ -37,7 +39,7 @@ def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> Mod
     """Builds the ModelConfig of a config.json. Training options (balancing, dispatcher) have their default values.
 
     Args:
-        mtp: include the `num_nextn_predict_layers` MTP layers, whose weights many published folders omit.
+        mtp: include the MTP layers, whose weights many published folders omit.
     Raises:
         CheckpointProblem: unknown model type, unsupported options, or invalid values.
     """
@@ -58,7 +60,8 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
     hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
     layers = read_family(hf_config)
     layers, depth = layers[: num_layers or len(layers)], layers[num_layers or len(layers) :]
-    num_mtp = int(hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers", 0))) if mtp else 0
+    counts = (hf_config.get(key, None) for key in _NUM_MTP_LAYERS)
+    num_mtp = int(next((count for count in counts if count is not None), 0)) if mtp else 0
     std = float(hf_config.get("initializer_range", 0.02))
     return ModelConfig(
         hidden_size=hf_config.integer("hidden_size"),
@@ -122,8 +125,8 @@ def olmoe(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 def qwen3_next(config: HFConfig) -> tuple[LayerConfig, ...]:
     """Layers of Qwen3-Next and Qwen3.5-MoE: gated delta nets, and in some layers attention with an output gate; norms
-    with a weight of 1 + w; experts as in Qwen3-MoE and a gated shared expert. Layers of multi-token prediction, which
-    transformers does not load either, are omitted."""
+    with a weight of 1 + w; experts as in Qwen3-MoE and a gated shared expert. A layer of multi-token prediction, which
+    always has attention, follows if it differs from the last one."""
     norm, bias = replace(read_norm(config, 1e-6), zero_centered=True), config.get("attention_bias", False)
     attention = _attention(
         config, norm, qk_norm="per_head", qkv_bias=bias, out_bias=bias, output_gate=True, rotary_factor=0.25
@@ -146,7 +149,8 @@ def qwen3_next(config: HFConfig) -> tuple[LayerConfig, ...]:
     default = ["linear_attention" if (index + 1) % every else "full_attention" for index in range(len(layers))]
     mixers = {"linear_attention": delta_net, "full_attention": attention}
     kinds = _layer_kinds(config, "layer_types", tuple(mixers), default)
-    return tuple(replace(layer, mixer=mixers[kind]) for layer, kind in zip(layers, kinds, strict=True))
+    own = (replace(layers[-1], mixer=attention),) if kinds[-1] != "full_attention" else ()
+    return *(replace(layer, mixer=mixers[kind]) for layer, kind in zip(layers, kinds, strict=True)), *own
 
 
 def nemotron_h(config: HFConfig) -> tuple[LayerConfig, ...]:

@@ -36,7 +36,6 @@ _COPIED = (
 )
 """Patterns of the files copied from the template folder. Python files are copied but never executed."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_NUM_MTP_LAYERS = "num_nextn_predict_layers"
 
 Read = Callable[[weight_map.WeightMapping], Tensor]
 """Function that reads one unsharded parameter, or one expert's slice of it."""
@@ -232,7 +231,7 @@ def _config(hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtyp
     result = {name: value for name, value in hf_config.items() if name != "quantization_config"}
     for name in [name for name in ("dtype", "torch_dtype") if name in result] or ["torch_dtype"]:
         result[name] = str(dtype).removeprefix("torch.")
-    num_layers = config.mtp.num_layers if config.mtp else 0
-    if num_layers or result.get(_NUM_MTP_LAYERS):
-        result[_NUM_MTP_LAYERS] = num_layers
+    num_layers, key = config.mtp.num_layers if config.mtp else 0, weight_map.names_of(hf_config["model_type"]).mtp_count
+    if num_layers or result.get(key):
+        result[key] = num_layers
     return result

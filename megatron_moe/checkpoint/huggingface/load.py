@@ -28,8 +28,8 @@ _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _INTEGERS = frozenset(("I64", "I32"))
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 _SEPARATE_MTP = "mtp."
-"""Start of the names of MTP layers that are not numbered after the regular layers. transformers does not read them, nor
-does this program those of Qwen3-Next and Nemotron-3."""
+"""Start of the names of MTP layers that are not numbered after the regular layers. This program does not read those of
+Nemotron-3."""
 _SHARED_COPIES = frozenset((weight_map.MTP_EMBEDDING, weight_map.MTP_HEAD))
 
 

@@ -127,8 +127,15 @@ class Names(NamedTuple):
     output head."""
     mtp_final_norm: str = "shared_head.norm"
     """Name of the norm after an MTP layer, relative to the layer."""
+    mtp_norms: tuple[str, str] = ("enorm", "hnorm")
+    """Names of the norms of embedding and hidden state before an MTP layer, relative to the layer."""
     mtp_projections: tuple[str, ...] = ("eh_proj",)
     """Names of the parts of an MTP layer's projection [H, 2H] of embedding and hidden state, relative to the layer."""
+    only_mtp: str = ""
+    """Start of the names of an MTP layer's norms and projection in families with a single MTP layer; empty if these
+    names are relative to the layer."""
+    mtp_count: str = "num_nextn_predict_layers"
+    """Key of config.json with the number of MTP layers."""
 
     def model_rules(self, residual: ResidualConfig, model_type: str) -> Iterator[NameRule]:
         """Rules of the parameters outside layers."""
@@ -140,10 +147,11 @@ class Names(NamedTuple):
 
     def mtp_rules(self, residual: ResidualConfig, model_type: str) -> Iterator[NameRule]:
         """Rules of the parameters of an MTP layer outside its transformer layer."""
-        for norm in ("enorm", "hnorm"):
-            yield NameRule(f"{norm}.weight", (f"{norm}.weight",))
-        yield NameRule("final_layernorm.weight", (f"{self.mtp_final_norm}.weight",))
-        projections = tuple(f"{name}.weight" for name in self.mtp_projections)
+        start = f"{self.only_mtp}." if self.only_mtp else ""
+        norms = zip(("enorm", "hnorm", "final_layernorm"), (*self.mtp_norms, self.mtp_final_norm), strict=True)
+        for norm, hf_norm in norms:
+            yield NameRule(f"{norm}.weight", (f"{start}{hf_norm}.weight",))
+        projections = tuple(f"{start}{name}.weight" for name in self.mtp_projections)
         yield NameRule("eh_proj.weight", projections, "columns" if len(projections) > 1 else "copy")
         for rule in residual.head_name_rules(model_type):
             yield replace(rule, name=f"streams_head.{rule.name}")
@@ -156,14 +164,26 @@ class Names(NamedTuple):
 
     def is_mtp(self, name: str, num_layers: int) -> bool:
         """True for a tensor of an MTP layer."""
+        if self.only_mtp:
+            return name.startswith(f"{self.only_mtp}.")
         start = f"{self.mtp_layers or self.layers}."
         number = name.removeprefix(start).split(".", 1)[0]
         first = 0 if self.mtp_layers else num_layers
         return name.startswith(start) and number.isdecimal() and int(number) >= first
 
 
+_QWEN_HYBRID = Names(
+    mtp_layers="mtp.layers",
+    mtp_final_norm="norm",
+    mtp_norms=("pre_fc_norm_embedding", "pre_fc_norm_hidden"),
+    mtp_projections=("fc",),
+    only_mtp="mtp",
+    mtp_count="mtp_num_hidden_layers",
+)
 _NAMES: Mapping[str, Names] = MappingProxyType(
     {
+        "qwen3_next": _QWEN_HYBRID,
+        "qwen3_5_moe_text": _QWEN_HYBRID,
         "nemotron_h": Names("backbone.layers", ("norm", "norm"), "backbone.embeddings", "backbone.norm_f"),
         "deepseek_v4": Names(
             layers="layers",
@@ -187,6 +207,7 @@ MTP_HEAD = "shared_head.head.weight"
 _LAYER_NAME = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(?P<rest>.+)")
 _MTP_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+_ONLY_MTP_NAME = re.compile(r"mtp\.layers\.0\.(?P<rest>.+)")
 _MODEL_NAME = re.compile(r"(?P<rest>.+)")
 
 
@@ -206,7 +227,8 @@ def map_names(
     by_layer = [_layer_rules(model_type, layer) for layer in (*model.layers, model.mtp_layer)]
     outside = (family.mtp_rules(model.residual, model_type), family.model_rules(model.residual, model_type))
     of_mtp, of_model = ({rule.name: rule for rule in rules} for rules in outside)
-    tables = ((_MTP_NAME, of_mtp, num_layers), (_MODEL_NAME, of_model, 0))
+    mtp_name = _ONLY_MTP_NAME if family.only_mtp else _MTP_NAME
+    tables = ((mtp_name, of_mtp, num_layers), (_MODEL_NAME, of_model, 0))
     mappings: list[WeightMapping] = []
     unknown: list[str] = []
     for name in names:
