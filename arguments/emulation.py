@@ -46,7 +46,7 @@ def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
         ranks=_ranks(str(values["emulate_rank"]), int(first["WORLD_SIZE"]), environ),
         emulate_imbalance=values["emulate_imbalance"],
         gpu=gpu.kind,
-        gpu_memory=start.setting("gpu_memory").value,
+        gpu_memory=gpu.memory_gib if gpu.is_custom else None,
         emulate_json=_path(values["emulate_json"]),
         emulate_plot=plot,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from arguments.checks.batch import train_length_given_once
 from arguments.checks.run import FULL_SIZE_RULES, missing_flags, unknown_layers
+from arguments.dry_run.cluster import about_lines
 from arguments.errors import Problem
 from arguments.export import value_text
 from arguments.files import read_files
@@ -84,7 +85,7 @@ def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunLength
     if not settings.setting("lr").value:
         missing.append("The learning rate is 0: the run would change no weight. Set lr.")
     lines = [f"# {line}" for line in (title, *model, *reasons(found, gpu, length), *missing)]
-    lines += ["about:", f"  gpu: {gpu.kind}", f"  gpus: {found.plan.parallel.world_size}"]
+    lines += about_lines(gpu, found.plan.parallel.world_size)
     for name, flag in settings.registry.flags.items():
         if name in settings.values and flag.group != "start" and settings.setting(name).value is not None:
             lines.append(f"{flag.option[2:]}: {value_text(flag, settings.setting(name).value)}")

@@ -6,6 +6,7 @@ Parts shared by several recipes, such as a model architecture, are in `scripts/r
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 
 from arguments.errors import FlagErrors, Problem
@@ -15,6 +16,9 @@ from arguments.parser import Settings
 from megatron_moe.cost_model.hardware import GPUS
 
 _PARTS = "parts"
+_COUNTS = ("gpus", "gpus_per_node")
+_RATES = ("gpu_memory", "gpu_tflops", "gpu_bandwidth", "link_bandwidth")
+"""Entries of `about` that are numbers."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,13 @@ class About:
     """GPU type, a value of `--gpu`; empty if any type fits."""
     gpus: int | None = None
     """Number of ranks of the published run; None if it is not stated."""
+    gpus_per_node: int | None = None
+    gpu_memory: float | None = None
+    """Like `gpu_tflops`, `gpu_bandwidth`, `link_bandwidth` and `gpus_per_node`: value of the flag of this name, with
+    which the file was planned; None if it was not given."""
+    gpu_tflops: float | None = None
+    gpu_bandwidth: float | None = None
+    link_bandwidth: float | None = None
     source: str = ""
     """Publisher of the recipe; empty if this project wrote it."""
     published: str = ""
@@ -84,22 +95,33 @@ def _merged(files: Iterable[FlagFile]) -> About:
     entries: dict[str, str] = {}
     problems = []
     for file in files:
-        entries |= file.about
+        entries |= {name.replace("-", "_"): text for name, text in file.about.items()}
         problems += [Problem(what=f"{shown(file.path)}: {what}", remedy="correct it") for what in _wrong(file.about)]
     if problems:
         raise FlagErrors(problems)
-    gpus = int(entries["gpus"]) if "gpus" in entries else None
-    return About(**{**entries, "gpu": entries.get("gpu", "").lower(), "gpus": gpus})  # type: ignore[arg-type]
+    numbers = {name: int(entries[name]) for name in _COUNTS if name in entries}
+    rates = {name: float(entries[name]) for name in _RATES if name in entries}
+    return About(**{**entries, "gpu": entries.get("gpu", "").lower(), **numbers, **rates})  # type: ignore[arg-type]
 
 
 def _wrong(entries: Mapping[str, str]) -> Iterator[str]:
-    known = [entry.name for entry in fields(About)]
+    known = [entry.name.replace("_", "-") for entry in fields(About)]
     yield from (f"`about` has no entry {name!r}, only {', '.join(known)}" for name in entries if name not in known)
-    gpus, gpu = entries.get("gpus", "1"), entries.get("gpu", "")
-    if not gpus.isdecimal() or int(gpus) < 1:
-        yield f"`gpus` of `about` is {gpus!r}, not an integer of at least 1"
+    gpu = entries.get("gpu", "")
+    for name, text in entries.items():
+        if name.replace("-", "_") in _COUNTS and not (text.isdecimal() and int(text)):
+            yield f"`{name}` of `about` is {text!r}, not an integer of at least 1"
+        if name.replace("-", "_") in _RATES and not _is_positive(text):
+            yield f"`{name}` of `about` is {text!r}, not a positive number"
     if gpu and gpu.lower() not in GPUS:
         yield f"`gpu` of `about` is {gpu!r}, not one of {', '.join(GPUS)}"
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < inf
+    except ValueError:
+        return False
 
 
 def _recipes() -> dict[str, Path]:

@@ -1,7 +1,8 @@
 """Type and number of the GPUs for which a run is planned, from flags or the `about` section of its recipe or files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -50,8 +51,25 @@ _RATES = MappingProxyType(
 def rates_of(start: Settings) -> dict[str, float]:
     """Specifications of the GPU that flags such as `--gpu-memory` override: field of `GPU` -> value in its unit. Flags
     that are not given are left out."""
-    given = {field: (start.setting(flag).value, unit) for flag, (field, unit) in _RATES.items()}
+    return _rates(lambda flag: start.setting(flag).value)
+
+
+def _rates(value_of: Callable[[str], Any]) -> dict[str, float]:
+    given = {field: (value_of(flag), unit) for flag, (field, unit) in _RATES.items()}
     return {field: value * unit for field, (value, unit) in given.items() if value is not None}
+
+
+def about_lines(gpu: GPU, num_gpus: int) -> list[str]:
+    """Lines of a section `about` from which `cluster_of` returns the same GPU and number of ranks."""
+    usual = GPUS[gpu.kind]
+    lines = ["about:", f"  gpu: {gpu.kind}", f"  gpus: {num_gpus}"]
+    if gpu.per_node != usual.per_node:
+        lines.append(f"  gpus-per-node: {gpu.per_node}")
+    for flag, (name, unit) in _RATES.items():
+        value = getattr(gpu, name)
+        if value != getattr(usual, name):
+            lines.append(f"  {flag.replace('_', '-')}: {value / unit:.12g}")
+    return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +93,8 @@ def cluster_of(
 
     Args:
         flags: sizes given on the command line.
-        start: settings that name the recipe and files. Their `about` sections supply sizes that `flags` lacks.
+        start: settings that name the recipe and files. Their `about` sections supply sizes that `flags` lacks, and
+            figures of the GPU unless `flags` name its type.
         environ: environment variables, which are substituted into files.
         launched: number of ranks started by a launcher; if more than 1, it overrides the number in `about`.
         otherwise: number of ranks if flags, launcher and files do not set it; None means all ranks of one node.
@@ -84,9 +103,11 @@ def cluster_of(
         FlagErrors: the sizes contradict each other, or an `about` section is invalid.
     """
     about = about_of(start, environ)
-    gpu = replace(GPUS[flags.gpu or about.gpu or DEFAULT_GPU], **flags.rates, is_custom=bool(flags.rates))
+    rates = {**({} if flags.gpu else _rates(partial(getattr, about))), **flags.rates}
+    gpu = replace(GPUS[flags.gpu or about.gpu or DEFAULT_GPU], **rates, is_custom=bool(rates))
     total = launched if launched > 1 else about.gpus
-    per_node = flags.gpus_per_node or min(gpu.per_node, flags.gpus or total or gpu.per_node)
+    usual = (None if flags.gpu else about.gpus_per_node) or gpu.per_node
+    per_node = flags.gpus_per_node or min(usual, flags.gpus or total or usual)
     if flags.gpus and flags.nodes:
         world_size, per_node = flags.gpus, flags.gpus_per_node or max(1, flags.gpus // flags.nodes)
         if flags.nodes * per_node != world_size:

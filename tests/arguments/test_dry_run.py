@@ -361,6 +361,7 @@ def test_the_last_file_sets_the_machine_and_flags_override_it(ready):
         ("gpus: many", "a.yaml: `gpus` of `about` is 'many', not an integer of at least 1"),
         ("gpu: x9", "a.yaml: `gpu` of `about` is 'x9', not one of a100, h100, "),
         ("gpuz: 4", "a.yaml: `about` has no entry 'gpuz', only model, gpu, gpus"),
+        ("gpu-memory: -2", "a.yaml: `gpu-memory` of `about` is '-2', not a positive number"),
     ],
 )
 def test_a_file_with_an_invalid_machine_is_rejected(ready, about, sentence):

@@ -3,14 +3,21 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from arguments.errors import Finished
 from arguments.read import read_plan
 from megatron_moe.config.exit_codes import ExitCode
 from tests.arguments.test_hf_source import QWEN, folder_of
 from tools import plan
+
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --seq-length 64 --vocab-size 96 "
+    "--micro-batch-size 1 --max-position-embeddings 64 --train-iters 2 --bf16"
+)
 
 
 def test_recipe_written_by_fit_can_be_read(tmp_path: Path, capsys):
@@ -34,9 +41,8 @@ def test_no_fitting_layout_exits_with_memory_code(capsys):
 
 
 def test_a_model_without_a_tokenizer_is_planned(capsys):
-    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --seq-length 64 --vocab-size 96"
-    run = "--micro-batch-size 1 --global-batch-size 8 --max-position-embeddings 64 --train-iters 2 --bf16"
-    assert plan.main([*model.split(), *run.split(), "--gpu", "h100", "--gpus", "2", "--best", "1"]) == ExitCode.OK
+    words = f"{SMALL} --global-batch-size 8 --gpu h100 --gpus 2 --best 1"
+    assert plan.main(words.split()) == ExitCode.OK
     output = capsys.readouterr().out
     assert re.search(r"model: [\d,]+ parameters, [\d,]+ active, 2 layers; ", output) and " MiB of 79.2 GiB" in output
     assert "the fastest layouts on 2 H100" in output and "--write DIR writes these plans" in output
@@ -108,3 +114,34 @@ def test_a_hugging_face_folder_is_planned_and_the_recipe_says_what_is_missing(tm
     assert finished.value.code in (ExitCode.OK, ExitCode.NOT_READY)
     assert plan.main([*words, "--hidden-size", "1024"]) == ExitCode.CONFIG
     assert "--hidden-size 1024 contradicts 2048" in capsys.readouterr().err
+
+
+def test_a_plan_for_a_custom_gpu_keeps_its_figures(tmp_path: Path, capsys):
+    """The written file gives the same GPU, node and step time without the flags; `--gpu` selects another type."""
+    figures = "--gpu-memory 47.25 --gpu-tflops 149.7 --gpu-bandwidth 1234.5 --link-bandwidth 27 --gpus-per-node 4"
+    words = f"--fit {figures} --gpus 16 --global-batch-size 16 --lr 1 --mock-data --write".split()
+    assert plan.main([*SMALL.split(), *words, str(tmp_path)]) == ExitCode.OK
+    described = "47.25 GiB, 150 TFLOP/s in bf16, memory with 1,234 GB/s, links with 27 GB/s"
+    assert described in capsys.readouterr().out
+
+    path = tmp_path / "fit.yaml"
+    about = yaml.safe_load(path.read_text())["about"]
+    assert about == {
+        "gpu": "h100", "gpus": 16, "gpus-per-node": 4,
+        "gpu-memory": 47.25, "gpu-tflops": 149.7, "gpu-bandwidth": 1234.5, "link-bandwidth": 27,
+    }  # fmt: skip
+    again, with_flags, h100 = (
+        dry_run(f"--config {path} {more}") for more in ("", f"--world-size 16 {figures}", "--gpu h100 --world-size 16")
+    )
+    assert again == with_flags and again["device"]["figures"] == described
+    assert again["ranks"]["ranks_per_node"] == 4 and h100["ranks"]["ranks_per_node"] == 8
+    assert h100["device"]["figures"] is None and h100["device"]["memory_gib"] == 79.2
+    assert plan.main(["--config", str(path), "--fit"]) == ExitCode.OK
+    assert described in capsys.readouterr().out
+
+
+def dry_run(words: str) -> dict[str, Any]:
+    """Values of a dry run in JSON, without its command line."""
+    with pytest.raises(Finished) as answer:
+        read_plan([*words.split(), "--dry-run", "json"], {}, lambda config: 96)
+    return {name: value for name, value in json.loads(answer.value.text).items() if name != "command_line"}
