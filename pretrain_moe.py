@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import cache_from_source
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str], parent: int | None = N
         if plan.emulation is not None:
             from megatron_moe.memory_emulation.run import emulate
 
-            return tell(emulate(plan))
+            raise Finished(emulate(plan))
         with ExitStack() as stack:
             pretrain(replace(plan, process=with_launcher_identity(plan.process, parent)), stack)
     except Finished as answer:  # --help, --dry-run and similar
-        return tell(answer.text, answer.code)
+        return answer.show()
     except RunError as problem:
         print(f"{rank}{problem}", file=sys.stderr)
         return int(problem.code)
@@ -137,17 +138,10 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     events.enter("exit", state.iteration)
 
 
-def tell(text: str, code: int = 0) -> int:
-    """Prints `text` to stdout and returns `code`. Ignores the error of a closed pipe (`| head`)."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids an error when Python flushes at exit
-    return int(code)
-
-
 def command() -> None:
     """Entry point of the installed command `pretrain_moe`."""
+    if not os.path.exists(cache_from_source(f"{os.path.dirname(os.path.realpath(__file__))}/arguments/read.py")):
+        print("first start: Python compiles the program, which takes seconds", file=sys.stderr, flush=True)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # imports may hide a KeyboardInterrupt
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     code = main(sys.argv[1:], os.environ, os.getppid())

@@ -1,5 +1,7 @@
 """Exceptions for early exit and for invalid command lines. All problems of a command line are reported together."""
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -72,3 +74,11 @@ class Finished(Exception):
         self.text = text
         self.code = code
         super().__init__(text)
+
+    def show(self) -> int:
+        """Prints `text` to stdout and returns `code`. Ignores the error of a closed pipe (`| head`)."""
+        try:
+            print(self.text, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails to flush at exit
+        return int(self.code)

@@ -30,6 +30,18 @@ def test_the_first_line_comes_before_torch_is_loaded(data: str, tmp_path: Path) 
     assert "torch was imported" in done.stderr
 
 
+def test_the_first_start_reports_that_it_compiles(tmp_path: Path) -> None:
+    """Without compiled files, the flags take two seconds to read; the line comes before, and only then."""
+    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), "--find", "aux"]
+    environment = child_environment(PYTHONPYCACHEPREFIX=str(tmp_path))
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300) for _ in range(2)
+    )
+    assert first.stderr == "first start: Python compiles the program, which takes seconds\n"
+    assert second.stderr == "" and first.stdout == second.stdout != ""
+
+
 def run(data: str, *more: str, terminal: bool) -> str:
     """Runs four iterations and returns standard output without escape sequences."""
     words = [*arguments(data, None, "--train-iters", "4", "--eval-iters", "1", "--no-plots", "--progress-bar"), *more]
