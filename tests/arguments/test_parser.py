@@ -252,6 +252,29 @@ def test_an_invalid_value_is_reported(words, message):
     assert message in settings_of(words).problems[0].what
 
 
+@pytest.mark.parametrize(
+    ("refused", "report", "equivalent"),
+    [
+        (
+            "--optimizer soap",
+            "--optimizer soap is not available, because computing eigenvectors costs more than Newton-Schulz "
+            "iterations; use muon",
+            "--optimizer muon",
+        ),
+        (
+            "--use-torch-fsdp2",
+            "--use-torch-fsdp2 is not available (command line) Try: use --use-megatron-fsdp "
+            "--data-parallel-sharding-strategy optim_grads_params",
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+        ),
+    ],
+)
+def test_a_refused_feature_is_one_sentence_with_an_equivalent_that_starts(refused, report, equivalent):
+    (problem,) = problems_of(refused)
+    assert " ".join(" ".join(problem.lines()).split()).startswith(report)
+    assert problems_of(equivalent) == ()
+
+
 def test_all_problems_are_reported_at_once_and_rules_on_invalid_values_are_skipped():
     texts = texts_of("--hidden-size x --no-such-flag --moe-router-topk 9 --fp32-residual-connection")
     assert [text.split(" ")[0] for text in texts] == [
