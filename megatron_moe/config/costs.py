@@ -37,6 +37,11 @@ def row_padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> 
     return (num_rows // length + num_experts) * length / num_rows if length and num_rows else 1.0
 
 
+def most_rows(num_choices: int, num_experts: int, align: int) -> int:
+    """Largest number of rows that any routing needs. Each used expert adds at most `align - 1` padding rows."""
+    return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostSum(Generic[Number]):
     """Base of dataclasses whose fields are all numbers. Supports field-wise addition and multiplication by a factor."""

@@ -13,6 +13,7 @@ from megatron_moe.config.costs import (
     ActivationSizes,
     SavedActivation,
     bytes_per_fp8_element,
+    most_rows,
     num_bytes,
     row_padding,
     saved_tensor,
@@ -140,10 +141,7 @@ class RouterConfig:
     def saved_tensors(self, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Tensors that the router saves, except its input, which is counted as the output of the norm."""
         tokens = sizes.residual
-        scores = tokens * self.num_experts
-        yield saved_tensor("router", "scores", "T E", scores, sizes.internal)
-        if self.balancing_losses:
-            yield saved_tensor("router", "scores of the balancing loss", "T E", scores, sizes.internal)
+        yield saved_tensor("router", "scores", "T E", tokens * self.num_experts, sizes.internal)
         yield saved_tensor("router", "choices", "T K", tokens * self.topk, INDEX + self.probability_bytes(sizes))
 
     def probability_bytes(self, sizes: ActivationSizes) -> int:
@@ -368,30 +366,33 @@ class MoEConfig(FeedForwardConfig):
             num_groups=router.num_groups,
             group_topk=router.group_topk,
             rows=self.rows(parallel, sizes.residual, sizes.imbalance),
+            row_alignment=self.row_alignment,
             formats=self.exchange_formats(low),
             sums_before_sending=transport.sums_before_sending or self.push.num_sms is not None,
             buffer_bytes=buffer,
         )
 
     def rows(self, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
-        """Number of rows R (pairs of token and selected expert) that the experts of the most loaded rank process for
-        one microbatch with `num_tokens` tokens per rank. With expert parallelism, R is `imbalance` times the even load,
-        with three exceptions: padding to the expert capacity makes R constant, the all-gather dispatcher allocates
-        buffers for the largest possible R, and the flex dispatcher for the R of `--moe-expert-rank-capacity-factor`.
+        """Number of rows R (pairs of token and selected expert, and padding) that the experts of the most loaded rank
+        process for one microbatch with `num_tokens` tokens per rank. With expert parallelism, R is `imbalance` times
+        the even load, with three exceptions: padding to the expert capacity makes R constant, the all-gather dispatcher
+        allocates buffers for the largest possible R, and the flex dispatcher for the R of
+        `--moe-expert-rank-capacity-factor`. Blocks of `row_alignment` rows add the padding of any routing to R.
         """
         ranks, router = parallel.ep * parallel.etp, self.router
         local = router.num_experts // parallel.ep
         if self.capacity is not None and self.capacity.pad:
             even = num_tokens * router.topk / router.num_experts * self.capacity.factor
             return ranks * local * min(num_tokens, ceil(even))
-        most = ranks * num_tokens * min(router.topk, local)
+        most: float = ranks * num_tokens * min(router.topk, local)
         bound = self.transport(parallel).rows
         if bound is RowBound.ANY_ROUTING:
             return most
+        rows = parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)
         if bound is RowBound.BOUNDED:
             factor = self.expert_rank_capacity_factor
-            return most if factor is None else min(most, int(factor * parallel.etp * num_tokens * router.topk))
-        return parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)
+            rows = most if factor is None else min(most, int(factor * parallel.etp * num_tokens * router.topk))
+        return most_rows(int(rows), local, self.row_alignment) if self.row_alignment > 1 else rows
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         yield from self.router.parameters(parallel)
@@ -416,7 +417,8 @@ class MoEConfig(FeedForwardConfig):
         experts, size, tensor = self.experts, sizes.activation, partial(saved_tensor, "experts")
         rows, hidden = self.rows(parallel, sizes.residual, sizes.imbalance), experts.hidden_size
         fan, ffn = experts.activation.fan, experts.ffn_hidden_size // parallel.etp
-        yield tensor("row index", "R", rows * 2, INDEX)
+        if not self.transport(parallel).delivers_tokens:
+            yield tensor("row index", "R", rows * 2, INDEX)
         yield tensor("probabilities", "R", rows, self.router.probability_bytes(sizes))
         num_local = self.router.num_experts // parallel.ep
         even = {"even_rows": parallel.etp * sizes.residual * self.router.topk}

@@ -63,6 +63,8 @@ class ExpertTransport:
     collectives."""
     pads_experts: bool = True
     """Whether it supports `--moe-pad-expert-input-to-capacity`: every expert receives as many rows as its capacity."""
+    delivers_tokens: bool = False
+    """Whether ranks receive tokens, and sort the choices of their experts, instead of one row per choice."""
     has_channels: bool = False
     """Whether tokens arrive in slots for the tokens of all ranks, which are allocated for the whole run."""
     buffer_bytes: Callable[[Any, int, float], float] | None = None
@@ -86,6 +88,8 @@ class TokenExchange:
     group_topk: int | None = None
     rows: float
     """Number of rows that the experts of the most loaded rank process for one microbatch."""
+    row_alignment: int = 1
+    """Multiple to which the rows of an expert are padded."""
     formats: tuple[OperandFormat | None, OperandFormat | None] = (None, None)
     """FP8 formats of exchanged tokens and gradients; None means the format of the activations."""
     sums_before_sending: bool = False
@@ -150,6 +154,7 @@ SYMMETRIC = ExpertTransport(
     rows=RowBound.BOUNDED,
     is_captured=True,
     sends_fp8=True,
+    delivers_tokens=True,
     has_channels=True,
 )
 HIERARCHICAL = ExpertTransport(
@@ -158,6 +163,7 @@ HIERARCHICAL = ExpertTransport(
     host_reads=1,
     copies=SentCopies.PER_HOST,
     rows=RowBound.RECEIVED,
+    delivers_tokens=True,
     spans_hosts=True,
 )
 DEEPEP_SMS = 20
@@ -180,6 +186,7 @@ DEEPEP = ExpertTransport(
     rows=RowBound.BOUNDED,
     library="deep_ep",
     sends_fp8=True,
+    delivers_tokens=True,
     pads_experts=False,
     buffer_bytes=_deepep_buffer,
     sums_before_sending=True,

@@ -8,11 +8,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import MappingProxyType
 
-from megatron_moe.config.costs import INDEX, WHOLE_LAYER, ActivationSizes, SavedActivation, num_bytes, saved_tensor
+from megatron_moe.config.costs import (
+    INDEX,
+    WHOLE_LAYER,
+    ActivationSizes,
+    SavedActivation,
+    most_rows,
+    num_bytes,
+    saved_tensor,
+)
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.transport import SentCopies, TokenExchange
+from megatron_moe.cost_model.expert_load import token_copies
 
 _NORMS = MappingProxyType(
     {"self_attention": ("input_norm", "attn_norm", {"offloaded_by": "qkv_linear"}), "mlp": ("mlp_norm", "mlp_norm", {})}
@@ -45,12 +55,36 @@ def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
         read, *others = layer.norm.saved_tensors(norm, layer.hidden_size, sizes, input_by=input_by, **marks)
         saved += [replace(read, **layer.residual.input_fields()), *others]
         saved += component.saved_tensors(parallel, sizes)
+    exchange = layer.feed_forward.exchange(parallel, sizes, None)
+    if exchange is not None and exchange.transport.delivers_tokens:
+        marks = {"recomputed_by": (layer.feed_forward.whole_module,)}
+        count = _index_elements(exchange, parallel, sizes.residual)
+        saved.append(saved_tensor("experts", "index of received tokens", "G K", count, INDEX, marks))
     if layer.hidden_dropout:
         count = sizes.residual * layer.hidden_size
         for name, _, _ in layer.sublayers:
             module = {"self_attention": "attention"}.get(name, name)
             saved.append(saved_tensor(module, "dropout mask", "T H", count, sizes.activation))
     return saved
+
+
+def _index_elements(exchange: TokenExchange, parallel: ParallelConfig, num_tokens: int) -> int:
+    """Number of indices that map received tokens to rows of experts, and tokens to the ranks that they are sent to.
+
+    Sorting makes three indices per choice: its row, and the token and choice of each row. They are kept whole, although
+    only the choices of this rank's experts have rows.
+    """
+    sorted_choices, received = 0.0, float(num_tokens * parallel.ep * parallel.etp)
+    if exchange.transport.copies is SentCopies.PER_HOST:
+        copies = token_copies(exchange, parallel)
+        if copies.num_hosts > 1:
+            sorted_choices += num_tokens * copies.num_hosts
+        if copies.ranks_per_host > 1:
+            sorted_choices += num_tokens * (copies.per_token if copies.num_hosts > 1 else 1) * copies.ranks_per_host
+        received = num_tokens * copies.forwarded
+    choices = int(received * exchange.topk)
+    num_rows = most_rows(choices, exchange.num_experts // parallel.ep, exchange.row_alignment)
+    return int(3 * sorted_choices) + choices + 2 * num_rows
 
 
 def stage_tensors(

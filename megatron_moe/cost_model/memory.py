@@ -236,7 +236,7 @@ class RankMemory:
     def of_rank(self, rank: int) -> RankBytes:
         """Peak memory of one pipeline rank."""
         plan, layout = self.plan, self.plan.layout
-        stages, layers = layout.chunks(rank), self._layers_of(rank)
+        stages = layout.chunks(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         late = [self._late_of(stage) for stage in self.plan.layout.chunks(rank)]
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
@@ -248,24 +248,10 @@ class RankMemory:
         if any(delayed):
             modules[LATE] = sum(map(mul, delayed, late))
         longest = max(len(stage.layers) for stage in stages)
-        candidates = [self._workspace(layer, longest)[0] for layer in dict.fromkeys(layers)]
-        workspace = max(candidates, key=lambda each: each.total, default=Workspace())
-        if plan.pipeline.overlap:
-            # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
-            workspace = workspace.and_more(max((self._saved_by(layer) for layer in set(layers)), default=0.0))
+        workspace, freed = self._at_peak(rank, longest, max(chunk.modules.get("mtp", 0.0) for chunk in chunks))
+        for module, size in freed.items():
+            modules[module] -= size
         graphs = self._graph_bytes(rank, in_flight, longest)
-        if any(stage.loss for stage in stages):
-            arguments, low = (plan.model, plan.parallel, self.sizes), plan.precision.low_precision
-            loss, heads = in_loss(*arguments, low), head_tensors(*arguments)
-            if low is not None and low.output_layer:
-                loss = loss.and_more(
-                    self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
-                )
-            if workspace.total - sum(each.bytes for each in heads) <= loss.total:
-                workspace = loss
-            else:  # the peak is in a layer, after the backward of the head
-                for each in heads:
-                    modules[each.module] -= each.bytes
         return RankBytes(
             rank=rank,
             held=self.held(rank),
@@ -282,6 +268,35 @@ class RankMemory:
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True))
             + self._host_pages(rank),
         )
+
+    def _at_peak(self, rank: int, longest: int, of_mtp: float) -> tuple[Workspace, dict[str, float]]:
+        """Workspace of a pipeline rank at its peak, and bytes by module that the backward has freed before.
+
+        The backward runs through the loss, the MTP layers, which save `of_mtp` bytes, and then the decoder layers.
+        `longest`: see `_workspace`.
+        """
+        plan, stages = self.plan, self.plan.layout.chunks(rank)
+        freed: dict[str, float] = defaultdict(float)
+        moments = list[tuple[Workspace, dict[str, float]]]()
+        if any(stage.loss for stage in stages):
+            arguments, low = (plan.model, plan.parallel, self.sizes), plan.precision.low_precision
+            loss = in_loss(*arguments, low)
+            if low is not None and low.output_layer:
+                loss = loss.and_more(
+                    self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
+                )
+            moments.append((loss, {}))
+            for each in head_tensors(*arguments):
+                freed[each.module] += each.bytes
+        decoder = {plan.model.layers[index]: None for stage in stages for index in stage.layers}
+        mtp = [plan.model.mtp_layer] if any(stage.num_mtp for stage in stages) else []
+        # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
+        pair = max((self._saved_by(layer) for layer in (*decoder, *mtp)), default=0.0) if plan.pipeline.overlap else 0.0
+        passes = (True, mtp, dict(freed)), (False, decoder, freed | ({"mtp": of_mtp} if mtp else {}))
+        for is_mtp, layers, before in passes:
+            spaces = (self._workspace(layer, longest, is_mtp=is_mtp)[0] for layer in layers)
+            moments += [(space.and_more(pair), before) for space in spaces]
+        return max(moments, key=lambda at: at[0].total - sum(at[1].values()), default=(Workspace(), {}))
 
     def moments(self, rank: int) -> list[Moment]:
         """Distinct microbatch counts that occur in the schedule of a pipeline rank. Only a few microbatch groups are
@@ -316,9 +331,6 @@ class RankMemory:
             whole = held_by_rank(plan.model, plan.layout, rank, plan.parallel)
             self._held[rank] = whole, low_by_rank(plan, rank)
         return self._held[rank]
-
-    def _layers_of(self, rank: int) -> list[LayerConfig]:
-        return [layer for layers in self.layers_of_chunks(rank) for layer in layers]
 
     def layers_of_chunks(self, rank: int) -> list[list[LayerConfig]]:
         """Layers of each model chunk of a pipeline rank, in order; MTP layers are last in their chunk."""
@@ -437,9 +449,9 @@ class RankMemory:
             self._slots[key] = chunks_of_slots(computations(self.plan.schedule(key[1]), rank))
         return self._slots[key]
 
-    def _workspace(self, layer: LayerConfig, longest: int) -> tuple[Workspace, float]:
+    def _workspace(self, layer: LayerConfig, longest: int, *, is_mtp: bool = False) -> tuple[Workspace, float]:
         """Peak temporary memory of a layer's backward, and in one pool of captured modules. `longest`: number of layers
-        of the largest model chunk."""
+        of the largest model chunk. `is_mtp`: full recompute by blocks leaves out layers of multi-token prediction."""
         restored = {True: 0.0, False: 0.0}  # whether part of attention -> recomputed and reloaded bytes
         freed = 0.0  # bytes that the feed-forward part frees before the backward of attention
         for each in self.tensors(layer):
@@ -448,7 +460,7 @@ class RankMemory:
             if each.module not in ATTENTION:
                 freed += placed.device + placed.recomputed + placed.host
         recompute = self.plan.memory.recompute
-        if recompute.recompute_granularity == "full":
+        if recompute.recompute_granularity == "full" and not (is_mtp and recompute.recompute_method == "block"):
             run = max(min(recompute.recompute_num_layers, longest), 1) if recompute.recompute_method == "uniform" else 1
             restored = dict.fromkeys(restored, run * self._saved_by(layer))
         arguments = layer, self.plan.parallel, self.sizes

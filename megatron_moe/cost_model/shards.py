@@ -94,9 +94,10 @@ class GatheredElements(NamedTuple):
 
 def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
     """Number of elements of the memory to which a pipeline rank gathers sharded weights, and in which it computes
-    gradients before they are reduced: those of two layers per grid and pass, and of embedding and head. Buffers have
-    the size of the largest layer that uses them; other memory that of the layers at the end of a forward, when most
-    activations are saved: the last ones and, if the backward of another microbatch overlaps, the first ones.
+    gradients before they are reduced: those of two layers per grid and pass, and of embedding, head and an MTP layer of
+    several depths, which are gathered once per step. Buffers have the size of the largest layer that uses them; other
+    memory that of the layers at the end of a forward, when most activations are saved: the last ones and, if the
+    backward of another microbatch overlaps, the first ones.
     """
     config, parallel = plan.data_parallel.fsdp, plan.parallel
     assert config is not None, "the run shards no weights or gradients"
@@ -105,9 +106,12 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
         key = spec.meta.grid, unit_of(name, spec.meta.grid)
         units[key] = units.get(key, 0) + spec.held(parallel)
     weights, grads = {"attention": 0, "expert": 0}, {"attention": 0, "expert": 0}
+    repeats_mtp = plan.model.mtp is not None and plan.model.mtp.num_distinct_layers < plan.model.num_mtp
     for grid in grads:
-        sizes = [size for (each, unit), size in units.items() if each == grid and "." in unit]
-        ends = sum(size for (each, unit), size in units.items() if each == grid and "." not in unit)
+        of_grid = {unit: size for (each, unit), size in units.items() if each == grid}
+        in_turn = [unit for unit in of_grid if "." in unit and not (repeats_mtp and unit.startswith("mtp."))]
+        sizes = [of_grid[unit] for unit in in_turn]
+        ends = sum(of_grid.values()) - sum(sizes)
         buffers = sum(max(sizes[first::NUM_BUFFERS], default=0) for first in range(NUM_BUFFERS))
         grads[grid] = ends + buffers
         in_backward = sizes[NUM_BUFFERS:][-NUM_BUFFERS:] if config.num_passes == 2 else []

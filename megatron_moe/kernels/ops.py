@@ -542,11 +542,6 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         ...
 
 
-def most_rows(num_choices: int, num_experts: int, align: int) -> int:
-    """Largest number of rows that any routing needs. Each used expert adds at most `align - 1` padding rows."""
-    return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
-
-
 def internal_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which ops compute: promote(fp32, dtype)."""
     return torch.promote_types(torch.float32, dtype)

@@ -23,7 +23,7 @@ from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
-from megatron_moe.config.model import with_experts
+from megatron_moe.config.model import MTPConfig, with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, ProcessInfo
 from megatron_moe.config.precision import low_precision_config
@@ -133,6 +133,12 @@ def test_closed_form_and_emulation_agree(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name not in SMALL])
 def test_closed_form_and_emulation_agree_for_every_recipe(name: str) -> None:
     assert abs(compare(plan_of(name)).ratio - 1) < WITHIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in recipe_names() if "nemotron-3" in name] + ["deepseek-v3-gb200-256"])
+def test_hybrid_models_and_padded_experts_agree_within_a_percent(name: str) -> None:
+    assert abs(compare(plan_of(name)).ratio - 1) < 0.01
 
 
 @pytest.mark.slow
@@ -412,6 +418,48 @@ def test_receive_slots_of_fp8_exchanges_agree(
     slots = 4 * 8192 * (in_fp8 * (2048 + 16 * 4) + (plain + 1) * 2048 * 2 + (in_fp8 + plain + 1) * 6 * (4 + 4))
     assert found.closed.receive_slots == slots
     assert abs(found.ratio - 1) < WITHIN
+
+
+@pytest.mark.parametrize(("ep", "ranks_per_host", "factor"), [(1, 1, None), (4, 4, 1.1), (4, 2, None)], ids=str)
+def test_padding_of_expert_rows_and_indices_of_received_tokens_agree(
+    ep: int, ranks_per_host: int, factor: float | None
+) -> None:
+    """One rank, symmetric memory, and the hierarchical exchange."""
+    plan = plan_of("m8")
+    fields = {"dispatcher": "alltoall", "expert_rank_capacity_factor": factor, "row_alignment": 128}
+    model = with_experts(replace(plan.model, layers=plan.model.layers[:3]), lambda moe: replace(moe, **fields))
+    axes = {"ep": ep, "world_size": ep, "ranks_per_host": ranks_per_host, "shares_memory": True}
+    low = low_precision_config("blockwise", expert_weight_grad=False)
+    precision, parallel = replace(plan.precision, low_precision=low), replace(plan.parallel, **axes)
+    pipeline = replace(plan.pipeline, layout=None)
+    memory = replace(plan.memory, moe_expert_wgrad_interval=1)
+    plan = replace(plan, model=model, parallel=parallel, precision=precision, pipeline=pipeline, memory=memory)
+    found = compare(plan)
+    assert found.closed.kept == pytest.approx(found.emulated["activations"], rel=0.002)
+    assert abs(found.ratio - 1) < 0.005
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_sharded_layers_of_multi_token_prediction_agree(repeated: bool) -> None:
+    """A layer of several depths is gathered once per step and has its own memory. Full recompute by blocks leaves out
+    the layers of multi-token prediction."""
+    plan = plan_of("m8")
+    model = replace(plan.model, layers=plan.model.layers[1:6], mtp=MTPConfig(num_layers=2, repeated_layer=repeated))
+    recompute = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=4)
+    parallel = replace(plan.parallel, world_size=2)
+    plan = replace(
+        plan,
+        model=model,
+        parallel=parallel,
+        data_parallel=DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=FSDPConfig()),
+        memory=replace(plan.memory, moe_expert_wgrad_interval=1, recompute=recompute),
+        pipeline=replace(plan.pipeline, layout=None),
+        batch=replace(plan.batch, global_batch_size=4 * parallel.dp * plan.batch.micro_batch_size),
+    )
+    found = compare(plan)
+    assert abs(found.ratio - 1) < 0.005
+    for name in ("weights", "gradients"):
+        assert found.emulated[name] == pytest.approx(getattr(found.closed.state, name), rel=0.005), name
 
 
 def test_shared_query_groups_agree() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.costs import most_rows
 from megatron_moe.config.moe import RouterConfig
-from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, RowIndex, internal_dtype, most_rows
+from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, RowIndex, internal_dtype
 
 EPSILON = 1e-20
 """Added to the sum by which a token's scores are divided, so that the result is finite if all scores are 0."""

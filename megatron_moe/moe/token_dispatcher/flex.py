@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_moe.config.costs import most_rows
 from megatron_moe.config.precision import OperandFormat
-from megatron_moe.kernels.ops import Kernels, MatrixOperand, RowIndex, most_rows
+from megatron_moe.kernels.ops import Kernels, MatrixOperand, RowIndex
 from megatron_moe.moe.token_dispatcher.base import (
     DispatchedTokens,
     Dispatcher,

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.costs import most_rows
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
-from megatron_moe.kernels.ops import RowIndex, most_rows
+from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.reference import backend as reference
 
 BLOCK = 128
