@@ -23,7 +23,7 @@ from tests.helpers.pipelines import run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.moe.routers import make_hidden, make_mb, make_router
-from tests.parity.cells import NUM_STEPS, REFERENCE, plan_of
+from tests.parity.cells import NUM_STEPS, REFERENCE, num_steps_of, plan_of
 from tests.parity.dimensions import cell_of
 
 LAYOUTS = (
@@ -63,8 +63,8 @@ def record(plan, context, run_plan=None, masked=False):
 
         return before_step
 
-    datasets = random_datasets(plan, num_steps=NUM_STEPS)
-    return record_run(run_plan or plan, context, REFERENCE, datasets, num_steps=NUM_STEPS, prepare=prepare)
+    datasets = random_datasets(plan, num_steps=num_steps_of(plan))
+    return record_run(run_plan or plan, context, REFERENCE, datasets, num_steps=num_steps_of(plan), prepare=prepare)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "two of three tokens"])
