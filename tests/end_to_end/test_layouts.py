@@ -7,7 +7,8 @@ import pytest
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, generate, metric_values, succeed
-from tests.helpers.ranks import run_on_hosts, run_torchrun
+from tests.helpers.programs import run_ranks
+from tests.helpers.ranks import run_on_hosts
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
 
@@ -51,7 +52,7 @@ def one_rank(data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
 @pytest.mark.parametrize("exchange", nightly_only(EXCHANGES, ["a degree per microbatch"]))
 def test_context_parallel_ranks_log_the_numbers_of_one_rank(exchange, one_rank, data: str, tmp_path: Path) -> None:
     flags = (*DOCUMENTS, *CONTEXT_PARALLEL, *EXCHANGES[exchange].split())
-    succeed(run_torchrun(2, arguments(data, tmp_path / "run", *flags), cwd=tmp_path))
+    succeed(run_ranks(2, arguments(data, tmp_path / "run", *flags), cwd=tmp_path))
     check(tmp_path / "run", one_rank, exchange)
 
 
@@ -72,7 +73,7 @@ def test_tensor_parallel_ranks_log_the_numbers_of_one_rank_and_it_resumes_from_t
     expected |= {
         name: metric_values(one, name) for name in ("grad-norm dense", "grad-norm experts", "grad-norm router")
     }
-    succeed(run_torchrun(2, arguments(data, two, *SHARDED, *TENSOR_PARALLEL, "--exit-interval", "2"), cwd=tmp_path))
+    succeed(run_ranks(2, arguments(data, two, *SHARDED, *TENSOR_PARALLEL, "--exit-interval", "2"), cwd=tmp_path))
     assert [*metric_values(two, "lm loss")] == [2, 1]
     train(data, two, *SHARDED)
     check(two, expected, "tensor parallel")
@@ -83,7 +84,7 @@ def test_pipeline_stages_log_the_numbers_of_one_rank_and_it_resumes_from_their_c
     data: str, tmp_path: Path
 ) -> None:
     two = tmp_path / "two"
-    succeed(run_torchrun(2, arguments(data, two, *PIPELINED, *PIPELINE, "--exit-interval", "3"), cwd=tmp_path))
+    succeed(run_ranks(2, arguments(data, two, *PIPELINED, *PIPELINE, "--exit-interval", "3"), cwd=tmp_path))
     assert len(list((two / "checkpoints" / "iter_0000003").glob("*.safetensors"))) == 4
     succeed(generate(two / "checkpoints", "--max-new-tokens", "3"))
     train(data, two, *PIPELINED)

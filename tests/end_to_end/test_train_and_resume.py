@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import MODEL, TRAINING, arguments, generate, losses, records, succeed
+from tests.helpers.programs import PROGRAM, run_script
 from tests.helpers.ranks import REPOSITORY, child_environment, free_port, run_program, run_torchrun
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -19,7 +20,7 @@ from tests.helpers.tolerances import FP64_LAYOUT
 def whole_run(data, tmp_path_factory):
     """A run of 12 iterations with a checkpoint after 6 and at the end."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    process = succeed(run_program(arguments(data, run, "--save-interval", "6"), cwd=run.parent))
+    process = succeed(run_program(arguments(data, run, "--save-interval", "6", "--plots"), cwd=run.parent))
     return run, process
 
 
@@ -54,7 +55,7 @@ def test_twelve_iterations_equal_six_and_six(whole_run, data, tmp_path):
     command = arguments(data, run, "--save-interval", "3", "--async-save")
     assert main([*command, "--exit-interval", "6"], {}) == ExitCode.OK
     assert list(losses(run)) == list(range(1, 7))
-    succeed(run_program(command, cwd=tmp_path))
+    succeed(run_script(PROGRAM, *command, cwd=tmp_path))
     assert losses(run) == losses(whole)
     for kind in ("model", "optim"):
         name = f"checkpoints/iter_0000012/{kind}-00000-of-00001.safetensors"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from tests.helpers.ranks import run_python
+from tests.helpers.programs import run_script
+from tests.helpers.ranks import REPOSITORY, run_python
 
 MODEL = """
 --num-layers 3 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
@@ -18,7 +19,8 @@ MODEL = """
 """.split()
 TRAINING = """
 --micro-batch-size 2 --global-batch-size 8 --train-iters 12 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine
---lr-warmup-iters 2 --log-interval 1 --eval-interval 6 --eval-iters 1 --split 90,10,0 --device cpu --no-progress-bar
+--lr-warmup-iters 2 --log-interval 1 --eval-interval 6 --eval-iters 1 --split 90,10,0 --no-plots --device cpu
+--no-progress-bar
 """.split()
 
 
@@ -68,4 +70,4 @@ def succeed(process: subprocess.CompletedProcess) -> subprocess.CompletedProcess
 
 def generate(checkpoints: Path, *flags: str) -> subprocess.CompletedProcess:
     """Runs tools/generate.py on the CPU."""
-    return run_python("tools/generate.py", "--load", checkpoints, "--device", "cpu", *flags)
+    return run_script(REPOSITORY / "tools" / "generate.py", "--load", checkpoints, "--device", "cpu", *flags)

@@ -31,7 +31,7 @@ from tests.helpers.check_cases import EIGHT_RANKS
 from tests.helpers.command_lines import plan_of, texts_of
 from tests.helpers.example_proofs import COVER, check_layout, check_memory, check_replay, covering, with_fp8
 from tests.helpers.pipelines import KERNELS
-from tests.helpers.ranks import run_torchrun
+from tests.helpers.programs import run_ranks
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
 
@@ -159,5 +159,5 @@ def test_a_run_trains_and_resumes_on_two_ranks(data, tmp_path):
     assert whole[6] < whole[1] - 0.5
     words = ["--config", run / "run.yaml", "--run-dir", again, "--load", run / "checkpoints", "--ckpt-step", "6"]
     words += ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--make-vocab-size-divisible-by", "4"]
-    succeed(run_torchrun(2, list(map(str, words)), cwd=tmp_path))
+    succeed(run_ranks(2, words, cwd=tmp_path))
     assert losses(again) == pytest.approx({i: whole[i] for i in (7, 8, 9)}, rel=1e-4)

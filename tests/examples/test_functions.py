@@ -23,7 +23,7 @@ from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, generate, losses, records, succeed
 from tests.helpers.command_lines import calls_of, plan_of, texts_of
 from tests.helpers.example_proofs import check_layout, check_memory, check_replay, covering, with_fp8
-from tests.helpers.ranks import run_torchrun
+from tests.helpers.programs import run_ranks
 from tests.helpers.tolerances import FP64_REF
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
@@ -145,7 +145,7 @@ def test_a_run_trains_resumes_on_two_ranks_and_generates(data, tmp_path):
     assert "router-temperature: 2.0" in text and f"# imported {FILES[0]}: sha256 " in text
     again = ["--config", run / "run.yaml", "--exit-interval", "9", "--expert-model-parallel-size", "2"]
     again += ["--moe-token-dispatcher-type", "alltoall"]
-    succeed(run_torchrun(2, list(map(str, again)), cwd=tmp_path))
+    succeed(run_ranks(2, again, cwd=tmp_path))
     whole = tmp_path / "whole"
     assert main([*command, "--run-dir", str(whole)], {}) == ExitCode.OK
     for iteration in (7, 8, 9):

@@ -18,7 +18,7 @@ from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, succeed
 from tests.helpers.command_lines import calls_of, plan_of
 from tests.helpers.example_proofs import check_layout, check_memory, check_replay, covering
-from tests.helpers.ranks import run_torchrun
+from tests.helpers.programs import run_ranks
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
@@ -104,5 +104,5 @@ def test_a_run_resumes_bitwise_and_in_another_layout(data, tmp_path):
     ranks = ["--config", parts / "run.yaml", "--run-dir", tmp_path / "ranks", "--load", parts / "checkpoints"]
     ranks += ["--ckpt-step", "3", "--exit-interval", "6", "--pipeline-model-parallel-size", "2"]
     ranks += ["--pipeline-model-parallel-layout", "auto"]
-    succeed(run_torchrun(2, list(map(str, ranks)), cwd=tmp_path))
+    succeed(run_ranks(2, ranks, cwd=tmp_path))
     assert losses(tmp_path / "ranks") == pytest.approx({i: losses(whole)[i] for i in (4, 5, 6)}, rel=1e-3)

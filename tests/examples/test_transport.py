@@ -13,7 +13,7 @@ from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, succeed
 from tests.helpers.command_lines import calls_of, plan_of, texts_of
 from tests.helpers.example_proofs import COVER, check_layout, check_memory, check_replay, with_fp8
-from tests.helpers.ranks import run_torchrun
+from tests.helpers.programs import run_ranks
 from tests.parity import cells
 from tests.parity.dimensions import cell_of
 
@@ -83,7 +83,7 @@ def test_two_ranks_train_and_one_rank_resumes(data, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     command = arguments(data, run, *USE, "--train-iters", "8", "--save-interval", "5", "--exit-interval", "5")
     ranks = ["--expert-model-parallel-size", "2"]
-    succeed(run_torchrun(2, [*map(str, command), *ranks], cwd=tmp_path))
+    succeed(run_ranks(2, [*command, *ranks], cwd=tmp_path))
     assert main(["--config", str(run / "run.yaml"), "--exit-interval", "8", *ranks[:1], "1"], {}) == ExitCode.OK
     assert main(arguments(data, whole, "--train-iters", "8"), {}) == ExitCode.OK
     for iteration in range(1, 9):

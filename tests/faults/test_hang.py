@@ -1,28 +1,27 @@
 """Hanging ranks: peers exit in time and report the rank, the phase and the collective."""
 
-import os
 import signal
 from pathlib import Path
 
 from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments
-from tests.faults.processes import TIMEOUT, read_until, start, status
-from tests.helpers.ranks import free_port
+from tests.faults.processes import status
+from tests.helpers.programs import start_ranks
 
 
 def test_a_stopped_rank_is_named_by_its_peer(data: str, tmp_path: Path) -> None:
     """The run exits with code 10 in time and reports the last collective and the rank without stacks."""
-    run, port = tmp_path / "run", free_port()
+    run = tmp_path / "run"
     argv = arguments(data, run, "--train-iters", "100000", "--eval-iters", "0", "--step-deadline", "12")
-    ranks = [start(argv, rank, 2, port) for rank in range(2)]
+    ranks = start_ranks(2, argv)
     try:
-        read_until(ranks[1], " iteration        3/")
-        ranks[1].send_signal(signal.SIGSTOP)
-        said = ranks[0].communicate(timeout=TIMEOUT)[0]
+        ranks[1].wait_until_printed(" iteration        3/")
+        ranks[1].send(signal.SIGSTOP)
+        done = ranks[0].wait()
     finally:
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        ranks[1].communicate()
-    assert ranks[0].returncode == ExitCode.HANG, said
+        ranks[1].send(signal.SIGKILL)
+        ranks[1].wait()
+    assert done.returncode == ExitCode.HANG, done
     found = status(run)
     assert (found["state"], found["code"], found["rank"]) == ("failed", 10, 0)
     sentence = found["sentence"]

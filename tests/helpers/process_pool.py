@@ -34,6 +34,8 @@ MEETING_SECONDS = 300.0
 """Time for ranks to connect on a busy machine; not part of a job's timeout."""
 STACK_SECONDS = 30.0
 """Time for a process to print its stacks."""
+PRELOADED = ("tests.helpers.rank_worker", "arguments.read", "megatron_moe.build", "torch.utils.tensorboard")
+"""Imports of the server from which processes are forked. One server serves a test session."""
 _RESERVED: list[socket.socket] = []
 
 
@@ -70,7 +72,7 @@ class Worker:
         self.output = folder / f"worker-{number}.txt"
         self.output.touch()
         context = multiprocessing.get_context(method)
-        context.set_forkserver_preload(["tests.helpers.rank_worker", "megatron_moe.build"])
+        context.set_forkserver_preload(list(PRELOADED))
         self.process = context.Process(target=main, args=(theirs, self.output))
         self.process.start()
         theirs.close()

@@ -43,7 +43,8 @@ def variables_of_a_run_end_with_it() -> Iterator[None]:
 
 def train(name: str, run: Path) -> list[float]:
     """Losses of a small run."""
-    assert main(["--recipe", name, "--proxy", "--device", "cpu", "--run-dir", str(run)], {}) == ExitCode.OK
+    words = ["--recipe", name, "--proxy", "--device", "cpu", "--no-plots", "--run-dir", str(run)]
+    assert main(words, {}) == ExitCode.OK
     plan = read_plan(["--recipe", name, "--proxy"], {}, lambda config: config.vocab_size or 512)
     assert json.loads((run / "status.json").read_text())["warning"] == plan.warning
     return [row["lm loss"] for row in records(run) if "lm loss" in row]
