@@ -153,6 +153,7 @@ def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
             FSDPConfig,
             flags,
             shards_weights=strategy == "optim_grads_params",
+            gathers_from_peers=flags.fsdp_gather_backend == "auto" and flags.device != "cpu",
             grad_comm=None if comm == "auto" or flags.fp64 else comm,
             num_passes=2 if flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1 else 1,
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import differs, flag, refused
+from arguments.flag import differs, flag, new_flag, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,9 @@ class FSDPFlags:
     (optim)."""
     fsdp_double_buffer: bool = flag(False)
     """Gather weights into two buffers at fixed addresses. CUDA graphs with sharded weights require this flag."""
+    fsdp_gather_backend: Literal["auto", "nccl"] = new_flag("auto")
+    """How sharded weights are gathered. auto: on GPUs of one host, by copies from the memory of the other GPUs, which
+    occupy no SM; otherwise NCCL."""
     init_model_with_meta_device: bool = differs(False, "has an effect only with gradient sharding")
     """Create and initialise the model unit by unit, so that the full weights are never in memory at the same time."""
     megatron_fsdp_main_params_dtype: Literal["fp32", "fp16", "auto"] = differs(

@@ -148,7 +148,7 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
         ("cp2-graphs", "the same, attention and MoE layers as CUDA graphs", f"{FLEX} {CP2} {MOE_GRAPHS}", "390", "430"),
         ("cp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {CP2} {WHOLE} {NO_OVERLAP}", "390", "430"),
         ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} --decoder-first-pipeline-num-layers 6", "425", "440"),
-        ("vpp2", "PP2, VPP2, EP1", f"{stages} --pipeline-model-parallel-layout Ettt|ttt|tt|ttL", "430", "445"),
+        ("vpp2", "PP2, VPP2, EP1", f"{stages} --pipeline-model-parallel-layout Ettt|ttt|ttt|tL", "430", "445"),
         ("ep2-pairs", "EP2, overlapped exchange", f"{FLEX} {OVERLAPS['-pairs']}", "", ""),
         ("ep2-mb1", "EP2, micro batch 1", f"{FLEX} --micro-batch-size 1", "", ""),
         (

@@ -34,6 +34,9 @@ class FSDPConfig:
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
     """"optim" also shards the optimizer state over the replicas of the shards
     (`--num-distributed-optimizer-instances`)."""
+    gathers_from_peers: bool = False
+    """Gathers weights inside a host by copies from the memory of the other GPUs (`--fsdp-gather-backend`). The first
+    gather after an update remains a collective."""
     grad_comm: FloatName | None = None
     """Dtype in which a microbatch's gradients are computed and reduced; None means the dtype of the accumulated
     gradients (`--megatron-fsdp-grad-comm-dtype`)."""

@@ -24,6 +24,7 @@ from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamLayout
 from megatron_moe.parallel.collectives import Sizes, start_all_reduce_, start_reduce_scatter_, start_reduce_scatters_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, torch_dtype
 from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
+from megatron_moe.parallel.shared_shards import SharedRegion, SharedShards, aligned_bytes, can_share
 from megatron_moe.parallel.streams import Event, make_streams
 
 _ALIGN = 512
@@ -82,9 +83,10 @@ class UnitBuffer(FlatBuffer):
         weights: tuple[UnitMemory, list[Tensor]] | None,
         grads: tuple[UnitMemory, Tensor],
         loads: list[float],
+        region: SharedRegion | None,
     ) -> None:
         """`weights`: memory and flat tensors of weights or codes; None: they are always in memory. `loads`: see
-        `BufferLayout.owner_ranges`."""
+        `BufferLayout.owner_ranges`. `region`: memory of the shards of weights; None: newly allocated memory."""
         self.weight_memory = None if weights is None else weights[0]
         self.grad_memory = grads[0]
         self._flats, self._flat_grads = [] if weights is None else weights[1], grads[1]
@@ -111,6 +113,9 @@ class UnitBuffer(FlatBuffer):
         """Whether `grad_shard` contains gradients of this step, to which those of later microbatches are added."""
         self.weight_shards: tuple[Tensor, ...] = ()
         """This rank's shard of the flat tensors that store the weights; empty if all weights are always in memory."""
+        self._region = region
+        self.shared: tuple[SharedShards, ...] = ()
+        """Shards of all ranks of these flat tensors; empty if this rank cannot read them."""
         self._parts: dict[Range, tuple[Tensor, ...]] = {}
         """Cached results of `stored_parts` for all weights and for each parameter, because views cannot be created
         while the memory is not allocated."""
@@ -140,9 +145,23 @@ class UnitBuffer(FlatBuffer):
     ) -> None:
         super().adopt(parameters, queue, interval, initial)
         if self.weight_memory is not None:
-            self.weight_shards = tuple(part.clone() for part in self.stored_parts(*self.shard))
+            self._store_shards(self.stored_parts(*self.shard))
             ranges = [(0, self.layout.size), *((param.start, param.end) for param in self.layout.params)]
             self._parts = {each: super(UnitBuffer, self).stored_parts(*each) for each in ranges}
+
+    def _store_shards(self, parts: Sequence[Tensor]) -> None:
+        """Copies this rank's part of each flat tensor to its permanent memory."""
+        if self._region is None:
+            self.weight_shards = tuple(part.clone() for part in parts)
+            return
+        by_rank = zip(*([size for size, _ in _stored_specs(self.layout, n)] for n in self._shard_sizes[0]), strict=True)
+        self.shared = tuple(self._region.take(sizes, part.dtype) for sizes, part in zip(by_rank, parts, strict=True))
+        self.weight_shards = tuple(each.own.copy_(part) for each, part in zip(self.shared, parts, strict=True))
+
+    def gather_shared(self) -> None:
+        """Copies the shards of all ranks to the flat tensors that store the weights, which must be allocated."""
+        for shared, flat in zip(self.shared, self.stored_parts(0, self.layout.size), strict=True):
+            shared.gather_into(flat)
 
     def owned_weights(self, start: int, end: int) -> Tensor:
         if self.is_whole or self.codes:
@@ -323,6 +342,7 @@ class UnitSharding(Sharding):
         weights: dict[str, UnitMemory] = {}
         if self.config.shards_weights:
             weights = _memories(shared, _stored_specs, context.device, share=self.config.fsdp_double_buffer)
+        regions = self._regions(layout, context)
         views: dict[str, tuple[Iterator[Tensor], Iterator[Tensor]]] = {}
         loads: dict[BufferKey, list[float]] = {}
         """Update costs of the matrices of earlier units, per owner."""
@@ -341,9 +361,29 @@ class UnitSharding(Sharding):
                 views[unit] = iter(stored), iter(grads[unit].views(sizes))
             own = loads.setdefault(each.key.of_all_units, [0.0] * sharding_group(each.key.grid, context).size)
             held = None if memory is None else (memory, [next(views[unit][0]) for _ in _stored_specs(each)])
-            yield UnitBuffer(each, grad_dtype, context, self.config, held, (grads[unit], next(views[unit][1])), own)
+            of_grads, region = (grads[unit], next(views[unit][1])), regions.get(each.key.grid)
+            yield UnitBuffer(each, grad_dtype, context, self.config, held, of_grads, own, region)
             if memory is not None and not self.config.fsdp_double_buffer:
                 memory.free()
+
+    def _regions(self, layout: ParamLayout, context: ParallelContext) -> dict[Grid, SharedRegion]:
+        """Symmetric memory of the shards of weights of each grid, if the ranks of a shard can read each other's."""
+        if not (self.config.shards_weights and self.config.gathers_from_peers):
+            return {}
+        loads: dict[BufferKey, list[float]] = {}
+        num_bytes: dict[Grid, list[int]] = {}
+        for each in layout.buffers:
+            group = sharding_group(each.key.grid, context)
+            if not can_share(group, context):
+                continue
+            own = loads.setdefault(each.key.of_all_units, [0.0] * group.size)
+            of_ranks = num_bytes.setdefault(each.key.grid, [0] * group.size)
+            for rank, ((start, end),) in enumerate(each.owner_ranges(group.size, own)):
+                of_ranks[rank] += sum(aligned_bytes(*spec) for spec in _stored_specs(each, end - start))
+        return {
+            grid: SharedRegion(max(of_ranks), sharding_group(grid, context), context)
+            for grid, of_ranks in num_bytes.items()
+        }
 
 
 def is_sharded(grid: Grid, context: ParallelContext) -> bool:
@@ -370,11 +410,12 @@ def is_layer(unit: str, layouts: Sequence[BufferLayout]) -> bool:
     return "." in unit and uses <= {0, 1}
 
 
-def _stored_specs(layout: BufferLayout) -> list[Spec]:
-    """Flat tensors that store the weights of a buffer."""
+def _stored_specs(layout: BufferLayout, size: int | None = None) -> list[Spec]:
+    """Flat tensors that store the weights of a buffer, or `size` elements of them."""
+    size = layout.size if size is None else size
     if layout.key.code_bits:
-        return [(layout.size * bits // 8, torch.uint8) for bits in layout.key.code_bits]
-    return [(layout.size, torch_dtype(layout.key.storage))]
+        return [(size * bits // 8, torch.uint8) for bits in layout.key.code_bits]
+    return [(size, torch_dtype(layout.key.storage))]
 
 
 def _memories(

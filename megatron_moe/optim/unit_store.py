@@ -3,6 +3,11 @@
 The gathers run on a separate stream, in the order of use. Weights stay in memory until another layer needs it, so that
 the last layers of a forward pass need no gather in backward. Weights of embedding, head and layers that run several
 times are gathered once per step.
+
+The first gather of a unit after its update is a collective, which waits for the updates of the other ranks. Inside a
+host, later gathers of the step may copy the shards from the memory of the other ranks (`SharedShards`). No rank changes
+a shard while another one copies it: its next update follows the reduction of the unit's gradients, to which every rank
+contributes after its last use of the unit in a step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,6 +39,8 @@ class _Unit:
         """Number of acquired and not yet released uses."""
         self.gathered: Event = None
         """Event that completes with the gather of the weights."""
+        self.is_published = False
+        """Whether all ranks have gathered the unit since its last update, so that their shards are current."""
 
     @property
     def is_present(self) -> bool:
@@ -118,6 +125,7 @@ class GatheringStore(ParamStore):
             return
         unit = self._sharded_units[buffer.key.unit]
         assert unit.uses == 0, f"{unit.name} is in use during an update"
+        unit.is_published = False
         updated = self._streams.record()
         with self._streams.on("gather"):
             self._streams.wait(updated)
@@ -147,6 +155,7 @@ class GatheringStore(ParamStore):
             buffer.weight_shards[0][start - first : end - first] = buffer.weights[start:end]
         _gather_shard(buffer)
         unit = self._sharded_units[buffer.key.unit]
+        unit.is_published = False
         if unit.is_present:
             self._discard(unit)
 
@@ -165,12 +174,18 @@ class GatheringStore(ParamStore):
             if unused is None:
                 break
             self._discard(unused)
-        self._record("gather", unit)
+        copies = unit.is_published and all(buffer.shared for buffer in unit.buffers)
+        self._record("copy" if copies else "gather", unit)
         with self._streams.on("gather"):
             self._streams.wait(memory.last_use)
             memory.allocate()
-            self._gather_into(unit.buffers, [buffer.stored_parts(0, buffer.layout.size) for buffer in unit.buffers])
+            if copies:
+                for buffer in unit.buffers:
+                    buffer.gather_shared()
+            else:
+                self._gather_into(unit.buffers, [buffer.stored_parts(0, buffer.layout.size) for buffer in unit.buffers])
             unit.gathered = self._streams.record()
+        unit.is_published = True
         memory.unit = unit.name
 
     @property

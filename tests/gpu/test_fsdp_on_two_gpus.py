@@ -18,7 +18,8 @@ LIMIT_S = 120.0
 CASES = ("plain", "microbatches", "expert parallel", "recomputed layers", "tied head and mtp")
 
 
-CONFIGS = {"zero-1": None, "zero-3": ZERO_3, "double-buffer": BUFFERS, "zero-2": ZERO_2}
+COPIES = replace(BUFFERS, gathers_from_peers=True)
+CONFIGS = {"zero-1": None, "zero-3": ZERO_3, "double-buffer": BUFFERS, "copies": COPIES, "zero-2": ZERO_2}
 
 
 def every_config(context: ParallelContext, case: str) -> dict[str, tuple[dict[str, torch.Tensor], Any]]:
@@ -40,3 +41,4 @@ def test_sharded_units_give_the_results_of_zero_1_under_nccl(case: str) -> None:
         for name, (figures, trace) in found.items():
             FP64_LAYOUT.check_all(figures, found["zero-1"][0], f"rank {rank}, {case}, {name}")
             assert bool(trace) == (name != "zero-1")
+            assert any(event == "copy" for event, _ in trace) == (name == "copies")

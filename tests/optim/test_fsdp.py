@@ -103,6 +103,31 @@ def test_sharded_units_give_the_results_of_zero_1(case: str, name: str) -> None:
     compare(plan(case), CONFIGS[name])
 
 
+@pytest.mark.parametrize(
+    ("case", "config", "rule"),
+    [
+        ("microbatches", ZERO_3, "adam"),
+        ("recomputed layers", BUFFERS, "adam"),
+        pytest.param("tied head and mtp", ZERO_3, "muon", marks=pytest.mark.slow),
+    ],
+)
+def test_copies_from_peers_replace_all_but_the_first_gather_after_an_update(
+    case: str, config: FSDPConfig, rule: str
+) -> None:
+    base = plan(case)
+    base = replace(base, optimizer=replace(base.optimizer, optimizer=rule))
+    runs = [sharded(base, replace(config, gathers_from_peers=from_peers)) for from_peers in (False, True)]
+    by_nccl, copied = (on_threads(each.parallel, lambda context, each=each: train(each, context)) for each in runs)
+    for (expected, gathers), (figures, trace) in zip(by_nccl, copied, strict=True):
+        EXACT.check_all(figures, expected, "losses, norms and weights")
+        seen: set[str] = set()
+        for (event, unit), (other, _) in zip(trace, gathers, strict=True):
+            if other == "gather":
+                assert event == ("copy" if unit in seen else "gather"), f"{event} of {unit}"
+                seen.add(unit)
+        assert any(event == "copy" for event, _ in trace)
+
+
 def test_updates_of_units_overlap_with_the_next_forward() -> None:
     """Muon's owners update the matrices of a unit during the forward of the units before it."""
     base = plan("microbatches")

@@ -1,0 +1,66 @@
+"""Shards of flat tensors in symmetric memory, which the other ranks of the host copy without a collective.
+
+Copies between GPUs run on copy engines. An NCCL kernel would occupy SMs, for which persistent GEMMs that run beside it
+would wait. A copy needs no action of the shard's owner, so the caller orders copies and changes of shards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.symmetric_memory import allocate_symmetric, has_peer_access
+
+_ALIGN = 512
+
+
+@dataclass(frozen=True)
+class SharedShards:
+    """Shards of one flat tensor, in rank order; this process can read those of all ranks."""
+
+    shards: tuple[Tensor, ...]
+    rank: int
+    """Index of this rank in the group."""
+
+    @property
+    def own(self) -> Tensor:
+        return self.shards[self.rank]
+
+    def gather_into(self, flat: Tensor) -> None:
+        """Copies the shards of all ranks to `flat` on the current stream."""
+        for part, shard in zip(flat.split([len(shard) for shard in self.shards]), self.shards, strict=True):
+            part.copy_(shard, non_blocking=True)
+
+
+class SharedRegion:
+    """Symmetric memory of a group, divided into shards."""
+
+    def __init__(self, num_bytes: int, group: ProcessGroup, context: ParallelContext) -> None:
+        """Allocates `num_bytes` on every rank. Collective over the group."""
+        self._memory = allocate_symmetric(num_bytes, group, context)
+        self._rank = group.rank
+        self._ends = [0] * group.size
+
+    def take(self, sizes: Sequence[int], dtype: torch.dtype) -> SharedShards:
+        """Returns shards of `sizes` elements, which may be 0, in memory that is not in use. All ranks of the group take
+        the same shards in the same order."""
+        shards = []
+        for rank, size in enumerate(sizes):
+            start = self._ends[rank]
+            self._ends[rank] += aligned_bytes(size, dtype)
+            shards.append(self._memory[rank][start : start + size * dtype.itemsize].view(dtype))
+        return SharedShards(tuple(shards), self._rank)
+
+
+def aligned_bytes(size: int, dtype: torch.dtype) -> int:
+    """Bytes of a `SharedRegion` that a shard of `size` elements occupies."""
+    return -(-size * dtype.itemsize // _ALIGN) * _ALIGN
+
+
+def can_share(group: ProcessGroup, context: ParallelContext) -> bool:
+    """Whether all ranks of the group are on one host, with access to each other's memory."""
+    on_host = context.process.local_world_size
+    hosts = {rank // on_host for rank in group.ranks}
+    return group.size > 1 and len(hosts) == 1 and has_peer_access(group, context)
