@@ -43,6 +43,7 @@ from megatron_moe.config.mlp import MLPConfig  # noqa: E402
 from megatron_moe.config.run import RunPlan  # noqa: E402
 from megatron_moe.cost_model.flops import flops_per_step  # noqa: E402
 from megatron_moe.cost_model.memory import RankMemory, heaviest  # noqa: E402
+from megatron_moe.optim.unit_shards import UnitBuffer  # noqa: E402
 from tools._common import tool_parser  # noqa: E402
 
 _BATCH = "--micro-batch-size 4 --moe-expert-wgrad-interval 1"
@@ -107,6 +108,11 @@ def _model_cases(model: str) -> tuple[Case, ...]:
             name=f"{model}-buffers",
             title=f"{title}, ZeRO-3, double buffer",
             flags=f"{_ZERO_3} --fsdp-double-buffer --global-batch-size 32",
+        ),
+        against(
+            name=f"{model}-bf16",
+            title=f"{title}, ZeRO-3, double buffer, gradients reduced in bf16",
+            flags=f"{_ZERO_3} --fsdp-double-buffer --megatron-fsdp-grad-comm-dtype bf16 --global-batch-size 32",
         ),
         Case(
             name=f"{model}-zero2",
@@ -221,6 +227,12 @@ def peak_mib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
 
 
+def shared_mib(run: TimedRun) -> float:
+    """Size of the weight shards in symmetric memory, which torch's allocator does not count."""
+    buffers = [each for each in run.trainer.buffers.buffers if isinstance(each, UnitBuffer) and each.shared]
+    return sum(shard.nbytes for buffer in buffers for shard in buffer.weight_shards) / 2**20
+
+
 def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -242,7 +254,7 @@ def measured(plan: RunPlan, warmup: int, steps: int) -> Measurement:
         timed_steps(run, warmup)
         reset_peak(run.context.device)
         times, _ = timed_steps(run, steps)
-        peak, num_samples = peak_mib(run.context.device), run.num_samples
+        peak, num_samples = peak_mib(run.context.device) + shared_mib(run), run.num_samples
     finally:
         run.close()
     closed = heaviest(RankMemory(plan).all_ranks()).total / 2**20
@@ -336,7 +348,7 @@ def report(rows: Sequence[str], cases: Sequence[Case], machine: str, command: st
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, weights drawn on the device. The median of the "
         "timed steps is reported. TFLOP/s per GPU by Megatron's formula, also for torch FSDP2. Peak: largest "
-        "allocation after the warm-up. Ratio: step time over that of the case in the column before. "
+        "allocation after the warm-up, and weight shards in symmetric memory. Ratio: step time over that of the case in the column before. "
         + ("The first of two ranks runs alone: its communication takes no time. " if num_processes() == 1 else "")
     )
     lines = [f"# FSDP and Muon on {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
