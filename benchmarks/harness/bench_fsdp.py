@@ -348,7 +348,8 @@ def report(rows: Sequence[str], cases: Sequence[Case], machine: str, command: st
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, weights drawn on the device. The median of the "
         "timed steps is reported. TFLOP/s per GPU by Megatron's formula, also for torch FSDP2. Peak: largest "
-        "allocation after the warm-up, and weight shards in symmetric memory. Ratio: step time over that of the case in the column before. "
+        "allocation after the warm-up, and weight shards in symmetric memory. Ratio: step time over that of the "
+        "case in the column before. "
         + ("The first of two ranks runs alone: its communication takes no time. " if num_processes() == 1 else "")
     )
     lines = [f"# FSDP and Muon on {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]

@@ -155,7 +155,9 @@ def test_pools_do_not_grow_with_microbatches(modules: tuple[str, ...]) -> None:
     flags = ["--recipe", "m8", *SMALL.split(), *LAYERS["m8"].split(), "--moe-expert-wgrad-interval", "1"]
     found = []
     for number in (2, 4, 8):
-        earlier = pool_sizes().keys()  # cuBLAS keeps its workspaces in the pools of an earlier run
+        # cuBLAS keeps one workspace per stream in the pools of an earlier run, and each run takes other streams
+        torch._C._cuda_clearCublasWorkspaces()
+        earlier = pool_sizes().keys()
         plan = read_plan([*flags, "--global-batch-size", f"{2 * number}"], os.environ, vocab_size_of=vocab_size_of)
         graphs = CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1)
         run = TimedRun(replace(plan, cuda_graphs=graphs))
