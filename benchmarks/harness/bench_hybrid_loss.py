@@ -2,10 +2,10 @@
 
     python benchmarks/harness/bench_hybrid_loss.py [--iterations 300] [--output-dir benchmarks]
 
-Trains a model of each kind, with Mamba-2 and with gated delta nets, on the corpus of `bash scripts/quickstart.sh`: on
-the CPU in fp32, on the CPU in fp32 with another seed, and on the GPU in bf16 with the initial weights of the first run.
-The curves agree if the smoothed loss of the GPU is nearer to that of the CPU than the run with another seed, on average
-over the iterations.
+Trains a model of each kind, with Mamba-2, gated delta nets, sparse or compressed attention, on the corpus of
+`bash scripts/quickstart.sh`: on the CPU in fp32, on the CPU in fp32 with another seed, and on the GPU in bf16 with the
+initial weights of the first run. The curves agree if the smoothed loss of the GPU is nearer to that of the CPU than the
+run with another seed, on average over the iterations.
 """
 
 import argparse
@@ -43,6 +43,17 @@ MODELS = MappingProxyType(
         "--qk-layernorm --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
         "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64 "
         "--attention-output-gate --apply-layernorm-1p --moe-shared-expert-gate",
+        "DeepSeek-V3.2-like": "--num-layers 4 --position-embedding-type rope --swiglu --multi-latent-attention "
+        "--no-group-query-attention --rope-type rope --qk-layernorm --experimental-attention-variant dsa "
+        "--q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 --v-head-dim 64 "
+        "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 64 --dsa-indexer-loss-coeff 0.01 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "DeepSeek-V4-like": "--num-layers 4 --position-embedding-type rope --swiglu --multi-latent-attention "
+        "--no-group-query-attention --rope-type rope --experimental-attention-variant dsv4_hybrid "
+        "--csa-compress-ratios ([0,4,16,4]) --csa-window-size 32 --q-lora-rank 64 --v-head-dim 64 "
+        "--qk-pos-emb-head-dim 32 --o-groups 2 --o-lora-rank 64 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 "
+        "--dsa-indexer-topk 16 --dsa-indexer-loss-coeff 0.01 --enable-hyper-connections --moe-n-hash-layers 1 "
+        "--moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
     }
 )
 REFERENCE, SEED, GPU = (
