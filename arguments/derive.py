@@ -129,13 +129,14 @@ def expert_transport(flags: Flags, ranks_per_host: int, missing_libraries: Seque
 
 def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured if
-    tokens are exchanged other than through symmetric memory, if experts overlap with another microbatch, or if GEMMs
-    use fp32 or are not grouped: the host then reads token counts."""
+    tokens are exchanged other than through symmetric memory (a library may be missing where the run starts), if experts
+    overlap with another microbatch, or if GEMMs use fp32 or are not grouped: the host then reads token counts."""
     if not (flags.bf16 and flags.moe_grouped_gemm):
         return False
     ranks = expert_ranks(flags)
     may_exchange = ranks == 1 or not flags.overlap_moe_expert_parallel_comm
-    return may_exchange and expert_transport(flags, ranks_per_host).transport.is_captured
+    transport = expert_transport(flags, ranks_per_host).transport
+    return may_exchange and transport.is_captured and transport.library is None
 
 
 def _every_nth(num_layers: int, pattern: LayerPattern | None) -> tuple[bool, ...]:

@@ -68,3 +68,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.end_to_end.tiny_run import make_data  # it imports torch, which most sessions do not need this early
 
     return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def deep_ep_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes the stand-in of the DeepEP library importable."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "stand_ins"))
+    yield
+    for name in ("deep_ep", "deep_ep.hybrid_ep_buffer", "hybrid_ep_cpp"):
+        sys.modules.pop(name, None)

@@ -175,18 +175,23 @@ def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_exchange_stays_on_device(flags: RuleFlags) -> Violations:
-    """NCCL's all-to-all reads its split sizes on the host. Kernels that exchange tokens through symmetric memory, and
-    collectives of tensor and context parallelism, whose sizes are fixed, can be captured."""
+    """NCCL's all-to-all reads its split sizes on the host. Kernels that exchange tokens through symmetric memory or
+    HybridEP, and collectives of fixed sizes, can be captured."""
     capture, ranks = _expert_capture(flags), derive.expert_ranks(flags)
-    is_captured = derive.expert_transport(flags, flags.ranks_per_host).transport.is_captured
-    if capture and ranks > 1 and flags.num_experts and not is_captured:
+    if not capture or ranks == 1 or not flags.num_experts:
+        return
+    choice = derive.expert_transport(flags, flags.ranks_per_host, flags.missing_libraries)
+    if not choice.transport.is_captured:
         exchange = (
             f"the graph contains the token exchange of --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}, "
             "which the host or NCCL takes part in"
         )
+        why = f" ({choice.note})" if choice.replaces_request else ""
+        backend = "hybridep" if ranks > flags.ranks_per_host else "symmetric"
         yield (
-            f"{capture} with experts over {ranks} ranks: {exchange}",
-            "use --moe-token-dispatcher-type flex, or capture attn and moe_router",
+            f"{capture} with experts over {ranks} ranks: {exchange}{why}",
+            f"use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}, or capture attn and "
+            "moe_router",
         )
 
 

@@ -59,8 +59,7 @@ class ExpertTransport:
     """Python module that must be installed."""
     spans_hosts: bool = False
     is_captured: bool = False
-    """Whether CUDA graphs can contain the exchange, which requires static shapes and excludes host reads and
-    collectives."""
+    """Whether CUDA graphs can contain the exchange, which requires static shapes and excludes host reads."""
     pads_experts: bool = True
     """Whether it supports `--moe-pad-expert-input-to-capacity`: every expert receives as many rows as its capacity."""
     delivers_tokens: bool = False
@@ -199,6 +198,7 @@ HYBRIDEP = ExpertTransport(
     rows=RowBound.BOUNDED,
     library="hybrid_ep_cpp",
     spans_hosts=True,
+    is_captured=True,
     has_channels=True,
 )
 NCCLEP = ExpertTransport(name="ncclep", dispatcher=None, copies=SentCopies.PER_RANK, rows=RowBound.BOUNDED)

@@ -34,6 +34,10 @@ class Streams:
     def record_use(self, tensor: Tensor) -> None:
         """Defers reuse of the tensor's memory until the current stream has finished the work queued so far."""
 
+    def unless_captured(self) -> "Streams":
+        """Returns these streams, or no streams while a CUDA graph captures the current stream."""
+        return self
+
 
 class _Current:
     """Context manager that makes a CUDA stream current. `torch.cuda.stream` also switches devices and takes several
@@ -77,6 +81,9 @@ class CudaStreams(Streams):
 
     def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(self._current())
+
+    def unless_captured(self) -> Streams:
+        return Streams() if torch.cuda.is_current_stream_capturing() else self
 
     def _current(self) -> torch.cuda.Stream:
         # with the device's index, because torch takes several times as long to look up the current device

@@ -586,6 +586,12 @@ def test_experts_over_ranks_are_captured_on_one_host(dispatcher, ranks_per_host,
     assert plan_of(f"{flags} --global-batch-size 32", environ=ranks).cuda_graphs.cuda_graph_modules[-1] == experts
 
 
+def test_experts_over_a_library_are_captured_only_on_request():
+    flags = f"{GRAPHS} --bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex --global-batch-size 32"
+    plan = plan_of(f"{flags} --moe-flex-dispatcher-backend hybridep", environ=EIGHT_RANKS)
+    assert plan.cuda_graphs.cuda_graph_modules == ("attn", "mlp", "moe_router")
+
+
 def test_weight_gradients_overlap_with_exchanges_only_where_tokens_are_exchanged():
     flag = "--overlap-dispatch-backward-with-experts-wgrad"
     assert not plan_of(flag).pipeline.overlap_dispatch_backward_with_experts_wgrad

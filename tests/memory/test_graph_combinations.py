@@ -159,8 +159,8 @@ def is_captured(case: str, config: CudaGraphConfig) -> bool:
 
 def recorder_for(each: RunPlan, config: CudaGraphConfig) -> EagerRecorder:
     """The strict stand-in, unless experts read row counts on the host, or threads communicate inside a graph."""
-    communicates = each.parallel.tp > 1 or each.parallel.cp > 1
     experts = config.full_iteration or "moe" in config.cuda_graph_modules
+    communicates = each.parallel.tp > 1 or each.parallel.cp > 1 or (experts and each.parallel.world_size > 1)
     return EagerRecorder() if communicates or (experts and each.precision.low_precision is None) else TapeRecorder()
 
 

@@ -4,6 +4,9 @@ hybrid-ep of DeepEP.
 Dispatch delivers the rows of this rank's experts, sorted by expert; combine sums the rows of each token. The library
 all-gathers the routing map, so that all ranks compute the same layout. Tokens are bf16, probabilities fp32. All
 dispatches and combines share one buffer, so they run one after the other on the exchange stream.
+
+With a bound on the rows, the library reads nothing on the host, so CUDA graphs can contain its calls. During a capture
+they run on the current stream, because the allocator reuses no memory that a captured side stream has used.
 """
 
 from collections.abc import Callable
@@ -20,7 +23,7 @@ from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, holders_of_experts
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedRows, Transport, Work
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.streams import make_streams
+from megatron_moe.parallel.streams import Streams, make_streams
 
 _STREAM = "expert exchange"
 _TOKEN_MULTIPLE = 64
@@ -50,7 +53,7 @@ class HybridEPTransport(Transport):
         self._config: HybridEPConfig = comm.options or HybridEPConfig()
         self._num_columns = self._num_local * self._group.size
         self._buffer: Any = None
-        self._streams = make_streams(comm.ctx.device, _STREAM)
+        self._side_streams = make_streams(comm.ctx.device, _STREAM)
         self._holders = holders_of_experts(comm)
 
     def new_route(self, routing: Routing) -> ExchangeRoute:
@@ -123,6 +126,11 @@ class HybridEPTransport(Transport):
         # choices without an expert use an additional column of zeros
         grad_TX = pad(grad_TC[:num_tokens], (0, 1)).gather(1, route.state.columns_TX)
         return sums_TH[:num_tokens], grad_TX.unflatten(1, (-1, self._comm.etp.size)).sum(dim=-1)
+
+    @property
+    def _streams(self) -> Streams:
+        """Streams of the exchange; only the current stream is used during a capture."""
+        return self._side_streams.unless_captured()
 
     def _num_rows(self, routing: Routing) -> int:
         """Number of rows to allocate for the experts of this rank."""

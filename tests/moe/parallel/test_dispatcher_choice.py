@@ -27,6 +27,7 @@ from megatron_moe.memory_emulation.rank import assumed_load, transport_without_p
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.parallel.symmetric_memory import has_peer_access
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_REF
@@ -156,6 +157,24 @@ def test_hybridep_counts_the_rows_beyond_its_bound(num_rows: int, overflow: int)
     (first, _), (second, factor) = on_threads(parallel(2, ep=2), rank)
     assert (first, second) == (0, overflow)
     assert factor * 24 * 2 >= num_rows
+
+
+def test_hybridep_uses_only_the_current_stream_during_a_capture() -> None:
+    class Capturing(Streams):
+        def fork(self, name: str) -> Any:
+            raise AssertionError("a side stream during a capture")
+
+        def unless_captured(self) -> Streams:
+            return Streams()
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = ExpertComm(ctx, REFERENCE, HYBRIDEP, EXPERTS)
+        comm.transport._side_streams = Capturing()
+        tokens, routing = draw(4, WIDTH).requires_grad_(), sparse([[0, EXPERTS - 1]] * 4, num_experts=EXPERTS)
+        there_and_back(comm.new_dispatcher(), tokens, routing, 1.0)[1].sum().backward()
+        FP64_REF.check(tokens.grad, torch.ones_like(tokens), "gradient of tokens")
+
+    on_threads(parallel(2, ep=2), rank)
 
 
 def test_hybridep_gets_its_settings_once_per_run() -> None:
