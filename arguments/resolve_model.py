@@ -77,7 +77,8 @@ def layer_configs(flags: Flags) -> tuple[LayerConfig, ...]:
 
 
 def _hashed(layer: LayerConfig, vocab_size: int) -> LayerConfig:
-    """Copy of a layer whose experts follow from the token id; a layer without experts is unchanged."""
+    """Returns a copy of the layer config with hash routing (the token id selects the experts). A layer without experts
+    is returned unchanged."""
     if layer.moe is None:
         return layer
     router = replace(layer.moe.router, hash_vocab_size=vocab_size, expert_bias=False)

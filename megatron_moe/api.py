@@ -4,8 +4,8 @@
     model = LanguageModel.load("runs/quickstart/checkpoints")
     model.routing("def read(self):").loads()      # {layer: number of tokens of each expert}
 
-One process and one device. Flags are those of pretrain_moe.py; products run in the dtype of the parameters, so FP8 and
-FP4 flags of a run have no effect here. docs/python.md shows every function.
+Uses one process and one device. Flags are those of pretrain_moe.py, except that GEMMs run in the dtype of the
+parameters: FP8 and FP4 flags have no effect. docs/python.md shows every function.
 """
 
 import os
@@ -106,7 +106,7 @@ class LanguageModel:
         """Loads a checkpoint (the newest of a folder), or a Hugging Face folder with config.json and safetensors, with
         or without the prefix `hf:` of flags.
 
-        `flags` override those of the run, or those that follow from config.json. Raises CheckpointProblem if there is
+        `flags` override those of the run, or the flags derived from config.json. Raises CheckpointProblem if there is
         no checkpoint, or if its contents are damaged or do not fit.
         """
         words, is_published = [*_words(flags), "--device", device], str(folder).startswith(HUGGING_FACE)

@@ -375,7 +375,8 @@ def trace_routing(plan: RunPlan, trainer: Trainer, note: Callable[[str], None], 
 
 
 def build_supervisor(plan: RunPlan, trainer: Trainer, loader: TrainLoader | None, reporter: Reporter) -> StepSupervisor:
-    """Builds the supervision and the log of training steps. `loader`: None for a run that only evaluates."""
+    """Builds the `StepSupervisor`, which runs and logs training steps. `loader`: training data, or None for an
+    evaluation-only run."""
     return StepSupervisor(trainer, TrainingLog(trainer, reporter, build_stragglers(plan, trainer)), loader)
 
 

@@ -40,16 +40,16 @@ def slow_sizes(flags: Flags, plan: RunPlan) -> Iterator[str]:
     rows = plan.model.vocab_size // plan.parallel.tp
     if rows % MULTIPLE:
         yield (
-            f"the output head has {rows:,} rows per rank, not a multiple of {MULTIPLE}: its {dtype} GEMMs leave the "
-            "fast GPU kernels (with 151,935 rows instead of 151,936, a step of q6 on one H200 took 755 ms "
+            f"the output head has {rows:,} rows per rank, not a multiple of {MULTIPLE}: its {dtype} GEMMs cannot "
+            "use the fast GPU kernels (with 151,935 rows instead of 151,936, a step of q6 on one H200 took 755 ms "
             f"instead of 361); {_padding(flags, plan)}"
         )
     slow = [size for size in dict.fromkeys(_sizes(plan)) if not size.fits]
     if slow:
         yield (
-            f"not a multiple of {MULTIPLE}{' per rank' if any(size.ranks > 1 for size in slow) else ''}: "
-            f"{', '.join(map(str, slow))}; {dtype} GEMMs of such sizes leave the fast GPU kernels, and torch's "
-            "grouped GEMM rejects them"
+            f"sizes that are not multiples of {MULTIPLE}{' per rank' if any(size.ranks > 1 for size in slow) else ''}: "
+            f"{', '.join(map(str, slow))}; {dtype} GEMMs of these sizes cannot use the fast GPU kernels, "
+            "and torch's grouped GEMM rejects them"
         )
 
 

@@ -106,7 +106,8 @@ def wgrad_overlap_is_the_only_order(flags: RuleFlags) -> Violations:
 
 
 def ep_overlap_supports_recompute_and_mtp(flags: RuleFlags) -> Violations:
-    """With --overlap-moe-expert-parallel-comm, a layer runs in separate steps and cannot be recomputed as a whole."""
+    """With --overlap-moe-expert-parallel-comm, a layer runs as separate schedule nodes and cannot be recomputed as a
+    whole."""
     if not flags.overlap_moe_expert_parallel_comm:
         return
     whole = (

@@ -161,7 +161,8 @@ class MoEFlags:
     """Number of SMs with which hybridep computes the layout of an exchange."""
     moe_n_hash_layers: int = flag(0, least=0)
     """Number of layers, counted from the first, in which a table with the experts of every token id replaces the
-    selection of experts by their scores. Probabilities follow from the scores; these layers have no expert bias."""
+    selection of experts by their scores. Probabilities are computed from the scores; these layers have no expert
+    bias."""
     moe_routing_trace_path: FilePath | None = differs(
         None, "also traces replays of CUDA graphs; records have the index of the microbatch in the global batch"
     )
@@ -172,5 +173,5 @@ class MoEFlags:
     per token and selected expert."""
     moe_routing_replay_path: FilePath | None = new_flag(None)
     """Folder with the routing decisions of an earlier run (see `--moe-routing-trace-path`), which replace those of the
-    routers in training. Probabilities follow from the logits. Expert- and tensor-parallel sizes may differ from those
-    of the earlier run. If this run has more iterations or microbatches, those of the earlier run are repeated."""
+    routers in training. Probabilities are computed from the logits. Expert- and tensor-parallel sizes may differ from
+    those of the earlier run. If this run has more iterations or microbatches, those of the earlier run are repeated."""

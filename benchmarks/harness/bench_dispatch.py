@@ -145,8 +145,8 @@ def run_dispatcher(
 
 
 def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None, fmt: OperandFormat | None = None) -> float:
-    """Median microseconds of the kernel that pushes tokens, with the wait for all ranks. `fmt`: FP8 format of the
-    tokens, which are quantised before."""
+    """Median microseconds of the kernel that pushes tokens, including the wait for all ranks. `fmt`: FP8 format of the
+    tokens, which are quantised beforehand (not timed)."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
     options = PushConfig(num_sms=num_sms)
     comm = ExpertComm(ctx, kernels, SYMMETRIC, shape.num_experts, row_capacity_factor=1.25, options=options)

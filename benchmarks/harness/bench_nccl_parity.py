@@ -159,7 +159,7 @@ def result_of(run: LayoutRun) -> LayoutResult | None:
 
 
 def largest_difference(result: LayoutResult, one: LayoutResult, last: int) -> float:
-    """Largest relative difference of the training losses up to an iteration."""
+    """Largest difference of the training losses up to iteration `last`, relative to `one`."""
     return max(abs(result.losses[i] - loss) / loss for i, loss in one.losses.items() if i <= last)
 
 

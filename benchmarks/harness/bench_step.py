@@ -187,7 +187,7 @@ def report(done: Sequence[CaseOutcome], machine: str, command: str, pictures: Ma
 
 
 def _breakdown(traced: Sequence[CaseOutcome]) -> list[str]:
-    """Kinds of kernels by case."""
+    """Markdown table of the kernel time per step by kernel kind and case; empty if no case was traced."""
     tables = {
         each.case.title: {share.name: share.milliseconds for share in each.result.kinds}
         for each in traced

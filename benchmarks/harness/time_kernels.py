@@ -54,9 +54,9 @@ class Ceilings:
 
     gigabytes_per_ms: float
     teraflop_per_ms: float
-    """Rate of a few matrix products after a pause."""
+    """Burst rate: a few GEMMs after an idle pause, below the power limit."""
     lasting_teraflop_per_ms: float
-    """Rate of matrix products without pauses, once the GPU has reached its power limit."""
+    """Sustained rate of GEMMs without pauses, once the GPU has reached its power limit."""
 
 
 def main(argv: list[str]) -> int:

@@ -73,7 +73,8 @@ class HyperConnectionsConfig(ResidualConfig):
     def _projection(
         self, hidden_size: int, num_weights: int, num_scales: int, parallel: ParallelConfig
     ) -> Iterator[ParamSpec]:
-        """Projection of the streams to weights, and its scales and biases."""
+        """Parameter specs of the projection from the residual streams to the mixing coefficients: matrix, scales and
+        biases."""
         width, partial = self.num_streams * hidden_size, parallel.sequence_parallel
         matrix = ParamMeta(role="matrix", fan_in=width, partial_over_tp=partial)
         bias = ParamMeta(role="bias", init="zeros", decay=False, partial_over_tp=partial)

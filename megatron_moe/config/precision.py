@@ -60,7 +60,7 @@ class OperandFormat:
 
     @property
     def scale_bytes(self) -> float:
-        """Bytes of scales per element; one scale per matrix counts as nothing."""
+        """Bytes of scales per element; one scale per matrix is not counted."""
         each = 1 if self.scale in ("e8m0", "e4m3") else 4
         return 0.0 if self.block == WHOLE else each / (self.block[0] * self.block[1])
 

@@ -2,7 +2,7 @@
 
 `OptimizerConfig.optimizer` names the rule of a run in `UPDATE_RULES`. The rule updates the parameters that it covers,
 and its fallback rule all others: with a rule for matrices, AdamW updates embeddings and norms. Layout, memory,
-emulation and checkpoints follow from the declarations.
+emulation and checkpoints are derived from the declarations.
 """
 
 from collections.abc import Callable

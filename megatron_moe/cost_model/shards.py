@@ -258,7 +258,7 @@ class StoredBytes(NamedTuple):
 
 
 def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
-    """Storage of weights for the run's recipe; one scale per matrix counts as nothing."""
+    """Storage of weights for the run's recipe; one scale per matrix is not counted."""
     amax = min(4, num_bytes(precision.params))
     if precision.low_precision is None:
         return StoredBytes(1.0, 0.0, 0.0)

@@ -73,7 +73,7 @@ def _crossing_share(placement: Placement) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTraffic:
-    """Mean dispatch volume of one rank for one MoE layer and one microbatch."""
+    """Statistics of the token dispatch of one MoE layer and microbatch, per rank unless noted."""
 
     ranks: LoadSpread
     """Number of ranks that hold at least one of a token's selected experts; may include the token's own rank."""

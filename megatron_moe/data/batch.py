@@ -57,7 +57,7 @@ class GraphRunner(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class GivenRouting:
     """Experts of the tokens of one microbatch, chosen elsewhere: by a trace (`--moe-routing-replay-path`) or a program
-    (`moe.routing_replay`). Probabilities follow from the current scores of these experts."""
+    (`moe.routing_replay`). Probabilities are computed from the current scores of these experts."""
 
     ids: Mapping[int, Tensor]
     """Maps the index of a decoder layer to int64 expert ids [T, K]; -1 means no expert."""

@@ -193,7 +193,7 @@ def _read_index(path: Path, mmap: bool) -> tuple[np.dtype, np.ndarray, np.ndarra
 
 
 def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> None:
-    """Checks that lengths are not negative and that `pointers` are the byte offsets that follow from the lengths."""
+    """Checks that lengths are not negative and that `pointers` are the byte offsets computed from the lengths."""
     negative = lengths < 0
     if negative.any():
         first = int(negative.argmax())

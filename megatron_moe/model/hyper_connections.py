@@ -185,7 +185,7 @@ class _Writing:
 
 
 class _Projection(nn.Module):
-    """Parameters of a projection of the streams to weights."""
+    """Parameters of the projection from the residual streams to their mixing coefficients."""
 
     def __init__(self, specs: Any, resources: ModelResources) -> None:
         super().__init__()

@@ -199,12 +199,13 @@ class ChunksOverRanks:
         return torch.stack(states)[self._own].flatten(0, 1)
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """Gathers a tensor [n, ...] of this rank's chunks; returns those of all chunks in the order of positions."""
+        """Gathers a per-chunk tensor [n, ...] over the group and returns it for all chunks, in sequence order."""
         return all_gather(x.contiguous(), self._group)[self._order]
 
     def _segments(self, seen: int, after: int = 0, *, before: int | None = None) -> Tensor | None:
-        """Documents of the rows' tokens: of the `seen` ones before the chunk, or `before` times that of the last, of
-        the chunk, and `after` times that of its last token. Tokens before the first have its document."""
+        """Document ids of the tokens around each local chunk: `seen` tokens before it (with `before`, only the last of
+        them, repeated `before` times), the chunk, and its last id repeated `after` times. Positions before the sequence
+        have the id of its first token."""
         if self._segments_BS is None:
             return None
         rows = []

@@ -28,7 +28,7 @@ class TokenGroups:
 
     @classmethod
     def of(cls, ratio: int, seq: int, segments_BS: Tensor | None, device: torch.device) -> "TokenGroups":
-        """Groups of sequences of `seq` tokens."""
+        """Groups of `ratio` consecutive tokens in sequences of `seq` tokens; no group crosses a document boundary."""
         number, positions_S = seq // ratio, torch.arange(seq, device=device)
         if segments_BS is None:
             ends_1E = positions_S[: number * ratio].view(1, number, ratio)[..., -1]

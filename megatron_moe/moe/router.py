@@ -177,7 +177,7 @@ class Router(nn.Module):
         """Routes the T = S * B tokens of `hidden_SBH`; the token at (s, b) has index t = s * B + b.
 
         `given_ids_TK` (an earlier `Routing.chosen_TK`; default: those in `mb.given_routing`) replaces the selection;
-        probabilities follow from the current logits. In training, the gradients of the losses are attached to the
+        probabilities are computed from the current logits. In training, the gradients of the losses are attached to the
         probabilities. Choices are counted only if gradients are enabled, and metrics are recorded only if `mb.metrics`
         is set. With recompute, the first forward records metrics and the second one counts choices, so nothing is
         counted twice.

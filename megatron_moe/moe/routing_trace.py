@@ -327,7 +327,7 @@ def _read(folder: Path, train_iters: int) -> dict[_RouterCall, dict[int, _Record
             step, layer = fields["step"] - first, fields["layer"] - 1
             if fields["block"] != "decoder" or not 0 <= step < train_iters:
                 continue
-            # Megatron-LM's traces have no microbatch; without tensor parallelism it follows from the order
+            # Megatron-LM's traces have no microbatch; without tensor parallelism it is derived from the order
             microbatch = fields.get("microbatch", calls[step, layer] * num_ranks + rank)
             calls[step, layer] += 1
             part, parts = fields.get("part", (0, 1))

@@ -99,8 +99,8 @@ class ParamPiece:
         return torch.cat([whole[_inside(box)] for box in self._boxes(self.shards.rank)], dim=dim)
 
     def split(self, matrices: Tensor) -> list[Tensor]:
-        """Parts of matrices [n, rows, columns] that are concatenated along the rows: q, k and v, each with the rows of
-        all query groups, or gate and up. Matrices of other parameters are the only part."""
+        """Splits matrices [n, rows, columns] along the rows into q, k and v (each with the rows of all query groups),
+        or into gate and up. Matrices of other parameters are returned as a single part."""
         sizes = self._split_sizes(matrices.shape[-2])
         grouped = matrices.unflatten(-2, (-1, sum(sizes)))
         return [part.flatten(-3, -2) for part in grouped.split(sizes, dim=-2)]

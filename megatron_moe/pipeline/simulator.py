@@ -24,7 +24,7 @@ class Durations:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
-    """Duration of one message."""
+    """Duration of one point-to-point transfer."""
     stage_costs: tuple[float, ...] = ()
     """Relative costs of stages, in model order; empty: equal costs."""
 

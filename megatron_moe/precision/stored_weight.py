@@ -2,7 +2,7 @@
 `--fp4-param-gather`).
 
 The bytes of a weight are a range of a flat buffer, in the order of the weight's elements, so that a data-parallel rank
-can quantise any range of elements and an all-gather can exchange the bytes. The scales follow from the largest
+can quantise any range of elements and an all-gather can exchange the bytes. The scales are computed from the largest
 magnitudes of all blocks. Forward reads the bytes directly; the input gradient reads a transposed copy, which is made
 for each use and not stored.
 """

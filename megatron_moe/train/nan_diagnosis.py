@@ -40,7 +40,7 @@ class RankReport:
     rerun: RerunResult | None = None
     """This rank's losses in the step and in its repetition."""
     rerun_values: dict[str, float] = field(default_factory=dict)
-    """Values of the repetition over all ranks: "loss" and "norm all" (global gradient norm)."""
+    """Global values of the repeated step: "loss" and "norm all" (global gradient norm)."""
     earlier: dict[str, str] | None = None
     """Loss and norms that a previous start reported for this iteration; None without a report and on ranks above 0."""
 

@@ -206,7 +206,7 @@ def test_an_incompletely_described_model_cannot_be_compared(tmp_path):
         (None, "cannot be read: No such file or directory"),
         ("{", "is not JSON"),
         ("[1]", "is not a JSON object"),
-        ('{"model_type": "llama"}', "has the model type llama; supported are mixtral"),
+        ('{"model_type": "llama"}', "has model type llama, which is not supported. Supported model types: mixtral"),
         ('{"model_type": "mixtral"}', "has no hidden_size"),
         (json.dumps({**PUBLISHED["Qwen3-30B-A3B"], "head_dim": "x"}), "holds an invalid value"),
         (json.dumps({**PUBLISHED["Qwen3-30B-A3B"], "num_attention_heads": 0}), "holds an invalid value"),

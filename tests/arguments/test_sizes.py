@@ -64,14 +64,14 @@ def test_only_half_precision_on_gpus_is_reported(more, count):
 )
 def test_other_sizes_share_one_note(more, named):
     (note,) = slow_notes(more)
-    assert note.startswith(f"not a multiple of 8: {named}")
+    assert note.startswith(f"sizes that are not multiples of 8: {named}")
 
 
 def test_expert_widths_are_counted_per_expert_tensor_parallel_rank():
     over = "--tensor-model-parallel-size 2 --sequence-parallel --moe-ffn-hidden-size 136 --ffn-hidden-size 520"
     (note,) = slow_notes(over, environ=TWO_RANKS)
     assert note.startswith(
-        "not a multiple of 8 per rank: --ffn-hidden-size 520 (260 on each of 2 ranks), "
+        "sizes that are not multiples of 8 per rank: --ffn-hidden-size 520 (260 on each of 2 ranks), "
         "--moe-ffn-hidden-size 136 (68 on each of 2 ranks);"
     )
     (note,) = slow_notes(f"{over} --expert-tensor-parallel-size 1", environ=TWO_RANKS)

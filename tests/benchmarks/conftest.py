@@ -1,4 +1,4 @@
-"""Environment variables that a benchmark sets for its plan end with the test."""
+"""Restores the environment after each test, because benchmarks set variables for their plans."""
 
 import os
 from collections.abc import Iterator

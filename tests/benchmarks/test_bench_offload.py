@@ -1,4 +1,4 @@
-"""Benchmark of activation offload: the time by which copies must extend a step."""
+"""Tests of bench_offload: lower bound on the copy time that computation cannot hide."""
 
 import pytest
 

@@ -101,8 +101,8 @@ def test_yarn_without_a_factor_stretches_to_the_longest_position():
 @pytest.mark.parametrize(
     "name, change, said",
     [
-        ("Mixtral-8x7B", {"model_type": "llama"}, "model type llama; supported are mixtral,"),
-        ("Mixtral-8x7B", {"model_type": "llama", "num_hidden_layers": "32"}, "model type llama; supported are"),
+        ("Mixtral-8x7B", {"model_type": "llama"}, "llama, which is not supported. Supported model types: mixtral,"),
+        ("Mixtral-8x7B", {"model_type": "llama", "num_hidden_layers": "32"}, "llama, which is not supported"),
         ("Mixtral-8x7B", {"model_type": "phimoe"}, "model type phimoe mixes two experts by thresholds"),
         ("Mixtral-8x7B", {"model_type": "granitemoe"}, "multiplies embeddings, residual branches and logits"),
         ("Mixtral-8x7B", {"model_type": "hunyuan_v1_moe"}, "normalises q and k after their rotation"),

@@ -2,10 +2,10 @@
 
 python -m tests.faults.killing --folder DIR --moments 25 --random 100 --seed 0
 
-Four forked ranks resume from the newest checkpoint and save repeatedly; every second start saves asynchronously, every
-third save meets a full disk on one rank. `--moments` starts end by SIGKILL of the first rank before its n-th operation
-on files, `--random` starts by SIGKILL of one or all ranks at a random time. After every start all visible checkpoints
-are verified. Prints counts as JSON; every key of `HARM` must be 0.
+Four forked ranks resume from the newest checkpoint and save repeatedly. Every second launch saves asynchronously; in
+every third save, the disk of one rank is full. In `--moments` launches, the first rank is killed (SIGKILL) before its
+n-th file operation; in `--random` launches, one or all ranks are killed at a random time. After every launch, all
+visible checkpoints are verified. Prints counts as JSON; every key of `HARM` must be 0.
 """
 
 import argparse
@@ -211,8 +211,8 @@ class Starts:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints; must be empty")
-    parser.add_argument("--moments", type=int, default=25, help="starts killed at one of the first file operations")
-    parser.add_argument("--random", type=int, default=10, help="starts killed at a random time")
+    parser.add_argument("--moments", type=int, default=25, help="launches killed at one of the first file operations")
+    parser.add_argument("--random", type=int, default=10, help="launches killed at a random time")
     parser.add_argument("--seed", type=int, default=0, help="seed of times and killed ranks")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -27,7 +27,8 @@ START_S, AFTER_KILL_S = 120.0, TIMEOUT_S + 30.0
 
 
 class TwoRanks:
-    """A run of two processes without a launcher that would end one rank after the other."""
+    """Two ranks started without a launcher, because a launcher would terminate the surviving rank when the other
+    dies."""
 
     def __init__(self, run: Path) -> None:
         self.run, port = run, str(free_port())

@@ -309,7 +309,7 @@ def test_sent_gradients_are_not_in_the_memory_of_backwards():
         links, state = trainer.pipeline.links, TrainState()
         send = links.send
         run_steps(plan, trainer, state, 2)
-        # from here on, as graphs may have got the memory of earlier gradients
+        # record only after capture, because graph pools may have reused the memory of gradients sent earlier
         links.send = lambda kind, tensor, *args: sent.append((kind, tensor.data_ptr())) or send(kind, tensor, *args)
         run_steps(plan, trainer, state, 1)
         backwards = [

@@ -78,7 +78,7 @@ def test_steps_with_expert_parallelism_are_identical_to_the_bit() -> None:
 
 
 def test_rows_that_do_not_fit_on_the_device_are_saved_on_the_host() -> None:
-    """The device has pages for a quarter of the rows of an even load, and one for each tensor."""
+    """The device buffer holds pages for a quarter of the rows of a balanced load, plus one page per tensor."""
     config = PagedStashConfig(
         moe_paged_stash_page_size=4,
         moe_paged_stash_buffer_size_factor_cuda=0.25,

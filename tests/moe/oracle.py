@@ -100,7 +100,7 @@ def best(values: list[float], k: int, among: list[int]) -> list[int]:
 
 
 def loop_choose(logits: list[Tensor], bias: list[float], config: RouterConfig) -> list[tuple[int, Tensor]]:
-    """(expert, weight) of one token."""
+    """Selects the experts of one token; returns (expert id, routing weight) for each."""
     k, everyone = config.topk, list(range(config.num_experts))
     softmax_last = config.score_function == "softmax" and not config.pre_softmax
     scores = logits if softmax_last else loop_scores(logits, config.score_function)

@@ -168,10 +168,10 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
 
     fused, saved = run_once()
     assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 1
-    # of fc1's input and fc2's output gradient; fc1's weight gradient needs a columnwise copy of its output gradient;
-    # the input of shared experts, which the router saves, is quantised again in backward
+    # quantize_rows is called for fc1's input and fc2's output gradient; fc1's weight gradient needs a columnwise copy
+    # of its output gradient; the input of shared experts, which the router saves, is quantised again in backward
     assert calls["quantize_rows"] == (4 + shared if config.weight_grad else 2)
-    # of these widths, only fc1's output is saved
+    # among tensors of width ffn or fan * ffn, only fc1's output is saved
     assert sum(shape[-1] in (ffn, KINDS[kind].fan * ffn) for shape in saved if len(shape) == 3) == 1
     monkeypatch.setattr(LinearQuantizer, "fuses", lambda *_: False)
     same(fused, run_once()[0])

@@ -37,7 +37,7 @@ LAYOUTS = (
 
 
 def choices(batch: MicroBatch, num_layers: int, num_experts: int, topk: int) -> Tensor:
-    """Experts [B, S, L, K] that follow from token, position and layer, so that they belong to no layout."""
+    """Experts [B, S, L, K] computed from token, position and layer, so that they do not depend on the layout."""
     tokens_BS = (batch.whole or batch).tokens_BS
     positions_S = torch.arange(tokens_BS.shape[1])
     first_BSL = (tokens_BS + 3 * positions_S)[..., None] + torch.arange(num_layers) * 5

@@ -51,7 +51,7 @@ OF_THE_LAUNCHER = {
     "--load file": ("--load file is a file", "give a folder of checkpoints"),
     "--load hf:broken": ("broken/config.json is not JSON",),
     "--load hf:list": ("list/config.json is not a JSON object",),
-    "--load hf:other": ("other/config.json: has the model type llama; supported are",),
+    "--load hf:other": ("other/config.json: has model type llama, which is not supported. Supported model types:",),
     "--load hf:bare": ("bare/config.json: of model type qwen3_moe has no hidden_size; add it",),
     "--load hf:typed": ("typed/config.json: has hidden_size = 'many', which is not an integer",),
     "--tensor-model-parallel-size 2": ("does not divide 1 rank",),

@@ -21,14 +21,14 @@ from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 """Values of `layer_types`: a window, a window and chosen entries, a window and all entries."""
 HASH, ROUTED = "hash_moe", "moe"
-"""Values of `mlp_layer_types`: experts that follow from the token id, and experts chosen by scores."""
+"""Values of `mlp_layer_types`: hash-routed experts (the token id selects them), and experts selected by scores."""
 DEFAULT_RATES: Mapping[str, int] = MappingProxyType({SPARSE: OVERLAPPING_RATIO, HEAVY: 128})
 """Compression ratios of layers with entries."""
 
 
 def read_deepseek_v4(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of DeepSeek-V4 and that of multi-token prediction: compressed attention, hyper-connections, and in the
-    first layers experts that follow from the token id."""
+    """Layers of DeepSeek-V4 and that of multi-token prediction: compressed attention, hyper-connections, and
+    hash-routed experts in the first layers."""
     for key in ("attention_bias", "attention_dropout"):
         config.refuse_if(bool(config.get(key, False)), f"has {key}")
     num_layers, ratios = config.integer("num_hidden_layers"), _ratios(config)

@@ -55,7 +55,10 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
     read_family = FAMILIES.get(hf_config.model_type)
     if read_family is None:
         known = ", ".join(FAMILIES)
-        raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; supported are {known}.")
+        raise CheckpointProblem(
+            f"config.json has model type {hf_config.model_type}, which is not supported. "
+            f"Supported model types: {known}."
+        )
     num_layers = hf_config.get("num_hidden_layers", 0)
     hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
     layers = read_family(hf_config)

@@ -2,10 +2,10 @@
 
 A captured module is a function of a pytree of tensors and of the microbatch context. Its inputs and outputs are at
 fixed addresses: inputs are copied to static buffers, unless they are already outputs of another graph. Forwards of a
-microbatch allocate from the pool of its memory slot, which it has for itself until the end of its backward. Backwards
-of all microbatches allocate from one pool, because a rank runs one backward at a time and nothing in the pool is needed
-after it. Graphs of a pool reuse what earlier ones have freed, so a graph is captured for its place in the microbatch:
-the same module after other modules, or with inputs of another form, is another graph.
+microbatch allocate from the pool of its memory slot, which no other microbatch uses until the end of its backward.
+Backwards of all microbatches allocate from one pool, because a rank runs one backward at a time and nothing in the pool
+is needed after it. Graphs of a pool reuse memory that earlier ones have freed, so graphs are captured per call site in
+the microbatch: the same module after other modules, or with inputs of another structure, has another graph.
 
 Tensors own their memory during the capture, so that they occupy it exactly as long as in eager execution. Afterwards
 only aliases of inputs and outputs remain, which keep no memory allocated.
@@ -246,7 +246,7 @@ class _Traced(NamedTuple):
 
 
 class _CapturedForward:
-    """Graphs of one module at one place in a microbatch: forward, input gradients and weight gradients."""
+    """Captured graphs of one call of a module in a microbatch: forward, input gradients and weight gradients."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class _CapturedForward:
 
 
 class _CapturedBackward:
-    """Backward graphs of one module at one place in a microbatch; the constructor captures them."""
+    """Captured backward graphs of one call of a module in a microbatch; the constructor captures them."""
 
     def __init__(
         self,
