@@ -419,7 +419,7 @@ def _graphs(flags: Flags, model: ModelConfig, launch: ProcessInfo) -> CudaGraphC
 
 def _all_graph_modules(flags: Flags, model: ModelConfig, launch: ProcessInfo) -> tuple[GraphModule, ...]:
     """Default of --cuda-graph-modules: all modules of this model that can be captured."""
-    mixers = {layer.mixer.node for layer in model.layers if layer.mixer.present}
+    mixers = {layer.mixer.node_name for layer in model.layers if layer.mixer.present}
     dense = (layer.feed_forward.present and not layer.is_moe for layer in model.layers)
     present: dict[GraphModule, bool] = {"attn": "attention" in mixers, "mamba": "mamba" in mixers, "mlp": any(dense)}
     modules = [name for name, found in present.items() if found]

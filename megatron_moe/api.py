@@ -39,11 +39,11 @@ from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
-from megatron_moe.data.batch import GivenRouting, MicroBatch, MicrobatchContext, TokenMeta
+from megatron_moe.data.batch import ForcedRouting, MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.router import Router
-from megatron_moe.moe.routing_replay import given_routing, routed_layers
+from megatron_moe.moe.routing_replay import forced_routing, routed_layers
 from megatron_moe.train.checkpointing import model_tensors, saved_tensors
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
@@ -184,7 +184,7 @@ class LanguageModel:
         tokens = _positions(ids_BS)
         given = None if routing is None else self._given([routing], tokens)
         self.model.eval()
-        return self.model.logits(ids_BS, MicrobatchContext(tokens=tokens, training=False, given_routing=given))[:, 0]
+        return self.model.logits(ids_BS, MicrobatchContext(tokens=tokens, training=False, forced_routing=given))[:, 0]
 
     def loss(self, text: Text, routing: TextRouting | None = None) -> float:
         """Mean cross-entropy of every token given those before it, in nats per token. `routing`: see `logits`."""
@@ -234,7 +234,7 @@ class LanguageModel:
                     tokens_BS=part_BS[:, :-1],
                     labels_BS=part_BS[:, 1:],
                     loss_mask_BS=torch.ones(part_BS[:, 1:].shape, device=part_BS.device),
-                    context=MicrobatchContext(tokens=tokens, given_routing=given),
+                    context=MicrobatchContext(tokens=tokens, forced_routing=given),
                 )
             )
         self.model.train()
@@ -242,14 +242,14 @@ class LanguageModel:
         self.state.advance(outcome.size, build.build_train_state_config(self.plan))
         return float(outcome.loss)
 
-    def _given(self, routings: Sequence[TextRouting], tokens: TokenMeta) -> GivenRouting:
+    def _given(self, routings: Sequence[TextRouting], tokens: TokenMeta) -> ForcedRouting:
         """Experts of one microbatch's tokens. A routing may have one token more: the last label of its text."""
         length, layers = tokens.positions_BS.shape[1], tuple(routings[0].layers)
         ids_BSLK = torch.stack(
             [torch.stack([routing.layers[layer].ids_TK[:length] for layer in layers], dim=1) for routing in routings]
         )
         own_layers = routed_layers(self.model, len(self.plan.model.layers))
-        return given_routing(ids_BSLK, layers, tokens, self.context, own_layers=own_layers)
+        return forced_routing(ids_BSLK, layers, tokens, self.context, own_layers=own_layers)
 
 
 def read_flags(flags: str | Sequence[str]) -> RunPlan:

@@ -428,7 +428,7 @@ def build_packer(plan: RunPlan) -> RowPacker | None:
     """Packer of variable-length data into rows; None for data of fixed length."""
     if plan.data.packing is None:
         return None
-    group = plan.schedule(plan.num_microbatches).group if plan.parallel.virtual_stages > 1 else 1
+    group = plan.pipeline_schedule(plan.num_microbatches).group if plan.parallel.virtual_stages > 1 else 1
     return RowPacker(config=plan.data.packing, seq_length=plan.data.seq_length, ranks=plan.parallel.dp, group=group)
 
 

@@ -93,7 +93,7 @@ def of_sizes(options: argparse.Namespace) -> ShownSchedule:
 def of_run(options: argparse.Namespace, words: Sequence[str]) -> ShownSchedule:
     """Schedule of a training run, even if the run needs a feature or data that is still missing. Raises FlagErrors."""
     plan = read_plan(words, rank_0_of(requested_cluster(options, words, {}).world_size), waiting=True)
-    config = plan.schedule(plan.num_microbatches)
+    config = plan.pipeline_schedule(plan.num_microbatches)
     if plan.unknown_layers:
         return ShownSchedule(config, f"layers of {' '.join(plan.unknown_layers)} cannot be built yet")
     costs = flop_costs(plan.model, plan.data.seq_length)

@@ -286,10 +286,10 @@ def _attempt(
         wanted = {key: target for key, target in wanted.items() if key in manifest.tensors}
         extents = extents_by_file(manifest)
         for name in _used_files(wanted, manifest):
-            head = reader.head(name)
+            head = reader.read_head(name)
             if name.endswith(SAFETENSORS):
                 check_header(name, head, extents.get(name, ()))
-        state = parse_json(reader.head(TRAIN_STATE), TRAIN_STATE)
+        state = parse_json(reader.read_head(TRAIN_STATE), TRAIN_STATE)
         if check_state is not None:
             check_state(state, manifest.iteration)
         run_parallel([partial(_fill_all, candidate.path, manifest, part) for part in in_parts(wanted)])
@@ -303,7 +303,7 @@ def _attempt(
 def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, TensorShard]) -> None:
     reader = CheckpointReader(path, manifest)
     for key, target in wanted.items():
-        fill(target, manifest.tensors[key], partial(reader.piece, key))
+        fill(target, manifest.tensors[key], partial(reader.read_piece, key))
 
 
 def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[str]:

@@ -61,7 +61,7 @@ class OpenCheckpoint:
         if name not in self.manifest.files:
             return None
         with self._reporting():
-            return self._reader.head(name).decode()
+            return self._reader.read_head(name).decode()
 
     def statistics(self, key: str) -> Statistics:
         """Computes the statistics of a tensor. Raises CheckpointProblem if a piece is damaged."""
@@ -101,8 +101,8 @@ class OpenCheckpoint:
 
     def _read(self, key: str, piece: TensorPiece) -> Tensor:
         with self._reporting():
-            self._reader.check(key, piece)
-        return self._reader.mapped(key, piece)
+            self._reader.verify_piece(key, piece)
+        return self._reader.mmap_piece(key, piece)
 
     def _read_box(self, key: str, box: TensorPiece) -> Tensor:
         """Reads a box of a tensor. The box may overlap several stored pieces."""

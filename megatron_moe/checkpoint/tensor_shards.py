@@ -286,7 +286,7 @@ class CheckpointReader:
             if size != entry.size:
                 raise CorruptCheckpoint(f"{name}: {size} bytes, the manifest says {entry.size}")
 
-    def head(self, name: str) -> bytes:
+    def read_head(self, name: str) -> bytes:
         """Reads and verifies the header of a safetensors file, or all of a text file."""
         entry = self.manifest.files.get(name)
         if entry is None:
@@ -295,7 +295,7 @@ class CheckpointReader:
         self._read(name, 0, entry.head, entry.crc32, "head", memoryview(data))
         return bytes(data)
 
-    def piece(self, key: str, piece: TensorPiece, out: Tensor | None = None) -> Tensor:
+    def read_piece(self, key: str, piece: TensorPiece, out: Tensor | None = None) -> Tensor:
         """Reads and verifies one piece into host memory.
 
         Args:
@@ -311,14 +311,14 @@ class CheckpointReader:
         self._read(piece.file, piece.start, num_bytes, piece.crc32, key, bytes_of(out))
         return out
 
-    def check(self, key: str, piece: TensorPiece) -> None:
+    def verify_piece(self, key: str, piece: TensorPiece) -> None:
         """Verifies one piece without keeping its values. Raises CorruptCheckpoint if it is damaged."""
         entry = self.manifest.tensors[key]
         label = key if piece.shape == entry.shape else f"{key} at {list(piece.offset)}"
         self._read(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, label)
 
-    def mapped(self, key: str, piece: TensorPiece) -> Tensor:
-        """Memory-maps one piece without verifying it; call `check` first."""
+    def mmap_piece(self, key: str, piece: TensorPiece) -> Tensor:
+        """Memory-maps one piece without verifying it; call `verify_piece` first."""
         entry = self.manifest.tensors[key]
         dtype = TORCH_DTYPES[entry.dtype]
         if not prod(piece.shape):

@@ -87,7 +87,7 @@ def _verify_files(reader: CheckpointReader, problems: list[str], check_state: Ch
     manifest, extents = reader.manifest, extents_by_file(reader.manifest)
     for name in manifest.files:
         with _collecting(problems):
-            head = reader.head(name)
+            head = reader.read_head(name)
             if name.endswith(SAFETENSORS):
                 check_header(name, head, extents.get(name, []))
             elif name == TRAIN_STATE:
@@ -106,9 +106,9 @@ def _verify_pieces(reader: CheckpointReader, problems: list[str], check_finite: 
         for piece in entry.pieces:
             num_bytes += entry.num_bytes(piece)
             with _collecting(problems):
-                reader.check(key, piece)
+                reader.verify_piece(key, piece)
                 if check_finite:
-                    chunks = float64_chunks(reader.mapped(key, piece))
+                    chunks = float64_chunks(reader.mmap_piece(key, piece))
                     num_nonfinite += sum(chunk.numel() - int(torch.isfinite(chunk).sum()) for chunk in chunks)
         if num_nonfinite:
             problems.append(f"{key}: {num_nonfinite} of {prod(entry.shape)} values are NaN or infinite")

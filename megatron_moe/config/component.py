@@ -179,8 +179,9 @@ class MixerConfig(Component):
     hidden_size: int
 
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType({"": "attention"})
-    node: ClassVar[str] = "attention"
-    """Name of the node that runs the mixer, which selects the value of `--cuda-graph-modules` that captures it."""
+    node_name: ClassVar[str] = "attention"
+    """Name of the node that runs the mixer. `graph_module` maps it to the value of `--cuda-graph-modules` that captures
+    it."""
 
     @property
     def hides_context_exchange(self) -> bool:

@@ -50,7 +50,7 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
         yield ParamSpec(name="dt_bias", shape=(self.num_value_heads,), meta=bias, counted="attention")
         yield from self.norm.parameters("out_norm", self.value_head_dim, parallel, over_heads=True)
 
-    def recurrence_products(self) -> int:
+    def recurrence_macs_per_token(self) -> int:
         return 4 * self.num_value_heads * self.value_head_dim**2
 
     def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:

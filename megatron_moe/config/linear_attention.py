@@ -80,14 +80,14 @@ class LinearAttentionConfig(MixerConfig):
         shape = (self.hidden_size, self.value_width)
         yield from linear("out_proj", shape, low="attn_proj", tp_dim=1, init="output")
 
-    def recurrence_products(self) -> int:
+    def recurrence_macs_per_token(self) -> int:
         """Multiply-adds of the recurrence per token, as Megatron counts them."""
         raise NotImplementedError
 
     def flops(self, seq_length: int) -> FlopCount:
         """FLOPs of the short convolution and of the recurrence."""
-        products = self.conv_width * sum(self.mixed_sections) + self.recurrence_products()
-        return FlopCount(core_attention=seq_length * TRAINING_FLOPS * products)
+        macs = self.conv_width * sum(self.mixed_sections) + self.recurrence_macs_per_token()
+        return FlopCount(core_attention=seq_length * TRAINING_FLOPS * macs)
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         options, num_ranks = "--tensor-model-parallel-size times --context-parallel-size", parallel.tp * parallel.cp

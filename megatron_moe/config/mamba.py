@@ -27,7 +27,7 @@ class MambaConfig(LinearAttentionConfig):
 
     module: ClassVar[str] = "megatron_moe.model.mamba:Mamba"
     registered_as: ClassVar[str] = "mamba"
-    node: ClassVar[str] = "mamba"
+    node_name: ClassVar[str] = "mamba"
     mixed_rows: ClassVar[bool] = True
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
@@ -65,7 +65,7 @@ class MambaConfig(LinearAttentionConfig):
         ):
             yield ParamSpec(name=name, shape=shape, meta=meta, counted="norms" if "norm" in name else "attention")
 
-    def recurrence_products(self) -> int:
+    def recurrence_macs_per_token(self) -> int:
         return 7 * self.value_width * self.key_head_dim // 2
 
     def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:

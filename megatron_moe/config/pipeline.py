@@ -57,7 +57,9 @@ class PipelineConfig:
         """Whether the weight gradients of a module may be computed after later input gradients."""
         return self.delay_wgrad_compute or self.overlap_dispatch_backward_with_experts_wgrad
 
-    def schedule(self, layout: PipelineLayout, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
+    def pipeline_schedule(
+        self, layout: PipelineLayout, num_microbatches: int, *, forward_only: bool = False
+    ) -> ScheduleConfig:
         """Parameters of the pipeline schedule of one training step or, if `forward_only`, of an evaluation."""
         return ScheduleConfig(
             num_microbatches=num_microbatches,

@@ -99,6 +99,6 @@ class RunPlan:
         """Microbatches per step and data-parallel rank, at the full global batch size (after its ramp-up)."""
         return self.batch.global_batch_size // (self.batch.micro_batch_size * self.parallel.dp)
 
-    def schedule(self, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
+    def pipeline_schedule(self, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
         """Parameters of the pipeline schedule of one training step or, if `forward_only`, of an evaluation."""
-        return self.pipeline.schedule(self.layout, num_microbatches, forward_only=forward_only)
+        return self.pipeline.pipeline_schedule(self.layout, num_microbatches, forward_only=forward_only)

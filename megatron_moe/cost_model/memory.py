@@ -304,13 +304,13 @@ class RankMemory:
         interval, count = self.plan.memory.moe_expert_wgrad_interval, self._few_microbatches()
         key = rank, count, interval
         if key not in self._moments:
-            entries = computations(self.plan.schedule(count), rank)
+            entries = computations(self.plan.pipeline_schedule(count), rank)
             self._moments[key] = _moments_of(entries, self.plan.layout.vpp, count, interval)
         return self._moments[key]
 
     def _few_microbatches(self) -> int:
         """Number of microbatches after which the counts of a step repeat."""
-        schedule = self.plan.schedule(self.plan.num_microbatches)
+        schedule = self.plan.pipeline_schedule(self.plan.num_microbatches)
         groups = groups_of_moments(self.plan.memory.moe_expert_wgrad_interval)
         return min(schedule.num_microbatches, groups * schedule.group)
 
@@ -446,7 +446,7 @@ class RankMemory:
     def _chunks_of_slots(self, rank: int) -> list[set[int]]:
         key = rank, self._few_microbatches()
         if key not in self._slots:
-            self._slots[key] = chunks_of_slots(computations(self.plan.schedule(key[1]), rank))
+            self._slots[key] = chunks_of_slots(computations(self.plan.pipeline_schedule(key[1]), rank))
         return self._slots[key]
 
     def _workspace(self, layer: LayerConfig, longest: int, *, is_mtp: bool = False) -> tuple[Workspace, float]:

@@ -47,7 +47,7 @@ def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
         flops=flops,
         per_token=flops.total / (batch * seq),
         compute=seconds / world,
-        bubble=pipeline_bubble(plan.schedule(plan.num_microbatches), stage_costs(plan)),
+        bubble=pipeline_bubble(plan.pipeline_schedule(plan.num_microbatches), stage_costs(plan)),
     )
 
 

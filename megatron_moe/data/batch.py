@@ -55,13 +55,13 @@ class GraphRunner(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenRouting:
+class ForcedRouting:
     """Experts of the tokens of one microbatch, chosen elsewhere: by a trace (`--moe-routing-replay-path`) or a program
     (`moe.routing_replay`). Probabilities are computed from the current scores of these experts."""
 
     ids: Mapping[int, Tensor]
     """Maps the index of a decoder layer to int64 expert ids [T, K]; -1 means no expert."""
-    given_T: Tensor | None = None
+    forced_T: Tensor | None = None
     """False for tokens whose experts the routers select; bool. None means that the experts of all tokens are given."""
 
 
@@ -86,7 +86,7 @@ class MicrobatchContext:
     forced_logits: Mapping[int, Tensor] | None = None
     """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
     `--moe-router-force-biased`. If None, each router that needs random logits draws them itself in its forward."""
-    given_routing: GivenRouting | None = None
+    forced_routing: ForcedRouting | None = None
     """Experts that the decoder's routers use instead of selecting. None means that they select."""
     timers: Timers | None = None
     """Timers of the nodes of layers (`--timing-log-level 2`); None if nodes are not timed."""

@@ -163,7 +163,7 @@ class RoutedTokens(NamedTuple):
     """Result of `Kernels.route` for the tokens of a microbatch."""
 
     ids_TK: Tensor
-    """Expert ids, int64, by descending selection score or as in `given_ids_TK`; -1 if a token has fewer choices."""
+    """Expert ids, int64, by descending selection score or as in `forced_ids_TK`; -1 if a token has fewer choices."""
     probs_TK: Tensor
     """Router probabilities of the choices, in the dtype of the logits; 0 where the id is -1. Differentiable."""
     counts_E: Tensor
@@ -440,14 +440,14 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         bias_E: Tensor | None,
         config: RouterConfig,
         *,
-        given_ids_TK: Tensor | None = None,
+        forced_ids_TK: Tensor | None = None,
         valid_T: Tensor | None = None,
         balance_sets: int = 0,
         z: bool = False,
     ) -> RoutedTokens:
         """Routes tokens: scores, group-limited top-k, normalisation, scaling, counts, and sums for auxiliary losses.
 
-        `bias_E` affects the selection, not the probabilities. Ties: the lowest id wins. `given_ids_TK` replaces the
+        `bias_E` affects the selection, not the probabilities. Ties: the lowest id wins. `forced_ids_TK` replaces the
         selected ids (for example in recomputation or quantile balancing); probabilities and sums are still computed
         from the logits. The probability is 0 where the id is -1. Tokens with `valid_T` False have no choices, are not
         counted and get no gradient. `balance_sets` = G > 0 requests sums for balancing losses: token t belongs to set t

@@ -56,7 +56,7 @@ class LayerState:
     """Input of the feed-forward module."""
     discard: DiscardScope = _NO_SCOPE
     """Scope for operations that read `normed_SBH`: they do not save it if layernorm outputs are recomputed."""
-    given_ids_TK: Tensor | None = None
+    forced_ids_TK: Tensor | None = None
     """Expert ids to use instead of selecting; None means that the router selects experts."""
     routing: Any = None
     """`Routing` of the tokens."""
@@ -66,7 +66,7 @@ class LayerState:
     """Dispatch or combine in progress: the return value of the dispatcher's `start_dispatch` or `start_combine`."""
     rows: Any = None
     """`DispatchedTokens`: the rows of the experts, and later their outputs."""
-    handle: Any = None
+    dispatch_handle: Any = None
     """State that `finish_dispatch` returns for `start_combine`."""
     shared: Any = None
     """Overlapped shared experts: the activation [S, B, F] once fc1 has run, the output [S, B, H] once fc2 has run."""

@@ -83,7 +83,7 @@ def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], itera
     """Runs an additional forward over all microbatches of a step and stores the number of choices per expert in
     `Router.counts_ahead`. The step's forward reads the counts for the global balancing loss from there."""
     with torch.no_grad():
-        for batch in trainer.prepare(batches, iteration):
+        for batch in trainer.prepare_microbatches(batches, iteration):
             trainer.model(replace(batch, context=replace(batch.context, metrics=MetricAccumulator())))
     for router in trainer.routers:
         _count_together(router.counts_ahead, dp)
@@ -151,16 +151,16 @@ class _SelectionByRank(ExpertSelection):
         self,
         logits_TE: Tensor,
         valid_T: Tensor | None,
-        given_ids_TK: Tensor | None,
+        forced_ids_TK: Tensor | None,
         *state: Tensor | None,
         **options: Any,
     ) -> RoutedTokens:
         """See `ExpertSelection.by_token`."""
         if not self._selects_by_rank:
-            return super().by_token(logits_TE, valid_T, given_ids_TK, *state, **options)
+            return super().by_token(logits_TE, valid_T, forced_ids_TK, *state, **options)
         chosen = []
         for part in self._partition.parts:
-            valid, given = (None if each is None else each[part] for each in (valid_T, given_ids_TK))
+            valid, given = (None if each is None else each[part] for each in (valid_T, forced_ids_TK))
             chosen.append(super().by_token(logits_TE[part], valid, given, *state, **options))
         z_sums = [each.z_sum for each in chosen if each.z_sum is not None]
         return RoutedTokens(

@@ -85,7 +85,7 @@ def take_steps(
         trainer = _trainer(plan, context, kernels, tracker, load)
         mark_state(trainer, tracker)
         state, config = TrainState(), build.build_train_state_config(plan)
-        fewest = min(plan.schedule(num_microbatches).group, num_microbatches)
+        fewest = min(plan.pipeline_schedule(num_microbatches).group, num_microbatches)
         for is_last, number in ((False, fewest), (True, num_microbatches)):
             batches = make_batches(plan, context, number)
             if is_last:
@@ -111,7 +111,7 @@ def enough_microbatches(plan: RunPlan) -> int:
     """Number of microbatches per step that suffices to reach the memory peak. The number is the warm-up microbatches of
     the first pipeline rank, plus 2 * pp, plus those for which expert weight gradients can be delayed."""
     whole = plan.num_microbatches
-    config = plan.schedule(whole)
+    config = plan.pipeline_schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)
     wanted = warmup + 2 * config.pp + plan.memory.moe_expert_wgrad_interval - 1
     rounds = -(-wanted // config.group) * config.group

@@ -181,7 +181,7 @@ class MTP(nn.Module):
             aux_loss_scale=mb.aux_loss_scale / (self.config.num_layers if self.config.repeated_layer else 1),
             rng=None if mb.rng is None else mb.rng.within("mtp", depth),
             forced_logits=forced,
-            given_routing=None,
+            forced_routing=None,
         )
 
 

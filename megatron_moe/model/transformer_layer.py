@@ -65,10 +65,10 @@ class TransformerLayer(nn.Module):
         config = self.config
         first = parameters_of(*(module for name, module in self.named_children() if name != "mlp"))
         if self.mlp is None:
-            yield Node(config.mixer.node, "attention", self._mixer, first)
+            yield Node(config.mixer.node_name, "attention", self._mixer, first)
             return
         run = self._norm if self.self_attention is None else self._mixer_and_norm
-        yield Node("mlp_norm" if self.self_attention is None else config.mixer.node, "attention", run, first)
+        yield Node("mlp_norm" if self.self_attention is None else config.mixer.node_name, "attention", run, first)
         feed_forward = self.mlp.node_chain()
         if self.saved_tensors.is_recomputed(config.feed_forward.whole_module):
             feed_forward = (

@@ -82,9 +82,9 @@ class MoELayer(FeedForward):
             self.input_linears = tuple(each for each in (self.fc1_latent_proj, of_shared) if each is not None)
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
 
-    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
-        """Returns [S, B, H]. `given_ids_TK`: expert ids to use instead of selecting (`chosen_TK` of a `Routing`)."""
-        return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb).out_SBH
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, forced_ids_TK: Tensor | None = None) -> Tensor:
+        """Returns [S, B, H]. `forced_ids_TK`: expert ids to use instead of selecting (`chosen_TK` of a `Routing`)."""
+        return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, forced_ids_TK=forced_ids_TK), mb).out_SBH
 
     def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
         return self.router.random_logits(num_tokens, dtype, mb) if self.router.config.forced_by else None
@@ -132,12 +132,12 @@ class MoELayer(FeedForward):
     def _route(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         normed_SBH = tokens_SBH = state.normed_SBH
         with state.discard:
-            routing = self.router(normed_SBH, mb, state.given_ids_TK)
+            routing = self.router(normed_SBH, mb, state.forced_ids_TK)
             if self.fc1_latent_proj is not None:
                 if self.shared_experts is not None:
                     normed_SBH = with_common_copy(normed_SBH, self.fc1_latent_proj, self.shared_experts.linear_fc1)
                 tokens_SBH = self.fc1_latent_proj(normed_SBH)
-        return state.evolve(routing=routing, tokens_SBH=tokens_SBH, normed_SBH=normed_SBH, given_ids_TK=None)
+        return state.evolve(routing=routing, tokens_SBH=tokens_SBH, normed_SBH=normed_SBH, forced_ids_TK=None)
 
     def _start_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:
@@ -147,7 +147,7 @@ class MoELayer(FeedForward):
     def _finish_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         rows, handle = self.dispatcher.finish_dispatch(state.pending)
         self.expert_comm.record(rows)
-        return state.evolve(rows=rows, handle=handle, pending=None)
+        return state.evolve(rows=rows, dispatch_handle=handle, pending=None)
 
     def _shared_first(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         assert self.shared_experts is not None
@@ -163,8 +163,8 @@ class MoELayer(FeedForward):
         return state.evolve(rows=self.experts(state.rows))
 
     def _start_combine(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        pending = self.dispatcher.start_combine(state.rows, state.handle)
-        return state.evolve(pending=pending, rows=None, handle=None)
+        pending = self.dispatcher.start_combine(state.rows, state.dispatch_handle)
+        return state.evolve(pending=pending, rows=None, dispatch_handle=None)
 
     def _finish_combine(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(routed_TH=self.dispatcher.finish_combine(state.pending), pending=None)

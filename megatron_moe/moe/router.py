@@ -17,7 +17,7 @@ from megatron_moe.config.functions import Balancing, Options
 from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS, RegistrationProblem
 from megatron_moe.cost_model.expert_load import skewed_log_popularity
-from megatron_moe.data.batch import GivenRouting, MicrobatchContext
+from megatron_moe.data.batch import ForcedRouting, MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference.routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
 from megatron_moe.layers.declared import DeclaredParameters
@@ -48,7 +48,7 @@ class ExpertSelection:
         self,
         logits_TE: Tensor,
         valid_T: Tensor | None,
-        given_ids_TK: Tensor | None,
+        forced_ids_TK: Tensor | None,
         expert_bias: Tensor | None,
         thresholds_E: Tensor | None,
         *,
@@ -59,7 +59,7 @@ class ExpertSelection:
         """Every token selects `topk` experts.
 
         Args:
-            given_ids_TK: expert ids to use instead of selecting.
+            forced_ids_TK: expert ids to use instead of selecting.
             thresholds_E: subtracted from the logits for top-k (quantile balancing), but not for the probabilities.
             balance: whether Sinkhorn routing selects by the balanced matrix (in training) or by probability.
             balance_sets: number of token sets that get separate sums for balancing losses; 0: no sums.
@@ -68,16 +68,16 @@ class ExpertSelection:
         config = self.config
         if "sinkhorn" in config.balancing:
             ids_TK, probs_TK = routing_methods.sinkhorn_choice(
-                logits_TE, config.topk, valid_T, given_ids_TK, balance=balance
+                logits_TE, config.topk, valid_T, forced_ids_TK, balance=balance
             )
             ids_TK, probs_TK = valid_ids(ids_TK, valid_T), valid_or_zero(probs_TK, valid_T)
             counts_E = self.kernels.count_tokens(ids_TK, config.num_experts)
             return RoutedTokens(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
-        if given_ids_TK is None and thresholds_E is not None:
+        if forced_ids_TK is None and thresholds_E is not None:
             wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
-            given_ids_TK = top_ids(wide_TE - thresholds_E.to(wide_TE.dtype), config.topk)
+            forced_ids_TK = top_ids(wide_TE - thresholds_E.to(wide_TE.dtype), config.topk)
         return self.kernels.route(
-            logits_TE, expert_bias, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
+            logits_TE, expert_bias, config, forced_ids_TK=forced_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
 
     def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
@@ -173,10 +173,10 @@ class Router(nn.Module):
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
         self.register_buffer(name, value, persistent=saved)
 
-    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
+    def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, forced_ids_TK: Tensor | None = None) -> Routing:
         """Routes the T = S * B tokens of `hidden_SBH`; the token at (s, b) has index t = s * B + b.
 
-        `given_ids_TK` (an earlier `Routing.chosen_TK`; default: those in `mb.given_routing`) replaces the selection;
+        `forced_ids_TK` (an earlier `Routing.chosen_TK`; default: those in `mb.forced_routing`) replaces the selection;
         probabilities are computed from the current logits. In training, the gradients of the losses are attached to the
         probabilities. Choices are counted only if gradients are enabled, and metrics are recorded only if `mb.metrics`
         is set. With recompute, the first forward records metrics and the second one counts choices, so nothing is
@@ -186,12 +186,12 @@ class Router(nn.Module):
         valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, mb)
         batch_size = hidden_SBH.shape[1]
-        if given_ids_TK is None and mb.given_routing is not None:
-            given_ids_TK = self._given_ids(mb.given_routing, logits_TE, valid_T, balance=mb.training)
-        elif given_ids_TK is None and self.expert_table is not None and not self._forces_logits:
-            given_ids_TK = self._hashed_ids(self.expert_table, mb)
+        if forced_ids_TK is None and mb.forced_routing is not None:
+            forced_ids_TK = self._forced_ids(mb.forced_routing, logits_TE, valid_T, balance=mb.training)
+        elif forced_ids_TK is None and self.expert_table is not None and not self._forces_logits:
+            forced_ids_TK = self._hashed_ids(self.expert_table, mb)
         if "expert_choice" in self.config.balancing:
-            assert given_ids_TK is None, "expert choice cannot replay ids per token"
+            assert forced_ids_TK is None, "expert choice cannot replay ids per token"
             routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
         else:
             # token t belongs to sequence t % B
@@ -199,7 +199,7 @@ class Router(nn.Module):
             routed = self.selection.by_token(
                 logits_TE,
                 valid_T,
-                given_ids_TK,
+                forced_ids_TK,
                 self.expert_bias,
                 self.quantile_thresholds,
                 balance=mb.training,
@@ -230,16 +230,16 @@ class Router(nn.Module):
         return table_VK[my_positions(mb.tokens.ids_BS, self.ctx).t().reshape(-1)].long()
 
     @torch.no_grad()
-    def _given_ids(self, given: GivenRouting, logits_TE: Tensor, valid_T: Tensor | None, *, balance: bool) -> Tensor:
+    def _forced_ids(self, given: ForcedRouting, logits_TE: Tensor, valid_T: Tensor | None, *, balance: bool) -> Tensor:
         """Returns expert ids [T, K]: the given ones, or for tokens without given ones those that the router selects."""
-        given_ids_TK = given.ids[self.layer]
-        if given.given_T is None:
-            return given_ids_TK
+        forced_ids_TK = given.ids[self.layer]
+        if given.forced_T is None:
+            return forced_ids_TK
         bias_E, thresholds_E = self.expert_bias, self.quantile_thresholds
         selected = self.selection.by_token(
             logits_TE, valid_T, None, bias_E, thresholds_E, balance=balance, balance_sets=0, z=False
         )
-        return torch.where(given.given_T[:, None], given_ids_TK, selected.ids_TK)
+        return torch.where(given.forced_T[:, None], forced_ids_TK, selected.ids_TK)
 
     def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Logits [T, E]. The GEMMs of forward and backward run in the dtype of the logits; hidden states and weight are

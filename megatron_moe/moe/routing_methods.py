@@ -26,14 +26,14 @@ _SINKHORN_EPS = 1e-8
 
 
 def sinkhorn_choice(
-    logits_TE: Tensor, topk: int, valid_T: Tensor | None, given_ids_TK: Tensor | None, *, balance: bool
+    logits_TE: Tensor, topk: int, valid_T: Tensor | None, forced_ids_TK: Tensor | None, *, balance: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (ids_TK, probs_TK). Without `given_ids_TK`, each token selects K experts: by the Sinkhorn-balanced matrix
-    if `balance` (in training), otherwise by probability. The probability of an expert is sigmoid(logit) for K = 1,
-    otherwise the softmax over all experts; the K probabilities are not renormalised."""
+    """Returns (ids_TK, probs_TK). Without `forced_ids_TK`, each token selects K experts: by the Sinkhorn-balanced
+    matrix if `balance` (in training), otherwise by probability. The probability of an expert is sigmoid(logit) for K =
+    1, otherwise the softmax over all experts; the K probabilities are not renormalised."""
     wide_TE = logits_TE.to(internal_dtype(logits_TE.dtype))
     weights_TE = wide_TE.sigmoid() if topk == 1 else wide_TE.softmax(dim=-1)
-    ids_TK = given_ids_TK
+    ids_TK = forced_ids_TK
     if ids_TK is None:
         ids_TK = top_ids(sinkhorn(wide_TE.detach(), valid_T) if balance else weights_TE.detach(), topk)
     probs_TK = weights_TE.gather(-1, ids_TK.clamp(min=0)).masked_fill(ids_TK < 0, 0)

@@ -9,8 +9,8 @@ to one microbatch's context, so recompute, pipelines and CUDA graphs see those o
     recorder = RoutingRecorder(layers, context)
     run(replace(batch, context=recorder.attach(batch.context)))     # a forward of any kind
     ids_BSLK = recorder.whole_ids(batch.context.tokens)
-    given = given_routing(ids_BSLK, layers, batch.context.tokens, context, own_layers=layers)
-    run(replace(batch, context=replace(batch.context, given_routing=given)))
+    given = forced_routing(ids_BSLK, layers, batch.context.tokens, context, own_layers=layers)
+    run(replace(batch, context=replace(batch.context, forced_routing=given)))
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.data.batch import GivenRouting, MicrobatchContext, TokenMeta
+from megatron_moe.data.batch import ForcedRouting, MicrobatchContext, TokenMeta
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
@@ -86,7 +86,7 @@ def _whole_sequences(ids_SBLK: Tensor, part: SequencePart, group: ProcessGroup) 
     return whole
 
 
-def given_routing(
+def forced_routing(
     ids_BSLK: Tensor,
     layers: Sequence[int],
     tokens: TokenMeta,
@@ -94,8 +94,8 @@ def given_routing(
     *,
     own_layers: Sequence[int],
     given_BS: Tensor | None = None,
-) -> GivenRouting:
-    """Choices of this rank's tokens and layers, for `MicrobatchContext.given_routing`.
+) -> ForcedRouting:
+    """Choices of this rank's tokens and layers, for `MicrobatchContext.forced_routing`.
 
     Args:
         ids_BSLK: integer choices of the whole microbatch, of S positions or of the first S - 1: a rollout does not
@@ -123,7 +123,7 @@ def given_routing(
         ids_BSLK = nn.functional.pad(ids_BSLK, (0, 0, 0, 0, 0, 1))
     place = {layer: index for index, layer in enumerate(layers)}
     ids = {layer: _by_token(ids_BSLK[:, :, place[layer]], tokens, context).long() for layer in own_layers}
-    return GivenRouting(ids=ids, given_T=None if given_BS is None else _by_token(given_BS, tokens, context))
+    return ForcedRouting(ids=ids, forced_T=None if given_BS is None else _by_token(given_BS, tokens, context))
 
 
 def _whole_shape(tokens: TokenMeta) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
-from megatron_moe.data.batch import GivenRouting
+from megatron_moe.data.batch import ForcedRouting
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.streams import Event, make_host_copies
 
@@ -272,11 +272,11 @@ class RoutingReplay:
                 mine_LTK = torch.from_numpy(whole_LTK[:, index * share : (index + 1) * share].copy())
                 self._choices[step, microbatch] = mine_LTK.pin_memory() if self._device.type == "cuda" else mine_LTK
 
-    def choices(self, iteration: int, microbatch: int) -> GivenRouting:
+    def choices(self, iteration: int, microbatch: int) -> ForcedRouting:
         """Choices on the device. `microbatch`: index in the global batch."""
         key = (iteration - 1) % self._num_steps, microbatch % self._num_microbatches
         ids_LTK = self._choices[key].to(self._device, non_blocking=True).long()
-        return GivenRouting(ids=dict(zip(self._layers, ids_LTK.unbind(), strict=True)))
+        return ForcedRouting(ids=dict(zip(self._layers, ids_LTK.unbind(), strict=True)))
 
 
 _RouterCall = tuple[int, int, int]

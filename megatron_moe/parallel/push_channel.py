@@ -70,7 +70,7 @@ class PushChannel:
     """Per rank: [P, T, H], where [p, t] receives token t of rank p, or the partial sum of rank p for token t."""
     ids: tuple[Tensor, ...]
     """Per rank: int32 [P, T, K] expert ids."""
-    values: tuple[Tensor, ...]
+    probs: tuple[Tensor, ...]
     """Per rank: [P, T, K], probabilities or their gradients, in promote(fp32, dtype)."""
     arrived: tuple[Tensor, ...]
     """Per rank: int32 [P, FLAG_STRIDE]; [p, 0] is the last epoch that rank p has pushed."""
@@ -81,7 +81,7 @@ class PushChannel:
     epoch: Tensor
     """int32 [2]: (epoch of the last push of this rank, number of finished programs of the current push)."""
     addresses: Tensor
-    """int64 [6, P]: addresses of `tokens`, `ids`, `values`, `arrived`, `acknowledged` and `scales` of all ranks."""
+    """int64 [6, P]: addresses of `tokens`, `ids`, `probs`, `arrived`, `acknowledged` and `scales` of all ranks."""
     late_rank_flag: Tensor
     """int32 scalar in memory that the host can read: 1 + the first rank that did not arrive within `timeout_s`, or 0.
     Pinned if the channel is on a GPU."""
@@ -104,9 +104,9 @@ class PushChannel:
         return self.ids[self.rank].flatten(0, 1)
 
     @property
-    def received_values(self) -> Tensor:
+    def received_probs(self) -> Tensor:
         """Probabilities or their gradients received from all ranks, [P * T, K]."""
-        return self.values[self.rank].flatten(0, 1)
+        return self.probs[self.rank].flatten(0, 1)
 
 
 def new_channel(
@@ -132,7 +132,7 @@ def new_channel(
         tuple(part[start : start + _num_bytes(size, dtype)].view(dtype).view(size) for part in parts)
         for start, (size, dtype) in zip(starts, specs, strict=True)
     ]
-    tokens, ids, values, arrived, acknowledged, scales = views
+    tokens, ids, probs, arrived, acknowledged, scales = views
     device = parts[rank].device
     on_gpu = device.type == "cuda"
     return PushChannel(
@@ -140,7 +140,7 @@ def new_channel(
         rank=rank,
         tokens=tokens,
         ids=ids,
-        values=values,
+        probs=probs,
         arrived=arrived,
         acknowledged=acknowledged,
         scales=scales,

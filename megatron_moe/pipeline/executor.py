@@ -23,7 +23,7 @@ At = tuple[int, int]
 """(microbatch, index of the model chunk on this rank)."""
 
 
-class Stage(Protocol):
+class ChunkRunner(Protocol):
     """Interface through which the executor runs the model chunks of one pipeline rank."""
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
@@ -35,7 +35,7 @@ class Stage(Protocol):
         """Nodes of the forward and the backward of an overlapped pair, in launch order."""
         ...
 
-    def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
+    def input_shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
         """Shape of the input of a pipeline stage (global index), and of the gradient of this input."""
         ...
 
@@ -53,14 +53,14 @@ class Stage(Protocol):
 
 
 def run_schedule(
-    entries: Sequence[Entry], stage: Stage, links: Links, stages: StageMap, streams: Streams | None = None
+    entries: Sequence[Entry], runner: ChunkRunner, links: Links, stages: StageMap, streams: Streams | None = None
 ) -> None:
     """Runs the entries of this rank in order. If autograd is disabled, all computations must be forwards.
 
     Asserts that every received tensor is used, every output is sent, and every forward has its backward.
     `streams`: None means no-op streams.
     """
-    run = _ScheduleRun(stage, links, stages, streams or Streams())
+    run = _ScheduleRun(runner, links, stages, streams or Streams())
     for entry in entries:
         if isinstance(entry, OverlappedPair):
             run.run_pair(entry)
@@ -72,8 +72,8 @@ def run_schedule(
 class _ScheduleRun:
     """State of one run of a schedule."""
 
-    def __init__(self, stage: Stage, links: Links, stages: StageMap, streams: Streams) -> None:
-        self._stage = stage
+    def __init__(self, runner: ChunkRunner, links: Links, stages: StageMap, streams: Streams) -> None:
+        self._runner = runner
         self._links = links
         self._stages = stages
         self._streams = streams
@@ -97,25 +97,25 @@ class _ScheduleRun:
                 self._end_forward(at, self._begin_forward(at))
             case "backward":
                 self._end_backward(at, self._begin_backward(at))
-                self._stage.after_backward(*at)
+                self._runner.after_backward(*at)
             case "backward_input":
-                self._stage.defer_weight_gradients(True)
+                self._runner.defer_weight_gradients(True)
                 self._end_backward(at, self._begin_backward(at))
-                self._stage.defer_weight_gradients(False)
+                self._runner.defer_weight_gradients(False)
                 self._deferred.append(at)
             case "backward_weight":
                 self._deferred.remove(at)
-                self._stage.weight_gradients()
-                self._stage.after_backward(*at)
+                self._runner.weight_gradients()
+                self._runner.after_backward(*at)
 
     def run_pair(self, pair: OverlappedPair) -> None:
         """Runs a forward and a backward interleaved node by node."""
         self._free_sent()
         forward_at, backward_at = _at(pair.forward), _at(pair.backward)
-        nodes = self._stage.interleaved_nodes(pair.forward.chunk, pair.backward.chunk)
+        nodes = self._runner.interleaved_nodes(pair.forward.chunk, pair.backward.chunk)
         forward, backward = self._begin_forward(forward_at), self._begin_backward(backward_at)
         split = any(entry.direction == "weight" for entry in nodes)
-        self._stage.defer_weight_gradients(split)
+        self._runner.defer_weight_gradients(split)
         for entry in nodes:
             match entry.direction:
                 case "forward":
@@ -123,13 +123,13 @@ class _ScheduleRun:
                 case "backward":
                     backward.backward(entry)
                 case "weight":
-                    self._stage.weight_gradients()
+                    self._runner.weight_gradients()
         self._end_forward(forward_at, forward)
         self._end_backward(backward_at, backward)
         if split:
-            self._stage.weight_gradients()
-            self._stage.defer_weight_gradients(False)
-        self._stage.after_backward(*backward_at)
+            self._runner.weight_gradients()
+            self._runner.defer_weight_gradients(False)
+        self._runner.after_backward(*backward_at)
 
     def finish(self) -> None:
         """Waits for all sends and asserts that no work is left."""
@@ -145,7 +145,7 @@ class _ScheduleRun:
     def _begin_forward(self, at: At) -> SegmentedMicrobatch:
         received = self._received("activation", at)
         assert (received is None) == (self._number(at) == 0), f"(microbatch, chunk) {at} has not received its input"
-        return SegmentedMicrobatch(self._stage.steps(*at), received, self._streams)
+        return SegmentedMicrobatch(self._runner.steps(*at), received, self._streams)
 
     def _end_forward(self, at: At, microbatch: SegmentedMicrobatch) -> None:
         microbatch.forward()
@@ -178,7 +178,7 @@ class _ScheduleRun:
         if sends:
             self._sends.append(self._links.send(kind, self._outputs.pop((kind, at)), peer, label))
         else:
-            shape = self._stage.shape(action.microbatch, boundary)
+            shape = self._runner.input_shape(action.microbatch, boundary)
             self._receives[kind, at] = self._links.receive(kind, shape, peer, label)
 
     def _received(self, kind: Kind, at: At) -> Tensor | None:

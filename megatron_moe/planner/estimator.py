@@ -103,7 +103,8 @@ class Estimator:
         plan = self.plan
         idle = 0.0
         if bubble:
-            idle = pipeline_bubble(plan.schedule(self.plan.num_microbatches), [work.total for work in self.stages])
+            schedule = plan.pipeline_schedule(plan.num_microbatches)
+            idle = pipeline_bubble(schedule, [work.total for work in self.stages])
         # mean over pipeline ranks, for all microbatches of a step
         work = sum(self.stages, Work()) * (self.plan.num_microbatches / plan.layout.pp)
         tensor = self._in_layers("tp")

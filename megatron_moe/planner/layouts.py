@@ -74,7 +74,7 @@ class Layouts:
         if stages is None or size % unit:
             return None
         try:
-            check_schedule(replace(plan.schedule(size // unit), pp=parallel.pp, vpp=vpp, group_size=None))
+            check_schedule(replace(plan.pipeline_schedule(size // unit), pp=parallel.pp, vpp=vpp, group_size=None))
         except ScheduleError:
             return None
         batch = replace(plan.batch, micro_batch_size=grid.micro)

@@ -27,7 +27,7 @@ _MAX_COMPUTATIONS = 50_000
 def too_long_to_simulate(plan: RunPlan) -> str | None:
     """Message if simulating the plan's pipeline schedule would take longer than about a second, else None."""
     interval = plan.memory.moe_expert_wgrad_interval
-    config = plan.schedule(plan.num_microbatches)
+    config = plan.pipeline_schedule(plan.num_microbatches)
     groups = max(MANY_GROUPS, groups_of_moments(interval))
     simulated = min(config.num_microbatches, groups * config.group)
     if simulated * config.vpp * config.pp <= _MAX_COMPUTATIONS:
@@ -185,7 +185,7 @@ def _switches(
 
 
 def _schedule(plan: RunPlan) -> ReportValues:
-    config = plan.schedule(plan.num_microbatches)
+    config = plan.pipeline_schedule(plan.num_microbatches)
     return {
         "microbatches": config.num_microbatches,
         "micro_batch_size": plan.batch.micro_batch_size,

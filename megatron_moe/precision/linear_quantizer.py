@@ -163,7 +163,7 @@ class LinearQuantizer:
         dtype."""
         if not self._stores_weight or not self._config.weights.is_stored(weight.shape[-1]):
             return None
-        scale = None if self.delayed is None else self.weight_scale
+        scale = None if self.delayed is None else self.delayed_weight_scale
         return StoredWeight(tuple(weight.shape), self._config.weights, weight.dtype, scale)
 
     def begin_step(self, *step: int) -> None:
@@ -235,7 +235,7 @@ class LinearQuantizer:
         stored = _stored(weight)
         return weight_q if stored is None else stored.with_columns(self._kernels.transpose_weight)
 
-    def weight_scale(self, amax: Tensor) -> Tensor:
+    def delayed_weight_scale(self, amax: Tensor) -> Tensor:
         """Weight scale of the recipe "delayed", [], or [e] for experts; does not add `amax` to the history."""
         assert self.delayed is not None, "scales of the other recipes depend on the weight"
         return self.delayed.scale(_WEIGHT, amax, record=False)

@@ -24,7 +24,7 @@ _FLIPPED_BIT = 0x40
 """Mask of the highest exponent bit in a weight's last byte. Flipping it multiplies small weights by a huge factor."""
 
 
-class InjectedFault(RuntimeError):
+class InjectedFaultError(RuntimeError):
     """Error that the fault "exception" raises."""
 
 
@@ -112,7 +112,7 @@ def _stop_process(kind: str) -> None:
     if kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[kind])
     elif kind == "exception":
-        raise InjectedFault("exception requested by --inject")
+        raise InjectedFaultError("exception requested by --inject")
     elif kind == "out-of-memory":
         raise torch.OutOfMemoryError("exception requested by --inject")
     else:

@@ -60,7 +60,7 @@ class Pipeline:
         All ranks of a pipeline pass the same microbatches. `streams`: compute and communication streams; None means
         those that the pipeline created.
         """
-        config = self.config.schedule(self.layout, len(batches), forward_only=gradients is None)
+        config = self.config.pipeline_schedule(self.layout, len(batches), forward_only=gradients is None)
         if config not in self._entries:
             self._entries[config] = build_schedule(config)[self.links.rank]
         if self.graph_instances is not None and gradients is not None:
@@ -78,7 +78,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class RankStage:
-    """Model chunks of one rank in one pass through a schedule; implements `pipeline.executor.Stage`."""
+    """Model chunks of one rank in one pass through a schedule; implements `pipeline.executor.ChunkRunner`."""
 
     _pipeline: Pipeline
     _batches: Sequence[MicroBatch]
@@ -119,7 +119,7 @@ class RankStage:
             early_attention_backward=config.ep_overlap_early_attn_memory_release,
         )
 
-    def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
+    def input_shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
         """Shape of the tensor sent to a stage: [S, B, n H] for n residual streams and, after the final norm, [S, B, H].
         After a stage with multi-token prediction, the hidden states of all depths are concatenated along S. Between the
         final norm and multi-token prediction, the residual streams that it reads are, if there are several."""

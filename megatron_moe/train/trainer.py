@@ -256,7 +256,7 @@ class Trainer:
         if self.low_precision is not None:
             self.low_precision.begin_step(iteration)
         self.buffers.begin_step(len(batches), early=losses is None)
-        prepared = self.prepare(batches, iteration)
+        prepared = self.prepare_microbatches(batches, iteration)
         if self.full_iteration is None or losses is not None:
             local = self._run(prepared, losses)
         else:
@@ -378,7 +378,7 @@ class Trainer:
         else:
             self.optimizer.masters_from_weights()
 
-    def prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
+    def prepare_microbatches(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
         """Copies of the microbatches with auxiliary loss scale, RNG key and metrics for a training step."""
         group, cp = self.context.group("dp"), self.context.group("cp")
         # Context-parallel ranks hold different tokens and need different random numbers.
@@ -397,7 +397,7 @@ class Trainer:
                 aux_loss_scale=aux_loss_scale,
                 rng=RNGKey(self.loop.seed, iteration, number, scope),
                 metrics=self.metrics,
-                given_routing=batch.context.given_routing if replay is None else replay.choices(iteration, number),
+                forced_routing=batch.context.forced_routing if replay is None else replay.choices(iteration, number),
                 timers=self.timers if self.timers.times_nodes else None,
                 training=True,
             )

@@ -489,20 +489,20 @@ def test_layers_are_placed_by_a_layout_or_evenly():
 
 
 def test_the_schedule_of_a_step_follows_from_the_flags():
-    schedule = plan_of("--microbatch-group-size-per-virtual-pipeline-stage 3").schedule(7)
+    schedule = plan_of("--microbatch-group-size-per-virtual-pipeline-stage 3").pipeline_schedule(7)
     assert (schedule.num_microbatches, schedule.pp, schedule.vpp, schedule.group_size) == (7, 1, 1, 3)
-    assert plan_of().schedule(4, forward_only=True).forward_only
-    assert not plan_of().schedule(4).split_backward
-    assert plan_of("--delay-wgrad-compute").schedule(4).split_backward
+    assert plan_of().pipeline_schedule(4, forward_only=True).forward_only
+    assert not plan_of().pipeline_schedule(4).split_backward
+    assert plan_of("--delay-wgrad-compute").pipeline_schedule(4).split_backward
 
 
 def test_microbatches_overlap_only_with_expert_communication():
     pairs = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
-    assert not plan_of(pairs).schedule(4).overlap, "one rank has all experts"
+    assert not plan_of(pairs).pipeline_schedule(4).overlap, "one rank has all experts"
     words = f"{pairs} --expert-model-parallel-size 2 --ep-overlap-early-attn-memory-release --global-batch-size 8"
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     plan = plan_of(words, environ=environ)
-    assert plan.schedule(4).overlap and plan.pipeline.ep_overlap_early_attn_memory_release
+    assert plan.pipeline_schedule(4).overlap and plan.pipeline.ep_overlap_early_attn_memory_release
 
 
 def test_flags_of_data_model_and_training_loop():

@@ -81,7 +81,7 @@ def test_the_bound_is_operations_over_peak_and_bubble():
     FP64_REF.check(time.compute, time.flops.total / 4 / gpu.bf16)
     FP64_REF.check(time.bound, time.compute / (1 - time.bubble))
     FP64_REF.check(time.per_token * 16 * tiny.SEQ, time.flops.total)
-    FP64_REF.check(time.bubble, pipeline_bubble(plan.schedule(4), stage_costs(plan)))
+    FP64_REF.check(time.bubble, pipeline_bubble(plan.pipeline_schedule(4), stage_costs(plan)))
     low = step_time(
         replace(plan, precision=PrecisionConfig(params="bf16", low_precision=low_precision_config("blockwise"))), gpu
     )

@@ -59,7 +59,7 @@ def outcome_without_report(folder: Path, name: str, own: int) -> dict:
 
 def test_the_first_failed_rank_is_reported_with_its_reason(folder: Path) -> None:
     """Only the failed rank prints its traceback."""
-    check_reported(folder, "exception", 1, "InjectedFault")
+    check_reported(folder, "exception", 1, "InjectedFaultError")
 
 
 @pytest.mark.slow

@@ -266,7 +266,7 @@ def test_routing_matches_the_cpu(
     assert (ids_TK == expected.ids_TK).all(dim=1).double().mean() > (0.99 if dtype is FP32 else 0.9999)
     EXACT.check(ids_TK[7:9], expected.ids_TK[7:9], "ties")
     EXACT.check(routed.counts_E.cpu(), count_tokens(ids_TK, experts), "counts")
-    exact, exact_grad = route_and_pull(REFERENCE, logits, bias, config, given_ids_TK=ids_TK, **fields)
+    exact, exact_grad = route_and_pull(REFERENCE, logits, bias, config, forced_ids_TK=ids_TK, **fields)
     bar = FP32_REF if dtype is FP32 else FP64_REF
     for mine, theirs in zip((*differentiable(routed), grad), (*differentiable(exact), exact_grad), strict=True):
         bar.check(mine.double().cpu(), theirs, "weights, sums or gradient")

@@ -106,7 +106,7 @@ def stored_tensors(path: Path) -> dict[str, Tensor]:
     reader, tensors = open_verified(path), {}
     for key, entry in reader.manifest.tensors.items():
         tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        fill(TensorShard.whole(tensors[key]), entry, partial(reader.piece, key))
+        fill(TensorShard.whole(tensors[key]), entry, partial(reader.read_piece, key))
     return tensors
 
 

@@ -69,7 +69,7 @@ def round_trip(
             local = local.masked_fill((local < 0) | (local >= num_local), -1)
             index: RowIndex = reference.sort_rows(local, num_local, None)
             rows = reference.permute(there[rank].received, index)
-            values = there[rank].received_values.clone()
+            values = there[rank].received_probs.clone()
             kernels.acknowledge(there[rank])
             found += [rows, values]
             if is_summed:

@@ -26,7 +26,7 @@ def spec_of(**fields) -> RouterConfig:
 def choose(
     logits: Tensor, bias: Tensor | None, config: RouterConfig, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    routed = KERNELS.route(logits, bias, config, given_ids_TK=given)
+    routed = KERNELS.route(logits, bias, config, forced_ids_TK=given)
     return routed.ids_TK, routed.probs_TK
 
 
@@ -188,7 +188,7 @@ def test_balance_sums_cover_the_valid_tokens_of_each_set() -> None:
 def test_replayed_ids_do_not_change_the_balance_sums() -> None:
     config, logits = spec_of(num_groups=4, group_topk=2), draw(5, EXPERTS)
     free = KERNELS.route(logits, None, config, balance_sets=1, z=True)
-    replayed = KERNELS.route(logits, None, config, given_ids_TK=torch.full((5, 4), -1), balance_sets=1, z=True)
+    replayed = KERNELS.route(logits, None, config, forced_ids_TK=torch.full((5, 4), -1), balance_sets=1, z=True)
     assert replayed.counts_E.sum() == 0 and free.counts_E.sum() == 20
     assert free.balance is not None and replayed.balance is not None
     for mine, theirs in zip((*replayed.balance, replayed.z_sum), (*free.balance, free.z_sum), strict=True):

@@ -161,8 +161,8 @@ def test_replayed_ids_match_the_reference(kind: str) -> None:
     given = REFERENCE.route(draw(12, config.num_experts, seed=5), None, config).ids_TK
     given[3, :1], given[4] = -1, -1
     valid = torch.arange(12) > 1
-    check(draw(12, config.num_experts), None, config, given_ids_TK=given, valid_T=valid, **ALL_SUMS)
-    check(draw(12, config.num_experts), None, config, given_ids_TK=given)
+    check(draw(12, config.num_experts), None, config, forced_ids_TK=given, valid_T=valid, **ALL_SUMS)
+    check(draw(12, config.num_experts), None, config, forced_ids_TK=given)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17])

@@ -281,7 +281,7 @@ def test_every_in_flight_microbatch_has_its_own_slot():
     model = tiny.model(num_layers=4)
     plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=6)), layout, pp)
     recorded = replace(plan, cuda_graphs=ALL)
-    schedule = build_schedule(plan.schedule(6))
+    schedule = build_schedule(plan.pipeline_schedule(6))
 
     def train(context, plan):
         trainer = make_trainer(plan, context)
@@ -410,7 +410,7 @@ def test_addresses_are_fixed_and_graphs_are_captured_once():
     number, places = instance.num_graphs, places_of(instance)
     # a dense layer with two parts and two MoE layers with three; one of these has no weights
     assert number == 2 * 4 + 2 * (4 + 4 + 2)
-    assert number == num_graphs(plan, [plan.model.layers], build_schedule(plan.schedule(2))[0])
+    assert number == num_graphs(plan, [plan.model.layers], build_schedule(plan.pipeline_schedule(2))[0])
     run_steps(plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
     assert tuple(trainer.pipeline.graph_instances) == (instance,)
     with torch.no_grad():  # evaluation is eager

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from megatron_moe.build import build_model, build_train_loader, build_trainer, record_steps
 from megatron_moe.config.memory import CudaGraphConfig
-from megatron_moe.data.batch import GivenRouting, MicroBatch
+from megatron_moe.data.batch import ForcedRouting, MicroBatch
 from megatron_moe.layout_check.oracle import oracle_plan
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.layout_check.table import compare_runs
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.moe.routing_replay import RoutingRecorder, given_routing, routed_layers
+from megatron_moe.moe.routing_replay import RoutingRecorder, forced_routing, routed_layers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
@@ -56,10 +56,10 @@ def record(plan, context, run_plan=None, masked=False):
             for index, batch in enumerate(batches):
                 ids_BSLK, tokens = choices(batch, num_layers, config.num_experts, config.topk), batch.context.tokens
                 given_BS = torch.arange(ids_BSLK.shape[1]).expand(ids_BSLK.shape[:2]) % 3 > 0 if masked else None
-                given = given_routing(
+                given = forced_routing(
                     ids_BSLK, range(num_layers), tokens, trainer.context, own_layers=layers, given_BS=given_BS
                 )
-                batches[index] = replace(batch, context=replace(batch.context, given_routing=given))
+                batches[index] = replace(batch, context=replace(batch.context, forced_routing=given))
 
         return before_step
 
@@ -106,14 +106,14 @@ def recorded(plan, context):
     loader.close()
 
     def forward(given):
-        mb = replace(batch.context, training=False, given_routing=given)
+        mb = replace(batch.context, training=False, forced_routing=given)
         with torch.no_grad():
             trainer.model(replace(batch, context=recorder.attach(mb)))
         return recorder.whole_ids(batch.context.tokens)
 
     first = forward(None)
     other = torch.where(first < 0, first, (first + 1) % plan.model.layers[-1].feed_forward.router.num_experts)
-    given = given_routing(other, layers, batch.context.tokens, context, own_layers=layers)
+    given = forced_routing(other, layers, batch.context.tokens, context, own_layers=layers)
     return first, forward(given), other
 
 
@@ -134,8 +134,8 @@ def test_a_rollout_without_its_last_token_leaves_that_token_to_the_router():
     native = router(hidden, mb).chosen_TK.view(length, batch_size, -1)
     ids_BSLK = ((native + 1) % router.config.num_experts).transpose(0, 1)[:, : length - 1, None]
     layers = [router.layer]
-    given = given_routing(ids_BSLK, layers, mb.tokens, context, own_layers=layers)
-    found = router(hidden, replace(mb, given_routing=given)).chosen_TK.view(length, batch_size, -1)
+    given = forced_routing(ids_BSLK, layers, mb.tokens, context, own_layers=layers)
+    found = router(hidden, replace(mb, forced_routing=given)).chosen_TK.view(length, batch_size, -1)
     EXACT.check(found[:-1], ids_BSLK[:, :, 0].transpose(0, 1), "given tokens")
     EXACT.check(found[-1], native[-1], "the token without a row")
 
@@ -146,7 +146,7 @@ def test_probabilities_follow_the_current_scores():
     chosen = router(hidden, mb).chosen_TK
     with torch.no_grad():
         router.weight.mul_(0.5)
-    routing = router(hidden, replace(mb, given_routing=GivenRouting(ids={router.layer: chosen})))
+    routing = router(hidden, replace(mb, forced_routing=ForcedRouting(ids={router.layer: chosen})))
     EXACT.check(routing.probs_TK, router(hidden, mb, chosen).probs_TK, "probabilities")
     routing.probs_TK.square().sum().backward()
     assert router.weight.grad.abs().max() > 0
@@ -165,7 +165,7 @@ def test_probabilities_follow_the_current_scores():
 def test_choices_of_another_size_are_rejected(shape, layers, mine, message):
     tokens = make_mb(make_hidden()).tokens
     with pytest.raises(ValueError, match=message):
-        given_routing(torch.zeros(shape, dtype=torch.int16), layers, tokens, ParallelContext.single(), own_layers=mine)
+        forced_routing(torch.zeros(shape, dtype=torch.int16), layers, tokens, ParallelContext.single(), own_layers=mine)
 
 
 def test_a_layer_that_recorded_nothing_is_named():
@@ -194,8 +194,8 @@ def test_graphs_take_the_choices_of_every_step(whole):
                 ids_BSLK = (
                     choices(batch, len(layers), router.num_experts, router.topk) + iteration
                 ) % router.num_experts
-                given = given_routing(ids_BSLK, layers, batch.context.tokens, trainer.context, own_layers=layers)
-                found.append(replace(batch, context=replace(batch.context, given_routing=given)))
+                given = forced_routing(ids_BSLK, layers, batch.context.tokens, trainer.context, own_layers=layers)
+                found.append(replace(batch, context=replace(batch.context, forced_routing=given)))
             return found
 
         trainer.prepare = prepared

@@ -193,15 +193,16 @@ def partial_sums_of_ranks_are_added_in_bf16(original: Any) -> Any:
 
 
 @mutant(
-    "moe.token_dispatcher.hierarchical:HierarchicalTransport.start_sums", f"{PARITY}[dp=4 ep=4 dispatcher=hierarchical]"
+    "moe.token_dispatcher.hierarchical:HierarchicalTransport.start_send_sums",
+    f"{PARITY}[dp=4 ep=4 dispatcher=hierarchical]",
 )
 def probabilities_have_no_gradient_between_hosts(original: Any) -> Any:
     """The router learns from the balancing loss alone."""
 
-    def start_sums(self: Any, rows: Any, index: Any, route: Any, grad: torch.Tensor | None) -> Any:
+    def start_send_sums(self: Any, rows: Any, index: Any, route: Any, grad: torch.Tensor | None) -> Any:
         return original(self, rows, index, route, None if grad is None else torch.zeros_like(grad))
 
-    return start_sums
+    return start_send_sums
 
 
 @mutant("moe.experts:ExpertStack.__init__", "tests/moe/parallel/test_layer_over_ranks.py")

@@ -48,7 +48,7 @@ class Product:
         self.objectives.append(output.sum().item())
         return output.sum()
 
-    def shape(self, microbatch, stage):
+    def input_shape(self, microbatch, stage):
         return (2, 3)
 
     def defer_weight_gradients(self, deferred):

@@ -236,5 +236,5 @@ def _read(reader: CheckpointReader, mapping: weight_map.WeightMapping) -> Tensor
     entry = reader.manifest.tensors[key]
     offset, shape = _extent(mapping, entry.shape)
     data = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
-    fill(TensorShard(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, _: reader.mapped(key, piece))
+    fill(TensorShard(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, _: reader.mmap_piece(key, piece))
     return data if mapping.expert is None else data[0]

@@ -31,7 +31,7 @@ def push_tokens(
         if scales is not None:
             channel.scales[peer][channel.rank, needed_T] = scales.T[needed_T]
         if choices is not None:
-            channel.ids[peer][channel.rank], channel.values[peer][channel.rank] = choices
+            channel.ids[peer][channel.rank], channel.probs[peer][channel.rank] = choices
     _signal(channel)
 
 
@@ -48,7 +48,7 @@ def push_sums(
         sums_TH = rows.view(-1, shape.num_tokens, shape.width)[peer] if is_summed else _sums(rows, rows_TK)
         channel.tokens[peer][channel.rank, needed_T] = sums_TH[needed_T].to(shape.dtype)
         if values_GK is not None:
-            given_TK, values_TK = values_GK.view(rows_PTK.shape)[peer], channel.values[peer][channel.rank]
+            given_TK, values_TK = values_GK.view(rows_PTK.shape)[peer], channel.probs[peer][channel.rank]
             values_TK[held_TK] = given_TK[held_TK].to(values_TK.dtype)
     _signal(channel)
 
@@ -66,12 +66,12 @@ def sum_partials(
 ) -> tuple[Tensor, Tensor | None]:
     shape, owned_TKP = channel.shape, _owned_by(ids_TK, owner_EP)
     sums_TH = torch.zeros(shape.num_tokens, shape.width, dtype=internal_dtype(shape.dtype), device=ids_TK.device)
-    values_TK = channel.values[channel.rank].new_zeros(ids_TK.shape) if with_values else None
+    values_TK = channel.probs[channel.rank].new_zeros(ids_TK.shape) if with_values else None
     for peer in range(shape.num_ranks):
         owned_TK = owned_TKP[..., peer]
         sums_TH += torch.where(owned_TK.any(dim=1, keepdim=True), channel.tokens[channel.rank][peer], 0)
         if values_TK is not None:
-            values_TK += torch.where(owned_TK, channel.values[channel.rank][peer], 0)
+            values_TK += torch.where(owned_TK, channel.probs[channel.rank][peer], 0)
     return sums_TH.to(shape.dtype), values_TK
 
 

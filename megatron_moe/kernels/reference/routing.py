@@ -44,7 +44,7 @@ def route(
     bias_E: Tensor | None,
     config: RouterConfig,
     *,
-    given_ids_TK: Tensor | None = None,
+    forced_ids_TK: Tensor | None = None,
     valid_T: Tensor | None = None,
     balance_sets: int = 0,
     z: bool = False,
@@ -53,11 +53,11 @@ def route(
     wide_TE = valid_or_zero(logits_TE.to(internal_dtype(logits_TE.dtype)), valid_T)
     scores_TE = wide_TE if config.selects_on_logits else score(wide_TE, config)
     plain_TE = scores_TE.detach()
-    if given_ids_TK is None:
+    if forced_ids_TK is None:
         ranking_TE = plain_TE if bias_E is None else plain_TE + bias_E.to(plain_TE.dtype)
         ids_TK = top_ids(limit_to_groups(ranking_TE, config), config.topk)
     else:
-        ids_TK = given_ids_TK
+        ids_TK = forced_ids_TK
     ids_TK = valid_ids(ids_TK, valid_T)
     probs_TK = topk_probs(scores_TE, ids_TK, config)
     if config.scaling_factor is not None:

@@ -50,7 +50,7 @@ class DeepEPTransport(TokenTransport):
     def new_route(self, routing: Routing) -> ExchangeRoute:
         return ExchangeRoute.of(routing, _Handle())
 
-    def start_tokens(
+    def start_send_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _DeepEPWork:
         buffer = self._buffer_for(tokens_TH)
@@ -79,7 +79,7 @@ class DeepEPTransport(TokenTransport):
         received: ReceivedTokens = work.received
         return received
 
-    def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _DeepEPWork:
+    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _DeepEPWork:
         assert route.index is not None
         sums_GH = self._kernels.unpermute(rows_RH, route.index, self._group.size * len(route.ids_TK))
         weights = None if grad_probs is None else grad_probs.to(internal_dtype(rows_RH.dtype))
@@ -88,7 +88,7 @@ class DeepEPTransport(TokenTransport):
         )
         return _DeepEPWork((tokens_TH, grad_TC), event)
 
-    def finish_sums(self, work: _DeepEPWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: _DeepEPWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         work.event.current_stream_wait()
         tokens_TH, grad_TC = work.received
         if grad_TC is None:

@@ -85,7 +85,7 @@ class Transport(ABC):
         """Prepares the exchanges of a routing."""
 
     @abstractmethod
-    def start_tokens(
+    def start_send_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Work:
         """Starts to send tokens [T, H], or gradients of combine, to the ranks of their experts.
@@ -94,17 +94,17 @@ class Transport(ABC):
         tokens are sent; None means their dtype."""
 
     @abstractmethod
-    def finish_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
+    def finish_receive_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
         """Makes the current stream wait for the tokens and returns them as rows. The first time, it describes the rows
         in the route."""
 
     @abstractmethod
-    def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> Work:
+    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> Work:
         """Sums the rows of each received token and starts to send the sums to the tokens' ranks. `grad_probs`:
         gradients of the probabilities of `ReceivedRows`, which are sent along."""
 
     @abstractmethod
-    def finish_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         """Returns (sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
 
     def late_rank(self) -> LateRank | None:
@@ -138,7 +138,7 @@ class TokenTransport(Transport):
     def release(self, work: Work) -> None:
         """Ends the use of received tokens, after the reads queued so far on the current stream."""
 
-    def finish_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
+    def finish_receive_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
         tokens_GH, ids_GK, probs_GK, num_rows, first_expert = self.receive_tokens(work)
         if ids_GK is not None:
             index, route.needed_rows = self._sort(ids_GK, first_expert, route.capacity, num_rows)
@@ -190,20 +190,20 @@ class DispatchExchange(SplitExchange):
         tokens_TH, probs_TK = inputs
         # etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one of its experts,
         # and T * K ids and probabilities to every rank
-        return self._transport.start_tokens(tokens_TH, self.route, probs_TK, self._format)
+        return self._transport.start_send_tokens(tokens_TH, self.route, probs_TK, self._format)
 
     def receive(self, work: Work) -> tuple[Tensor, Tensor]:
-        rows_RH, probs, self.quantized = self._transport.finish_tokens(work, self.route)
+        rows_RH, probs, self.quantized = self._transport.finish_receive_tokens(work, self.route)
         assert probs is not None
         return rows_RH, probs
 
     def send_grads(self, *grads: Tensor) -> Work:
         grad_RH, grad_probs = grads
         # etp x ep: a row of H elements per token of another rank that has rows here, and G * K gradients
-        return self._transport.start_sums(grad_RH, self.route, grad_probs)
+        return self._transport.start_send_sums(grad_RH, self.route, grad_probs)
 
     def receive_grads(self, work: Work) -> tuple[Tensor | None, ...]:
-        grad_TH, grad_TK = self._transport.finish_sums(work, self.route)
+        grad_TH, grad_TK = self._transport.finish_receive_sums(work, self.route)
         assert grad_TK is not None
         return grad_TH, grad_TK.to(self.route.probs_dtype)
 
@@ -218,17 +218,17 @@ class CombineExchange(SplitExchange):
 
     def send(self, *inputs: Tensor) -> Work:
         # etp x ep: a row of H elements per token of another rank that has rows here
-        return self._transport.start_sums(inputs[0], self._route, None)
+        return self._transport.start_send_sums(inputs[0], self._route, None)
 
     def receive(self, work: Work) -> Tensor:
-        return self._transport.finish_sums(work, self._route)[0]
+        return self._transport.finish_receive_sums(work, self._route)[0]
 
     def send_grads(self, *grads: Tensor) -> Work:
         # etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one of its experts
-        return self._transport.start_tokens(grads[0], self._route, None, self._format)
+        return self._transport.start_send_tokens(grads[0], self._route, None, self._format)
 
     def receive_grads(self, work: Work) -> tuple[Tensor | None, ...]:
-        grad_RH, _, grad_q = self._transport.finish_tokens(work, self._route)
+        grad_RH, _, grad_q = self._transport.finish_receive_tokens(work, self._route)
         if grad_q is not None and self._format is not None:  # needed in the backward of fc2
             grad_RH = QuantizedGrad(grad_q, self._format, grad_RH.shape, grad_RH, self._dequantize)
         return (grad_RH,)

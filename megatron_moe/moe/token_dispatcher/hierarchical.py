@@ -125,7 +125,7 @@ class HierarchicalTransport(TokenTransport):
         state = _StagedRoute(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes))
         return ExchangeRoute.of(routing, state, ids_TK)
 
-    def start_tokens(
+    def start_send_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _StagedWork:
         assert fmt is None, "tokens are sent between hosts in their dtype"
@@ -148,7 +148,7 @@ class HierarchicalTransport(TokenTransport):
         received: ReceivedTokens = self._finished(work)
         return received
 
-    def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _StagedWork:
+    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _StagedWork:
         stages: tuple[_ExchangeStage, ...] = route.state.stages
         index, grad_GK = route.index, grad_probs
         assert index is not None and index.rows_TK is not None
@@ -158,12 +158,12 @@ class HierarchicalTransport(TokenTransport):
         with self._streams.fork(_EXCHANGE):
             # intra, then inter: H elements, and with gradients of probabilities (4 or 8) K bytes, per received token
             for stage in reversed(stages):
-                finish_sums = stage.send_back(sums_TH)
+                finish_send = stage.send_back(sums_TH)
                 values_TK = None if values_TK is None else stage.send_back(values_TK)()
-                sums_TH = finish_sums()
+                sums_TH = finish_send()
             return _StagedWork((sums_TH, values_TK), self._streams.record(), keep)
 
-    def finish_sums(self, work: _StagedWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: _StagedWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         sums_TH, values_TK = self._finished(work)
         return sums_TH, values_TK
 

@@ -69,7 +69,7 @@ class HybridEPTransport(Transport):
         route.bound = self._num_rows(routing)
         return route
 
-    def start_tokens(
+    def start_send_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Work:
         assert fmt is None, "HybridEP sends tokens in their dtype"
@@ -95,7 +95,7 @@ class HybridEPTransport(Transport):
 
         return self._start(dispatch, tokens_TH, probs_TK)
 
-    def finish_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
+    def finish_receive_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
         """Makes the current stream wait for the rows; unused rows are zeros."""
         rows_RH, probs_R = self._finish(work)
         counts_e = route.state.counts_e
@@ -108,7 +108,7 @@ class HybridEPTransport(Transport):
         route.needed_rows = None if self._comm.overflow is None else ends_e[-1].int()
         return ReceivedRows(rows_RH, probs_R.masked_fill(unused_R, 0).to(route.probs_dtype))
 
-    def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> Work:
+    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> Work:
         def combine() -> tuple[Tensor, Tensor | None]:
             probs = None if grad_probs is None else grad_probs.to(internal_dtype(rows_RH.dtype))
             sums_TH, grad_TC = self._buffer_for(rows_RH).combine_with_unpermute(
@@ -118,7 +118,7 @@ class HybridEPTransport(Transport):
 
         return self._start(combine, rows_RH, grad_probs)
 
-    def finish_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         sums_TH, grad_TC = self._finish(work)
         num_tokens = len(route.ids_TK)
         if grad_TC is None:

@@ -70,11 +70,11 @@ class SymmetricTransport(TokenTransport):
         assert routing.ids_TK is not None
         return ExchangeRoute.of(routing, self._kernels.mark_ranks(routing.ids_TK, self._owner_EP))
 
-    def start_tokens(
+    def start_send_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _Push:
         channel = self._channel("tokens", probs_TK is None, tokens_TH, route, fmt)
-        choices = None if probs_TK is None else (route.ids_TK, probs_TK.to(channel.received_values.dtype))
+        choices = None if probs_TK is None else (route.ids_TK, probs_TK.to(channel.received_probs.dtype))
         sent = quantized(self._kernels, tokens_TH, fmt)
 
         def push() -> None:
@@ -86,10 +86,10 @@ class SymmetricTransport(TokenTransport):
         channel = self._arrive(work)
         if not work.with_choices:
             return ReceivedTokens(channel.received, None, None)
-        ids_GK, probs_GK = channel.received_ids, channel.received_values
+        ids_GK, probs_GK = channel.received_ids, channel.received_probs
         return ReceivedTokens(channel.received, ids_GK, probs_GK, first_expert=self._first)
 
-    def start_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _Push:
+    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _Push:
         channel, index, grad_GK = self._channel("sums", grad_probs is not None, rows_RH, route), route.index, grad_probs
         assert index is not None
         rows, is_summed = rows_RH, self._num_sms is not None
@@ -101,7 +101,7 @@ class SymmetricTransport(TokenTransport):
 
         return self._start(push, channel, grad_GK is not None, (rows, index, grad_GK))
 
-    def finish_sums(self, work: _Push, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: _Push, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         channel = self._arrive(work)
         sums = self._kernels.sum_partials(route.ids_TK, self._owner_EP, channel, with_values=work.with_choices)
         self.release(work)

@@ -134,11 +134,11 @@ def results(fold: Any, config: LowPrecisionConfig, *, fp8: bool, recomputed: boo
 class RoundingTransport(SymmetricTransport):
     """Sends tokens rounded to their FP8 format, in their dtype."""
 
-    def start_tokens(
+    def start_send_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Any:
         rounded_TH = tokens_TH if fmt is None else values(quantized(tokens_TH, fmt))
-        return super().start_tokens(rounded_TH, route, probs_TK, None)
+        return super().start_send_tokens(rounded_TH, route, probs_TK, None)
 
 
 LAYERS = {

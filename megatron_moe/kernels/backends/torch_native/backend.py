@@ -298,14 +298,14 @@ def recomputed_route(
     bias_E: Tensor | None,
     config: RouterConfig,
     *,
-    given_ids_TK: Tensor | None = None,
+    forced_ids_TK: Tensor | None = None,
     valid_T: Tensor | None = None,
     balance_sets: int = 0,
     z: bool = False,
 ) -> RoutedTokens:
     """`Kernels.route` for score functions that no kernel fuses. Only logits and ids are saved for backward."""
     ids_TK, counts_E, probs_TK, scores_GE, counts_GE, z_sum = _NativeRoute.apply(  # type: ignore[no-untyped-call]
-        logits_TE, bias_E, config, given_ids_TK, valid_T, balance_sets, z
+        logits_TE, bias_E, config, forced_ids_TK, valid_T, balance_sets, z
     )
     balance = BalanceSums(scores_GE, counts_GE) if balance_sets else None
     return RoutedTokens(ids_TK, probs_TK, counts_E, balance, z_sum)
@@ -320,13 +320,13 @@ class _NativeRoute(torch.autograd.Function):
         logits_TE: Tensor,
         bias_E: Tensor | None,
         config: RouterConfig,
-        given_ids_TK: Tensor | None,
+        forced_ids_TK: Tensor | None,
         valid_T: Tensor | None,
         balance_sets: int,
         z: bool,
     ) -> tuple[Tensor | None, ...]:
         ctx.options = {"balance_sets": balance_sets, "z": z}
-        found = reference.route(logits_TE, bias_E, config, given_ids_TK=given_ids_TK, valid_T=valid_T, **ctx.options)
+        found = reference.route(logits_TE, bias_E, config, forced_ids_TK=forced_ids_TK, valid_T=valid_T, **ctx.options)
         ctx.save_for_backward(logits_TE, found.ids_TK, valid_T)
         ctx.config = config
         ctx.set_materialize_grads(False)
@@ -339,7 +339,7 @@ class _NativeRoute(torch.autograd.Function):
         logits_TE, ids_TK, valid_T = ctx.saved_tensors
         logits_TE = logits_TE.detach().requires_grad_()
         with torch.enable_grad():
-            found = reference.route(logits_TE, None, ctx.config, given_ids_TK=ids_TK, valid_T=valid_T, **ctx.options)
+            found = reference.route(logits_TE, None, ctx.config, forced_ids_TK=ids_TK, valid_T=valid_T, **ctx.options)
         scores_GE = None if found.balance is None else found.balance.scores_GE
         pairs = zip((found.probs_TK, scores_GE, found.z_sum), (grads[2], grads[3], grads[5]), strict=True)
         outputs = [(out, grad) for out, grad in pairs if out is not None and grad is not None]

@@ -57,7 +57,7 @@ def push_tokens(
         tokens_TH, ranks_T, ids_TK, values_TK, scales,
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.late_rank_flag,
         shape.num_tokens, width, tokens_TH.stride(0), num_scales, _timeout_ns(channel),
-        slots, channel.values[channel.rank],
+        slots, channel.probs[channel.rank],
         RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, COLUMNS=columns, BLOCK=1024,
         SCALES=power_of_two(max(num_scales, 1)), WITH_CHOICES=choices is not None, STRIDE=FLAG_STRIDE,
         INTERPRETED=INTERPRETED, **in_flight,
@@ -75,7 +75,7 @@ def push_sums(
         rows, index.rows_TK.contiguous(), rows if values_GK is None else values_GK.contiguous(),
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.late_rank_flag,
         shape.num_tokens, shape.width, rows.stride(0), _timeout_ns(channel),
-        channel.tokens[channel.rank], channel.values[channel.rank],
+        channel.tokens[channel.rank], channel.probs[channel.rank],
         RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk),
         COLUMNS=columns, IS_SUMMED=is_summed, WITH_VALUES=values_GK is not None, STRIDE=FLAG_STRIDE,
         INTERPRETED=INTERPRETED, **_in_flight(channel),
@@ -88,11 +88,11 @@ def sum_partials(
     """See `Kernels.sum_partials`."""
     shape, own = channel.shape, channel.rank
     sums_TH = torch.empty(shape.num_tokens, shape.width, device=ids_TK.device, dtype=shape.dtype)
-    values_TK = torch.empty(ids_TK.shape, device=ids_TK.device, dtype=channel.values[own].dtype)
+    values_TK = torch.empty(ids_TK.shape, device=ids_TK.device, dtype=channel.probs[own].dtype)
     if shape.num_tokens:
         columns = min(power_of_two(shape.width), COLUMNS)
         _sum_partials[(shape.num_tokens, cdiv(shape.width, columns))](
-            ids_TK.contiguous(), owner_EP, channel.tokens[own], channel.values[own], sums_TH, values_TK,
+            ids_TK.contiguous(), owner_EP, channel.tokens[own], channel.probs[own], sums_TH, values_TK,
             shape.num_tokens, shape.width, NUM_RANKS=shape.num_ranks, TOPK=shape.topk,
             CHOICES=power_of_two(shape.topk), COLUMNS=columns, WITH_VALUES=with_values, num_warps=8,
         )  # fmt: skip

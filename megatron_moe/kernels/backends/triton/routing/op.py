@@ -26,7 +26,7 @@ def route(
     bias_E: Tensor | None,
     config: RouterConfig,
     *,
-    given_ids_TK: Tensor | None = None,
+    forced_ids_TK: Tensor | None = None,
     valid_T: Tensor | None = None,
     balance_sets: int = 0,
     z: bool = False,
@@ -35,10 +35,10 @@ def route(
     if not len(logits_TE) or not config.scores.fused:
         plain = torch_native.recomputed_route if len(logits_TE) else reference.route
         return plain(
-            logits_TE, bias_E, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
+            logits_TE, bias_E, config, forced_ids_TK=forced_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
     probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(  # type: ignore[no-untyped-call]
-        logits_TE, bias_E, given_ids_TK, valid_T, config, balance_sets, z
+        logits_TE, bias_E, forced_ids_TK, valid_T, config, balance_sets, z
     )
     num_experts = config.num_experts
     balance = None
@@ -53,7 +53,7 @@ class _Route(torch.autograd.Function):
         ctx: Any,
         logits_TE: Tensor,
         bias_E: Tensor | None,
-        given_ids_TK: Tensor | None,
+        forced_ids_TK: Tensor | None,
         valid_T: Tensor | None,
         config: RouterConfig,
         balance_sets: int,
@@ -79,9 +79,9 @@ class _Route(torch.autograd.Function):
         with_sums = balance_sets > 0 or z
         shares = torch.empty(programs * (num_experts + 1), device=device, dtype=wide) if with_sums else None
         route_forward[(programs,)](
-            logits_TE, bias_E, given_ids_TK if given_ids_TK is None else given_ids_TK.contiguous(), valid_T,
+            logits_TE, bias_E, forced_ids_TK if forced_ids_TK is None else forced_ids_TK.contiguous(), valid_T,
             ids_TK, probs_TK, counts, shares, scores_GE, z_sum, num_tokens, num_experts, sets,
-            BIASED=bias_E is not None, REPLAYED=given_ids_TK is not None, MASKED=valid_T is not None,
+            BIASED=bias_E is not None, REPLAYED=forced_ids_TK is not None, MASKED=valid_T is not None,
             BALANCE=balance_sets > 0, Z=z, CHOICES=power_of_two(config.topk), NUM_GROUPS=groups,
             GROUP_TOPK=config.group_topk or 0, TOKENS=tokens, GROUPS=columns[0], SIZE=columns[1],
             INT=tl.int64 if wide is torch.float64 else tl.int32, HIGHEST=2 ** (8 * wide.itemsize - 1) - 1,
