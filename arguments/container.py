@@ -16,7 +16,7 @@ _HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True)
 class Mount:
-    """Folder of the host that a container sees."""
+    """Folder of the host that is mounted in a container."""
 
     host: Path
     inside: Path
@@ -115,7 +115,8 @@ class ContainerPaths:
         return f"{prefix}{inside}"
 
     def _check_bases(self, file: FlagFile) -> None:
-        """Records files of `base` that the container does not see, or sees under another name than the file says."""
+        """Records files of `base` that are not mounted in the container, or are mounted under another name than the
+        file says."""
         here = self.inside(file.path)
         for base in file.bases:
             path = Path(normpath(self.folder / file.path.parent / base))

@@ -26,7 +26,7 @@ FP8_WGRAD_ROWS: Final = 2048
 gradients in fp32 takes as long as computing them in FP8 at about 900 rows."""
 FP8_WGRAD_WIDTH: Final = 1280
 """Minimum of hidden size x FFN width / (hidden size + FFN width) from which FP8 weight gradients of experts are faster:
-the product saves time in proportion to hidden size x FFN width, and the casts take time in proportion to their sum.
+the GEMM saves time in proportion to hidden size x FFN width, and the casts take time in proportion to their sum.
 Estimated from the rates of single kernels on an H200, not from whole steps."""
 
 
@@ -292,7 +292,7 @@ def eval_iters(flags: Flags, train_iters: int) -> int:
 
 
 def save_folder(flags: Flags) -> Path | None:
-    """Checkpoint folder: `--save`, else `checkpoints` in the run folder. None if the run saves no checkpoints."""
+    """Checkpoint folder: `--save`, otherwise `checkpoints` in the run folder. None if the run saves no checkpoints."""
     if flags.save or not flags.run_dir:
         return Path(flags.save) if flags.save else None
     saves = flags.save_interval or flags.save_hf_interval or flags.moe_use_upcycling or flags.ckpt_step is not None

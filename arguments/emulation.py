@@ -25,7 +25,7 @@ class Emulation:
 def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
     """Parses the emulation flags. Returns None if `--fake-init-process-group` is not given, or `--dry-run` is given.
 
-    The world size is taken from the flags, else from the launcher, else from the recipe, else it is 1.
+    The world size is taken from the flags, otherwise from the launcher, otherwise from the recipe, otherwise it is 1.
 
     Raises FlagErrors.
     """

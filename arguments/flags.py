@@ -60,7 +60,8 @@ class StartFlags:
     gpus_per_node: int | None = new_flag(None, least=1)
     """Ranks per node. Default: the number of GPUs per node for the `--gpu` type, but at most the number of ranks."""
     gpu: GpuKind | None = new_flag(None)
-    """GPU type of a dry run or an emulation. Default: `gpu` of section `about` in the recipe or file, else h100."""
+    """GPU type of a dry run or an emulation. Default: `gpu` of section `about` in the recipe or file, otherwise
+    h100."""
     gpu_memory: float | None = new_flag(None, least=0.1)
     """Memory in GiB of the GPU of a dry run or an emulation, instead of that of the `--gpu` type."""
     gpu_tflops: float | None = new_flag(None, least=0.1)
@@ -85,7 +86,8 @@ class StartFlags:
     """With `--fake-init-process-group`: number of the rank to emulate, `own` for the rank set by the launcher (or 0),
     or `all` for the first rank of every pipeline stage."""
     emulate_imbalance: float = new_flag(1.0, least=0)
-    """With `--fake-init-process-group`: load of the rank's experts as a multiple of their load with even routing."""
+    """With `--fake-init-process-group`: load of the rank's experts as a multiple of their load with balanced
+    routing."""
     emulate_json: FilePath | None = new_flag(None)
     """With `--fake-init-process-group`: JSON file to which the results are written."""
     emulate_plot: FilePath | None = new_flag(None)

@@ -16,7 +16,8 @@ class Recognised:
     reason: str
     """Verb phrase for messages, with the flag as its subject."""
     refused: bool
-    """True: the flag is rejected because ignoring it would change results. False: it is accepted with a warning."""
+    """If True, the flag is rejected because ignoring it would change results; if False, it is accepted with a
+    warning."""
 
 
 @cache

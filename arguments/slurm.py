@@ -47,7 +47,7 @@ class Job:
     mounts: tuple[Mount, ...] = ()
     """Mounts in addition to `root`, `folder` and `run_dir`, which are always mounted."""
     setup: str = ""
-    """Shell commands before everything else, such as `module load` and `conda activate`."""
+    """Shell commands at the beginning of the script, such as `module load` and `conda activate`."""
 
     @property
     def all_mounts(self) -> tuple[Mount, ...]:

@@ -418,7 +418,8 @@ def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
 def build_train_loader(
     plan: RunPlan, context: ParallelContext, datasets: Datasets, packer: RowPacker | None = None
 ) -> TrainLoader | None:
-    """Loader of the training data; None with `--skip-train`. `packer`: None for that of the plan."""
+    """Loader of the training data; None with `--skip-train`. `packer`: packer of documents; None selects the plan's
+    packer."""
     if datasets.train is None:
         return None
     return train_loader(datasets, plan.data, plan.batch, context, packer or build_packer(plan))

@@ -68,7 +68,7 @@ def slow_tests(paths: Sequence[str], sample: int | None) -> list[Line]:
     chosen = names if sample is None else random.Random(0).sample(names, min(sample, len(names)))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "slow.xml"
-        # by name: a sample of CI drawn from these cases alone would not be the one drawn from all
+        # cases are selected by name, because a sample drawn from these cases alone would differ from CI's sample of all
         command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "--durations=10"]
         subprocess.run([*command, f"--junitxml={result}", *chosen], cwd=ROOT, env=_environment())
         ran = list(xml.parse(result).getroot().iter("testcase")) if result.exists() else []

@@ -33,7 +33,8 @@ class LossComparison:
         return [abs(b - a) / abs(a) if a else abs(b) for a, b in zip(self.first, self.second, strict=True)]
 
     def first_difference(self, rtol: float) -> int | None:
-        """First iteration that differs by more than `rtol`, else None. NaN differs from every value, even from NaN."""
+        """First iteration that differs by more than `rtol`, otherwise None. NaN differs from every value, even from
+        NaN."""
         pairs = zip(self.iterations, self.relative(), strict=True)
         return next((iteration for iteration, difference in pairs if not difference <= rtol), None)
 

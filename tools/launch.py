@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--slurm", **several, metavar="X=Y", help="sbatch options; no-mem omits mem")
     parser.add_argument("--container", help="image for pyxis")
-    parser.add_argument("--mounts", **several, metavar="HOST[:INSIDE]", help="folders that the container sees")
+    parser.add_argument("--mounts", **several, metavar="HOST[:INSIDE]", help="folders mounted in the container")
     parser.add_argument("--setup", type=Path, metavar="FILE", help="shell commands before the run (modules, conda)")
     parser.add_argument("--grace", type=positive, default=300, help="seconds from SIGTERM to the end of the job (300)")
     parser.add_argument("--python", help="interpreter of the ranks (default: this one; python in a container)")
@@ -79,7 +79,7 @@ def plan_of(
 
 
 def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
-    """Returns (number of nodes, ranks per node), from the options or else from the recipe or config file.
+    """Returns (number of nodes, ranks per node), from the options, otherwise from the recipe or config file.
 
     The default is one node for SLURM and one rank for torchrun. Raises FlagErrors if the ranks do not fill all nodes.
     """

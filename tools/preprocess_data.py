@@ -82,7 +82,7 @@ def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chu
 
 
 class Progress:
-    """Displays progress in documents and bytes: as a bar on a terminal, else as lines."""
+    """Displays progress in documents and bytes: as a bar on a terminal, otherwise as lines."""
 
     def __init__(self, log_interval: int, file_bytes: int) -> None:
         self.documents = self.tokens = self.empty = self.num_bytes = self.bad = 0

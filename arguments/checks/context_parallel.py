@@ -19,7 +19,7 @@ def cp_divides_sequence(flags: RuleFlags) -> Violations:
 
 
 def chunks_are_longer_than_convolutions(flags: RuleFlags) -> Violations:
-    """With --linear-cp-mode chunkwise, the convolution of a chunk sees tokens of only one chunk before it."""
+    """With --linear-cp-mode chunkwise, the convolution of a chunk reads tokens of only one chunk before it."""
     chunk, cp = flags.seq_length // (2 * flags.context_parallel_size), flags.context_parallel_size
     if flags.linear_cp_mode == "chunkwise" and cp > 1 and chunk < flags.linear_conv_kernel_dim - 1:
         yield (

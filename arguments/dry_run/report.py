@@ -195,7 +195,7 @@ def _experts(experts: dict[str, Any] | None) -> Iterator[str]:
     if experts is None:
         return
     ranks, domains, rows = experts["ranks_per_token"], experts["nvlink_domains_per_token"], experts["rows_per_rank"]
-    yield f"expert traffic of one layer and microbatch, {experts['transport']} transport, random even routing"
+    yield f"expert traffic of one layer and microbatch, {experts['transport']} transport, random balanced routing"
     yield (
         f"  a token has experts on {ranks['mean']:.2f} ± {ranks['std']:.2f} ranks in {domains['mean']:.2f} ± "
         f"{domains['std']:.2f} NVLink domains"

@@ -41,7 +41,7 @@ class DryRunRequest:
 
 def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunRequest | None:
     """Parses the dry-run flags; returns None if `--dry-run` is not given. The world size is taken from the flags, else
-    from the launcher, else from the recipe, else it is 1.
+    from the launcher, otherwise from the recipe, otherwise it is 1.
 
     Raises FlagErrors."""
     fmt = start.setting("dry_run").value

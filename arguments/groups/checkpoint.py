@@ -33,7 +33,7 @@ class CheckpointFlags:
     also exports when it ends. Default: no exports."""
     save_hf_config: FilePath | None = new_flag(None)
     """Folder whose config.json and tokenizer files are copied into exports. Default: the hf: folder given by `--load`
-    or `--pretrained-checkpoint`, or else files generated for the model and its tokenizer."""
+    or `--pretrained-checkpoint`, otherwise files generated for the model and its tokenizer."""
     keep_last_checkpoints: int | None = new_flag(None, least=1)
     """Number of newest checkpoints to keep. Default: 1 with `--save-retain-interval`, otherwise all."""
     load: FilePath | None = flag(None, essential=True)

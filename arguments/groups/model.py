@@ -140,7 +140,7 @@ class ModelFlags:
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""
 
     residual_connection: Annotated[str, RESIDUALS] = new_flag("auto")
-    """Residual connection of all layers. auto: hyper_connections with `--enable-hyper-connections`, else added.
+    """Residual connection of all layers. auto: hyper_connections with `--enable-hyper-connections`, otherwise added.
     Imported files may add connections (see `--import`)."""
     enable_hyper_connections: bool = flag(False, names=("--enable-mhc-connections",))
     """Use several residual streams with learned connections (hyper-connections)."""

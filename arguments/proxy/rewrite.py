@@ -24,7 +24,7 @@ _LINEAR = (
 )
 """Flags with the numbers and the dims of key and value heads of Mamba and of linear attention."""
 _TOKENS = 8
-"""Tokens and entries that a query of sparse or compressed attention sees, and tokens of a group."""
+"""Tokens and entries to which a query of sparse or compressed attention attends, and tokens of a group."""
 _HIDDEN, _DENSE, _EXPERT, _HEAD, _LATENT, _VOCABULARY = 64, 128, 64, 16, 32, 512
 _MAX_TOPK, _NUM_EXPERTS, _MAX_GROUPS = 4, 8, 4
 _SEQUENCE, _WINDOW = 64, 16

@@ -215,7 +215,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--folder", type=Path, help="folder for the checkpoints during the run (default: that of temporary files)"
     )
-    parser.add_argument("--output-dir", type=Path, help="gets <date>-<machine>-checkpoint.md")
+    parser.add_argument("--output-dir", type=Path, help="folder for <date>-<machine>-checkpoint.md")
     options = parser.parse_args(argv)
     num_bytes = int(options.gigabytes * 1e9)
     parts = []

@@ -22,7 +22,7 @@ class KernelCase:
     gigabytes: float = 0.0
     """Minimum memory traffic of forward and backward, each tensor read or written once per direction."""
     teraflop: float = 0.0
-    """Floating-point operations of the matrix products, in units of 1e12."""
+    """Floating-point operations of the GEMMs, in units of 1e12."""
     alongside: tuple[str, ...] = ()
     """Other ops that the backend also provides in this row."""
     compiled: str | None = "reference"

@@ -111,8 +111,8 @@ def positions(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         "latent_key_value",
         lambda k, kv, shared: k.latent_key_value(kv, shared, width),
         (kv, shared),
-        # forward copies own and shared parts to keys; backward maps gradients of keys and values to those of own parts,
-        # shared part and valuess
+        # forward copies own and shared parts to keys; backward maps gradients of keys and values to the gradients of
+        # own parts, shared part and values
         draw.moved((own + shared.numel() + keys) + (keys + own) + (2 * own + shared.numel())),
     )
 

@@ -66,8 +66,8 @@ def _chosen(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Cases of a context-parallel ring step: the rank's own part, and a part that every query sees completely. Earlier
-    results are read and written in fp32, and so are the gradients to which a block adds."""
+    """Cases of a context-parallel ring step: the rank's own part, and a part to which every query attends completely.
+    Earlier results are read and written in fp32, and so are the gradients to which a block adds."""
     batch, heads, width, device = args.tokens // args.seq, args.heads, args.head_dim, draw.device
     q, grad, out = (draw.fixed(args.seq, batch, heads, width) for _ in range(3))
     key, value = (draw.fixed(args.seq, batch, args.groups, width) for _ in range(2))
@@ -108,7 +108,7 @@ def _linear(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     decay, beta = (-draw(args.seq, batch, heads).detach().float().abs() for _ in range(2))
     # forward reads three tensors and writes one; backward reads these four and a gradient, and writes three gradients
     gigabytes = draw.moved(12 * q.numel())
-    # products within a chunk and with the state, in forward and twice as many in backward
+    # matmuls within a chunk and with the state in forward, and twice as many in backward
     flop = 3 * 2 * 4 * args.tokens * heads * width * max(width, CHUNK)
     for name, strength in (("decay", None), ("delta rule", beta.neg().sigmoid())):
 

@@ -97,8 +97,8 @@ def stash(rows_RW: Tensor, draw: Draw) -> Pages:
 
 
 def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Cases of the experts' first matrix. Plain torch multiplies expert by expert. torch.compile gets torch's grouped
-    GEMM if that supports the dtype (bf16), because a loop over 128 experts would become 128 kernels."""
+    """Cases of the experts' first matrix. Plain torch multiplies expert by expert. torch.compile receives torch's
+    grouped GEMM if that supports the dtype (bf16), because a loop over 128 experts would become 128 kernels."""
     source = "torch_native" if draw.dtype is torch.bfloat16 else reference.NAME
     rows, hidden, wide = args.tokens * args.topk, args.hidden, 2 * args.ffn
     stack = draw.fixed(args.experts, wide, hidden)

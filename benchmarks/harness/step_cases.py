@@ -164,7 +164,7 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
 
 
 def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipelines: str) -> tuple[StepCase, ...]:
-    """A whole model on four GPUs: transports, FP8, overlap, graphs, uneven loads and the layouts of four ranks.
+    """A whole model on four GPUs: transports, FP8, overlap, graphs, unbalanced loads and the layouts of four ranks.
 
     `pipelines`: layout flags of PP2, of PP2 with VPP2, and of PP4.
     """
@@ -194,7 +194,7 @@ def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipeline
 
 
 def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
-    """Cases of one model with experts over two GPUs: balanced, whole layers as graphs, and uneven loads."""
+    """Cases of one model with experts over two GPUs: balanced, whole layers as graphs, and unbalanced loads."""
 
     def case(suffix: str, title: str, flags: str = "", **fields: Any) -> StepCase:
         flags = f"{EP2[name]} {FLEX} {flags}".strip()

@@ -149,7 +149,7 @@ class Meter:
 
     def compiled(self, case: KernelCase, source: str) -> float | str:
         """Time of the compiled torch code of one backend; empty if the backend does not support the case."""
-        # torch.compile stops compiling a function after several recompilations, and all cases look alike to it
+        # torch.compile stops compiling a function after several recompilations, and it treats all cases as one function
         torch.compiler.reset()
         kernels = dict(bundles(case, source, self.device, self.dtype)).get(source)
         if kernels is None:

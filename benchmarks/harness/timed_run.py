@@ -145,7 +145,7 @@ class TimedRun:
             kernels, stand_in = build.build_kernels(plan, self.context), None
             if self.context.is_fake:
                 load = assumed_load(self.context)
-                # made once, because a copy from the host would wait for the device
+                # ids are created once, because a copy from the host would wait for the device
                 kernels = with_assumed_choices(kernels, load, cache(assumed_ids))
                 stand_in = partial(transport_without_peers, load)
             model = build.build_model(plan, self.context, kernels, initial=not quick, stand_in_transport=stand_in)

@@ -1,8 +1,9 @@
 """Selects the checkpoint of a run, verifies it, and loads it into any parallel layout.
 
-The source is `--ckpt-step`, else the run's own `--save` folder, else `--load`, else `--pretrained-checkpoint`. Within a
-folder, the newest checkpoint that verifies on all ranks is loaded. Every byte that is read is verified. If no
-checkpoint verifies, the run ends, as a silent restart from iteration 0 would be far more expensive.
+The source is the first that is given or exists of `--ckpt-step`, the run's own `--save` folder, `--load` and
+`--pretrained-checkpoint`. Within a folder, the newest checkpoint that verifies on all ranks is loaded. Every byte that
+is read is verified. If no checkpoint verifies, the run ends, as a silent restart from iteration 0 would be far more
+expensive.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

@@ -177,7 +177,7 @@ def split_digests(joined: bytes) -> list[bytes]:
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """Key of a tensor in a checkpoint. `kind`: "model" for weights and buffers, else e.g. "exp_avg"."""
+    """Key of a tensor in a checkpoint. `kind`: "model" for weights and buffers, otherwise e.g. "exp_avg"."""
     return f"{kind}.{name}"
 
 
@@ -354,7 +354,7 @@ def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, T
     """Fills the boxes of `target` from the overlapping pieces of a saved tensor. Values are cast to the boxes' dtype.
 
     `read(piece, out)` returns the values of a piece. `out` is the destination tensor if the piece can be read into it
-    directly, else None.
+    directly, otherwise None.
     """
     for piece in entry.pieces:
         common = [(box, found) for box in target.boxes if (found := _intersection(box, piece))]

@@ -6,7 +6,7 @@ a new component is one config and one module, registered by name (`config/regist
 
 Sizes that methods return are those of one rank. Letters in shapes, as in docs/shapes.md:
 
-  T tokens of the residual stream: S / (cp * tp) * B with sequence parallelism, else S / cp * B
+  T tokens of the residual stream: S / (cp * tp) * B with sequence parallelism, otherwise S / cp * B
   U tokens inside attention and MLP: S / cp * B
   R rows of the local experts     N, G local heads and query groups     D, E q and v head dims
   H hidden size                   F local ffn channels
@@ -115,7 +115,7 @@ class Component:
         """Values of the flags from which the registered function makes this config: {"kv_channels": 128}.
 
         A flag that selects or counts layers (`--window-attn-skip-freq`, `--moe-n-hash-layers`) has the value True if it
-        applies to this layer, else False.
+        applies to this layer, otherwise False.
         The hidden size and training options, such as the load-balancing loss, are left out.
         """
         return {}
@@ -151,7 +151,7 @@ class Component:
         return 0.0
 
     def flops(self, seq_length: int) -> FlopCount:
-        """Training FLOPs of one sequence in addition to the products with the parameters of role "matrix"."""
+        """Training FLOPs of one sequence in addition to the GEMMs with the parameters of role "matrix"."""
         return FlopCount()
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:

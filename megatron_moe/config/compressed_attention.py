@@ -24,13 +24,13 @@ from megatron_moe.config.precision import LowPrecisionConfig
 OVERLAPPING_RATIO = 4
 """Compression ratio whose entries also summarise the group before, and among which an indexer chooses."""
 NORM_BLOCK_BYTES = 1 << 26
-"""Most bytes of the queries that the backward of their norm converts at once; at least those of one position."""
+"""Maximum number of bytes of queries that the backward of their norm converts at once; one position is the minimum."""
 _NORM_COPIES = 3
 """Values per query and channel in a block of that backward: query, gradient, product."""
 _TARGET_COPIES = 2
 """Values per query, entry and head of attention in a block of the indexer's loss: logits and their exponentials."""
 _SCORE_COPIES = 4
-"""Values per query, entry and head of the indexer in that block: products, results of ReLU, and their gradients."""
+"""Values per query, entry and head of the indexer in that block: dot products, results of ReLU, and their gradients."""
 _INDEX_BYTES = 4
 """Bytes of the number of a row that a query attends to."""
 
@@ -149,7 +149,7 @@ class CompressedAttentionConfig(MixerConfig):
         return 2 * width if self.overlaps else width
 
     def num_chosen(self, seq_length: int) -> int:
-        """Largest number of entries that a query sees."""
+        """Largest number of entries to which a query attends."""
         if not self.ratio:
             return 0
         entries = seq_length // self.ratio
@@ -199,7 +199,8 @@ class CompressedAttentionConfig(MixerConfig):
         doubled_pairs = 2 * window * seq_length - window * window
         of_indexer = 0
         if self.ratio:
-            # query t sees (t + 1) // ratio entries, but at most the chosen number: areas of a triangle and a rectangle
+            # query t attends to (t + 1) // ratio entries, but at most the chosen number: areas of a triangle and a
+            # rectangle
             chosen = self.num_chosen(seq_length)
             doubled_pairs += chosen * (2 * seq_length - chosen * self.ratio)
         if self.indexer is not None:

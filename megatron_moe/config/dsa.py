@@ -20,7 +20,7 @@ from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.parallel import ParallelConfig
 
 BLOCK_BYTES = 1 << 28
-"""Largest number of bytes of the scores that are computed at once; at least those of one query."""
+"""Largest number of bytes of the scores that are computed at once; the scores of one query are the minimum."""
 ID_BYTES = 4
 """Bytes of the id of a chosen key."""
 _CHOICE_COPIES = 7
@@ -28,7 +28,7 @@ _CHOICE_COPIES = 7
 _LOGIT_COPIES = 2
 """Values per query, key and head of attention in a block of the indexer's loss: logits, probabilities."""
 _INDEXER_COPIES = 2.25
-"""Values per query, key and head of the indexer in a block: products, their gradients, a mask of one byte."""
+"""Values per query, key and head of the indexer in a block: dot products, their gradients, a mask of one byte."""
 
 
 def has_hadamard_matrix(size: int) -> bool:
@@ -44,21 +44,21 @@ class IndexerConfig:
     """Number of heads of q (`--dsa-indexer-n-heads`); all share one key."""
     head_dim: int
     topk: int
-    """Number of keys that attention sees per query (`--dsa-indexer-topk`)."""
+    """Number of keys to which each query attends (`--dsa-indexer-topk`)."""
     rope: RopeConfig
     """Rotary embedding of the first `rope.dim` channels."""
     norm: NormConfig
     """LayerNorm of the key."""
     relu: bool = True
-    """False: the scores are linear in q . k (`--no-dsa-indexer-scoring-relu`)."""
+    """Applies ReLU to q . k; if False, the scores are linear in q . k (`--no-dsa-indexer-scoring-relu`)."""
     rotate_activation: bool = True
-    """Multiplies q and k by an orthogonal Hadamard matrix, which keeps their products
+    """Multiplies q and k by an orthogonal Hadamard matrix, which keeps their dot products
     (`--no-dsa-indexer-rotate-activation` switches it off)."""
     indexer_loss_coeff: float = 0.0
     """Weight of the divergence of the scores from attention; 0: the indexer is not trained."""
     sparse_indexer_loss: bool = False
-    """Compares both distributions over the chosen keys only (`--dsa-indexer-use-sparse-loss`), else over all keys that
-    the mask allows."""
+    """Compares both distributions over the chosen keys only (`--dsa-indexer-use-sparse-loss`), otherwise over all keys
+    that the mask allows."""
 
     @property
     def projection_flops(self) -> int:

@@ -11,7 +11,7 @@ class EmulationConfig:
     ranks: tuple[int, ...] = ()
     """Global ranks to emulate, one after the other. Empty: one rank of every pipeline stage."""
     emulate_imbalance: float = 1.0
-    """Number of tokens routed to the emulated rank's experts, as a multiple of the number at an even load."""
+    """Number of tokens routed to the emulated rank's experts, as a multiple of the number at a balanced load."""
     gpu: str = "h100"
     """GPU model to emulate, a key of `cost_model.hardware.GPUS`."""
     gpu_memory: float | None = None

@@ -27,7 +27,8 @@ class FSDPConfig:
     """Sharding of gradients and weights over data-parallel ranks, in units such as the experts of a layer."""
 
     shards_weights: bool = True
-    """True: ZeRO-3, the weights of a layer are gathered before use. False: ZeRO-2, only gradients are sharded."""
+    """Selects ZeRO-3, where the weights of a layer are gathered before use; if False, ZeRO-2, where only gradients are
+    sharded."""
     fsdp_double_buffer: bool = False
     """Gathers weights into two buffers at fixed addresses (`--fsdp-double-buffer`) instead of newly allocated
     memory."""

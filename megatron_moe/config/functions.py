@@ -56,7 +56,8 @@ class Balancing(FunctionEntry):
     metric: str = ""
     """Name of the loss in the log."""
     per_sequence: bool = False
-    """Whether the loss gets sums of each sequence (G = B sets of tokens) instead of the whole microbatch (G = 1)."""
+    """Whether the loss receives sums of each sequence (G = B sets of tokens) instead of the whole microbatch (G =
+    1)."""
     is_partial: bool = False
     """Whether each tensor- or context-parallel rank computes its part, and the sum over these ranks is the loss."""
     counts_batch: bool = False

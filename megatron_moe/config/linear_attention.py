@@ -14,7 +14,7 @@ from megatron_moe.config.precision import LowPrecisionConfig
 
 CPMode = Literal["headwise", "chunkwise"]
 CHUNK = 64
-"""Tokens of a chunk, within which the kernels of linear attention compute matrix products."""
+"""Tokens of a chunk, within which the kernels of linear attention compute matmuls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class LinearAttentionConfig(MixerConfig):
     value_head_dim: int
     """Width of a head of v (`--linear-value-head-dim`, `--mamba-head-dim`)."""
     conv_width: int
-    """Tokens that the short convolution sees (`--linear-conv-kernel-dim`)."""
+    """Width of the short convolution in tokens (`--linear-conv-kernel-dim`)."""
     norm: NormConfig
     """Norm of the gated output, without a bias. Its weight is never stored zero-centred."""
     cp_mode: CPMode = "headwise"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 _MEMORY_BOUND = 300
-"""Smaller dim at which the products of an update take as long as its memory-bound operations. Five Newton-Schulz
+"""Smaller dim at which the matmuls of an update take as long as its memory-bound operations. Five Newton-Schulz
 iterations take about 25 multiply-adds per element and unit of the dim; the other operations move about 60 bytes per
 element (H100: 500 TFLOP/s and 4 TB/s)."""
 

@@ -42,7 +42,7 @@ class MuonConfig:
         "quintic"
     )
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = "medium"
-    """Precision of the matrix products in an iteration: bf16 operands (low, medium) or fp32 operands (high)."""
+    """Precision of the matmuls in an iteration: bf16 operands (low, medium) or fp32 operands (high)."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
     """Orthogonalisation of matrices that are sharded by tensor parallelism. blockwise: every rank orthogonalises its
     shard separately. duplicated: every rank orthogonalises the gathered matrix. distributed: the ranks sum the products

@@ -34,7 +34,7 @@ class ParamMeta:
     splits: tuple[int, ...] = ()
     """Global sizes of matrices that are concatenated along `tp_dim`. If they add up to the size of `tp_dim`, each
     matrix is sharded separately (gate and up). If they add up to less, this sequence of matrices repeats along `tp_dim`
-    (q, k, v of each query group), and each rank gets whole repetitions."""
+    (q, k, v of each query group), and each rank holds whole repetitions."""
     even_shards: bool = False
     """True if each rank has an equal range of `tp_dim`, whatever `splits` are: ranks that share a query group."""
     mixed_rows: bool = False

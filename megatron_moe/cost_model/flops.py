@@ -55,7 +55,7 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
 
 
 def product_flops(parameters: Iterable[ParamSpec], num_tokens: int, *, forward_only: bool = False) -> FlopCount:
-    """FLOPs of the products of tokens with matrices, in forward and backward or in forward only."""
+    """FLOPs of the GEMMs of tokens with weight matrices, in forward and backward or in forward only."""
     found: Counter[str] = Counter()
     for spec in parameters:
         if spec.meta.role == "matrix":

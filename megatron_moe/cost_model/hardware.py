@@ -152,7 +152,7 @@ VR200 NVL72 (preliminary). NVLink rates are half of the published bidirectional 
 (Blackwell) and 3600 GB/s (Rubin). `memory_gib` is the memory that drivers report; the published values, in the
 same order, are 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB. VR200 is assumed to report as much as GB300.
 
-Memory, bandwidth and rates of products that sum in fp32 (`flops.py`) of the cards for workstations, from NVIDIA:
+Memory, bandwidth and rates of GEMMs that accumulate in fp32 (`flops.py`) of the cards for workstations, from NVIDIA:
 - RTX 3090, RTX A6000: NVIDIA Ampere GA102 GPU Architecture V2.1, appendices A and C,
   https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf
 - RTX 4090: NVIDIA Ada GPU Architecture, appendix A,

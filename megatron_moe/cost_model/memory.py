@@ -325,7 +325,7 @@ class RankMemory:
         return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
-        """Numbers of parameters of a pipeline rank: (all, those of FP8 or FP4 GEMMs)."""
+        """Numbers of parameters of a pipeline rank: (all parameters, parameters of FP8 or FP4 GEMMs)."""
         if rank not in self._held:
             plan = self.plan
             whole = held_by_rank(plan.model, plan.layout, rank, plan.parallel)
@@ -502,7 +502,7 @@ class RankMemory:
 
 
 def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
-    """Whether full recompute covers the layer at index `place` of its stage."""
+    """Whether full recompute covers the layer with index `place` in its stage."""
     if recompute.recompute_granularity != "full":
         return False
     return recompute.recompute_method == "uniform" or place < recompute.recompute_num_layers

@@ -40,7 +40,8 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def load_or_build(folder: Path | None, kind: str, inputs: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """Returns the arrays for `inputs`: memory-maps a complete entry in `folder`, else builds and stores the arrays.
+    """Returns the arrays for `inputs`: memory-maps a complete entry in `folder`, otherwise builds and stores the
+    arrays.
 
     Without `folder`, builds the arrays without a cache. Raises `DataProblem` if the folder cannot be written.
     """

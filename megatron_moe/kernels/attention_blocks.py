@@ -22,18 +22,18 @@ class MaskBlock:
     rows: slice
     keys: slice
     left: int | None = None
-    """Query row i sees no key before key i - left; None means no limit on the left. `left` may be negative."""
+    """Query row i attends to no key before key i - left; None means no limit on the left. `left` may be negative."""
     right: int | None = None
-    """Query row i sees no key after key i + right; None means no limit on the right. `right` may be negative."""
+    """Query row i attends to no key after key i + right; None means no limit on the right. `right` may be negative."""
 
     @property
     def sees_all(self) -> bool:
-        """Whether the rectangle is unmasked: every row sees every key."""
+        """Whether the rectangle is unmasked: every row attends to every key."""
         return self.left is None and self.right is None
 
     @property
     def causal_square(self) -> bool:
-        """Whether the rectangle is square with a plain causal mask: row i sees the keys up to i."""
+        """Whether the rectangle is square with a plain causal mask: row i attends to the keys up to i."""
         return self.left is None and self.right == 0 and _length(self.rows) == _length(self.keys)
 
 
@@ -62,7 +62,7 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tupl
 
 
 def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
-    """Number of positions that a query sees to its left and to its right; None means no limit."""
+    """Number of positions to the left and to the right to which a query attends; None means no limit."""
     left, right = (None if side < 0 else side for side in config.window or (-1, -1))
     return left, 0 if config.causal else right
 

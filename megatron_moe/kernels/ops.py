@@ -141,11 +141,12 @@ class QueryKeyTransform(NamedTuple):
 
     eps: float
     zero_centered: bool
-    """True: the norm multiplies by 1 + weight; False: by weight."""
+    """Multiplies by 1 + weight if True, by weight if False."""
     cos_SBD: Tensor
     sin_SBD: Tensor
     interleaved: bool
-    """True: RoPE rotates the pairs of dims (0, 1), (2, 3) …; False: (i, i + D' / 2), for D' rotated dims."""
+    """RoPE rotates the pairs of dims (0, 1), (2, 3) … if True, the pairs (i, i + D' / 2) of D' rotated dims if
+    False."""
     heads_per_group: int
     """Query heads per query group."""
 

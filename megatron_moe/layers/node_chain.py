@@ -179,7 +179,7 @@ def _mark(span: Span, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor
 
 
 def _differentiable(state: Any) -> dict[int, Tensor]:
-    """Maps `id(tensor)` to each tensor of a state that gets a gradient."""
+    """Maps `id(tensor)` to each tensor of a state that receives a gradient."""
     found: dict[int, Tensor] = {}
 
     def find(tensor: Tensor) -> Tensor:

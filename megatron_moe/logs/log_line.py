@@ -24,7 +24,7 @@ class StepResult:
     extra: Mapping[str, float] = field(default_factory=dict)
     """Values that only some runs measure: "num_zeros" (number of gradient elements equal to 0) and "params_norm" (both
     only when the log needs them), "overflow" (expert rows beyond their bound, relative to it), "stash_overflow" (1 if
-    a rank found too few free pages for expert rows, else 0), and "loss_scale" (fp16).
+    a rank found too few free pages for expert rows, otherwise 0), and "loss_scale" (fp16).
     """
     apply_update: bool
     """True if the update was applied."""

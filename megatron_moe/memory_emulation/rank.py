@@ -127,7 +127,7 @@ class _Spans(Timers):
 
     @contextmanager
     def span(self, name: str, level: int) -> Iterator[None]:
-        """Sets the tracker's phase in the body: "forward" in the span "forward-backward", else "update"."""
+        """Sets the tracker's phase in the body: "forward" in the span "forward-backward", otherwise "update"."""
         phase: Phase = "forward" if name == "forward-backward" else "update"
         with self._tracker.during(phase):
             yield
@@ -194,7 +194,7 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
 
 
 def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad:
-    """Expert load assumed for all ranks: this rank's experts get `imbalance` times an even share of the rows."""
+    """Expert load assumed for all ranks: this rank's experts receive `imbalance` times an even share of the rows."""
     ep = context.group("ep")
     return RoutedLoad(ep.size, ep.rank, imbalance)
 

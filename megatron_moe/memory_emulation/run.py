@@ -111,7 +111,9 @@ def _head(values: ReportValues) -> Iterator[str]:
     kind = device["kind"].upper()
     how = "a real step on this GPU without peers" if device["real"] else f"tensors without data, kernels of {kind}"
     load = (
-        "even routing" if values["imbalance"] == 1 else f"its experts get {values['imbalance']:g} times an even share"
+        "balanced routing"
+        if values["imbalance"] == 1
+        else f"its experts get {values['imbalance']:g} times an even share"
     )
     yield f"Emulation of {world:,} rank{'s' * (world != 1)}: {how}; {load}"
     yield f"  pipeline layout {values['layout']}; peak memory of a step in GiB"

@@ -69,7 +69,7 @@ class SoftmaxAttention(Mixer):
 
     def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
         """Yields (parameter, factor of each row of this rank's shard) that multiply the logits of head n by eta_N[n],
-        or by less if another head shares its keys. q gets eta^alpha and k gets eta^(1 - alpha)."""
+        or by less if another head shares its keys. q is multiplied by eta^alpha and k by eta^(1 - alpha)."""
         raise NotImplementedError
 
     def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:

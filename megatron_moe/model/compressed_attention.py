@@ -2,7 +2,7 @@
 
 1. q from a low-rank latent, with a norm per head; one key head, which is also the value
 2. entries, which summarise groups of tokens (`model/token_groups.py`)
-3. the indexer, which has smaller entries as keys, chooses the entries that a query sees
+3. the indexer, which has smaller entries as keys, selects the entries to which a query attends
 4. rotary positions on the last channels of q, keys and entries; an entry has the position of its first token
 5. softmax attention to the last tokens and to entries, with a learned sink per head
 6. the opposite rotation of the output, so that it depends on relative positions only
@@ -91,7 +91,7 @@ class Compressor(nn.Module):
 
 
 class EntryIndexer(nn.Module):
-    """Chooses the entries that each query sees."""
+    """Selects the entries to which each query attends."""
 
     def __init__(self, config: CompressedAttentionConfig, resources: ModelResources) -> None:
         super().__init__()

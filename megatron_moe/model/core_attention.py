@@ -181,7 +181,7 @@ class _CoreAttention:
 
 
 def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
-    """Repeats keys or values of each query group if groups are fewer than ranks, so that each rank gets a group."""
+    """Repeats keys or values of each query group if groups are fewer than ranks, so that each rank has a group."""
     num_groups = x_SBGD.shape[2]
     if num_groups % num_ranks == 0:
         return x_SBGD
@@ -304,7 +304,7 @@ class _BlockAttention(torch.autograd.Function):
 def _before_keys(
     q_SBND: Tensor, value_width: int, sinks_N: Tensor | None, config: CoreAttentionConfig
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Initial output and log-sum-exp [S, B, N] of the online softmax: those of the sinks, or None without sinks."""
+    """Initial output and log-sum-exp [S, B, N] of the online softmax, computed from the sinks; None without sinks."""
     if sinks_N is None and not config.off_by_one:
         return None, None
     wide, (seq, batch, heads) = internal_dtype(q_SBND.dtype), q_SBND.shape[:3]

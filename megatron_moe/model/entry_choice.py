@@ -1,4 +1,5 @@
-"""Choice of the entries that each query of compressed attention sees, and the loss of the indexer that chooses them.
+"""Selects the entries to which each query of compressed attention attends, and computes the loss of the indexer that
+selects them.
 
 The score of entry e for query t is I[t, e] = sum_h w[t, h] relu(q[t, h] . k[e]). The loss is KL(p || softmax(I)) over
 entries, averaged over queries. p is the sum over heads of the probabilities of attention, whose denominators include

@@ -85,7 +85,7 @@ class MLA(SoftmaxAttention):
 
     def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
         """See `SoftmaxAttention`. The rotated key part, which all heads share, is not scaled; the rotated part of q
-        gets the whole factor."""
+        is multiplied by the whole factor."""
         config, eta_N1 = self.config, eta_N[:, None]
         one = torch.ones_like(eta_N1)
 

@@ -1,8 +1,8 @@
 """Load-balancing losses, their gradient, and the update of expert biases once per global batch.
 
 All balancing losses are L = E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961 eq. 4): f_e is the fraction of all
-choices that select expert e, P_e the mean score of e. L is 1 for an even load and E / K if all tokens choose the same K
-experts. The losses differ in the tokens over which f and P are computed:
+choices that select expert e, P_e the mean score of e. L is 1 for a balanced load and E / K if all tokens choose the
+same K experts. The losses differ in the tokens over which f and P are computed:
 
   aux_loss          one microbatch
   seq_aux_loss      each sequence separately; L is the mean over the sequences
@@ -171,7 +171,7 @@ class BalancingLosses:
         num_sets, num_experts = counts_GE.shape
         dtype = self._scores_GE.dtype
         if self._tokens.valid_T is None:
-            # the host knows the number of tokens, which saves small kernels
+            # the number of tokens is available on the host, which saves small kernels
             num_tokens = max(self._tokens.num_whole // num_sets, 1)
             scale = num_experts / (num_tokens * num_sets)
             if choices is None:

@@ -146,7 +146,8 @@ class ExpertStack(QuantizedModule):
         out_RO = autograd.grouped_linear(*arguments, quantizer=self.quantizer, rows_q=rows_q)
         if self.bias is None:
             return out_RO
-        # on the other etp ranks the bias is 0 but gets the full gradient, so that the biases of all ranks stay equal
+        # on the other etp ranks the bias is 0 but receives the full gradient, so that the biases of all ranks stay
+        # equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
         out_RO = _AddBias.apply(out_RO, bias_eO, offsets_e, probs_R)  # type: ignore[no-untyped-call]
         return out_RO

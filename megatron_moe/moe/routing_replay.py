@@ -1,9 +1,9 @@
 """Recorded expert choices, and given ones that routers take instead of selecting.
 
-Reinforcement learning needs this: tokens must meet the same experts in the training pass as in the rollout or in the
-pass that computed their log probabilities. Choices are exchanged as int16 [B, S, L, K]: for every position of every
-sequence of a microbatch, the experts in each of L layers. They do not depend on the layout of the ranks. Choices belong
-to one microbatch's context, so recompute, pipelines and CUDA graphs see those of the right microbatch.
+Reinforcement learning needs this: tokens must be routed to the same experts in the training pass as in the rollout or
+in the pass that computed their log probabilities. Choices are exchanged as int16 [B, S, L, K]: for every position of
+every sequence of a microbatch, the experts in each of L layers. They do not depend on the layout of the ranks. Choices
+belong to one microbatch's context, so recompute, pipelines and CUDA graphs read the choices of the right microbatch.
 
     layers = routed_layers(model, num_layers)
     recorder = RoutingRecorder(layers, context)

@@ -3,8 +3,8 @@
 Every parameter is a view of a flat tensor, and so is its gradient, which is accumulated over microbatches in the
 accumulation dtype. GEMMs write or add their weight gradient directly to the buffer through
 `parameter.grad_accumulator`; gradients that autograd leaves in `.grad` are moved by `collect` after every backward. The
-first gradient of a step overwrites the buffer, and later gradients are added. A parameter that gets no gradient in a
-step has gradient zero.
+first gradient of a step overwrites the buffer, and later gradients are added. A parameter that receives no gradient in
+a step has gradient zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

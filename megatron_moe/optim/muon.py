@@ -86,7 +86,7 @@ class Muon:
         self._config = config.muon
         self._coefficients = coefficients_of(self._config.muon_coefficient_type, self._config.muon_num_ns_steps)
         self._dtype = None if self._config.muon_fp32_matmul_prec == "high" else torch.bfloat16
-        """Dtype of the operands of products; None means the dtype of the momentum, as in fp64 runs."""
+        """Dtype of the matmul operands; None means the dtype of the momentum, as in fp64 runs."""
         if precision.main_params_dtype == "fp64":
             self._dtype = None
 

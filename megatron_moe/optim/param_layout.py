@@ -178,7 +178,8 @@ class BufferLayout:
                 if start <= param.start + edge < end
             ]
             starts = [*(edge for edge, _ in found), end]
-            # the first owner also gets the padding before, the last one that after its matrices
+            # the first owner also receives the padding before its matrices, the last owner the padding after its
+            # matrices
             edges = [start, *(starts[first] for first in first_matrices([cost for _, cost in found], loads)[1:])]
         else:
             size, rest = divmod(end - start, num_owners)

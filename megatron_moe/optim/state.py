@@ -277,7 +277,7 @@ class OptimizerState:
 
     @property
     def kinds(self) -> dict[str, PackedState]:
-        """State that checkpoints contain, by kind: "master" for master weights, else the name of the moment."""
+        """State that checkpoints contain, by kind: "master" for master weights, otherwise the name of the moment."""
         moments = dict(self.kept.moments)
         return {"master": self.kept.master, **moments} if self.saves_master and self.kept.master else moments
 

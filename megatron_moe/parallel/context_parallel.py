@@ -19,8 +19,8 @@ Chunks = tuple[range, ...]
 def split_positions(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
     """Divides a sequence of `seq` positions among n = `num_ranks` ranks; returns the chunks of every rank.
 
-    zigzag: rank i gets chunks i and 2n - 1 - i of 2n equal chunks, which balances the work under a causal mask.
-    contiguous: rank i gets chunk i of n equal chunks.
+    zigzag: rank i holds chunks i and 2n - 1 - i of 2n equal chunks, which balances the work under a causal mask.
+    contiguous: rank i holds chunk i of n equal chunks.
     """
     if num_ranks == 1:
         return ((range(seq),),)
@@ -37,7 +37,7 @@ def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int, l
     """Smallest degree (ranks per sequence) of dynamic context parallelism, `least` times a power of two, that meets two
     conditions.
 
-    Each rank gets at most `limit` tokens of the longest document, which has `longest` tokens. The `num_sequences` of
+    Each rank holds at most `limit` tokens of the longest document, which has `longest` tokens. The `num_sequences` of
     the microbatch divide equally among the `num_ranks / degree` groups. Returns `num_ranks` if no degree meets both.
     """
     degree = least

@@ -17,8 +17,8 @@ class GradAccumulator(Protocol):
     """Accumulates the gradient of one parameter and decides when its weight-gradient GEMMs run.
 
     The optimizer's buffers set one as the `grad_accumulator` of every parameter, so that GEMMs write weight gradients
-    directly into the flat buffer. A parameter without one gets its gradient from autograd, so modules work without an
-    optimizer.
+    directly into the flat buffer. A parameter without one receives its gradient from autograd, so modules work without
+    an optimizer.
     """
 
     @property
@@ -42,7 +42,8 @@ class BatchedWeightGrad:
     An accumulator that does not merge gradients can call the object directly."""
 
     product: Callable[[Sequence[Any], Tensor, bool], None]
-    """`product(parts, out, accumulate)` writes the sum of all parts' gradients to `out`, or adds it if `accumulate`."""
+    """`product(parts, out, accumulate)` (a GEMM) writes the sum of all parts' gradients to `out`, or adds it if
+    `accumulate`."""
     parts: tuple[Any, ...]
     """Operands of the deferred weight-gradient GEMMs, one entry per microbatch; they must stay unmodified until
     `product` has run."""

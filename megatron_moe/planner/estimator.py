@@ -2,7 +2,7 @@
 
 Step time = (compute + exposed communication and offload in layers) / (1 - bubble) + pipeline + data_parallel +
 optimizer. Compute and layer communication are means over pipeline ranks. The bubble includes idle time due to unequal
-stages. Launch overhead, uneven routing, and interference of concurrent kernels are not modelled.
+stages. Launch overhead, unbalanced routing, and interference of concurrent kernels are not modelled.
 """
 
 from dataclasses import dataclass, replace

@@ -134,7 +134,7 @@ class RunStatus:
         return f"the last iteration was {iteration}; the same command continues from the checkpoint of {saved}"
 
     def update(self, *, state: State | None = None, **fields: Any) -> None:
-        """Updates the report; writes it when the state changes, else at most every 5 seconds. Has no effect
+        """Updates the report; writes it when the state changes, otherwise at most every 5 seconds. Has no effect
         after a failure."""
         if self.report.state == "failed":
             return

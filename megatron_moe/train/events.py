@@ -19,7 +19,8 @@ class RunEvents:
         self._observers = observers
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Announces a phase. `iteration`: for "step" the iteration about to run, else the last completed iteration."""
+        """Announces a phase. `iteration`: for "step" the iteration about to run, otherwise the last completed
+        iteration."""
         for observer in self._observers:
             observer(phase, iteration)
 

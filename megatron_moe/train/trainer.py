@@ -246,7 +246,8 @@ class Trainer:
         """Runs forward and backward, which fill the gradient buffers. Returns the mean loss and number of tokens of the
         global batch, and fp64 [2]: sum of this rank's token losses and number of its tokens.
 
-        `losses`: dict to fill with microbatch losses when a step is repeated without gradient reduction, else None.
+        `losses`: dict to fill with microbatch losses when a step is repeated without gradient reduction, otherwise
+        None.
         """
         self.model.train()
         if self.model.expert_comm is not None:

@@ -429,7 +429,7 @@ def _distribution(name: str, tensor: Tensor, transposed_experts: bool) -> tuple[
         return 0.0, 0.1
     if "embed_tokens" in name or name.endswith("sinks"):
         return 0.0, 1.0
-    # GPT-OSS keeps its expert matrices as [experts, inputs, outputs], everybody else inputs last.
+    # GPT-OSS keeps its expert matrices as [experts, inputs, outputs], all other models with the inputs last.
     inputs = 1 if transposed_experts and tensor.dim() == 3 else -1
     return 0.0, float(tensor.shape[inputs]) ** -0.5
 

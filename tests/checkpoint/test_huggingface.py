@@ -131,7 +131,7 @@ def test_twenty_problems_are_listed_and_the_rest_counted(tmp_path: Path):
     names = [name for name in tensors_in(tmp_path) if ".mlp.experts." in name]
     rewrite(tmp_path, {name: torch.zeros(3, 3) for name in names})
     lines = refusal(tmp_path, config).splitlines()
-    # gate and up of an expert make up one parameter, down another
+    # gate and up of an expert are one parameter, down is another
     assert lines[-1].strip() == f"and {len(names) * 2 // 3 - 20} more" and len(lines) == 1 + 20 + 1
 
 

@@ -46,7 +46,7 @@ def test_causal_flops_of_public_models_equal_megatrons_formula(row: ZooRow):
 
 @pytest.mark.parametrize("name", ["GPT-OSS-20B", "GPT-OSS-120B"])
 def test_keys_outside_the_window_are_not_counted(name: str):
-    """Every second layer sees 128 tokens: w S - w^2 / 2 pairs instead of S^2 / 2."""
+    """Every second layer attends to 128 tokens: w S - w^2 / 2 pairs instead of S^2 / 2."""
     row, seq, window = ROWS[name], 4096, 128
     hidden_pairs = seq * seq / 2 - (window * seq - window * window / 2)
     q_width = row.integer("kv-channels") * row.integer("num-attention-heads")

@@ -323,7 +323,7 @@ def test_deepep_has_smaller_buffers_and_sums_the_rows_of_all_tokens_first():
         named = with_experts(model, lambda moe: replace(moe, transport_backend=name))
         return of_rank(plan(named, parallel, even_layout(61)), 0)
 
-    # channels x ranks x tokens x (row, source, ids, weights and scales)
+    # the size is channels x ranks x tokens x (row, source, ids, weights and scales)
     assert on_library("deepep").receive_slots == 10 * 8 * 256 * (7168 * 2 + 8 + 128 * 16)
     assert on_library("symmetric").receive_slots == 2 * 8 * 4096 * (7168 * 2 + 8 * 8)
     assert on_library("deepep").dispatch == 9 * on_library("symmetric").dispatch

@@ -282,7 +282,7 @@ def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold, monkeypatch)
     monkeypatch.setattr(LoadChoice, "destinations", measured)
     communication = Communication(changed, placements(parallel))
     found = [each for each in communication.of_rank(0) if each.group in ("ep", "etp", "etp_ep")]
-    # dispatch, combine and the gradients of both, in two layers
+    # two layers each exchange dispatch, combine and the gradients of both
     rows = 4 * 2 * num_copies * communication.expert_traffic(communication.exchange(changed.model.layers[0])).row_bytes
     FP64_REF.check(sum(each.bytes for each in found), rows)
 
@@ -384,7 +384,7 @@ def test_gradients_and_weights_are_exchanged_once_per_step():
     reduced = {each.what: each for each in predicted(plain) if each.group == "edp"}
     assert list(reduced) == ["gradients: experts"]
     EXACT.check(reduced["gradients: experts"].bytes, 2 * experts * 4 * 3 / 4)
-    # bytes of stored weights, and the all-reduced magnitudes of their blocks in bf16
+    # counts the bytes of stored weights and the all-reduced magnitudes of their blocks in bf16
     for recipe, per_weight in (("tensorwise", 1), ("mxfp8", 2 + 2 * 4 / 32), ("nvfp4", 1 / 2 + 2 * 2 / 16**2)):
         stored = replace(precision, low_precision=low_precision_config(recipe), low_precision_params=True)
         found = {each.what: each.bytes for each in predicted(replace(changed, precision=stored)) if each.group == "edp"}

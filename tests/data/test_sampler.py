@@ -50,7 +50,7 @@ def test_ranks_take_consecutive_slices_of_every_micro_step() -> None:
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 1), (1, 4), (2, 3), (4, 3), (12, 1), (1, 12)])
 def test_a_step_takes_the_same_samples_in_every_layout(micro: int, dp: int) -> None:
     taken = np.stack([rank_share(np.arange(12), rank, ranks=dp, micro=micro) for rank in range(dp)])
-    # in the order of micro steps and ranks, the samples are consecutive
+    # samples are consecutive in the order of micro steps and ranks
     assert taken.transpose(1, 0, 2).ravel().tolist() == list(range(12))
 
 

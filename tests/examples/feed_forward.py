@@ -66,7 +66,7 @@ class SoftMixture(FeedForward):
         self.gate = declared.parameter("gate")
 
     def forward(self, hidden_SBH):
-        # tp: as for a column-parallel layer, because every rank scales its own channels
+        # tp: sharded like a column-parallel layer, because every rank scales its own channels
         shares_SBN = enter_tensor_parallel((hidden_SBH @ self.gate.T).softmax(dim=-1), self.ctx)
         ffn_SBNF = torch.nn.functional.silu(self.linear_fc1(hidden_SBH)).unflatten(-1, (self.num_mlps, -1))
         return self.linear_fc2((ffn_SBNF * shares_SBN[..., None]).flatten(2))

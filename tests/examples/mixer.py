@@ -20,7 +20,7 @@ class ShortConvFlags:
     """Flags of the example."""
 
     short_conv_taps: int = new_flag(4, least=1)
-    """Number of tokens that the convolution sees."""
+    """Width of the convolution in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

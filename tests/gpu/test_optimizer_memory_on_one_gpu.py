@@ -92,7 +92,7 @@ def test_host_state_matches_device_state(precision, away: str) -> None:
         return
     for name, value in here.items():
         off = float((there[name].float() - value.float()).abs().max() / value.float().abs().max())
-        # a bf16 weight, or a number of few bits, may fall on the other side of a rounding
+        # a bf16 weight, or a number of few bits, may be rounded in the other direction
         bound = 2e-6 if value.dtype is torch.float32 and precision in (FP32, BF16, REMAINDERS) else 0.13
         assert off <= bound, f"{name}: {off}"
 

@@ -1,7 +1,7 @@
 """Layouts of 2 and 4 ranks under NCCL give the loss, metrics, norm, gradients and weights of one CPU rank.
 
-The cells are a cover: of 22 dimensions of parallelism and model, every two values that such a world allows meet in one.
-All cells of a world run in one process group, while the CPU works out what is to come.
+The cells are a cover: of 22 dimensions of parallelism and model, every pair of values that such a world allows occurs
+in one cell. All cells of a world run in one process group, while the CPU works out what is to come.
 """
 
 from collections.abc import Callable

@@ -57,7 +57,7 @@ def train(context: ParallelContext, mode: DataParallelConfig, rule: str = "adam"
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
         buffers.begin_step(1)
-        # a backward pass whose gradients are the given ones
+        # the gradients of this backward pass are the given ones
         sum((p * gradients[step][name]).sum() for name, p in parameters.items()).backward()
         buffers.collect()
         if mode.overlap_grad_reduce and step:

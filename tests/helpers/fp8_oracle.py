@@ -19,7 +19,7 @@ def quantized(
     wide, largest = x.float(), torch.finfo(dtype).max
     padded = F.pad(wide, (0, -num_columns % width, 0, -num_rows % height))
     amax = padded.abs().unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
-    # not largest / amax, which torch computes as amax.reciprocal() * largest
+    # largest / amax would round differently, because torch computes it as amax.reciprocal() * largest
     scale = torch.full_like(amax, largest).div(amax).clamp(max=torch.finfo(x.dtype).max)
     if power_of_two:
         scale = torch.exp2(torch.floor(torch.frexp(scale)[1] - 1.0).double()).float()

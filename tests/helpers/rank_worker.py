@@ -1,6 +1,6 @@
 """Worker process of the pool: receives jobs, runs each as one rank, and returns the result.
 
-On the CPU every job gets a fresh gloo group. On GPUs the process joins one group for its whole lifetime: NCCL, or gloo
+On the CPU every job has a fresh gloo group. On GPUs the process joins one group for its whole lifetime: NCCL, or gloo
 if ranks share GPUs because the machine has fewer. Then symmetric memory connects ranks of one GPU, so that its kernels
 can be tested on one GPU; collectives cannot be captured in CUDA graphs.
 

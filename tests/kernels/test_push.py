@@ -25,7 +25,7 @@ EXPERTS = 8
 def channels(
     num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0, fmt: OperandFormat | None = None
 ) -> list[PushChannel]:
-    """One channel as every rank sees it."""
+    """The views that all ranks have of one channel."""
     sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "width": width, "topk": topk}
     shape = ChannelShape(**sizes, dtype=torch.float32, fmt=fmt)
     parts: list[Tensor] = []

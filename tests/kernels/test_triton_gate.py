@@ -60,7 +60,7 @@ def test_gradients_are_accurate_to_fp32() -> None:
     hidden = draw(70, 40).to(BF16)
     _, grad_hidden, _ = product_and_gradients(hidden, weight, grad_TE)
     BF16_KERNEL.check(grad_hidden, grad_TE.double() @ weight.double(), "gradient of the hidden states")
-    # and two tokens with the same hidden state
+    # two tokens have the same hidden state
     hidden = hidden[:1].expand(2, 40).contiguous()
     _, _, grad_weight = product_and_gradients(hidden, draw(70, 40, seed=3).to(BF16), grad_TE.T.contiguous())
     BF16_KERNEL.check(grad_weight, grad_TE.double() @ hidden.double(), "gradient of the weight")

@@ -91,7 +91,7 @@ def test_query_key_value_matches_the_reference(
             angles = [x.to(torch.promote_types(qkv.dtype, torch.float32)) for x in (cos, sin)]
             transform = QueryKeyTransform(1e-6, True, *angles, interleaved, per_group)
             parts = kernels.query_key_value(qkv, *(weights or (None, None)), transform)
-            # gradients come with their heads far apart, as attention gives them
+            # the heads of the gradients have a large stride, as in the output of attention's backward
             return torch.cat(parts, dim=2).permute(1, 2, 0, 3)
 
         return call
@@ -100,7 +100,7 @@ def test_query_key_value_matches_the_reference(
 
 
 def test_query_key_norm_without_epsilon() -> None:
-    """Three heads in a tile of four: the fourth is none, and nothing of it gets into the gradients of the weights."""
+    """Three heads in a tile of four: the fourth is padding and does not contribute to the gradients of the weights."""
     angles = draw(2, 1, 8, seed=2)
 
     def op(kernels: Any) -> Any:
@@ -120,7 +120,7 @@ def test_latent_key_value_matches_the_reference(
 ) -> None:
     inputs = [draw(5, 2, heads, key + value), draw(5, 2, shared, seed=1)]
     compare(lambda k: lambda kv, s: k.latent_key_value(kv, s, key)[0], inputs, dtype)
-    # a gradient that comes with its heads far apart, as attention gives it
+    # the heads of the gradient have a large stride, as in the output of attention's backward
     compare(
         lambda k: lambda kv, s: torch.cat(k.latent_key_value(kv, s, key), dim=-1).permute(1, 2, 0, 3), inputs, dtype
     )

@@ -55,7 +55,8 @@ def test_steps_match_the_reference(formats: tuple[str, str, str]) -> None:
         step(reference, theirs, size, number)
         got, expected = numbers(mine), numbers(theirs)
         for name, kind in zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True):
-            # numpy's roots and torch's powers may differ in the last digit, and then a number falls on another side
+            # numpy's roots and torch's powers may differ in the last digit, so a number may be rounded in the other
+            # direction
             differ = got[name] != expected[name]
             if kind in ("fp16", "fp8"):
                 assert float(differ.float().mean()) < 0.01, f"{name} of {size}: {int(differ.sum())} differ"

@@ -234,7 +234,7 @@ def test_graphs_contain_no_exchange_between_ranks(dispatcher):
 
 
 def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
-    """Each microbatch has its own scope for the consumers of the norm; a capture sees only the first scope."""
+    """Each microbatch has its own scope for the consumers of the norm; a capture uses only the first scope."""
     notes, pack = Counter(), DiscardedOutput.pack
 
     def count(self, tensor):
@@ -408,7 +408,7 @@ def test_addresses_are_fixed_and_graphs_are_captured_once():
     run_steps(plan, trainer, TrainState(), 2)
     (instance,) = trainer.pipeline.graph_instances
     number, places = instance.num_graphs, places_of(instance)
-    # a dense layer with two parts and two MoE layers with three; one of these has no weights
+    # the dense layer has two captured parts and each of the two MoE layers three; one of these has no weights
     assert number == 2 * 4 + 2 * (4 + 4 + 2)
     assert number == num_graphs(plan, [plan.model.layers], build_schedule(plan.pipeline_schedule(2))[0])
     run_steps(plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)

@@ -168,7 +168,7 @@ def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:
     num_experts = tiny.moe().experts.num_experts  # with up to 31 rows of padding each
     assert pages_of_rank(padded, 0)[32] == 2 * (math.ceil((1.5 * 128 + num_experts * 31) / 64) + 1)
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
-    # of 1F1B in two chunks of one layer each: the first stage has a dense layer
+    # the schedule is 1F1B with two chunks of one layer each; the first stage has a dense layer
     in_flight = [counts for counts, _ in RankMemory(stages).moments(1)]
     assert pages_of_rank(stages, 1)[32] == 4 * max(sum(counts) for counts in in_flight)
     assert pages_of_rank(stages, 0)[32] == 4 * max(counts[1] for counts, _ in RankMemory(stages).moments(0))

@@ -101,7 +101,7 @@ def results(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor
         scalar, _ = objective(losses_of(net, given), given, mtp=config.mtp, per_token=False)
         scalar.backward()
         found[f"loss {number}"] = scalar.detach()
-        # as in a step, where gradients are collected after every backward
+        # a step also collects gradients after every backward
         found |= {f"gradient {number} of {name}": gradient for name, gradient in gradients(net).items()}
         net.zero_grad()
     for (name, layer), entry in metrics.cut().entries.items():
@@ -200,16 +200,16 @@ NUMBER, TOKENS, NUM_ROWS = 4, BATCH * SEQ, BATCH * SEQ * 2
 @pytest.mark.parametrize(
     ("module", "numbers"),
     [
-        # of both MoE layers: gate times up
+        # both MoE layers save the product of gate and up
         ("moe_act", 2 * NUM_ROWS * 24),
-        # of three layers: both norms, which are nothing's residual
+        # three layers save the outputs of both norms, which are no residual
         ("layernorm", 3 * 2 * TOKENS * HIDDEN),
-        # of three layers: q and k of 9 channels, and k and v before they part
+        # three layers save q and k of 9 channels, and k and v before their split
         ("mla_up_proj", 3 * TOKENS * 3 * (9 + 9 + 5 + 9)),
     ],
 )
 def test_discarded_outputs_are_freed_until_backward(module, numbers):
-    # attention on the CPU keeps copies where values have another width than keys
+    # attention on the CPU saves copies if values have another width than keys
     config = tiny.model(layers=layers(mla_config(v_head_dim=9), dropout=0.0, sinks=False))
     saved = kept_bytes(config, RecomputeConfig()) - kept_bytes(config, selective(module))
     rotations = TOKENS * 4 * NUMBER  # the way up holds those of the microbatch

@@ -223,7 +223,7 @@ def test_activation_inputs_in_fp8_agree() -> None:
     assert abs(low.ratio - 1) < 0.002
     saved = plain.emulated["activations"] - low.emulated["activations"]
     assert plain.closed.kept - low.closed.kept == pytest.approx(saved, rel=0.001)
-    # seven MoE layers: the experts' rows and shared experts; one dense MLP
+    # seven MoE layers save the experts' rows and shared experts, and one layer has a dense MLP
     elements = 2 * 8192 * (7 * (6 * 1408 + 2816) + 11264)
     assert saved == pytest.approx(elements * (1 - 4 / 128), rel=0.001)
 
@@ -244,7 +244,7 @@ def test_modules_that_save_activations_in_low_precision_agree(recipe: str, modul
         if module == "attn_proj":
             assert bool(saved) == (each is not plan)
         else:
-            # half of the normed latents; with a common copy, also of the hidden states
+            # half of the normed latents is saved; with a common copy, also half of the hidden states
             width = 512 + (2048 if recipe == "blockwise" else 0)
             assert saved == pytest.approx(8 * 8192 * width, rel=0.04)
 

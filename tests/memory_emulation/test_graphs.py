@@ -85,7 +85,8 @@ def test_pools_do_not_grow_with_microbatches(layout: str, few: int, kind: str) -
 
 
 def test_pool_of_a_whole_step_stays_during_the_update() -> None:
-    """State that is on the host during forward and backward meets the memory of the graph on the device."""
+    """State that is on the host during forward and backward returns to the device while the graph's memory is
+    allocated."""
     plan = cell("Et*4|t*4L", WHOLE)
     found = timeline(plan)
     assert found.at(found.num_events - 1).categories[GRAPHS] == found.peak().categories[GRAPHS] > 0

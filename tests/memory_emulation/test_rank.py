@@ -127,7 +127,7 @@ def test_categories_add_up_to_the_total_on_every_rank() -> None:
 def test_state_categories_have_the_sizes_of_their_dtypes() -> None:
     config = plan(ep=2)
     categories = emulate_rank(config, 0, META).timeline.peak().categories
-    # bf16 weights, fp32 gradients, masters and two moments; experts have no replicas
+    # a rank has bf16 weights, fp32 gradients, master weights and two moments; experts have no replicas
     assert categories["gradients"] == 2 * categories["weights"]
     assert categories["moments"] == 2 * categories["master weights"]
     assert categories["weights"] < categories["master weights"] < categories["gradients"]
@@ -192,7 +192,7 @@ def test_duplicate_saved_activation_is_detected() -> None:
         on(META, config, 0, each).timeline.peak() for each in (sound, KernelSet.of(functions, sound.choices))
     )
     tokens = 2 * tiny.SEQ * tiny.HIDDEN * 2
-    # the final norm; the norms of layers, whose residual gradients they add, and of sums are other ops
+    # only the final norm uses this op; norms that add residual gradients and norms of sums are other ops
     assert after.categories["activations"] - before.categories["activations"] == tokens
 
 

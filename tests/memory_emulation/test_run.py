@@ -30,7 +30,7 @@ def test_table_facts_and_plot_of_one_rank_per_stage(tmp_path: Path, capsys: pyte
     files = ["--emulate-json", str(figures), "--emulate-plot", str(picture)]
     assert pretrain_moe.main([*RUN, "--emulate-rank", "all", "--gpu", "h200", *files], {}) == 0
     table = capsys.readouterr().out
-    assert "Emulation of 8 ranks: tensors without data, kernels of H200; even routing" in table
+    assert "Emulation of 8 ranks: tensors without data, kernels of H200; balanced routing" in table
     assert row("rank of the world", table) == ["0", "4"]
     assert row("pipeline rank", table) == ["0", "1"]
     values = json.loads(figures.read_text())

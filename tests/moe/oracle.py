@@ -217,7 +217,7 @@ def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: lis
             parts = [loss_over([t for t in everyone if sequence_of[t] == b]) for b in sequences]
             name, loss = "seq_load_balancing_loss", sum(parts) / len(parts)
         else:
-            # one rank and one microbatch: the global batch is the microbatch
+            # with one rank and one microbatch, the global batch is the microbatch
             name = "load_balancing_loss" if kind == "aux_loss" else "global_load_balancing_loss"
             loss = loss_over(everyone)
         result.losses[name] = loss

@@ -36,7 +36,7 @@ def make_router(
 
 
 def make_hidden(steps: int = 5, batch: int = 2, *, seed: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[S, B, H] random numbers that want a gradient."""
+    """Random hidden states [S, B, H] that require a gradient."""
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(steps, batch, HIDDEN, generator=draw, dtype=torch.float64).to(dtype)
     return hidden.requires_grad_()

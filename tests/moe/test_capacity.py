@@ -57,7 +57,7 @@ def test_drops_keep_the_choices_of_highest_weight_or_the_first_ones():
     assert routing.ids_TK.tolist() == [[0, 1], [0, 1], [-1, 2], [1, 2], [0, -1], [2, -1]]
     assert routing.counts_E.tolist() == [3, 3, 3] and routing.capacity is None
     assert routing.chosen_TK.tolist() == [[0, 1], [0, 1], [0, 2], [1, 2], [0, 1], [2, 0]]
-    # by position, expert 0 keeps 0, 1, 2; expert 1 keeps 0, 1, 3; expert 2 keeps all
+    # selected by position, expert 0 keeps 0, 1, 2; expert 1 keeps 0, 1, 3; expert 2 keeps all
     ids = _six_tokens(policy="position").ids_TK
     assert ids.tolist() == [[0, 1], [0, 1], [0, 2], [1, 2], [-1, -1], [2, -1]]
 

@@ -83,7 +83,7 @@ def test_router_records_all_metrics_under_its_layer():
 
 
 def test_load_is_counted_before_drops():
-    """Six tokens want expert 0, which takes three; two more want expert 1."""
+    """Six tokens select expert 0, which has capacity for three; two more select expert 1."""
     router = sees_logits(num_experts=4, topk=1, pre_softmax=True, capacity=CapacityConfig(factor=1.5))
     hidden, metrics = logits_as_hidden([[5.0, 0, 0, 0]] * 6 + [[0, 5.0, 0, 0]] * 2), MetricAccumulator()
     router(hidden, make_mb(hidden, metrics=metrics))

@@ -42,7 +42,7 @@ def _slow_sinkhorn(logits: list[list[float]]) -> list[list[float]]:
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
 def test_sinkhorn_matrix_and_choices_equal_the_slow_version(spread):
     logits = _logits(24, spread=spread)
-    # a number added to a row changes nothing but the weight of the formula's 1e-8
+    # adding a number to a row changes only the weight of the formula's 1e-8
     shifted = logits - logits.amax(dim=1, keepdim=True)
     FP64_REF.check(sinkhorn(logits, None), _slow_sinkhorn(shifted.tolist()), "matrix")
     hidden = logits_as_hidden(logits.tolist())

@@ -186,7 +186,7 @@ def test_graphs_take_the_choices_of_every_step(whole):
         trainer = build_trainer(plan, context, build_model(plan, context, REFERENCE), REFERENCE)
         record_steps(trainer, EagerRecorder(), config)
         router = trainer.routers[0].config
-        prepare = trainer.prepare
+        prepare = trainer.prepare_microbatches
 
         def prepared(batches, iteration, prepare=prepare, router=router, trainer=trainer):
             layers, found = routed_layers(trainer.model, len(plan.model.layers)), []
@@ -198,7 +198,7 @@ def test_graphs_take_the_choices_of_every_step(whole):
                 found.append(replace(batch, context=replace(batch.context, forced_routing=given)))
             return found
 
-        trainer.prepare = prepared
+        trainer.prepare_microbatches = prepared
         results.append(run_steps(replace(plan, cuda_graphs=config), trainer, TrainState(), 4))
     EXACT.check_all(results[1], results[0], "replayed")
 

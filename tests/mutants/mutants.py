@@ -413,7 +413,7 @@ ENTRIES = "tests/model/test_compressed_attention.py::test_output_and_gradients_e
 
 @mutant("model.token_groups:TokenGroups.visible", f"{ENTRIES}[heavy-sequences]")
 def queries_see_entries_of_their_unfinished_group(original: Any) -> Any:
-    """A query sees an entry that contains later tokens."""
+    """A query attends to an entry that contains later tokens."""
     return lambda self, positions_C: original(self, positions_C + 1)
 
 

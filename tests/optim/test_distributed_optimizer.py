@@ -19,7 +19,7 @@ def test_ten_steps_match_torch_with_decay_groups_and_clipping() -> None:
     ]
     oracle = torch.optim.AdamW(groups, lr=LR, betas=(SPEC.adam_beta1, SPEC.adam_beta2), eps=SPEC.adam_eps)
     for step in range(10):
-        # norms from 2 to 34: clipped in some steps, not in others
+        # the norms are 2 to 34, so gradients are clipped in some steps and not in others
         gradients = make_gradients(step, scale=0.002 * 3**step)
         rig.apply(gradients)
         for name, parameter in theirs.items():

@@ -123,7 +123,7 @@ def test_every_token_has_equal_weight_if_ranks_have_different_numbers_of_tokens(
         return Run(optimizer, [norms])
 
     def mean(name: str) -> torch.Tensor:
-        # the experts of ep rank 0 get the rows of ranks 0 and 2, those of ep rank 1 the rows of ranks 1 and 3
+        # the experts of ep rank 0 receive the rows of ranks 0 and 2, the experts of ep rank 1 the rows of ranks 1 and 3
         total = sum(summed(name, rank) for rank in range(4))
         if KINDS[name][1].grid == "expert":
             halves = [summed(name, 0) + summed(name, 2), summed(name, 1) + summed(name, 3)]

@@ -17,7 +17,7 @@ def pass_around(context):
         value = torch.full((2, 3), 10.0 * group.rank + number, dtype=torch.float64)
         sent.append(links.send("activation", value, following, f"activation {number}"))
         sent.append(links.send("gradient", -value, previous, f"gradient {number}"))
-    # posted in another order than the sends: edges are independent
+    # receives are posted in another order than the sends, because edges are independent
     pending = [links.receive("gradient", (2, 3), following, f"gradient {number}") for number in range(2)]
     pending += [links.receive("activation", (2, 3), previous, f"activation {number}") for number in range(2)]
     received = [wait()[1, 2].item() for wait in pending]

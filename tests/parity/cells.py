@@ -228,7 +228,7 @@ def model_of(cell: Cell) -> ModelConfig:
     dropout = DROPOUT if cell["dropout"] == "on" else 0.0
     core = replace(softmax.core, context_exchange=cell["cpcomm"], sinks=cell["sinks"] == "on", dropout=dropout)
     softmax = replace(softmax, core=core)
-    # linear attention in every second layer
+    # every second layer has linear attention
     mixers = (tiny_models.LINEAR_ATTENTION.get(cell["attention"], softmax), softmax)
     dense = tiny_models.mlp_config(ffn_hidden_size=48)
     num_layers = max(NUM_LAYERS, int(cell["pp"]) * int(cell["vpp"]))

@@ -67,7 +67,7 @@ def num_ranks(cell: Cell) -> int | None:
 def parallel_config(cell: Cell) -> ParallelConfig:
     """Parallel sizes of a cell."""
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
-    # expert groups on two hosts
+    # expert groups span two hosts
     ranks_per_host = sizes["ep"] * sizes["etp"] // 2 if cell["dispatcher"] == "hierarchical" else None
     return ParallelConfig(
         **sizes,

@@ -64,7 +64,7 @@ def test_chunk_without_steps_passes_input_and_gradient_through():
 
 
 class Keeps(torch.autograd.Function):
-    """Doubles, and saves its input and nothing else."""
+    """Doubles its input, and saves only the input for backward."""
 
     @staticmethod
     def forward(ctx, x):

@@ -157,7 +157,7 @@ def test_explicit_schedule_is_valid():
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
-        # Both ranks want to compute before the other has what it needs.
+        # Each rank waits for a tensor that the other rank sends only later.
         ("F0 sf0 rb0 B0 F1 sf1 rb1 B1", "rf0 F0 rf1 F1 B0 sb0 B1 sb1", "deadlock: rank 0 waits in rb0.0<1 for rank 1"),
         # Receives in another order than sends.
         ("F0 sf0 F1 sf1 rb0 B0 rb1 B1", "rf1 F1 B1 sb1 rf0 F0 B0 sb0", "at the other end"),

@@ -38,7 +38,7 @@ def test_device_spike_limit_equals_the_host_rule() -> None:
     values = [1.0, 2.0, 3.0, 31.0, 29.0, math.nan, 300.0, 290.0, 1.0, 1.0, 1.0, 11.0, 9.0]
     limit = SpikeLimit(torch.device("cpu"), window=3)
     usual = [bool(limit.usual(torch.tensor(value), torch.tensor(True))) for value in values]
-    # above ten times the maximum of three finite values that are not spikes
+    # a spike exceeds ten times the maximum of three finite values that are not spikes
     assert [value for value, fine in zip(values, usual, strict=True) if not fine] == [31.0, 300.0, 11.0]
 
 

@@ -151,7 +151,7 @@ def test_c_timer_prints_stacks_while_the_interpreter_is_locked() -> None:
 import ctypes, sys
 from megatron_moe.resilience import watchdog
 watchdog._C_TIMER_DELAY_S, sleep = 0.5, ctypes.PyDLL(None).sleep
-sys.setswitchinterval(1000.0)  # the thread gets no chance between the two lines, however late they come
+sys.setswitchinterval(1000.0)  # the other thread cannot run between the two lines, however late they execute
 with watchdog.Watchdog({"step": 0.5}, None) as dog:
     dog.enter("step", 1)
     sleep(600)

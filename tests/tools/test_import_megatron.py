@@ -62,7 +62,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("megatron")
     for archive in FILES.glob("*.tar.xz"):
         with tarfile.open(archive) as tar:
-            # trusted archives of this repository; Python before 3.11.4 cannot filter untrusted ones
+            # archives of this repository are trusted; Python before 3.11.4 cannot filter untrusted ones
             tar.extraction_filter = getattr(tarfile, "data_filter", None)
             tar.extractall(root / archive.name.removesuffix(".tar.xz").removeprefix("megatron-core-"))
     return root
@@ -114,7 +114,7 @@ def test_weights_are_megatrons_and_give_its_logits(version: str, model: str, kep
     with torch.no_grad():
         logits_BSV = network.logits(tokens_BS, MicrobatchContext(tokens=meta, training=False)).transpose(0, 1).float()
     errors_BS = (logits_BSV - truth["logits"]).norm(dim=-1) / truth["logits"].norm(dim=-1)
-    # both in bf16, so a token here and there takes another expert: the median position tells
+    # both run in bf16, so a few tokens select other experts; the median over positions is compared
     assert errors_BS.median() < BF16_RUN.rtol, f"relative errors {errors_BS}"
 
 

@@ -28,7 +28,7 @@ def verify(more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     thinned(
         [
             "",
-            # with Megatron's defaults for dropout, 0.1
+            # dropout has Megatron's default, 0.1
             "--moe-router-load-balancing-type global_aux_loss --moe-input-jitter-eps 0.01",
             "--num-query-groups 1",
         ],

@@ -42,7 +42,7 @@ def test_evaluation_disables_dropout_and_jitter():
     noisy, calm = (build_model(tiny.plan(model=config), CONTEXT, KERNELS) for config in (noisy_model(), tiny.model()))
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
-    # batches with the RNG keys of training
+    # these batches have the RNG keys of training
     keyed = [replace(batch, context=replace(batch.context, rng=RNGKey(1, 2, 3))) for batch in batches]
     FP64_REF.check(evaluated(noisy, keyed), evaluated(calm, batches), "validation loss")
 

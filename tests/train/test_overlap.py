@@ -253,7 +253,7 @@ def test_weight_gradients_run_while_gradients_are_exchanged(dispatcher, monkeypa
     on_threads(
         each.parallel, lambda ctx: record_run(each, ctx, kernels, random_datasets(each, num_steps=1), num_steps=1)
     )
-    # two ranks: head and attention of the last layer while the gradient of combine is exchanged; the attention of the
-    # first MoE layer, whose layer below has no exchange, and the dense layer afterwards
+    # on two ranks, head and attention of the last layer run while the gradient of combine is exchanged; the attention
+    # of the first MoE layer, whose layer below has no exchange, and the dense layer run afterwards
     assert found["grouped_weight_grad", True] == 2 * 4 and not found["grouped_weight_grad", False]
     assert found["linear_weight_grad", True] == 2 * 3 and found["linear_weight_grad", False] == 2 * 6

@@ -130,5 +130,5 @@ def test_expert_bias_changes_once_per_step():
     assert before
     for name, bias in before.items():
         moves = ((after[name] - bias) / rate).abs()
-        # one update over four microbatches
+        # the step has one update over four microbatches
         assert moves.max() == 1.0 and set(moves.round(decimals=4).tolist()) <= {0.0, 1.0}, (name, moves)

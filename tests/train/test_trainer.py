@@ -59,7 +59,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one(case):
-    # one rank with the microbatches of both ranks
+    # one rank trains on the microbatches of both ranks
     plan = tiny.plan(**CASES[case])
     single = train(plan, ParallelContext.single(dtype=torch.float64))
     results = on_threads(ParallelConfig(world_size=2), lambda context: train(plan, context))
@@ -138,7 +138,7 @@ def test_step_lowers_the_loss_on_its_batch():
 
 
 def test_microbatches_equal_the_whole_batch():
-    # no balancing losses, which are defined per microbatch
+    # balancing losses are disabled, because they are defined per microbatch
     model = tiny.model(moe_config=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
     context = ParallelContext.single(dtype=torch.float64)
     whole = train(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=8, global_batch_size=8)), context)
@@ -153,7 +153,7 @@ def test_gradients_are_clipped_by_the_global_norm():
     batches = build_train_loader(plan, context, build_data(plan, context)).next_step()
     norm, clip = trainer.step(batches, TrainState()).norms["all"], plan.optimizer.clip_grad
     assert norm > clip
-    # first moment after one step, relative to the unclipped gradient
+    # compares the first moment after one step with the unclipped gradient
     share = (1 - plan.optimizer.adam_beta1) * clip / (norm + 1e-6)
     for state in trainer.optimizer.states:
         FP64_LAYOUT.check(

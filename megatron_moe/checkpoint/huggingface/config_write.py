@@ -386,7 +386,7 @@ def _glm_moe_dsa(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _deepseek_v4(model: ModelConfig, moe: MoEConfig) -> Values:
-    """Keys of published files and of those of transformers."""
+    """Keys of published config files and of config files that transformers writes."""
     layers = (*model.layers, model.mtp_layer) if model.mtp else model.layers
     mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, CompressedAttentionConfig)]
     streams = model.residual

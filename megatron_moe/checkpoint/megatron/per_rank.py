@@ -41,7 +41,7 @@ class ShardedTensor:
     dim: int | None = None
     """Dim along which tensor parallelism shards the tensor, or each expert's tensor; None if it is replicated."""
     num_chunks: int = 1
-    """Number of parts that are sharded separately along `dim`: 2 for fused gate and up, else 1."""
+    """Number of parts that are sharded separately along `dim`: 2 for fused gate and up, otherwise 1."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Reference implementation of matrix multiplications with quantised operands: dequantises, then multiplies. Also
 quantises parts of weights.
 
-Operands are converted to promote(fp32, their dtype), in which products are computed. With scales that are powers of
+Operands are converted to promote(fp32, their dtype), in which GEMMs are computed. With scales that are powers of
 two, the results differ from those of FP8 tensor cores only by the order and precision of the sums.
 """
 
@@ -50,7 +50,7 @@ def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], o
         blocks = _blocks_of(grad_RO, ends_e)
         grad_bLO, rows_bLI = (_in_blocks(values.to(total.dtype), blocks) for values in (grad_RO, rows_RI))
         sums_bOI = grad_bLO.mT @ rows_bLI
-        # a product with 0 and 1 sums the blocks of an expert in a fixed order, unlike index_add_ on a GPU
+        # a GEMM with a matrix of 0 and 1 sums the blocks of an expert in a fixed order, unlike index_add_ on a GPU
         is_of_eb = (torch.arange(len(offsets_e), device=out.device)[:, None] == blocks.expert_b).to(total.dtype)
         _store(total, (is_of_eb @ sums_bOI.flatten(1)).view(out.shape), accumulate or number > 0)
     if total is not out:

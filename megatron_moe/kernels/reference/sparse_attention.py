@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels.ops import internal_dtype
 
 BLOCK_BYTES = 1 << 28
-"""Largest number of bytes of the gathered rows of a block of queries; at least those of one query."""
+"""Largest number of bytes of the gathered rows of a block of queries; the rows of one query are the minimum."""
 
 
 def sparse_attention(

@@ -15,8 +15,8 @@ from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.reference import backend as reference
 
 Work = Callable[..., Sequence[Tensor]]
-"""Function to capture: gets the static inputs of the graph, reads and writes tensors at fixed addresses, and returns
-output tensors."""
+"""Function to capture: receives the static inputs of the graph, reads and writes tensors at fixed addresses, and
+returns output tensors."""
 _MIB = 2**20
 _ON_DEVICE = ("hopper", "torch_native", "triton")
 """Kernel backends whose grouped GEMMs read the row offsets of the experts on the device, as capture requires. Plain

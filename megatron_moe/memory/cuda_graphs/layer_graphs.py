@@ -136,9 +136,9 @@ class GraphInstance:
         defers_weight_grads: bool = False,
         copies_input_grads: bool = False,
     ) -> None:
-        """`contexts`: those of the slot. `defers_weight_grads`: other graphs of the microbatch may run before the
-        weight gradients of a module. `copies_input_grads`: gradients of the inputs of the chunk's first module are
-        needed after the backward, when other microbatches use the pool."""
+        """`contexts`: microbatch contexts of the slot. `defers_weight_grads`: other graphs of the microbatch may run
+        before the weight gradients of a module. `copies_input_grads`: gradients of the inputs of the chunk's first
+        module are needed after the backward, when other microbatches use the pool."""
         self.pools = pools
         self.copies_input_grads = copies_input_grads
         self.num_graphs = 0

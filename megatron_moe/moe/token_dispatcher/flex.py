@@ -122,7 +122,7 @@ class ReceivedTokens(NamedTuple):
     """Expert ids, int64 or int32; experts of other ranks are ignored. None in exchanges of gradients."""
     probs_GK: Tensor | None
     num_rows: int | None = None
-    """Number of rows of this rank's experts; None if the host does not know it."""
+    """Number of rows of this rank's experts; None if the number is only on the device."""
     first_expert: int = 0
     """Id in `ids_GK` of this rank's first expert."""
 
@@ -154,7 +154,7 @@ class TokenTransport(Transport):
     ) -> tuple[RowIndex, Tensor | None]:
         """Sorts received choices by local expert, cut to the row bound. Returns the index and the row count before the
         cut, for the overflow flag (int32 scalar on the device), or None if the bound cannot be exceeded. `num_rows`:
-        number of rows without a capacity, if the host knows it."""
+        number of rows without a capacity, if it is available on the host."""
         capacity = None if capacity_per_rank is None else capacity_per_rank * self._group.size
         align = self._comm.row_alignment
         index = self._kernels.sort_rows(ids_GK, self._num_local, capacity, align, first_expert)

@@ -96,7 +96,7 @@ class Data:
         push = [torch.randn(STEPS, BATCH, HIDDEN, generator=draw, dtype=torch.float64) for _ in range(dp)]
         valid: list[Tensor | None] = [None] * dp
         if padded:
-            # sequences of different lengths; the last one of all is padding alone
+            # sequences have different lengths; the last one consists of padding only
             lengths = [torch.randint(1, STEPS, (BATCH, 1), generator=draw) for _ in range(dp)]
             lengths[-1][-1] = 0
             valid = [torch.arange(STEPS) < length for length in lengths]

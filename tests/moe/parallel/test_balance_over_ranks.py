@@ -132,7 +132,7 @@ def test_global_loss_uses_the_counts_of_all_ranks(layout, padded) -> None:
 
 @LAYOUTS
 def test_global_loss_sums_counts_over_microbatches(layout) -> None:
-    """Every rank gets the same sequences, so one rank with one of them has the same shares and scores."""
+    """Every rank has the same sequences, so one rank with one of them has the same shares and scores."""
     single = Data.random(2)
     data = Data(*[[x for x in part for _ in range(layout.dp)] for part in (single.hidden, single.push, single.valid)])
     _, expected, gradient = on_one(single, **fields_of("global_aux_loss"))

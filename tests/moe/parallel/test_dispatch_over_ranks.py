@@ -389,7 +389,7 @@ def test_padded_all_to_all_sends_every_expert_its_capacity_and_no_counts() -> No
 
 
 def test_all_to_all_gathers_rows_over_etp_before_the_experts_and_reduce_scatters_them_after() -> None:
-    """Every expert gets one row of every rank: 8 experts, 2 ranks of ep and 2 of etp, so each receives 8 rows."""
+    """Every expert receives one row of every rank: 8 experts, 2 ranks of ep and 2 of etp, so each receives 8 rows."""
     for sent in traffic_of(parallel(4, ep=2, etp=2), NCCL, None):
         assert sent == Counter(
             {

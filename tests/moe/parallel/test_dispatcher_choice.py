@@ -111,7 +111,7 @@ def test_peer_access_includes_every_two_gpus_of_the_group(monkeypatch: pytest.Mo
     ctx = SimpleNamespace(process=SimpleNamespace(local_world_size=4), device=torch.device("cuda"))
     assert has_peer_access(SimpleNamespace(ranks=(4, 6)), ctx)
     assert not has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own GPU only
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process finds only its own GPU
     assert has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
 
 

@@ -1,4 +1,5 @@
-"""grouped-gemm's product: batch sizes int64 on the host; what an empty batch gets with trans_a is not defined."""
+"""Stand-in of grouped-gemm's GEMM: batch sizes are int64 on the host; with trans_a, the result of an empty batch is
+undefined."""
 
 import torch
 from torch import Tensor

@@ -36,7 +36,7 @@ def quantized_linear_weight_grad(grad: QuantizedTensor, x: QuantizedTensor, out:
 
 
 def _product(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
-    """Product of x [R, D] in blocks of 1x128 and a transposed weight [C, D] in blocks of 128x128 -> bf16 [R, C]."""
+    """GEMM of x [R, D] in blocks of 1x128 and a transposed weight [C, D] in blocks of 128x128 -> bf16 [R, C]."""
     data, scales, _ = x.row_copy
     e4m3 = data.dtype == weight.data.dtype == torch.float8_e4m3fn
     if not e4m3 or len(data) % _ROWS or any(size % _WEIGHT for size in weight.data.shape) or not data.numel():

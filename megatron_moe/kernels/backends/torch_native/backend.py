@@ -80,7 +80,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "attention_block_grad": "cuDNN on the GPU, if there is no window and no document mask",
         "activation": "saves only its input and recomputes the rest in backward",
         "cross_entropy": "fused",
-        "router_logits": "fp32 products of bf16 operands on tensor cores",
+        "router_logits": "fp32 GEMMs of bf16 operands on tensor cores",
         "permute": "gathers in forward and backward",
         "unpermute": "gathers in forward and backward",
         "sum_of_squares": "one reduction",

@@ -1,4 +1,4 @@
-"""FP8 and FP4 operands and products of Transformer Engine, for tensors in the layout of `QuantizedTensor`.
+"""FP8 and FP4 operands and GEMMs of Transformer Engine, for tensors in the layout of `QuantizedTensor`.
 
 Elements and scales equal those of `precision.quantizers`. Transformer Engine pads the scales of a copy; for mxfp8 and
 nvfp4 it also transposes them, and does not transpose the columnwise elements of mxfp8. Operands are converted before

@@ -1,7 +1,7 @@
 """Gradient of an embedding table: tokens are sorted by id, and the sum of each id's gradients is added to the buffer.
 
 The sorted tokens are divided into segments. A program computes, in fp32, the gradient sum of each id in its segment.
-An id that spans several segments gets partial sums, which a second launch adds in order.
+An id that spans several segments has partial sums, which a second launch adds in order.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Helpers of the Triton kernels: SM counts, matrix views, matrix products, sums of partial results."""
+"""Helpers of the Triton kernels: SM counts, matrix views, matmuls, sums of partial results."""
 
 import torch
 import triton
@@ -72,7 +72,7 @@ def _add_shares(shares_PW: Tensor, out: Tensor, like: Tensor, *, accumulate: boo
 
 @triton.jit
 def dot(a, b, total, WIDEN: tl.constexpr):
-    """Matrix product of a and b in fp32, plus `total` if given. `WIDEN`: converts the operands to fp32 first."""
+    """Matmul of a and b in fp32, plus `total` if given. `WIDEN`: converts the operands to fp32 first."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")

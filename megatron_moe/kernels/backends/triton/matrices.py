@@ -1,6 +1,6 @@
-"""Steps of update rules for whole matrices: momentum, weight update, and products whose result is symmetric.
+"""Steps of update rules for whole matrices: momentum, weight update, and matmuls whose result is symmetric.
 
-A symmetric product computes the tiles on and below the diagonal and stores each of them twice, which halves the
+A symmetric matmul computes the tiles on and below the diagonal and stores each of them twice, which halves the
 operations of x x^T.
 """
 
@@ -26,7 +26,7 @@ from megatron_moe.precision.optimizer_state import PackedState
 BLOCK = 1024
 """Elements per program of the elementwise kernels."""
 TILE = (128, 128, 64, 8, 4)
-"""Rows, columns and depth of a tile of a symmetric product, warps, and stages of its pipeline."""
+"""Rows, columns and depth of a tile of a symmetric matmul, warps, and stages of its pipeline."""
 _SMALLEST = 256
 """Smaller matrices are multiplied by torch: with few tiles, most are on the diagonal and nothing is saved."""
 

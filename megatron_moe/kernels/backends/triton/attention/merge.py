@@ -29,7 +29,7 @@ def _merge(
     lse_ptr += b * l_b + n * l_n + rows.to(tl.int64) * l_s
     before = tl.load(lse_ptr, mask=rows < seq, other=float("-inf"))
     added = tl.load(part_lse_ptr + b * m_b + n * m_n + rows, mask=rows < seq, other=0.0)
-    # fully masked rectangles are omitted, so each row of a part sees a key and has a finite log-sum-exp
+    # fully masked rectangles are omitted, so each row of a part attends to a key and has a finite log-sum-exp
     peak = tl.maximum(before, added)
     weight, share = tl.exp(before - peak), tl.exp(added - peak)
     total = weight + share

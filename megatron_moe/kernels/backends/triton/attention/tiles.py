@@ -31,9 +31,9 @@ class Shape:
     value_width: int
     scale: float
     left: int
-    """Query row i sees no key before key i - left."""
+    """Query row i attends to no key before key i - left."""
     right: int
-    """Query row i sees no key after key i + right."""
+    """Query row i attends to no key after key i + right."""
 
     @classmethod
     def of(
@@ -97,7 +97,7 @@ def load_rows(base, stride, rows, num_rows, width, WIDTH: tl.constexpr, MASKED: 
 
 @triton.jit
 def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: tl.constexpr):
-    """Returns the mask, bool [rows, keys]: True where the row sees the key."""
+    """Returns the mask, bool [rows, keys]: True where the row attends to the key."""
     ahead = keys[None, :] - rows[:, None]
     seen = (ahead <= right) & (ahead >= -left) & (keys < num_keys)[None, :]
     if SEGMENTS:

@@ -12,7 +12,7 @@ and for the system with inverse T, N = T (beta v) - T (beta from_state k) S:
     d(beta v) = T^T dN        d(beta from_state k) = -T^T (dN S^T)
     dA = -(d(beta v) values^T + d(beta from_state k) reads^T)
 
-No product has the transposed result of another as an operand: Triton 3.4 to 3.7.0 miscompiles those for tiles of 64 on
+No matmul has the transposed result of another as an operand: Triton 3.4 to 3.7.0 miscompiles those for tiles of 64 on
 Hopper, so transposed results are multiplied anew or read from memory.
 """
 

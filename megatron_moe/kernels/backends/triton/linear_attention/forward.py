@@ -117,7 +117,7 @@ def _inverse(system, CHUNK: tl.constexpr):
     diagonal += tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)[None, :, :]
     inverses = tl.reshape(tl.where(is_diagonal, diagonal[:, :, None, :], 0.0), (CHUNK, CHUNK))
     others = tl.reshape(tl.where(is_diagonal, 0.0, blocks), (CHUNK, CHUNK))
-    # Three TF32 products are as accurate as one fp32 product, which tensor cores do not support.
+    # Three TF32 matmuls are as accurate as one fp32 matmul, which tensor cores do not support.
     x = tl.dot(inverses, others, input_precision="tf32x3")
     squared = tl.dot(x, x, input_precision="tf32x3")
     even = tl.dot(squared, inverses, inverses, input_precision="tf32x3")

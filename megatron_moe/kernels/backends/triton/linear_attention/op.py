@@ -1,6 +1,6 @@
 """Linear attention with decay in chunks (Mamba-2, arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464).
 
-Products within a chunk of 64 tokens are matrix products; between chunks, one program per head and tile of value
+Computations within a chunk of 64 tokens are matmuls; between chunks, one program per head and tile of value
 channels carries the state in fp32. The delta rule solves one triangular system per chunk. Backward recomputes states
 and solutions, so only the inputs and the inverses of the systems are saved.
 """

@@ -1,9 +1,9 @@
 """Backward of attention to chosen rows of one key-value head.
 
-One program computes the gradients of up to 64 heads of one query from the output's log-sum-exp. All products have the
+One program computes the gradients of up to 64 heads of one query from the output's log-sum-exp. All matmuls have the
 chosen rows as their first dimension: logits [KEYS, HEADS], gradients of rows [KEYS, width], and the transposed gradient
-of q [width, HEADS], so no result of a product is transposed (Triton 3.4 to 3.7.0 miscompiles products with a transposed
-result of a product on Hopper). The gradients of rows are added to an fp32 buffer with atomics, in pieces of 128
+of q [width, HEADS], so no result of a matmul is transposed (Triton 3.4 to 3.7.0 miscompiles matmuls with a transposed
+result of a matmul on Hopper). The gradients of rows are added to an fp32 buffer with atomics, in pieces of 128
 channels, because those of all channels do not fit into registers next to the gradient of q.
 
 Per query of N heads and K rows: 2 N K (3 D + 2 E) FLOPs, ceil(N / 64) K D gathered elements and as many atomic

@@ -1,6 +1,6 @@
 """Forward of attention to chosen rows of one key-value head that all query heads share.
 
-One program computes up to 64 heads of one query: the heads are the rows of the matrix products, so every chosen row is
+One program computes up to 64 heads of one query: the heads are the rows of the matmuls, so every chosen row is
 read once per 64 heads. Rows are gathered by index, with an online softmax over blocks of them.
 
 Per query of N heads and K chosen rows, widths D of keys and E of values: 2 N K (D + E) FLOPs and ceil(N / 64) K D

@@ -11,7 +11,8 @@ from megatron_moe.kernels.backends.triton.sparse_attention.forward import attend
 from megatron_moe.kernels.reference import sparse_attention as reference
 
 WIDEST_VALUE, WIDEST_REST = 512, 64
-"""Most channels of the values, and of the keys beyond those of the values, for which the tiles fit into an SM."""
+"""Maximum number of channels of the values, and of the remaining channels of the keys, for which the tiles fit into an
+SM."""
 HEADS, KEYS = 64, 64
 """Heads and rows per tile."""
 
