@@ -1,6 +1,8 @@
 """Sharded gradients and weights of units (`--use-megatron-fsdp`): every strategy equals ZeRO-1."""
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -209,6 +211,19 @@ def test_weights_of_two_layers_are_gathered_in_the_order_of_their_use() -> None:
     assert ("gather", "layers.2") not in layers[:second], "a third layer is gathered"
     last = layers.index(("use", "layers.3"))
     assert ("gather", "layers.1") in layers[last:], "backward gathers the weights again"
+
+
+def test_weights_of_two_layers_per_grid_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, record = list[Counter[str]](), GatheringStore._record
+
+    def counted(store: GatheringStore, event: str, unit: Any) -> None:
+        record(store, event, unit)
+        layers = [each for each in store._order if each.is_layer and each.memory is not None]
+        seen.append(Counter(each.grid for each in layers if each.memory._bytes.untyped_storage().size()))
+
+    monkeypatch.setattr(GatheringStore, "_record", counted)
+    compare(plan("microbatches"), ZERO_3)
+    assert {grid: max(each[grid] for each in seen) for grid in ("attention", "expert")} == {"attention": 2, "expert": 2}
 
 
 @pytest.mark.parametrize(
