@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the project into the active virtual environment with the tested set of versions.
-#   bash scripts/install.sh          what a run needs
+#   bash scripts/install.sh          what a run needs; with further words: bash scripts/install.sh "" WORDS
 #   bash scripts/install.sh test     what the tests need as well; further words are options of `pip install`
 #   bash scripts/install.sh test,browser     and Chromium (QtWebEngine) for the slow tests
 set -euo pipefail

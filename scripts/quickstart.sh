@@ -12,15 +12,26 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
     # shellcheck disable=SC1091
     source .venv/bin/activate
 fi
-bash scripts/install.sh
 
 data=data/quickstart
-if [ ! -f "$data/corpus_text_document.idx" ]; then
+make_data() { # corpus, tokenizer and token ids
     python tools/make_corpus.py --output-dir "$data"
     python tools/train_tokenizer.py --input "$data/corpus.jsonl" --vocab-size 4096 --output "$data/tokenizer.model"
     python tools/preprocess_data.py --input "$data/corpus.jsonl" --output-prefix "$data/corpus" \
-        --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model" --append-eod --workers 2
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model" --append-eod
+}
+
+# pip uses one core, so the data are made on another one while it installs torch; the tools need these packages only.
+# Python compiles what it imports: compiling all installed files takes longer.
+making=
+if [ ! -f "$data/corpus_text_document.idx" ]; then
+    python -m pip install --quiet --no-compile --only-binary :all: --constraint constraints.txt numpy pyyaml sentencepiece
+    make_data &
+    making=$!
+    trap 'kill "$making" 2>/dev/null || true' EXIT
 fi
+bash scripts/install.sh "" --no-compile
+[ -z "$making" ] || wait "$making"
 
 python pretrain_moe.py --recipe quickstart "$@"
 python tools/generate.py --load runs/quickstart/checkpoints --prompt "def read(self, " --max-new-tokens 40
