@@ -296,8 +296,9 @@ class FlatBuffer:
         slots = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
             parameter = parameters[name]
-            weight.copy_(initial(parameter, name) if parameter.is_meta and initial is not None else parameter.data)
-            if parameter.is_meta and not weight.is_meta:
+            materialized = parameter.is_meta and not weight.is_meta  # in a memory emulation, both are meta tensors
+            weight.copy_(initial(parameter, name) if materialized and initial is not None else parameter.data)
+            if materialized:
                 replacement = Parameter(weight.new_empty(0))
                 vars(replacement).update(vars(parameter))
                 torch.utils.swap_tensors(parameter, replacement)

@@ -360,7 +360,7 @@ class OptimizerState:
     def master_from_weights(self) -> None:
         """Sets the master weights from the parameters."""
         master = self.kept.master
-        if master is None:
+        if master is None or self.weights.is_meta:
             return
         for start, end in self.chunks():
             part, weights = master.part(start, end), self.weights[start:end].to(master.data.device)
