@@ -124,6 +124,7 @@ def expert_transport(flags: Flags, ranks_per_host: int, missing_libraries: Seque
         expert_choice="expert_choice" in flags.moe_router_load_balancing_type,
         pads_experts=flags.moe_pad_expert_input_to_capacity,
         missing_libraries=missing_libraries,
+        clones_experts=flags.moe_enable_echo,
     )
 
 

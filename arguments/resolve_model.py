@@ -11,6 +11,7 @@ from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, 
 from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
 from megatron_moe.config.compressed_attention import OVERLAPPING_RATIO, CompressedAttentionConfig
 from megatron_moe.config.dsa import DSAConfig, IndexerConfig
+from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
@@ -371,6 +372,7 @@ def moe_config(flags: Flags) -> MoEConfig:
         ),
         fp8_dispatch=flags.moe_dispatch_fwd_dtype != "bf16",
         fp8_combine_grad=flags.moe_combine_bwd_dtype != "bf16",
+        echo=from_flags(EchoConfig, flags) if flags.moe_enable_echo else None,
         shared_overlap=flags.moe_shared_expert_overlap,
         row_alignment=_row_alignment(flags),
     )

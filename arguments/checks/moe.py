@@ -1,7 +1,7 @@
 """Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature, unfit_pattern
 from megatron_moe.config.registry import BALANCING
 from megatron_moe.config.text import counted, divisors
 from megatron_moe.config.transport import DEEPEP
@@ -171,3 +171,60 @@ def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
             "--moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm both overlap with the exchange of rows",
             "choose one of them",
         )
+
+
+def echo_has_clones(flags: RuleFlags) -> Violations:
+    """--moe-enable-echo distributes --moe-num-echo-experts clones evenly over expert-parallel ranks, where a clone has
+    its home on another rank."""
+    ranks, clones = flags.expert_model_parallel_size, flags.moe_num_echo_experts
+    options = {
+        "--moe-num-echo-experts": clones is not None,
+        "--moe-echo-expert-dispatch-overlap": flags.moe_echo_expert_dispatch_overlap,
+        "--moe-echo-recompute-expert-dispatch": flags.moe_echo_recompute_expert_dispatch,
+    }
+    if not flags.moe_enable_echo:
+        if any(options.values()):
+            yield f"{enabled(options)} without --moe-enable-echo has no effect", "set --moe-enable-echo"
+    elif not flags.num_experts or ranks == 1:
+        yield (
+            "--moe-enable-echo without experts over several ranks: there is no other rank for a clone",
+            "leave it out, or set --num-experts and --expert-model-parallel-size",
+        )
+    elif clones is None:
+        yield "--moe-enable-echo without clones", f"set --moe-num-echo-experts to a multiple of {ranks}"
+    elif clones % ranks:
+        yield (
+            f"--moe-num-echo-experts {clones} is not a multiple of --expert-model-parallel-size {ranks}",
+            f"use {-(-clones // ranks) * ranks}",
+        )
+    elif clones // ranks > flags.num_experts - flags.num_experts // ranks:
+        others = flags.num_experts - flags.num_experts // ranks
+        yield (
+            f"--moe-num-echo-experts {clones} is {clones // ranks} per rank, but other ranks have only "
+            f"{counted(others, 'expert')}",
+            f"use at most {others * ranks}",
+        )
+
+
+@missing_feature
+def echo_clones_plain_experts(flags: RuleFlags) -> Violations:
+    """Clones receive unquantised weights without biases, and rows that tokens have selected, over NCCL."""
+    if not flags.moe_enable_echo or not flags.num_experts:
+        return
+    offloaded = [name for name in derive.offloaded_modules(flags) if name in ("expert_fc1", "moe_act")]
+    captured = flags.cuda_graph_impl == "full_iteration" or "moe" in (flags.cuda_graph_modules or ())
+    excluded = {
+        f"--moe-token-dispatcher-type {flags.moe_token_dispatcher_type}": flags.moe_token_dispatcher_type != "alltoall",
+        f"--fp8-format {flags.fp8_format}": flags.fp8_format is not None,
+        f"--fp4-format {flags.fp4_format}": flags.fp4_format is not None,
+        "--add-bias-linear": flags.add_bias_linear,
+        "--moe-pad-expert-input-to-capacity": flags.moe_pad_expert_input_to_capacity,
+        "--moe-router-load-balancing-type expert_choice": "expert_choice" in flags.moe_router_load_balancing_type,
+        "--moe-paged-stash": flags.moe_paged_stash,
+        f"--offload-modules {' '.join(offloaded)}": bool(offloaded) and flags.fine_grained_activation_offloading,
+        f"--cuda-graph-impl {flags.cuda_graph_impl} of experts": flags.cuda_graph_impl != "none" and captured,
+    }
+    for option, is_given in excluded.items():
+        if is_given:
+            remedy = "use --moe-token-dispatcher-type alltoall" if "dispatcher" in option else "leave out one of them"
+            yield f"--moe-enable-echo cannot be combined with {option}", remedy

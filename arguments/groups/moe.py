@@ -89,6 +89,20 @@ class MoEFlags:
     """Bound on the tokens that the experts of a rank receive, as a multiple of the mean over ranks; it sizes the
     buffers. Default: 1.25."""
 
+    moe_enable_echo: bool = differs(
+        False, "Megatron-LM has it as a prototype (pull request 2368), with other planners too"
+    )
+    """Clone busy experts on expert-parallel ranks with fewer tokens, so that all ranks process similar numbers of
+    tokens. A planner on the device chooses the clones of every microbatch; weights are sent to them, and their
+    gradients are added to those of the expert. Results do not change. Requires
+    `--moe-token-dispatcher-type alltoall`, which then uses NCCL."""
+    moe_num_echo_experts: int | None = flag(None, least=1)
+    """Number of clones that a layer can have on all expert-parallel ranks together, a multiple of
+    `--expert-model-parallel-size`. Requires `--moe-enable-echo`."""
+    moe_echo_expert_dispatch_overlap: bool = flag(False)
+    """Send weights to clones while the experts of the rank compute. Requires `--moe-enable-echo`."""
+    moe_echo_recompute_expert_dispatch: bool = flag(False)
+    """Free the weights of clones after forward, and send them again in backward. Requires `--moe-enable-echo`."""
     moe_router_padding_for_quantization: bool = differs(
         False, "rows are padded on the rank of the expert, after the exchange; results do not change"
     )

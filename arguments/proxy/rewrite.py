@@ -346,6 +346,8 @@ def _reduce_experts(draft: Draft, sizes: Sizes) -> None:
         experts = full
     draft.put("num_experts", experts, "fewer experts")
     draft.put("moe_router_topk", experts if full_topk == full else topk, "fewer experts")
+    if draft.value("moe_num_echo_experts"):
+        draft.put("moe_num_echo_experts", sizes.ep, "fewer experts")
     if draft.value("moe_router_num_groups"):
         draft.put("moe_router_num_groups", groups, "fewer experts")
         draft.put("moe_router_group_topk", limit, "fewer experts")

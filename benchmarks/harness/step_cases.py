@@ -27,6 +27,15 @@ FLEX = (
     "--moe-expert-rank-capacity-factor 2"
 )
 """Flags of the flex dispatcher. The row bound suffices for any routing, and all cases have buffers of the same size."""
+NCCL = "--moe-token-dispatcher-type alltoall --moe-alltoall-backend nccl"
+ECHO = f"{NCCL} --moe-enable-echo --moe-num-echo-experts 8"
+ECHOES = {
+    "nccl": NCCL,
+    "echo": ECHO,
+    "echo-overlap": f"{ECHO} --moe-echo-expert-dispatch-overlap",
+    "echo-again": f"{ECHO} --moe-echo-recompute-expert-dispatch",
+}
+"""Flags of the exchange over NCCL without and with four clones per rank."""
 MOE_GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn moe --cuda-graph-warmup-steps 2"
 OVERLAPS = {
     "": "",
@@ -216,6 +225,14 @@ def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
             for suffix, flags in OVERLAPS.items()
         ),
         case("-replayed", "replayed choices of a trained router", unbalanced=True, replayed=True),
+        *(
+            case(f"-{suffix}-skew8", f"{flags}, expert skew 8", f"--moe-router-force-skew 8 {flags}", unbalanced=True)
+            for suffix, flags in ECHOES.items()
+        ),
+        *(
+            case(f"-{suffix}-replayed", f"{flags}, replayed choices", flags, unbalanced=True, replayed=True)
+            for suffix, flags in ECHOES.items()
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from megatron_moe.config.moe import RouterConfig
 _WITHOUT_EFFECT = frozenset(
     (
         *("dispatcher", "shared_overlap", "grouped", "probs_on_output", "loss_chunk", "context_exchange", "cp_mode"),
-        *("expert_rank_capacity_factor", "transport_backend", "push"),
+        *("expert_rank_capacity_factor", "transport_backend", "push", "echo"),
         *("hybridep", "row_alignment", "rotate_activation"),
         *("init", "init_gating_factor", "max_positions", "vocab_size", "hash_vocab_size"),
         "position_embedding",  # recorded as learned_positions; mixers record rotary embeddings

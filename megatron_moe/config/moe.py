@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +18,7 @@ from megatron_moe.config.costs import (
     row_padding,
     saved_tensor,
 )
+from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.functions import Balancing, Options, ScoreFunction
 from megatron_moe.config.mlp import MLPConfig, mlp_names, plain_mlp_names
 from megatron_moe.config.parallel import ParallelConfig
@@ -248,6 +249,9 @@ class MoEConfig(FeedForwardConfig):
     multiplies (`--moe-combine-bwd-dtype`)."""
     row_alignment: int = 1
     """Multiple to which the rows of an expert are padded (`--moe-router-padding-for-quantization`)."""
+    echo: EchoConfig | None = None
+    """Clones of busy experts on other ranks (`--moe-enable-echo`); None means that rows are processed on the rank of
+    their expert."""
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 
@@ -294,6 +298,7 @@ class MoEConfig(FeedForwardConfig):
             expert_choice="expert_choice" in self.router.balancing,
             pads_experts=self.capacity is not None and self.capacity.pad,
             missing_libraries=parallel.missing_libraries,
+            clones_experts=self.echo is not None,
         )
 
     def transport(self, parallel: ParallelConfig) -> ExpertTransport:
@@ -370,7 +375,22 @@ class MoEConfig(FeedForwardConfig):
             formats=self.exchange_formats(low),
             sums_before_sending=transport.sums_before_sending or self.push.num_sms is not None,
             buffer_bytes=buffer,
+            clone_bytes=self._bytes_sent_to_clones(parallel, sizes),
         )
+
+    def _clone_elements(self, parallel: ParallelConfig) -> int:
+        """Number of weight elements of a rank's clones if all slots are in use."""
+        if self.echo is None or parallel.ep == 1:
+            return 0
+        of_expert = sum(prod(shape) for _, shape, _ in self.experts.matrices()) // parallel.etp
+        return self.echo.moe_num_echo_experts // parallel.ep * of_expert
+
+    def _bytes_sent_to_clones(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+        """Bytes of weights and gradients that a rank sends per microbatch if all clones are in use."""
+        if self.echo is None:
+            return 0.0
+        times = 2 if self.echo.moe_echo_recompute_expert_dispatch else 1
+        return float(self._clone_elements(parallel) * (times * sizes.activation + sizes.internal))
 
     def rows(self, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
         """Number of rows R (pairs of token and selected expert, and padding) that the experts of the most loaded rank
@@ -417,6 +437,9 @@ class MoEConfig(FeedForwardConfig):
         experts, size, tensor = self.experts, sizes.activation, partial(saved_tensor, "experts")
         rows, hidden = self.rows(parallel, sizes.residual, sizes.imbalance), experts.hidden_size
         fan, ffn = experts.activation.fan, experts.ffn_hidden_size // parallel.etp
+        clones = self._clone_elements(parallel)
+        if clones and self.echo is not None and not self.echo.moe_echo_recompute_expert_dispatch:
+            yield tensor("weights of clones", "3 F H" if fan == 2 else "2 F H", clones, size)
         if not self.transport(parallel).delivers_tokens:
             yield tensor("row index", "R", rows * 2, INDEX)
         yield tensor("probabilities", "R", rows, self.router.probability_bytes(sizes))
@@ -443,9 +466,11 @@ class MoEConfig(FeedForwardConfig):
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Peak bytes in the backward of routed and shared experts, without the buffers of the token dispatcher."""
+        """Peak bytes in the backward of routed and shared experts, without the buffers of the token dispatcher. Clones
+        add their weight gradients, as sent and as received by the home ranks of their experts."""
         shared = 0.0 if self.shared is None else self.shared.mlp.backward_workspace(parallel, sizes, low)
-        return max(self._workspace_of_experts(parallel, sizes, low), shared)
+        clones = 2.0 * self._clone_elements(parallel) * sizes.internal
+        return max(self._workspace_of_experts(parallel, sizes, low) + clones, shared)
 
     def _workspace_of_experts(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None

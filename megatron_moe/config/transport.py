@@ -1,7 +1,7 @@
 """Transports of expert-parallel ranks: how tokens reach the ranks of their experts, and which transport a run uses."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -95,6 +95,8 @@ class TokenExchange:
     """Combine sums the rows of all received tokens before it sends the sums."""
     buffer_bytes: float = 0.0
     """Bytes of a buffer of the transport, in addition to receive slots, for the whole run."""
+    clone_bytes: float = 0.0
+    """Bytes of expert weights and their gradients that a rank sends per microbatch, if all clones are in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,15 @@ NCCL = ExpertTransport(
     rows=RowBound.RECEIVED,
     spans_hosts=True,
 )
+ECHO = replace(
+    NCCL,
+    name="echo",
+    dispatcher=_MODULES + "echo:EchoDispatcher",
+    options=lambda config: config.echo,
+    can_gather_in_fc1=False,
+    pads_experts=False,
+)
+"""NCCL, with clones of busy experts on other ranks (`--moe-enable-echo`)."""
 SYMMETRIC = ExpertTransport(
     name="symmetric",
     transport=_MODULES + "symmetric:SymmetricTransport",
@@ -235,6 +246,7 @@ def choose_transport(
     expert_choice: bool = False,
     pads_experts: bool = False,
     missing_libraries: Collection[str] = (),
+    clones_experts: bool = False,
 ) -> TransportChoice:
     """Chooses the transport of a run. This is the only place where the transport is decided.
 
@@ -248,11 +260,14 @@ def choose_transport(
         expert_choice: whether experts choose tokens.
         pads_experts: whether the rows of each expert are padded to its capacity.
         missing_libraries: modules that are not installed.
+        clones_experts: whether busy experts are cloned on other ranks, which only "alltoall" over NCCL supports.
     """
     if num_ranks == 1 or dispatcher == "local":
         return TransportChoice(LOCAL)
     if dispatcher == "allgather":
         return TransportChoice(ALLGATHER)
+    if clones_experts:
+        return TransportChoice(ECHO)
     given, ranks = f"--moe-token-dispatcher-type {dispatcher}", f"{num_ranks} expert ranks"
     per_host = TransportChoice(HIERARCHICAL, f"{given}: {ranks}, with {ranks_per_host} on a host, {_ONCE_PER_HOST}")
     if dispatcher == "alltoall":

@@ -216,6 +216,9 @@ class Communication:
             row_bytes = traffic.row_bytes + (traffic.row_bytes if fmt is None else traffic.low_row_bytes)
             sent, distant = rows * row_bytes, crossing * row_bytes
             yield Traffic(group=group, what=what, bytes=sent, network_bytes=distant, hidden=self.plan.pipeline.overlap)
+        if exchange.clone_bytes:
+            sent = exchange.clone_bytes
+            yield Traffic(group=group, what="clones of experts", bytes=sent, network_bytes=sent * far)
         if copies is SentCopies.PER_CHOICE:
             gathered_rows = float(parallel.etp * sizes.residual * exchange.topk)
             size = gathered_rows * exchange.width * 2 * (sizes.activation + sizes.internal)

@@ -17,7 +17,7 @@ from megatron_moe import build
 from megatron_moe.config.emulation import RoutedLoad
 from megatron_moe.config.model import with_feed_forwards
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.transport import HIERARCHICAL, NCCL, SYMMETRIC, ExpertTransport
+from megatron_moe.config.transport import ECHO, HIERARCHICAL, NCCL, SYMMETRIC, ExpertTransport
 from megatron_moe.cost_model.expert_load import RoutingSizes, token_copies
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, split_sequence
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
@@ -29,6 +29,7 @@ from megatron_moe.memory_emulation.labels import label_links, label_model, mark_
 from megatron_moe.memory_emulation.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.moe.token_dispatcher.echo import EchoDispatcher, HostPlacement
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute
 from megatron_moe.moe.token_dispatcher.hierarchical import ExchangeSizes, HierarchicalTransport
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
@@ -212,6 +213,26 @@ class _AssumedAllToAll(AllToAllDispatcher):
         return [[sum(counts_E[start : start + self.num_local]) for start in starts]] * len(rows_PQ)
 
 
+class _AssumedEcho(EchoDispatcher):
+    """All-to-all dispatcher with clones that, without data, takes the numbers of rows from the assumed load and uses
+    all clone slots. The clones of a rank are those of the experts that follow its own."""
+
+    def __init__(self, load: RoutedLoad, comm: ExpertComm, *settings: Any) -> None:
+        super().__init__(comm, *settings)
+        self._load = load
+
+    def read_placement(self, clones_Qc: Tensor, counts_PQs: Tensor, num_choices: int) -> HostPlacement:
+        if not clones_Qc.is_meta:
+            return super().read_placement(clones_Qc, counts_PQs, num_choices)
+        num_experts, ranks = self.comm.num_experts, range(self.ep.size)
+        counts_E = self._load.counts(num_experts, num_choices)
+        rows_Q = [sum(counts_E[rank * self.num_own :][: self.num_own]) for rank in ranks]
+        held = rows_Q[self.ep.rank] * len(counts_PQs)
+        following = [[(rank + 1) * self.num_own + slot for slot in range(self.num_clones)] for rank in ranks]
+        clones = [sorted(expert % num_experts for expert in experts) for experts in following]
+        return HostPlacement([rows_Q] * len(counts_PQs), clones, held * self.num_own // self.num_local)
+
+
 class _AssumedHierarchical(HierarchicalTransport):
     """Hierarchical transport that estimates the sizes of an exchange instead of gathering them."""
 
@@ -237,6 +258,8 @@ def transport_without_peers(load: RoutedLoad, transport: ExpertTransport, router
         return SYMMETRIC
     if transport is NCCL:
         return replace(transport, dispatcher=partial(_AssumedAllToAll, load))
+    if transport is ECHO:
+        return replace(transport, dispatcher=partial(_AssumedEcho, load))
     if transport is HIERARCHICAL:
         return replace(transport, transport=partial(_AssumedHierarchical, load, router))
     return transport

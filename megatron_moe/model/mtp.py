@@ -104,7 +104,7 @@ class MTP(nn.Module):
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(self.by_index)})
         if config.mtp.repeated_layer:
             for parameter in self.parameters():
-                cast(Parameter, parameter).uses = config.mtp.num_layers
+                cast(Parameter, parameter).uses *= config.mtp.num_layers
         self._store: UnitStore | None = None
         inputs, ((_, recomputed),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
         self._layer_nodes = [module_node(layer, inputs) for layer in self.by_index]

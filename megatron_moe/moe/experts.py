@@ -1,7 +1,9 @@
 """Routed experts: one MLP per expert, applied to rows sorted by expert."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +17,15 @@ from megatron_moe.kernels.reference.sequential import sequential
 from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.layers.resources import ModelResources
+from megatron_moe.moe.expert_clones import ExpertClones
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
+
+_GroupedLinear = Callable[..., Tensor]
+"""Function with the signature of `ExpertStack.forward`."""
 
 
 class Experts(nn.Module):
@@ -56,6 +62,36 @@ class Experts(nn.Module):
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
         """Returns the output of each row's expert, in the order of the rows. If `rows.sums_tokens`, returns the sum of
         each token's outputs instead. The contents of padding rows are undefined."""
+        if rows.clones is None:
+            return self._run(rows, self.linear_fc1, self.linear_fc2)
+        own, cloned = self._own_and_cloned(rows, rows.clones)
+        out = self._run(own, self.linear_fc1, self.linear_fc2)
+        if cloned is None:
+            return replace(out, data=rows.clones.join(out.data))
+        fc1, fc2 = (partial(rows.clones.linear, self.kernels, which) for which in range(2))
+        return replace(rows, data=torch.cat([out.data, self._run(cloned, fc1, fc2).data]), clones=None)
+
+    @property
+    def weights(self) -> tuple[Parameter, Parameter]:
+        return self.linear_fc1.weight, self.linear_fc2.weight
+
+    def _own_and_cloned(
+        self, rows: DispatchedTokens, clones: ExpertClones
+    ) -> tuple[DispatchedTokens, DispatchedTokens | None]:
+        """Divides rows into those of this rank's experts and those of clones; None if no clone has rows."""
+        num_own = len(self.linear_fc1.weight)
+        own = replace(rows, offsets_e=rows.offsets_e[:num_own], clones=None)
+        if not clones.sizes.num_rows:
+            return own, None
+        sizes = [len(rows.data) - clones.sizes.num_rows, clones.sizes.num_rows]
+        (data, cloned), (probs_R, cloned_probs_R) = rows.data.split(sizes), rows.probs_R.split(sizes)
+        offsets_e = rows.offsets_e[num_own:] - rows.offsets_e[num_own - 1]
+        return replace(own, data=data, probs_R=probs_R), replace(
+            own, data=cloned, probs_R=cloned_probs_R, offsets_e=offsets_e
+        )
+
+    def _run(self, rows: DispatchedTokens, fc1: _GroupedLinear, fc2: _GroupedLinear) -> DispatchedTokens:
+        """Computes the outputs of rows with the given linear layers."""
         data, index, offsets_e = rows.data, rows.index, rows.offsets_e
         probs_R: Tensor | None = rows.probs_R
         if self.config.probs_on_input:
@@ -67,7 +103,7 @@ class Experts(nn.Module):
         # tokens that fc1 gathers are not padded, so a stash would not save memory
         stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
         with stash, self.saved_tensors.offload_scope("expert_fc1"):
-            ffn_RF = self.linear_fc1(data, offsets_e, index=index, rows_q=rows.quantized)
+            ffn_RF = fc1(data, offsets_e, index=index, rows_q=rows.quantized)
         if self.has_fused_casts:
             sums = index if rows.sums_tokens else None
             with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
@@ -78,7 +114,7 @@ class Experts(nn.Module):
             act_RF = self._activate(*inputs)
             discard = self.saved_tensors.discard_output("moe_act", self._activate, inputs, act_RF)
         with self.saved_tensors.stash_rows(act_RF, used), discard:
-            out_RH = self.linear_fc2(act_RF, offsets_e, probs_R=probs_R)
+            out_RH = fc2(act_RF, offsets_e, probs_R=probs_R)
         if self.config.probs_on_output:
             out_RH = _ScaleByProbs.apply(out_RH, rows.probs_R)  # type: ignore[no-untyped-call]
         return replace(rows, data=out_RH, index=None, quantized=None)

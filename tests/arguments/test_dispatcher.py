@@ -2,8 +2,9 @@
 
 import pytest
 
+from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.config.transport import HybridEPConfig, PushConfig
+from megatron_moe.config.transport import ECHO, HybridEPConfig, PushConfig
 from tests.helpers.command_lines import plan_of
 
 
@@ -31,6 +32,21 @@ def test_alltoall_uses_symmetric_memory_if_the_plan_has_its_ranks_on_one_host(mo
     environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{8 // hosts}"}
     plan = plan_of(words, environ=environ)
     assert plan.model.layers[1].feed_forward.transport(plan.parallel).name == expected
+
+
+def test_flags_of_expert_clones():
+    base = "--expert-model-parallel-size 4 --global-batch-size 32 --moe-token-dispatcher-type alltoall"
+    flags = "--moe-enable-echo --moe-num-echo-experts 8"
+    environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    plan = plan_of(f"{base} {flags}", environ=environ)
+    config = plan.model.layers[1].feed_forward
+    assert config.echo == EchoConfig(moe_num_echo_experts=8) and config.transport(plan.parallel) is ECHO
+    options = "--moe-echo-expert-dispatch-overlap --moe-echo-recompute-expert-dispatch"
+    plan = plan_of(f"{base} {flags} {options}", environ=environ)
+    echo = EchoConfig(
+        moe_num_echo_experts=8, moe_echo_expert_dispatch_overlap=True, moe_echo_recompute_expert_dispatch=True
+    )
+    assert plan.model.layers[1].feed_forward.echo == echo
 
 
 def test_flags_of_the_flex_dispatcher():

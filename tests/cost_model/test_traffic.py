@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.costs import ActivationSizes
+from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig, SharedExpertsConfig
@@ -224,6 +225,22 @@ def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
     changed = plan(layer_config(feed_forward=padded_moe(dispatcher)), parallel)
     total = sum(each.bytes for each in predicted(changed) if each.group in ("ep", "etp_ep"))
     assert 0.95 < sent(changed, monkeypatch).total() / total < 1.05
+
+
+@pytest.mark.parametrize(("again", "bytes_per_weight"), [(False, 2 * FP32), (True, 3 * FP32)])
+def test_clones_send_the_weights_and_gradients_of_all_slots(again, bytes_per_weight):
+    """Two clones per rank, of experts with one matrix [F, H] and one [H, F]; gradients are sent in fp32."""
+    parallel = ParallelConfig(ep=4, world_size=4)
+    moe = replace(
+        padded_moe("alltoall"),
+        capacity=None,
+        echo=EchoConfig(moe_num_echo_experts=8, moe_echo_recompute_expert_dispatch=again),
+    )
+    run = plan(layer_config(feed_forward=moe), parallel)
+    sent = {each.what: each.bytes for each in predicted(run)}["clones of experts"]
+    width, ffn = moe.experts.hidden_size, moe.experts.ffn_hidden_size
+    matrices = moe.experts.activation.fan + 1
+    assert sent == len(run.model.layers) * run.num_microbatches * 2 * matrices * width * ffn * bytes_per_weight
 
 
 @dataclass(frozen=True, kw_only=True)

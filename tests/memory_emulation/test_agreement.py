@@ -19,6 +19,7 @@ from arguments.parser import Settings
 from arguments.proxy.rewrite import Draft
 from arguments.recipes import about, recipe_names
 from megatron_moe.config.attention import ContextExchange
+from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
@@ -348,6 +349,27 @@ def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str,
     assert abs(found.ratio - 1) < 0.005
     for name in ("weights", "gradients"):
         assert found.emulated[name] == pytest.approx(getattr(found.closed.state, name), rel=0.005), name
+
+
+def test_clones_of_experts_agree() -> None:
+    """Weights of clones are kept until backward, or sent again. There, their gradients exist on both ranks."""
+    plan = plan_of("m8")
+
+    def compared(echo: EchoConfig | None) -> Compared:
+        model = with_experts(
+            plan.model, lambda moe: replace(moe, dispatcher="alltoall", transport_backend="nccl", echo=echo)
+        )
+        return compare(replace(plan, model=model, parallel=replace(plan.parallel, ep=4, world_size=4)))
+
+    kept_weights = EchoConfig(moe_num_echo_experts=16)
+    without, kept = compared(None), compared(kept_weights)
+    again = compared(replace(kept_weights, moe_echo_recompute_expert_dispatch=True))
+    num_moe = sum(layer.is_moe for layer in plan.model.layers)
+    weights = num_moe * 4 * 3 * 1408 * 2048 * 2
+    assert kept.closed.kept - without.closed.kept == weights and again.closed.kept == without.closed.kept
+    assert kept.emulated["activations"] - again.emulated["activations"] == weights
+    for each in (without, kept, again):
+        assert abs(each.ratio - 1) < WITHIN
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])

@@ -87,9 +87,12 @@ def run_rank(context: ParallelContext, name: str) -> RankRecord:
 
 def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
     """One rank of the cell in single precision, on the kernels that its device runs fastest."""
-    plan = replace(
-        plan_of(cell_of(name)), precision=PrecisionConfig(params="fp32", grads="fp32", main_params_dtype="fp32")
-    )
+    return record_in_fp32(plan_of(cell_of(name)), context)
+
+
+def record_in_fp32(plan: RunPlan, context: ParallelContext) -> RankRecord:
+    """Trains a few steps of a plan as `run_rank_in_fp32` does."""
+    plan = replace(plan, precision=PrecisionConfig(params="fp32", grads="fp32", main_params_dtype="fp32"))
     # torch's optimizer kernel scales gradients in place, but they are compared afterwards
     requests = KernelConfig(kernel_per_op=(("adamw_", reference.NAME),))
     return record(plan, context, select_kernels(requests, context.device, context.dtype))

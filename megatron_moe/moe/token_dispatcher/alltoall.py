@@ -77,8 +77,12 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllToAll:
         """Sorts rows by expert and starts the all-to-all."""
         index, probs_R = index_rows(routing, self.kernels)
-        rows_RH = self.kernels.permute(tokens_TH, index)
         plan = self._counted(index) if routing.capacity is None else self._padded(routing.capacity)
+        return self._started(tokens_TH, index, probs_R, plan)
+
+    def _started(self, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, plan: ExchangePlan) -> PendingAllToAll:
+        """Copies tokens to rows and starts the all-to-all."""
+        rows_RH = self.kernels.permute(tokens_TH, index)
         if plan.num_sent < len(rows_RH):
             index = first_rows(index, plan.num_sent)
             rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
@@ -128,11 +132,17 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
 
     def _counted(self, index: RowIndex) -> ExchangePlan:
         """Returns the plan for experts without padding: all-gathers the row counts and copies them to the host."""
-        mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
+        counts_PE = self._gathered(index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long())
+        counts_PQe = counts_PE.unflatten(1, (self.ep.size, self.num_local))
+        return self._sized(counts_PQe, self.read_rows(counts_PQe.sum(dim=-1), len(index.token_R)))
+
+    def _gathered(self, counts_E: Tensor) -> Tensor:
+        """Row counts of all P source ranks, [P, E]."""
         # etp x ep: 8 * E bytes; no gradient flows through counts
-        counts = exchange.run(AllGather(self.etp_ep), mine_E)
-        counts_PQe = counts.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_P]
-        rows_PQ = self.read_rows(counts_PQe.sum(dim=-1), len(index.token_R))
+        return exchange.run(AllGather(self.etp_ep), counts_E).view(self.etp_ep.size, -1)[self.places_P]
+
+    def _sized(self, counts_PQe: Tensor, rows_PQ: list[list[int]]) -> ExchangePlan:
+        """Returns the plan of an exchange with the given row counts. `rows_PQ`: see `read_rows`."""
         num_ep, here = self.ep.size, self.etp.rank * self.ep.size
         to_me = [row[self.ep.rank] for row in rows_PQ]
         send = tuple(rows_PQ[here + self.ep.rank])

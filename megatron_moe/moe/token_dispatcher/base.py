@@ -5,7 +5,7 @@ function, so that a schedule can launch other work in between.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -18,9 +18,10 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.registry import resolve
 from megatron_moe.config.transport import ExpertTransport, RowBound
 from megatron_moe.kernels.ops import Kernels, RowIndex
+from megatron_moe.moe.expert_clones import ExpertClones
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.grid import expert_grid
-from megatron_moe.parallel.parameter import WeightGradQueue
+from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 
@@ -91,6 +92,9 @@ class DispatchedTokens:
     overflow: Tensor | None = None
     """int32 scalar on the device: number of rows that the routing needs in addition to `bound`. If it is not 0, rows
     are missing, and the step must be repeated with a larger bound. None if the dispatcher cannot overflow."""
+    clones: ExpertClones | None = None
+    """Clones of other ranks' experts. Their rows follow those of this rank's experts, and `offsets_e` has further
+    entries for them."""
 
     @classmethod
     def sorted(
@@ -122,6 +126,11 @@ class Dispatcher(ABC, Generic[Handle]):
         """`formats` may name FP8 formats and a gather in fc1 only if the transport of `comm` supports them."""
         self.comm, self.kernels, self.formats = comm, comm.kernels, formats
         self.num_local = comm.num_experts // comm.ep.size
+
+    def serve(self, weights: Sequence[Parameter]) -> tuple[Parameter, ...]:
+        """Called with the stacked weights of the layer's experts before the first dispatch, for a dispatcher that sends
+        experts to tokens. Returns the weights that `start_dispatch` reads."""
+        return ()
 
     @abstractmethod
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Any: ...

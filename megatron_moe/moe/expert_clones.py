@@ -1,0 +1,220 @@
+"""Clones of experts on other ranks (ECHO): sends weights to the clones, and gradients back to the experts.
+
+Weights are sent in their own dtype. Clones compute weight gradients in fp32 (fp64 for fp64 weights), and the home rank
+adds them to the gradients of its experts in that dtype. `_Home` and the linear layers of the clones are connected in
+the autograd graph by an empty boundary tensor, as the halves of a `SplitExchange` are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.autograd import accumulate_grad
+from megatron_moe.kernels.ops import GroupedPart, Kernels, RowIndex, internal_dtype
+from megatron_moe.parallel.context import ProcessGroup
+from megatron_moe.parallel.exchange import AllToAll, Wait
+from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class CloneSizes:
+    """Clones of one dispatch that concern this rank, known to the host."""
+
+    sent: tuple[tuple[int, ...], ...]
+    """Local experts whose clones each ep rank holds, in ascending order."""
+    received: tuple[int, ...]
+    """Number of this rank's clones by the home rank of their expert."""
+    num_rows: int
+    """Number of rows that this rank's clones process."""
+    on_any_rank: bool
+    """Whether any ep rank has a clone. If not, nothing is exchanged."""
+
+
+class ExpertClones:
+    """Clones of one forward of a layer, and their exchange with the home ranks of their experts.
+
+    A rank without clones calls `join` instead of `linear`, because every rank takes part in the exchange.
+    """
+
+    def __init__(
+        self, weights: Sequence[Parameter], ep: ProcessGroup, sizes: CloneSizes, *, keeps_weights: bool = True
+    ) -> None:
+        """
+        Args:
+            weights: stacks of the layer's local experts, [e, O, I] each.
+            keeps_weights: whether weights of clones stay in memory until backward; otherwise backward receives them
+                again.
+        """
+        self.sizes = sizes
+        self._weights, self._keeps_weights = tuple(weights), keeps_weights
+        self._experts = tuple(chain(*sizes.sent))
+        self._num_clones = sum(sizes.received)
+        self._exchange = AllToAll(ep, tuple(len(each) for each in sizes.sent), sizes.received)
+        self._received: list[Wait] = []
+        self._grads: list[Wait | None] = [None] * len(self._weights)
+        self._boundary: Tensor = _Home.apply(self, *self._weights)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Starts to exchange the weights, unless they have been received."""
+        if self._received or not self.sizes.on_any_rank:
+            return
+        # ep, backward `send_grad`: O * I elements per clone
+        for weight in self._weights:
+            sent = [weight[expert] for expert in self._experts]
+            self._received.append(_once(self._exchange.launch(_stacked(sent, weight))))
+
+    def linear(
+        self,
+        kernels: Kernels,
+        which: int,
+        rows: Tensor,
+        offsets_e: Tensor,
+        *,
+        index: RowIndex | None = None,
+        probs_R: Tensor | None = None,
+        rows_q: QuantizedTensor | None = None,
+    ) -> Tensor:
+        """Maps rows [R, I] to [R, O] with the clones of stack `which`, as `ExpertStack` does. Experts with clones have
+        no biases, to which `probs_R` would apply."""
+        assert index is None and rows_q is None, "clones process plain rows"
+        out_RO: Tensor = _CloneLinear.apply(  # type: ignore[no-untyped-call]
+            self._boundary, rows, self, which, kernels, offsets_e[: self._num_clones]
+        )
+        if which == len(self._weights) - 1 and not self._keeps_weights:
+            self._release()
+        return out_RO
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Returns `rows`, and takes part in the exchange of weights and, in backward, of gradients."""
+        self.fetch()
+        self._release()
+        joined: Tensor = _Join.apply(rows, self._boundary, self)  # type: ignore[no-untyped-call]
+        return joined
+
+    def weight(self, which: int) -> Tensor:
+        """Weights of this rank's clones, [n, O, I]."""
+        self.fetch()
+        return self._received[which]()
+
+    def grad_buffer(self, which: int) -> Tensor:
+        """Uninitialised buffer for the weight gradients of the clones, [n, O, I] in promote(fp32, dtype)."""
+        weight = self._weights[which]
+        return weight.new_empty(self._num_clones, *weight.shape[1:], dtype=internal_dtype(weight.dtype))
+
+    def send_grad(self, which: int, grad: Tensor) -> None:
+        """Starts to send the gradients of the clones of stack `which` to the home ranks."""
+        if self.sizes.on_any_rank:
+            # ep: O * I elements per clone in fp32
+            self._grads[which] = self._exchange.transposed.launch(grad)
+        if which == 0:  # the last gradient in backward
+            self._release()
+
+    def receive_grads(self) -> list[Tensor | None]:
+        """Adds the gradients of all clones of this rank's experts to the gradients of the experts."""
+        received = [None if wait is None else wait() for wait in self._grads]
+        self._grads = [None] * len(self._weights)
+        return [
+            accumulate_grad(weight, partial(_add_to_experts, self._experts, grads))
+            for weight, grads in zip(self._weights, received, strict=True)
+        ]
+
+    def send_empty_grads(self) -> None:
+        """Takes part in the exchanges of a backward on a rank without clones."""
+        if not self._keeps_weights:
+            self.fetch()
+        for which in reversed(range(len(self._weights))):
+            self.send_grad(which, self.grad_buffer(which))
+
+    def _release(self) -> None:
+        """Waits for the weights, whose send buffers are in use until then, and frees them."""
+        for wait in self._received:
+            wait()
+        self._received = []
+
+
+class _Home(torch.autograd.Function):
+    """Connects the weights of experts with their clones: backward adds the gradients of the clones."""
+
+    @staticmethod
+    def forward(ctx: Any, clones: ExpertClones, *weights: Tensor) -> Tensor:
+        ctx.clones = clones
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.clones.receive_grads()
+
+
+class _CloneLinear(torch.autograd.Function):
+    """Grouped GEMM of rows [R, I] and the weights of clones [n, O, I]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, boundary: Tensor, rows: Tensor, clones: ExpertClones, which: int, kernels: Kernels, offsets_e: Tensor
+    ) -> Tensor:
+        ctx.clones, ctx.which, ctx.kernels = clones, which, kernels
+        ctx.save_for_backward(offsets_e, rows)
+        return kernels.grouped_forward(rows, clones.weight(which), offsets_e)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (offsets_e, rows), clones = grads, ctx.saved_tensors, ctx.clones
+        grad_boundary = grad_rows = None
+        if ctx.needs_input_grad[1]:
+            grad_rows = ctx.kernels.grouped_input_grad(grad, clones.weight(ctx.which), offsets_e)
+        if ctx.needs_input_grad[0]:
+            buffer = clones.grad_buffer(ctx.which)
+            ctx.kernels.grouped_weight_grad([GroupedPart(grad, rows, offsets_e)], buffer, False)
+            clones.send_grad(ctx.which, buffer)
+            grad_boundary = grad.new_empty(0)
+        return grad_boundary, grad_rows, None, None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """Identity on rows. Backward takes part in the exchanges of other ranks' clones."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, boundary: Tensor, clones: ExpertClones) -> Tensor:
+        ctx.clones = clones
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None
+        ctx.clones.send_empty_grads()
+        return grad, grad.new_empty(0), None
+
+
+def _add_to_experts(experts: Sequence[int], grads: Tensor | None, out: Tensor, accumulate: bool) -> None:
+    """Adds the gradients of the clones of local `experts` to `out` [e, O, I], which is overwritten unless
+    `accumulate`."""
+    if not accumulate:
+        out.zero_()
+    if grads is not None:
+        for expert, grad in zip(experts, grads, strict=True):
+            out[expert].add_(grad)
+
+
+def _stacked(sent: list[Tensor], weight: Tensor) -> Tensor:
+    return torch.stack(sent) if sent else weight.new_empty(0, *weight.shape[1:])
+
+
+def _once(wait: Wait) -> Wait:
+    """Function that waits at its first call and returns the tensor at every call."""
+    result: list[Tensor] = []
+
+    def wait_once() -> Tensor:
+        if not result:
+            result.append(wait())
+        return result[0]
+
+    return wait_once

@@ -1,0 +1,78 @@
+"""Layouts with clones of busy experts equal one rank, which has none."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_moe.config.echo import EchoConfig
+from megatron_moe.config.model import with_experts
+from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.moe.expert_clones import CloneSizes, ExpertClones
+from megatron_moe.optim.grad_reduce import GradReducer
+from tests.parity.cells import compare_plan, plan_of
+from tests.parity.dimensions import cell_of
+
+OVERLAP, AGAIN = {"moe_echo_expert_dispatch_overlap": True}, {"moe_echo_recompute_expert_dispatch": True}
+CELLS = {
+    "ep=4 dp=4 accumulation=2 zero=on overlap=params recompute=moe": (8, OVERLAP | AGAIN),
+    "ep=2 dp=2 pp=2 vpp=2 balance=aux accumulation=2 mtp=on recompute=small latent=on shared=on": (2, AGAIN),
+    "ep=2 etp=2 tp=2 sp=on dp=2 capacity=drop accumulation=2 shared=overlap wgrad=delayed experts=sequential": (2, {}),
+}
+"""Cell of the parity matrix -> number of clones, and options of them."""
+SLOW_CELLS = {
+    "ep=2 dp=4 accumulation=2 zero=params recompute=full": (4, OVERLAP),
+    "ep=2 dp=2 pp=2 vpp=2 accumulation=2 overlap=experts": (2, OVERLAP),
+}
+
+
+def plan_with_clones(cell: str, num_clones: int, options: dict[str, bool]) -> RunPlan:
+    """Plan of the cell with unequal load of experts, over NCCL and with clones."""
+    plan = plan_of(cell_of(f"{cell} dispatcher=alltoall"))
+
+    def changed(moe: MoEConfig) -> MoEConfig:
+        echo = EchoConfig(moe_num_echo_experts=num_clones, **options)
+        return replace(moe, echo=echo, router=replace(moe.router, force_biased=-2.0))
+
+    return replace(plan, model=with_experts(plan.model, changed))
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[CloneSizes]:
+    """Sizes of all dispatches with clones."""
+    found: list[CloneSizes] = []
+    start = ExpertClones.__init__
+
+    def record(self: ExpertClones, weights: Any, ep: Any, sizes: CloneSizes, **options: bool) -> None:
+        found.append(sizes)
+        start(self, weights, ep, sizes, **options)
+
+    monkeypatch.setattr(ExpertClones, "__init__", record)
+    return found
+
+
+@pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.slow) for cell in SLOW_CELLS)])
+def test_clones_of_busy_experts_equal_one_rank(cell: str, sizes: list[CloneSizes]) -> None:
+    comparison = compare_plan(plan_with_clones(cell, *(CELLS | SLOW_CELLS)[cell]))
+    assert comparison.equal, comparison.text()
+    kinds = {(each.num_rows > 0, each.on_any_rank) for each in sizes}
+    assert kinds >= {(True, True), (False, True)}, "some ranks have clones, and others take part in their exchange"
+
+
+def test_load_within_the_tolerance_needs_no_clones(sizes: list[CloneSizes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is exchanged. Every rank still counts the gradients of clones, which overlapped reductions wait for."""
+    early: list[bool] = []
+    finish = GradReducer.finish
+
+    def record(self: GradReducer) -> None:
+        early.append(self.num_started == len(self.buckets))
+        finish(self)
+
+    monkeypatch.setattr(GradReducer, "finish", record)
+    monkeypatch.setattr("megatron_moe.moe.token_dispatcher.echo.TOLERANCE_PERCENT", 100)
+    plan = plan_with_clones("ep=2 dp=4 accumulation=2 zero=on overlap=grads", 2, OVERLAP)
+    comparison = compare_plan(plan)
+    assert comparison.equal, comparison.text()
+    assert sizes and not any(each.on_any_rank for each in sizes)
+    assert all(early) and early
