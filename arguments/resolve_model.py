@@ -72,9 +72,11 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
 
 
 def layer_configs(flags: Flags) -> tuple[LayerConfig, ...]:
-    """Builds the config of every transformer layer."""
+    """Builds the config of every transformer layer. Equal layers are one object, so that they are compared fast."""
     mixers, feed_forwards = _selected(MIXERS, flags.mixer, flags), _selected(FEED_FORWARDS, flags.feed_forward, flags)
-    return tuple(_layer(flags, *modules) for modules in zip(mixers, feed_forwards, strict=True))
+    layers = (_layer(flags, *modules) for modules in zip(mixers, feed_forwards, strict=True))
+    distinct: dict[LayerConfig, LayerConfig] = {}
+    return tuple(distinct.setdefault(layer, layer) for layer in layers)
 
 
 def _hashed(layer: LayerConfig, vocab_size: int) -> LayerConfig:

@@ -5,32 +5,24 @@ Excluded: the CUDA context, NCCL buffers, cuBLAS workspaces and allocator fragme
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import mul
 from typing import NamedTuple
 
-from megatron_moe.config.costs import (
-    WHOLE_LAYER,
-    CostSum,
-    SavedActivation,
-    bytes_per_fp8_element,
-    num_bytes,
-    row_padding,
-)
+from megatron_moe.config.costs import WHOLE_LAYER, SavedActivation, bytes_per_fp8_element, num_bytes, row_padding
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.update_rules import is_elementwise, state_bytes_per_element
+from megatron_moe.config.update_rules import is_elementwise
 from megatron_moe.cost_model.activations import activation_sizes, head_tensors, layer_tensors, stage_tensors
 from megatron_moe.cost_model.graph_memory import GraphMemory, SavedBytes, captured_parts, chunks_of_slots
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import (
-    GatheredElements,
     HeldElements,
-    RuleState,
     gathered_elements,
     held_by_rank,
     is_low,
@@ -40,6 +32,7 @@ from megatron_moe.cost_model.shards import (
     state_values,
     stored_bytes,
 )
+from megatron_moe.cost_model.state_memory import StateBytes, state_bytes
 from megatron_moe.cost_model.workspace import (
     ATTENTION,
     Workspace,
@@ -58,17 +51,6 @@ LATE = "waiting for weight gradients"
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
 """Numbers of microbatches at one point of the schedule: (in flight, delayed), each with one number per model chunk.
 In flight: between forward and backward. Delayed: backward has run, except for delayed expert weight gradients."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateBytes(CostSum[float]):
-    """Bytes of weights, gradients and optimizer state."""
-
-    weights: float
-    gradients: float
-    master: float
-    """Master weights. With ZeRO-1, master weights and moments are sharded."""
-    moments: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,87 +97,26 @@ class RankBytes:
         return self.state.total + self.receive_slots + at_peak
 
 
-def state_bytes(
-    plan: RunPlan,
-    held: HeldElements,
-    low: HeldElements,
-    rules: RuleState | None = None,
-    gathered: GatheredElements | None = None,
-) -> StateBytes:
-    """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
-    GEMMs, for which the weights include their quantised copies.
-
-    `rules`: share of the parameters that the rank updates; None means an equal share, with a rule that updates all
-    parameters elementwise. `gathered`: see `gathered_elements`; None unless gradients or weights are sharded.
-
-    Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
-    """
-    precision, parallel = plan.precision, plan.parallel
-    sharded = plan.data_parallel.use_distributed_optimizer
-    dense, expert = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
-    fsdp = plan.data_parallel.fsdp
-    # replicas of shards have equal optimizer state
-    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":
-        dense, expert = (max(size // parallel.num_distributed_optimizer_instances, 1) for size in (dense, expert))
-    if rules is None:
-        owned = held.attention / dense + held.expert / expert
-        rules = RuleState(owned, owned * state_bytes_per_element(plan.optimizer, precision))
-    on_device = 1 - plan.memory.offload.optimizer_fraction
-    weight, main = num_bytes(precision.params), num_bytes(precision.main_params_dtype)
-    weights, of_weight = float(held.total * weight), 0 if precision.params == precision.main_params_dtype else main
-    if precision.store_param_remainders:
-        of_weight = 2
-    masters = rules.elements * of_weight
-    if precision.low_precision_params:
-        weights += low.total * (stored_bytes(precision).total - weight)
-        masters += (low.attention / dense + low.expert / expert) * (main - of_weight)
-    copies = 0.0
-    if precision.low_precision is not None and not precision.low_precision_params:  # a rowwise and a columnwise copy
-        copies = low.total * 2 * precision.low_precision.weights.bytes_per_element
-    gradients = float(held.total * num_bytes(precision.grads))
-    if fsdp is not None and gathered is not None:
-        of_weight_bytes = weights / held.total if held.total else 0.0
-        comm = num_bytes(precision.grads if fsdp.grad_comm is None else fsdp.grad_comm)
-        parts = _sharded_parts(plan, held, gathered)
-        gradients = parts.shards * num_bytes(precision.grads) + parts.grads * comm
-        gradients += parts.whole * num_bytes(precision.grads)
-        if fsdp.shards_weights:
-            weights = of_weight_bytes * (parts.shards + parts.whole + parts.weights)
-    return StateBytes(
-        weights=weights + copies, gradients=gradients, master=masters * on_device, moments=rules.moments * on_device
-    )
-
-
-class _ShardedParts(NamedTuple):
-    """Number of elements in shards, in memory of gathered weights and of gradients, and of parameters without replicas,
-    which are not sharded."""
-
-    shards: float
-    weights: int
-    grads: int
-    whole: int
-
-
-def _sharded_parts(plan: RunPlan, held: HeldElements, gathered: GatheredElements) -> _ShardedParts:
-    parallel = plan.parallel
-    shards, weights, grads, whole = 0.0, 0, 0, 0
-    dense = parallel.dp * parallel.cp, held.attention, gathered.weights.attention, gathered.grads.attention
-    grids = dense, (parallel.edp, held.expert, gathered.weights.expert, gathered.grads.expert)
-    for replicas, elements, of_weights, of_grads in grids:
-        if replicas == 1:
-            whole += elements
-        else:
-            shards += elements * parallel.num_distributed_optimizer_instances / replicas
-            weights += of_weights
-            grads += of_grads
-    return _ShardedParts(shards, weights, grads, whole)
-
-
 class _ChunkActivations(NamedTuple):
     """Bytes that one model chunk saves for one microbatch: on the device by module, and in host memory."""
 
     modules: dict[str, float]
     on_host: float
+
+
+class _StageBytes(NamedTuple):
+    """Sizes that pipeline ranks with equal stages share, in bytes."""
+
+    chunks: list[_ChunkActivations]
+    """By model chunk, before `delta_offload_bytes_across_pp_ranks`."""
+    late: list[float]
+    """By model chunk, what it keeps after the backward of a microbatch for delayed expert weight gradients."""
+    workspace: Workspace
+    freed: dict[str, float]
+    """Bytes by module that the backward has freed at the peak."""
+    receive_slots: float
+    longest: int
+    """Number of layers of the largest chunk."""
 
 
 class _Placed(NamedTuple):
@@ -213,6 +134,9 @@ class RankMemory:
         """`imbalance`: number of expert rows of the most loaded expert-parallel rank, divided by the mean."""
         self.plan = plan
         self.sizes = activation_sizes(plan, imbalance)
+        self._alike = _first_alike(plan)
+        self._stages: dict[int, _StageBytes] = {}
+        self._placed: dict[tuple[LayerConfig, bool], list[_Placed]] = {}
         self._layers: dict[LayerConfig, list[SavedActivation]] = {}
         self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
         self._moments: dict[tuple[int, int, int], list[Moment]] = {}
@@ -224,9 +148,8 @@ class RankMemory:
 
     def on_another_plan(self, plan: RunPlan) -> "RankMemory":
         """Returns an estimate for a run that differs only in memory options and optimizer, reusing cached results."""
-        other = RankMemory(plan, self.sizes.imbalance)
-        other._layers, other._held = self._layers, self._held
-        other._moments, other._slots = self._moments, self._slots
+        other = copy(self)
+        other.plan, other._stages, other._placed = plan, {}, {}
         return other
 
     def all_ranks(self) -> list[RankBytes]:
@@ -236,9 +159,9 @@ class RankMemory:
     def of_rank(self, rank: int) -> RankBytes:
         """Peak memory of one pipeline rank."""
         plan, layout = self.plan, self.plan.layout
-        stages = layout.chunks(rank)
+        own = self._stage_bytes(rank)
+        late, workspace = own.late, own.workspace
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
-        late = [self._late_of(stage) for stage in self.plan.layout.chunks(rank)]
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
         in_flight, delayed = _peak(self.moments(rank), sizes, late)
         modules: dict[str, float] = defaultdict(float)
@@ -247,11 +170,9 @@ class RankMemory:
                 modules[module] += count * size
         if any(delayed):
             modules[LATE] = sum(map(mul, delayed, late))
-        longest = max(len(stage.layers) for stage in stages)
-        workspace, freed = self._at_peak(rank, longest, max(chunk.modules.get("mtp", 0.0) for chunk in chunks))
-        for module, size in freed.items():
+        for module, size in own.freed.items():
             modules[module] -= size
-        graphs = self._graph_bytes(rank, in_flight, longest)
+        graphs = self._graph_bytes(rank, in_flight)
         return RankBytes(
             rank=rank,
             held=self.held(rank),
@@ -260,7 +181,7 @@ class RankMemory:
             in_flight=sum(in_flight),
             dispatch=workspace.dispatch,
             workspace=workspace.other,
-            receive_slots=receive_slots(layer_recipes(plan, rank), plan, self.sizes),
+            receive_slots=own.receive_slots,
             transfers=self._transfers(),
             graphs=graphs,
             pools_persist=plan.cuda_graphs.full_iteration,
@@ -298,6 +219,24 @@ class RankMemory:
             moments += [(space.and_more(pair), before) for space in spaces]
         return max(moments, key=lambda at: at[0].total - sum(at[1].values()), default=(Workspace(), {}))
 
+    def _stage_bytes(self, rank: int) -> _StageBytes:
+        rank = self._alike[rank]
+        if rank not in self._stages:
+            stages = self.plan.layout.chunks(rank)
+            chunks = list(map(self._activations, stages))
+            longest = max(len(stage.layers) for stage in stages)
+            of_mtp = max(chunk.modules.get("mtp", 0.0) for chunk in chunks)
+            workspace, freed = self._at_peak(rank, longest, of_mtp)
+            self._stages[rank] = _StageBytes(
+                chunks=chunks,
+                late=list(map(self._late_of, stages)),
+                workspace=workspace,
+                freed=freed,
+                receive_slots=receive_slots(layer_recipes(self.plan, rank), self.plan, self.sizes),
+                longest=longest,
+            )
+        return self._stages[rank]
+
     def moments(self, rank: int) -> list[Moment]:
         """Distinct microbatch counts that occur in the schedule of a pipeline rank. Only a few microbatch groups are
         simulated, because the counts of a long step repeat."""
@@ -326,6 +265,7 @@ class RankMemory:
 
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
         """Numbers of parameters of a pipeline rank: (all parameters, parameters of FP8 or FP4 GEMMs)."""
+        rank = self._alike[rank]
         if rank not in self._held:
             plan = self.plan
             whole = held_by_rank(plan.model, plan.layout, rank, plan.parallel)
@@ -359,29 +299,39 @@ class RankMemory:
         return self._layers[layer]
 
     def _chunk(self, rank: int, index: int) -> _ChunkActivations:
+        chunk = self._stage_bytes(rank).chunks[index]
+        kept = min(chunk.on_host, float(self.plan.memory.offload.delta_offload_bytes_across_pp_ranks * rank))
+        return _ChunkActivations({**chunk.modules, "not offloaded": kept}, chunk.on_host - kept) if kept else chunk
+
+    def _activations(self, stage: StageLayout) -> _ChunkActivations:
         plan, recompute = self.plan, self.plan.memory.recompute
-        stage = plan.layout.chunks(rank)[index]
-        saved: list[SavedActivation] = []
-        for place, layer in enumerate(stage.layers):
-            tensors = self.tensors(plan.model.layers[layer])
+        saved: list[tuple[SavedActivation, _Placed]] = []
+        for place, index in enumerate(stage.layers):
+            layer = plan.model.layers[index]
+            tensors = list(zip(self.tensors(layer), self._placed_of(layer, low=is_low(plan, index)), strict=True))
             if _recomputes_whole(recompute, place):
                 # only layer inputs are saved: of every layer, or of the first layer of each recomputed group
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
                 tensors = tensors[:1] if first else []
-            if not is_low(self.plan, layer):
-                tensors = [replace(each, low="", is_activation_input=False) for each in tensors]
             saved += tensors
-        saved += stage_tensors(plan.model, stage, plan.parallel, self.sizes)
+        saved += ((each, self._place(each)) for each in stage_tensors(plan.model, stage, plan.parallel, self.sizes))
         modules: dict[str, float] = defaultdict(float)
         on_host = 0.0
-        for each in saved:
-            placed = self._place(each)
+        for each, placed in saved:
             modules[each.module] += placed.device
             on_host += placed.host
-        kept = min(on_host, float(plan.memory.offload.delta_offload_bytes_across_pp_ranks * rank))
-        if kept:
-            modules["not offloaded"] = kept
-        return _ChunkActivations(modules, on_host - kept)
+        return _ChunkActivations(modules, on_host)
+
+    def _placed_of(self, layer: LayerConfig, *, low: bool = True) -> list[_Placed]:
+        """Division of the bytes of each of `tensors(layer)`. `low`: whether the layer has FP8 or FP4 GEMMs, if the run
+        has any."""
+        key = layer, low or self.plan.precision.low_precision is None
+        if key not in self._placed:
+            tensors = self.tensors(layer)
+            if not key[1]:
+                tensors = [replace(each, low="", is_activation_input=False) for each in tensors]
+            self._placed[key] = list(map(self._place, tensors))
+        return self._placed[key]
 
     def _place(self, tensor: SavedActivation) -> _Placed:
         memory, config, recompute = self.plan.memory, self.plan.precision.low_precision, self.plan.memory.recompute
@@ -415,7 +365,7 @@ class RankMemory:
 
     def _saved_by(self, layer: LayerConfig) -> float:
         """Bytes that a layer saves for one microbatch, including offloaded tensors and excluding recomputed tensors."""
-        return sum(each.device + each.host for each in map(self._place, self.tensors(layer)))
+        return sum(each.device + each.host for each in self._placed_of(layer))
 
     def _late_of(self, stage: StageLayout) -> float:
         """Bytes that a stage keeps after the backward of a microbatch for delayed expert weight gradients."""
@@ -429,15 +379,16 @@ class RankMemory:
         config = self.plan.precision.low_precision if low else None
         return layer.feed_forward.delayed_bytes(self.plan.parallel, self.sizes, config)
 
-    def _graph_bytes(self, rank: int, in_flight: Sequence[int], longest: int) -> float:
+    def _graph_bytes(self, rank: int, in_flight: Sequence[int]) -> float:
         """Memory of the pools of captured modules beyond the activations of the microbatches `in_flight`."""
         if not self.plan.cuda_graphs.cuda_graph_modules:
             return 0.0
 
         def saved(layer: LayerConfig) -> list[SavedBytes]:
-            placed = ((each.module, self._place(each)) for each in self.tensors(layer))
-            return [SavedBytes(module, each.device, each.recomputed) for module, each in placed]
+            placed = zip(self.tensors(layer), self._placed_of(layer), strict=True)
+            return [SavedBytes(each.module, size.device, size.recomputed) for each, size in placed]
 
+        longest = self._stage_bytes(rank).longest
         graphs = GraphMemory(self.plan, self.sizes, saved, lambda layer: self._workspace(layer, longest)[1])
         # layers of multi-token prediction are not captured
         layers = [[self.plan.model.layers[index] for index in stage.layers] for stage in self.plan.layout.chunks(rank)]
@@ -454,8 +405,7 @@ class RankMemory:
         of the largest model chunk. `is_mtp`: full recompute by blocks leaves out layers of multi-token prediction."""
         restored = {True: 0.0, False: 0.0}  # whether part of attention -> recomputed and reloaded bytes
         freed = 0.0  # bytes that the feed-forward part frees before the backward of attention
-        for each in self.tensors(layer):
-            placed = self._place(each)
+        for each, placed in zip(self.tensors(layer), self._placed_of(layer), strict=True):
             restored[each.module in ATTENTION] += placed.recomputed + placed.host
             if each.module not in ATTENTION:
                 freed += placed.device + placed.recomputed + placed.host
@@ -499,6 +449,18 @@ class RankMemory:
             return 0.0
         width = self.plan.model.residual.num_streams * self.plan.model.hidden_size
         return 4.0 * self.sizes.residual * width * self.sizes.activation
+
+
+def _first_alike(plan: RunPlan) -> list[int]:
+    """Returns for each pipeline rank the first rank with equal stages."""
+    kinds = {layer: kind for kind, layer in enumerate(dict.fromkeys(plan.model.layers))}
+    kind_of = [(kinds[layer], is_low(plan, index)) for index, layer in enumerate(plan.model.layers)]
+    keys = [
+        (stage.embedding, stage.final_norm, stage.num_mtp, stage.loss, *(kind_of[index] for index in stage.layers))
+        for stage in plan.layout.stages
+    ]
+    firsts: dict[object, int] = {}
+    return [firsts.setdefault(tuple(keys[rank :: plan.layout.pp]), rank) for rank in range(plan.layout.pp)]
 
 
 def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:

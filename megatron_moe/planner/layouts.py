@@ -40,6 +40,7 @@ class Layouts:
         self.gpu = gpu
         self.world = plan.parallel.world_size
         self._costs = flop_costs(plan.model, plan.data.seq_length)
+        self._kinds = tuple(dict.fromkeys(plan.model.layers))
         self._stages: dict[tuple[int, int], PipelineLayout | None] = {}
 
     def grids(self) -> Iterator[LayoutGrid]:
@@ -87,7 +88,7 @@ class Layouts:
             return False
         if model.vocab_size % tp or self.plan.data.seq_length % (tp * cp * (2 if cp > 1 else 1)):
             return False
-        for layer in dict.fromkeys(model.layers):
+        for layer in self._kinds:
             if layer.layout_problem(ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)) is not None:
                 return False
         return True

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from itertools import chain, combinations
 from itertools import count as count_up
 
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
@@ -71,10 +72,8 @@ class Planner:
         layouts = Layouts(plan, self.gpu)
         order = count_up()  # breaks ties in the heap
         queue: list[tuple[float, int, LayoutGrid | RunPlan]] = []
-        for grid in layouts.grids():
-            simple = layouts.of(grid)
-            if simple is not None and RankMemory(simple).state_of_rank(grid.parallel.pp // 2).total < self.room:
-                heappush(queue, (self._lower_bound(overlapped(simple)), next(order), grid))
+        for grid, simple, _ in self._with_room(layouts):
+            heappush(queue, (self._lower_bound(overlapped(simple)), next(order), grid))
         found: list[PlannedLayout] = []
         while queue:
             bound, _, each = heappop(queue)
@@ -98,12 +97,22 @@ class Planner:
         self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True
     ) -> PlannedLayout | None:
         """Finds some layout that fits, fast: tries one layout per set of parallel sizes. Returns None if none fits."""
-        layouts = Layouts(plan, self.gpu)
-        simple = [layout for grid in layouts.grids() if (layout := layouts.of(grid)) is not None]
-        states = [RankMemory(each).state_of_rank(each.layout.pp // 2).total for each in simple]
-        order = sorted((place for place, state in enumerate(states) if state < self.room), key=states.__getitem__)
-        found = (self.fit(simple[place]) for place in order)
+        order = sorted(self._with_room(Layouts(plan, self.gpu)), key=lambda each: each[-1])
+        found = (self.fit(simple) for _, simple, _ in order)
         return next((each for each in found if each is not None and accepts(each.plan)), None)
+
+    def _with_room(self, layouts: Layouts) -> Iterator[tuple[LayoutGrid, RunPlan, float]]:
+        """Yields (sizes, plan without virtual stages, bytes) of the sizes with which weights, gradients and optimizer
+        state of the middle pipeline rank need fewer bytes than there are."""
+        states: dict[ParallelConfig, float] = {}  # they do not depend on the microbatch size
+        for grid in layouts.grids():
+            simple = layouts.of(grid)
+            if simple is None:
+                continue
+            if grid.parallel not in states:
+                states[grid.parallel] = RankMemory(simple).state_of_rank(grid.parallel.pp // 2).total
+            if states[grid.parallel] < self.room:
+                yield grid, simple, states[grid.parallel]
 
     def _lower_bound(self, plan: RunPlan) -> float:
         """Lower bound on the step time in seconds: the estimated time without pipeline bubble."""
@@ -181,11 +190,20 @@ class Planner:
             changed_memory = memory.with_options(changed.memory)
             if not self.fits(changed_memory.of_rank(before.rank)):
                 continue
-            after = heaviest(changed_memory.all_ranks())
-            if self.fits(after):
+            after = self._heaviest_fitting(changed_memory)
+            if after is not None:
                 step = self.estimator(changed).step()
                 return PlannedLayout(plan=changed, step=step, memory=after, plain_bytes=before.total)
         return None
+
+    def _heaviest_fitting(self, memory: RankMemory) -> RankBytes | None:
+        """Memory of the pipeline rank with the highest peak; None as soon as a rank does not fit."""
+        found = []
+        for rank in range(memory.plan.layout.pp):
+            found.append(memory.of_rank(rank))
+            if not self.fits(found[-1]):
+                return None
+        return heaviest(found)
 
     def _candidates(self, plain: RunPlan, memory: RankMemory, before: RankBytes) -> Iterator[RunPlan]:
         """Variants of the plan with sets of options that may save enough memory, cheapest first."""

@@ -15,8 +15,9 @@ from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GIB
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest, state_bytes
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.cost_model.shards import HeldElements, held_by_layer, held_by_rank
+from megatron_moe.cost_model.state_memory import state_bytes
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.optim.distributed_optimizer import Optimizer
@@ -327,6 +328,15 @@ def test_deepep_has_smaller_buffers_and_sums_the_rows_of_all_tokens_first():
     assert on_library("deepep").receive_slots == 10 * 8 * 256 * (7168 * 2 + 8 + 128 * 16)
     assert on_library("symmetric").receive_slots == 2 * 8 * 4096 * (7168 * 2 + 8 * 8)
     assert on_library("deepep").dispatch == 9 * on_library("symmetric").dispatch
+
+
+def test_only_ranks_with_equal_stages_share_results():
+    held = [held_by_rank(DEEPSEEK.model, DEEPSEEK.layout, rank, DEEPSEEK.parallel) for rank in range(4)]
+    assert held[1] == held[2] and len(set(held)) == 3
+    ranks = RankMemory(DEEPSEEK).all_ranks()
+    assert [each.held for each in ranks] == held
+    ends = [{"embedding", "head", "mtp", "final_norm"} & set(dict(each.activations)) for each in ranks]
+    assert ends == [{"embedding"}, set(), set(), {"mtp", "head", "final_norm"}]
 
 
 def test_the_heaviest_rank_is_the_one_with_the_largest_total():

@@ -1,0 +1,96 @@
+"""Device memory of weights, gradients and optimizer state, in closed form."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_moe.config.costs import CostSum, num_bytes
+from megatron_moe.config.run import RunPlan
+from megatron_moe.config.update_rules import state_bytes_per_element
+from megatron_moe.cost_model.shards import GatheredElements, HeldElements, RuleState, stored_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes(CostSum[float]):
+    """Bytes of weights, gradients and optimizer state."""
+
+    weights: float
+    gradients: float
+    master: float
+    """Master weights. With ZeRO-1, master weights and moments are sharded."""
+    moments: float
+
+
+def state_bytes(
+    plan: RunPlan,
+    held: HeldElements,
+    low: HeldElements,
+    rules: RuleState | None = None,
+    gathered: GatheredElements | None = None,
+) -> StateBytes:
+    """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4
+    GEMMs, for which the weights include their quantised copies.
+
+    `rules`: share of the parameters that the rank updates; None means an equal share, with a rule that updates all
+    parameters elementwise. `gathered`: see `gathered_elements`; None unless gradients or weights are sharded.
+
+    Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
+    """
+    precision, parallel = plan.precision, plan.parallel
+    sharded = plan.data_parallel.use_distributed_optimizer
+    dense, expert = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
+    fsdp = plan.data_parallel.fsdp
+    # replicas of shards have equal optimizer state
+    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":
+        dense, expert = (max(size // parallel.num_distributed_optimizer_instances, 1) for size in (dense, expert))
+    if rules is None:
+        owned = held.attention / dense + held.expert / expert
+        rules = RuleState(owned, owned * state_bytes_per_element(plan.optimizer, precision))
+    on_device = 1 - plan.memory.offload.optimizer_fraction
+    weight, main = num_bytes(precision.params), num_bytes(precision.main_params_dtype)
+    weights, of_weight = float(held.total * weight), 0 if precision.params == precision.main_params_dtype else main
+    if precision.store_param_remainders:
+        of_weight = 2
+    masters = rules.elements * of_weight
+    if precision.low_precision_params:
+        weights += low.total * (stored_bytes(precision).total - weight)
+        masters += (low.attention / dense + low.expert / expert) * (main - of_weight)
+    copies = 0.0
+    if precision.low_precision is not None and not precision.low_precision_params:  # a rowwise and a columnwise copy
+        copies = low.total * 2 * precision.low_precision.weights.bytes_per_element
+    gradients = float(held.total * num_bytes(precision.grads))
+    if fsdp is not None and gathered is not None:
+        of_weight_bytes = weights / held.total if held.total else 0.0
+        comm = num_bytes(precision.grads if fsdp.grad_comm is None else fsdp.grad_comm)
+        parts = _sharded_parts(plan, held, gathered)
+        gradients = parts.shards * num_bytes(precision.grads) + parts.grads * comm
+        gradients += parts.whole * num_bytes(precision.grads)
+        if fsdp.shards_weights:
+            weights = of_weight_bytes * (parts.shards + parts.whole + parts.weights)
+    return StateBytes(
+        weights=weights + copies, gradients=gradients, master=masters * on_device, moments=rules.moments * on_device
+    )
+
+
+class _ShardedParts(NamedTuple):
+    """Number of elements in shards, in memory of gathered weights and of gradients, and of parameters without replicas,
+    which are not sharded."""
+
+    shards: float
+    weights: int
+    grads: int
+    whole: int
+
+
+def _sharded_parts(plan: RunPlan, held: HeldElements, gathered: GatheredElements) -> _ShardedParts:
+    parallel = plan.parallel
+    shards, weights, grads, whole = 0.0, 0, 0, 0
+    dense = parallel.dp * parallel.cp, held.attention, gathered.weights.attention, gathered.grads.attention
+    grids = dense, (parallel.edp, held.expert, gathered.weights.expert, gathered.grads.expert)
+    for replicas, elements, of_weights, of_grads in grids:
+        if replicas == 1:
+            whole += elements
+        else:
+            shards += elements * parallel.num_distributed_optimizer_instances / replicas
+            weights += of_weights
+            grads += of_grads
+    return _ShardedParts(shards, weights, grads, whole)
