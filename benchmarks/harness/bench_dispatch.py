@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29555)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU here; this tool times exchanges between GPUs.")
+        raise SystemExit("torch finds no GPU here; this tool times exchanges between GPUs.")
     machine = torch.cuda.get_device_name().split()[-1].lower()
     path = arguments.output_dir / f"{date.today()}-{arguments.gpus}x{machine}-dispatch.md"
     path.parent.mkdir(parents=True, exist_ok=True)

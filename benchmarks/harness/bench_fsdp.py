@@ -79,10 +79,11 @@ class Case:
     flags: str
     """Flags in addition to those of the model."""
     baseline: str = ""
-    """Name of an earlier case; the step time is reported as a multiple of that case's."""
+    """Name of an earlier case. The report divides this case's step time by that of the baseline."""
     must: str = ""
-    """Largest allowed multiple."""
+    """Largest allowed ratio of the step times."""
     aim: str = ""
+    """Desired ratio of the step times."""
     steps: int = 8
     torch_fsdp2: bool = False
     """Whether the case times a layer stack of these shapes under torch FSDP2 instead."""

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     torch.manual_seed(0)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU here; --device cpu times the ops on the CPU.")
+        raise SystemExit("torch finds no GPU here; --device cpu times the ops on the CPU.")
     device, dtype = torch.device(args.device), torch_dtype(args.dtype)
     automatic = {choice.op: choice.backend for choice in select_kernels(KernelConfig(), device, dtype).choices}
     ceilings = measure_ceilings(device, dtype)

@@ -125,7 +125,7 @@ def context_without_peers(plan: RunPlan, device: str = "cuda:0") -> ParallelCont
 def require_gpu(what: str) -> None:
     """Raises EnvironmentProblem without a GPU."""
     if not torch.cuda.is_available():
-        raise EnvironmentProblem(f"torch sees no GPU here, and {what} what this tool times.")
+        raise EnvironmentProblem(f"torch finds no GPU here, and {what} what this tool times.")
 
 
 class TimedRun:

@@ -240,7 +240,7 @@ class FeedForwardConfig(Component):
 
     def assumed_load_problems(self, parallel: ParallelConfig, imbalance: float) -> Iterator[tuple[str, str]]:
         """Yields (what, remedy) of each reason why an emulation cannot assume that the experts of one rank get
-        `imbalance` times an even share of the rows."""
+        `imbalance` times a balanced share of the rows."""
         yield from ()
 
     def without_host_reads(self) -> "FeedForwardConfig":

@@ -26,8 +26,8 @@ class EmulationConfig:
 class RoutedLoad:
     """Assumed distribution of routed tokens over experts, equal for the tokens of all source ranks.
 
-    One expert-parallel rank receives `imbalance` times an even share, divided equally over its experts. The experts of
-    all other ranks receive equal numbers of the remaining tokens.
+    One expert-parallel rank receives `imbalance` times a balanced share, divided equally over its experts. The experts
+    of all other ranks receive equal numbers of the remaining tokens.
     """
 
     num_ranks: int

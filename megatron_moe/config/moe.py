@@ -66,14 +66,14 @@ class RouterConfig:
     dtype: Literal["fp32", "fp64"] | None = None
     """Number format of the router's linear layer (`--moe-router-dtype`); None means the format of the activations."""
     force_balancing: bool = False
-    """Replaces the logits by random ones, to benchmark even load (`--moe-router-force-load-balancing`)."""
+    """Replaces the logits by random ones, to benchmark balanced load (`--moe-router-force-load-balancing`)."""
     force_biased: float | None = None
-    """Replaces logits by random ones plus a random bias per expert, to benchmark uneven load. This number is the
+    """Replaces logits by random ones plus a random bias per expert, to benchmark unbalanced load. This number is the
     standard deviation of the biases. If it is negative, they are drawn only once (`--moe-router-force-biased`)."""
     force_skew: float | None = None
-    """Replaces logits by random ones, to benchmark uneven load. This number is the load of the busiest expert divided
-    by the mean load (`--moe-router-force-skew`). Expert popularity is log-normal, in an order drawn for every step and
-    layer."""
+    """Replaces logits by random ones, to benchmark unbalanced load. This number is the load of the busiest expert
+    divided by the mean load (`--moe-router-force-skew`). Expert popularity is log-normal, in an order drawn for every
+    step and layer."""
     linear_bias: bool = False
     """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
     hash_vocab_size: int | None = None
@@ -155,7 +155,7 @@ class CapacityConfig:
     """Expert capacity: maximum number of tokens that one expert accepts from one rank's microbatch."""
 
     factor: float
-    """Capacity, as a multiple of the number of tokens per expert at an even load (`--moe-expert-capacity-factor`)."""
+    """Capacity, as a multiple of the mean number of tokens per expert (`--moe-expert-capacity-factor`)."""
     policy: Literal["probs", "position"] = "probs"
     """Which tokens an expert at its capacity keeps: those with the highest probabilities, or the earliest
     (`--moe-token-drop-policy`)."""
@@ -237,7 +237,7 @@ class MoEConfig(FeedForwardConfig):
     transport_backend: str = "auto"
     """Requested transport (`--moe-flex-dispatcher-backend`, or `--moe-alltoall-backend` for "alltoall")."""
     expert_rank_capacity_factor: float | None = None
-    """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
+    """Bound of the rows of a rank's experts relative to the balanced share, for the flex dispatcher
     (`--moe-expert-rank-capacity-factor`); None means a bound that no routing exceeds."""
     push: PushConfig = PushConfig()
     hybridep: HybridEPConfig = HybridEPConfig()
@@ -344,12 +344,12 @@ class MoEConfig(FeedForwardConfig):
         if imbalance > most:
             what = (
                 f"--emulate-imbalance {imbalance:g}, but the experts of one of {parallel.ep} expert-parallel "
-                f"ranks get at most {most:g} times an even share of top-{topk} choices among {experts}"
+                f"ranks receive at most {most:g} times a balanced share of top-{topk} choices among {experts}"
             )
             yield what, f"give at most {most:g}"
         if capacity is not None and not capacity.pad and (imbalance > 1 or capacity.factor < 1):
             what = "an emulation cannot predict dropped tokens when experts have a capacity but no padding"
-            yield what, "add --moe-pad-expert-input-to-capacity, or emulate even load"
+            yield what, "add --moe-pad-expert-input-to-capacity, or emulate balanced load"
 
     def without_host_reads(self) -> "MoEConfig":
         # one GEMM per expert reads the offsets of the experts' rows on the host
@@ -395,8 +395,8 @@ class MoEConfig(FeedForwardConfig):
     def rows(self, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
         """Number of rows R (pairs of token and selected expert, and padding) that the experts of the most loaded rank
         process for one microbatch with `num_tokens` tokens per rank. With expert parallelism, R is `imbalance` times
-        the even load, with three exceptions: padding to the expert capacity makes R constant, the all-gather dispatcher
-        allocates buffers for the largest possible R, and the flex dispatcher for the R of
+        the balanced load, with three exceptions: padding to the expert capacity makes R constant, the all-gather
+        dispatcher allocates buffers for the largest possible R, and the flex dispatcher for the R of
         `--moe-expert-rank-capacity-factor`. Blocks of `row_alignment` rows add the padding of any routing to R.
         """
         ranks, router = parallel.ep * parallel.etp, self.router

@@ -195,7 +195,7 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
 
 
 def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad:
-    """Expert load assumed for all ranks: this rank's experts receive `imbalance` times an even share of the rows."""
+    """Expert load assumed for all ranks: this rank's experts receive `imbalance` times a balanced share of the rows."""
     ep = context.group("ep")
     return RoutedLoad(ep.size, ep.rank, imbalance)
 

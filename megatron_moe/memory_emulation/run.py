@@ -113,7 +113,7 @@ def _head(values: ReportValues) -> Iterator[str]:
     load = (
         "balanced routing"
         if values["imbalance"] == 1
-        else f"its experts get {values['imbalance']:g} times an even share"
+        else f"its experts receive {values['imbalance']:g} times a balanced share"
     )
     yield f"Emulation of {world:,} rank{'s' * (world != 1)}: {how}; {load}"
     yield f"  pipeline layout {values['layout']}; peak memory of a step in GiB"

@@ -32,4 +32,4 @@ def test_the_recipes_that_are_timed_take_every_mode(recipe, mode):
 
 def test_a_missing_gpu_is_reported(capsys):
     assert bench_graphs.main(["none", "--", "--recipe", "q6"]) == ExitCode.ENVIRONMENT
-    assert "torch sees no GPU here" in capsys.readouterr().err
+    assert "torch finds no GPU here" in capsys.readouterr().err

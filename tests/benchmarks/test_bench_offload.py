@@ -18,4 +18,4 @@ def test_copies_extend_a_step_by_what_computation_does_not_hide() -> None:
 
 def test_without_a_gpu_it_ends_with_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_offload.main(["core_attn", "--", "--recipe", "q6"]) == ExitCode.ENVIRONMENT
-    assert "torch sees no GPU here" in capsys.readouterr().err
+    assert "torch finds no GPU here" in capsys.readouterr().err

@@ -185,4 +185,4 @@ def test_graph_memory_is_the_part_of_the_pools_that_is_not_allocated(monkeypatch
 
 def test_a_missing_gpu_is_reported(capsys):
     assert bench_step.main(["--cases", "q6"]) == ExitCode.ENVIRONMENT
-    assert "torch sees no GPU here" in capsys.readouterr().err
+    assert "torch finds no GPU here" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_default_rank_is_that_of_the_launcher(capsys: pytest.CaptureFixture[str]
     ("words", "sentence"),
     [
         ([*RUN, "--emulate-rank", "8"], "--emulate-rank 8 is not a rank of a world of 8"),
-        ([*RUN, "--emulate-imbalance", "5"], "get at most 4 times an even share of top-2 choices among 8"),
+        ([*RUN, "--emulate-imbalance", "5"], "receive at most 4 times a balanced share of top-2 choices among 8"),
         (
             [*RUN, "--moe-expert-capacity-factor", "0.5"],
             "an emulation cannot predict dropped tokens when experts have a capacity",

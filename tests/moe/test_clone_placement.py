@@ -50,7 +50,7 @@ def test_no_row_is_lost_and_no_rank_gets_fuller(num_ranks: int, num_etp: int, nu
     mean, most = -(-int(before.sum()) // num_ranks), int(before.max())
     assert mean <= max(load_of(placed)) < most
     if num_clones == 8:
-        assert max(load_of(placed)) == mean, "enough slots for an even load"
+        assert max(load_of(placed)) == mean, "enough slots for a balanced load"
     slots_EQ = placed.slots_EQ
     for rank, clones in enumerate(placed.clones_Qc.tolist()):
         used = [expert for expert in clones if expert >= 0]
