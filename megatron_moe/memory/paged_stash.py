@@ -52,8 +52,10 @@ class PagedStash:
     def bypassed(self) -> Iterator[None]:
         """Saves all rows whole, for the repetition of a step in which too few pages were free."""
         self.is_bypassed = True
-        yield
-        self.is_bypassed = False
+        try:
+            yield
+        finally:
+            self.is_bypassed = False
 
     def open(self, rows_RW: Tensor, valid: Tensor) -> "_RowsPolicy":
         """Policy for the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved."""
