@@ -150,7 +150,8 @@ def test_invalid_layout_is_rejected_before_anything_is_written(here, capsys, mod
 
 
 def test_unavailable_features_are_listed_in_a_dry_run_and_rejected_otherwise(here, capsys):
-    flags, reason = ["--recipe", "deepseek-v4-flash-gb200-128"], "--cuda-graph-impl full_iteration with experts over 64"
+    flags = ["--recipe", "deepseek-v4-flash-gb200-128", "--moe-flex-dispatcher-backend", "symmetric"]
+    reason = "--cuda-graph-impl full_iteration with experts over 64"
     script = printed(capsys, "--dry-run", *flags, code=ExitCode.NOT_READY)
     reasons = [line for line in script.splitlines() if line.startswith("# Cannot start yet: ")]
     assert any(reason in line for line in reasons)
