@@ -126,7 +126,7 @@ def test_a_state_holds_no_tensor_after_its_last_consumer(config):
     held |= {"mlp": {"hidden_SBH", "out_SBH"}, "post": {"hidden_SBH", "out_SBH"}}
     inside = held["attention"]
     held |= {"router": inside | {"routing", "tokens_SBH"}, "dispatch_start": inside | {"pending"}}
-    held |= {"dispatch_finish": inside | {"rows", "handle"}, "experts": inside | {"rows", "handle"}}
+    held |= {"dispatch_finish": inside | {"rows", "dispatch_handle"}, "experts": inside | {"rows", "dispatch_handle"}}
     held |= {"combine_start": inside | {"pending"}, "combine_finish": inside | {"routed_TH"}}
     for node in layer.nodes:
         state = node.run(state, mb_of(layer))

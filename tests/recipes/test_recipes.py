@@ -74,6 +74,7 @@ def test_a_recipe_violates_only_rules_about_missing_features(row: Row):
     assert row.settings.notes == []
 
 
+@pytest.mark.usefixtures("deep_ep_stand_in")  # the machine of the recipe has these libraries
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if not row.waits_for], ids=lambda row: row.name)
 def test_a_supported_recipe_is_accepted_on_its_ranks(row: Row):
     plan = read_plan(
