@@ -1,7 +1,7 @@
-"""Loop oracle of the MoE layer, one token and one expert at a time.
+"""Loop oracle of the MoE layer: computes one token and one expert at a time.
 
-It is written from the formulas and shares only the configs with `megatron_moe`. All numbers are torch scalars or small
-vectors, so that autograd gives the gradients.
+The oracle is written from the formulas and shares only the configs with `megatron_moe`. All values are torch scalars or
+small vectors, so that autograd computes the gradients.
 """
 
 import math
@@ -16,22 +16,22 @@ from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig
 
 @dataclass
 class LoopResult:
-    """Output, routing and losses of the layer."""
+    """Output, routing and losses of an MoE layer for one microbatch."""
 
     output_SBH: Tensor
     choices: list[list[int]]
     """Experts of every token (t = s * B + b) in descending order of score, before drops; empty for padding."""
     assignments: list[list[tuple[int, Tensor]]]
-    """(expert, weight) of every token after drops."""
+    """For every token, the (expert, routing weight) pairs that remain after drops."""
     counts: list[int]
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """Losses without coefficient, by their name in the log."""
+    """Losses before multiplication by their coefficients; keys are the names in the log."""
     objective: Tensor | None = None
-    """Sum of coefficient * loss, which the balancing losses add to the training objective."""
+    """Sum of coefficient * loss over all balancing losses, which is added to the training objective."""
 
 
 def loop_moe(config: MoEConfig, weights: dict[str, Tensor], hidden_SBH: Tensor, valid_BS: Tensor | None) -> LoopResult:
-    """Output, choices and losses of one microbatch in training. `weights` by name below the layer."""
+    """Runs the layer on one training microbatch. Keys of `weights` are parameter names relative to the layer."""
     num_steps, batch, _ = hidden_SBH.shape
     tokens = [hidden_SBH[s, b] for s in range(num_steps) for b in range(batch)]
     sequence_of = [b for _ in range(num_steps) for b in range(batch)]
@@ -75,7 +75,7 @@ def loop_logits(token_H: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
     return logits
 
 
-# choosing
+# expert selection
 
 
 def loop_scores(logits: list[Tensor], score_function: str) -> list[Tensor]:
@@ -95,7 +95,7 @@ def number(value: Tensor) -> float:
 
 
 def best(values: list[float], k: int, among: list[int]) -> list[int]:
-    """The k of `among` with the largest values; the lower index wins a tie."""
+    """Returns the k indices of `among` with the largest values; the lower index wins a tie."""
     return sorted(among, key=lambda i: (-values[i], i))[:k]
 
 
@@ -125,7 +125,10 @@ def loop_choose(logits: list[Tensor], bias: list[float], config: RouterConfig) -
 def loop_drop(
     assignments: list[list[tuple[int, Tensor]]], config: RouterConfig, capacity: CapacityConfig
 ) -> list[list[tuple[int, Tensor]]]:
-    """Each expert keeps its ceil(T k / E * factor) tokens with the highest weight, or the first ones."""
+    """Drops tokens beyond the capacity ceil(T k / E * factor) of each expert.
+
+    Policy "probs" keeps the tokens with the highest weight, policy "position" the first ones.
+    """
     limit = math.ceil(len(assignments) * config.topk / config.num_experts * capacity.factor)
     kept: set[tuple[int, int]] = set()
     for expert in range(config.num_experts):
@@ -187,10 +190,10 @@ def loop_mlp(
 
 
 def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: list[int], config: RouterConfig) -> None:
-    """Sets the losses over the valid tokens.
+    """Sets the losses and the objective of `result`, computed over the valid tokens.
 
-    L = E / (k N^2) sum_e C_e P_e with N tokens, C_e of which have expert e among the k best scores, and P_e the sum of
-    their scores, normalised to sum to 1 per token.
+    A balancing loss over N tokens is L = E / (k N^2) sum_e C_e P_e. C_e is the number of tokens whose k best scores
+    include expert e, and P_e is the sum of the scores of expert e over all tokens, normalised to sum to 1 per token.
     """
     num_experts, k = config.num_experts, config.topk
     scores = []
@@ -217,7 +220,7 @@ def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: lis
             parts = [loss_over([t for t in everyone if sequence_of[t] == b]) for b in sequences]
             name, loss = "seq_load_balancing_loss", sum(parts) / len(parts)
         else:
-            # with one rank and one microbatch, the global batch is the microbatch
+            # On one rank with one microbatch, the global batch equals the microbatch.
             name = "load_balancing_loss" if kind == "aux_loss" else "global_load_balancing_loss"
             loss = loss_over(everyone)
         result.losses[name] = loss

@@ -48,7 +48,7 @@ def make_mb(hidden_SBH: Tensor, **fields: Any) -> MicrobatchContext:
 
 
 def sees_logits(**fields: Any) -> Router:
-    """A router whose logits are its input: the hidden size is the number of experts, the weight is the identity."""
+    """Router whose logits equal its input: the weight is the identity, and the hidden size the number of experts."""
     num_experts = fields.get("num_experts", EXPERTS)
     router = make_router(**{**fields, "hidden_size": num_experts})
     with torch.no_grad():
@@ -57,6 +57,6 @@ def sees_logits(**fields: Any) -> Router:
 
 
 def logits_as_hidden(logits: list[list[float]], batch: int = 1) -> Tensor:
-    """Logits [T, E] as the input [S, B, E] of a router that `sees_logits`, t = s * B + b."""
+    """Reshapes logits [T, E] to the input [S, B, E] of a router from `sees_logits`, with t = s * B + b."""
     wide = torch.tensor(logits, dtype=torch.float64)
     return wide.view(-1, batch, wide.shape[1]).requires_grad_()

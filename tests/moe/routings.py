@@ -11,7 +11,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def fill(module: nn.Module, seed: int = 7) -> None:
-    """Random values for every parameter."""
+    """Initialises every parameter of the module with random values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -21,7 +21,10 @@ def fill(module: nn.Module, seed: int = 7) -> None:
 def sparse(
     ids: list[list[int]], probs: Tensor | None = None, *, num_experts: int, capacity: int | None = None
 ) -> Routing:
-    """`probs` [T, K]: 1 / K each unless given; always 0 where the id is -1. Without tokens K is 2."""
+    """Builds a routing from expert ids [T, K], in which -1 is a dropped choice.
+
+    Probabilities [T, K] are 1 / K by default, and always 0 for dropped choices. K is 2 if there are no tokens.
+    """
     ids_TK = torch.tensor(ids, dtype=torch.int64).view(len(ids), -1 if ids else 2)
     if probs is None:
         probs = torch.full(ids_TK.shape, 1 / ids_TK.shape[1], dtype=torch.float64)
@@ -37,7 +40,7 @@ def sparse(
 def dense(
     ids: list[list[int]], probs: Tensor | None = None, *, num_experts: int, capacity: int | None = None
 ) -> Routing:
-    """Dense form of `sparse`: a map over all experts."""
+    """Builds the routing of `sparse` in dense form, as a map [T, E] over all experts."""
     routing = sparse(ids, probs, num_experts=num_experts, capacity=capacity)
     assert routing.ids_TK is not None and routing.probs_TK is not None
     shape = (len(ids), num_experts)

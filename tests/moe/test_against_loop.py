@@ -1,7 +1,7 @@
-"""The MoE layer against a loop over tokens and experts (`oracle.py`), in fp64: output, gradients, losses, counts.
+"""The MoE layer equals a loop over tokens and experts (`oracle.py`) in fp64: output, gradients, losses, counts.
 
-Every router variant with every capacity and every kind of shared expert. The objective is a random projection of the
-output plus the balancing losses, which the layer adds in backward.
+Every router variant is combined with every capacity and every kind of shared expert. The objective is a random
+projection of the output plus the balancing losses, whose gradients the layer adds in backward.
 """
 
 import itertools
@@ -48,7 +48,7 @@ KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 def _router_variants():
     for score, group, scaling, topk in itertools.product(SCORES, GROUPS, (None, 2.5), (1, 2, 4)):
         if topk == 1 and (group == "groups" or score == "softmax_after"):
-            continue  # two groups need two choices; a softmax over one choice is constant
+            continue  # group-limited routing selects two experts at least; a softmax over one choice is constant
         fields = {**SCORES[score], **GROUPS[group], "scaling_factor": scaling, "topk": topk}
         yield pytest.param(fields, id=f"{score}-{group}-x{scaling}-k{topk}")
 
@@ -67,7 +67,7 @@ def make_config(
 
 
 def compare(config: MoEConfig, *, seed: int = 5, valid_BS: torch.Tensor | None = None) -> None:
-    """Runs layer and loop on the same weights and input and compares everything."""
+    """Runs layer and loop on the same weights and input, and compares output, gradients, losses and counts."""
     draw = torch.Generator().manual_seed(seed)
     layer = module_of(config, ParallelContext.single())
     with torch.no_grad():

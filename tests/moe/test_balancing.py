@@ -1,4 +1,4 @@
-"""Weights of balancing losses in the gradient, the global loss, and the router update once per global batch."""
+"""Balancing losses: their weight in the gradient, the global loss, and the router update once per global batch."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ NAMES = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 FAR = 40.0
-"""A logit so far above the others that softmax gives them nothing."""
+"""Logit that exceeds the others by so much that their softmax is practically zero."""
 
 
 def _loss(router, hidden, kind, **fields):
@@ -29,7 +29,7 @@ def _loss(router, hidden, kind, **fields):
 
 
 def _gradient(router, hidden, **fields):
-    """Gradient of the gate by the attached losses alone."""
+    """Gradient of the gate from the attached losses only."""
     router.weight.grad = None
     routing = router(hidden, make_mb(hidden, **fields))
     (routing.probs_TK * 0).sum().backward()
@@ -70,7 +70,10 @@ def test_losses_are_scaled_by_the_weight_of_the_microbatch(fields):
 
 
 def test_global_loss_uses_the_counts_of_all_previous_microbatches():
-    """First all tokens on expert 0, then all on expert 1; of unequal size, so that a mean of counts would be wrong."""
+    """All tokens of the first microbatch select expert 0, all of the second expert 1.
+
+    The microbatches differ in size, which detects an implementation that averages counts instead of adding them.
+    """
     router = sees_logits(topk=1, pre_softmax=True, balancing=("global_aux_loss",), aux_loss_coeffs=(1.0,))
     first = logits_as_hidden([[FAR if e == 0 else 0.0 for e in range(8)]] * 6)
     second = logits_as_hidden([[FAR if e == 1 else 0.0 for e in range(8)]] * 2)
@@ -81,7 +84,7 @@ def test_global_loss_uses_the_counts_of_all_previous_microbatches():
 
 
 def test_global_loss_over_ranks_equals_the_loss_of_one_rank():
-    """Two ranks with half the batch each: the mean of their gradients is the gradient of the whole batch."""
+    """The mean gradient of two ranks, each with half of the batch, equals the gradient of the whole batch."""
     whole = make_hidden(5, 4)
     fields = {"balancing": ("global_aux_loss",), "aux_loss_coeffs": (0.5,)}
     expected = _gradient(make_router(**fields), whole)
@@ -104,7 +107,7 @@ def _biased(**fields):
 
 def test_bias_rises_for_experts_below_the_mean_load_and_falls_above_it():
     router = _biased()
-    router.tokens_since_update.copy_(torch.tensor([0, 1, 2, 3, 4, 2, 2, 2]))  # mean 2
+    router.tokens_since_update.copy_(torch.tensor([0, 1, 2, 3, 4, 2, 2, 2]))  # the mean is 2
     update_routers([router], router.ctx)
     EXACT.check(router.expert_bias, torch.tensor([0.25, 0.25, 0, -0.25, -0.25, 0, 0, 0]), "bias")
     assert router.expert_bias.dtype == torch.float32 and router.tokens_since_update.sum() == 0
@@ -123,7 +126,7 @@ def test_bias_is_updated_once_per_global_batch():
 
 
 def test_bias_update_uses_the_load_after_drops():
-    """All tokens choose experts 0 and 1, which have a capacity of two tokens each."""
+    """All tokens select experts 0 and 1, each of which has capacity for two tokens."""
     router = _biased(capacity=CapacityConfig(factor=0.5))
     with torch.no_grad():
         router.weight.zero_()
@@ -158,7 +161,7 @@ def test_bad_step_keeps_the_bias_and_resets_the_counts():
 
 
 def test_bias_update_sums_over_ranks_in_one_all_reduce(monkeypatch):
-    """Rank 0 overloads expert 0, rank 1 overloads expert 1 twice as much: expert 0 is below the mean of the sum."""
+    """Expert 0 is overloaded on rank 0, but below the mean load over both ranks, because expert 1 has more tokens."""
     calls = []
     monkeypatch.setattr(
         balancing,

@@ -1,4 +1,4 @@
-"""Expert capacity: its size, and which choices are dropped."""
+"""Expert capacity: its size, and the choices that are dropped beyond it."""
 
 import random
 
@@ -29,9 +29,9 @@ def test_capacity_is_the_rounded_up_share_and_at_most_all_tokens(num_tokens, top
     assert expert_capacity(num_tokens, topk, num_experts, factor) == expected
 
 
-# Six tokens, three experts, top-2, with explicit logits. Softmax over two chosen logits a > b gives the first
-# 1 / (1 + exp(b - a)), so that the gap between the two alone decides the weights.
-#   token  logits      choices (weight above, below one half)
+# Six tokens select two of three experts by explicit logits. Softmax over two selected logits a > b has the values
+# 1 / (1 + exp(b - a)) and 1 / (1 + exp(a - b)), so weights depend only on the gap a - b.
+#   token  logits      first choice (weight above 1/2), second choice (weight below 1/2)
 #   0      3 2 0       0 (gap 1), 1
 #   1      4 2 0       0 (gap 2), 1
 #   2      3 0 2       0 (gap 1), 2
@@ -45,7 +45,7 @@ SIX_TOKENS = [[3, 2, 0], [4, 2, 0], [3, 0, 2], [0, 3, 1], [5, 2, 0], [1, 0, 2]]
 
 
 def _six_tokens(**capacity):
-    # 6 tokens * 2 choices / 3 experts = 4 each; factor 0.75: 3 each
+    # The fair share is 6 tokens * 2 choices / 3 experts = 4, so the capacity is 0.75 * 4 = 3.
     router = sees_logits(num_experts=3, capacity=CapacityConfig(factor=0.75, **capacity))
     hidden = logits_as_hidden([[float(x) for x in row] for row in SIX_TOKENS])
     return router(hidden, make_mb(hidden))
@@ -53,11 +53,11 @@ def _six_tokens(**capacity):
 
 def test_drops_keep_the_choices_of_highest_weight_or_the_first_ones():
     routing = _six_tokens()
-    # expert 0 keeps 4, 1 and the earlier of 0 and 2; expert 1 keeps 3, 0, 1; expert 2 keeps all
+    # By weight, expert 0 keeps tokens 4, 1 and the earlier of 0 and 2; expert 1 keeps 3, 0, 1; expert 2 keeps all.
     assert routing.ids_TK.tolist() == [[0, 1], [0, 1], [-1, 2], [1, 2], [0, -1], [2, -1]]
     assert routing.counts_E.tolist() == [3, 3, 3] and routing.capacity is None
     assert routing.chosen_TK.tolist() == [[0, 1], [0, 1], [0, 2], [1, 2], [0, 1], [2, 0]]
-    # selected by position, expert 0 keeps 0, 1, 2; expert 1 keeps 0, 1, 3; expert 2 keeps all
+    # By position, expert 0 keeps tokens 0, 1, 2; expert 1 keeps 0, 1, 3; expert 2 keeps all.
     ids = _six_tokens(policy="position").ids_TK
     assert ids.tolist() == [[0, 1], [0, 1], [0, 2], [1, 2], [-1, -1], [2, -1]]
 
@@ -69,7 +69,7 @@ def test_padding_to_capacity_gives_every_expert_the_same_number_of_rows():
 
 
 def test_padding_tokens_do_not_count_towards_capacity():
-    """The valid tokens come last, so that padding would go first by position."""
+    """The valid tokens come last, so padding tokens would take the capacity if they counted."""
     router = sees_logits(
         num_experts=3, topk=1, pre_softmax=True, capacity=CapacityConfig(factor=1.0, policy="position")
     )

@@ -1,4 +1,4 @@
-"""The planner of expert clones moves rows from full ranks to others, and loses none."""
+"""The planner of expert clones moves rows from overloaded ranks to others and loses none."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron_moe.moe.clone_placement import ClonePlacement, place_clones
 
 
 def skewed(num_sources: int, num_experts: int, seed: int) -> Tensor:
-    """Row counts [P, E] with log-normal expert popularity and some empty pairs."""
+    """Random row counts [P, E] of source ranks and experts: log-normal popularity of experts, and 10 % zeros."""
     generator = torch.Generator().manual_seed(seed)
     popularity_E = torch.randn(num_experts, generator=generator).mul(1.5).exp()
     counts_PE = (torch.rand(num_sources, num_experts, generator=generator) * popularity_E * 40).long()
@@ -16,12 +16,12 @@ def skewed(num_sources: int, num_experts: int, seed: int) -> Tensor:
 
 
 def load_of(placed: ClonePlacement) -> list[int]:
-    """Rows that each rank processes."""
+    """Number of rows that each rank processes."""
     return placed.rows_PEQ.sum(dim=(0, 1)).tolist()
 
 
 def test_spill_of_the_busiest_expert_moves_to_the_rank_with_spare_rows() -> None:
-    """Two ranks with two experts each: 14 and 6 rows, so 4 rows of expert 1 move, and they are those of rank 1."""
+    """Two ranks with two experts each have 14 and 6 rows, so 4 rows of expert 1, all from rank 1, move to rank 1."""
     placed = place_clones(torch.tensor([[1, 7, 2, 1], [1, 5, 2, 1]]), 2, 1)
     assert placed.clones_Qc.tolist() == [[-1], [1]]
     assert placed.rows_PEQ[:, 1].tolist() == [[7, 0], [1, 4]]
@@ -31,7 +31,7 @@ def test_spill_of_the_busiest_expert_moves_to_the_rank_with_spare_rows() -> None
 
 
 def test_rows_of_the_home_rank_stay_at_home_on_every_rank() -> None:
-    """Of an expert of the second rank, rows of the second rank stay and those of the first rank move."""
+    """The rows of an expert that come from its home rank stay there; rows that come from the other rank move."""
     placed = place_clones(torch.tensor([[1, 1, 5, 1], [1, 1, 9, 1]]), 2, 2)
     assert placed.clones_Qc.tolist() == [[2, -1], [-1, -1]]
     assert placed.rows_PEQ[:, 2].tolist() == [[5, 0], [1, 8]]
@@ -68,7 +68,10 @@ def test_ranks_within_the_tolerance_have_no_clones() -> None:
 
 
 def test_small_clones_are_removed_first() -> None:
-    """Rank 0 has 60 of 120 rows, of which 20 may move; without its smallest clone it has 44, at most 110 % of 40."""
+    """Rank 0 has 60 of 120 rows and would have 40 with two clones of its expert 1.
+
+    Without the smaller clone it has 44 rows, which is within the tolerance of 10 %.
+    """
     counts_PE = torch.zeros(3, 6, dtype=torch.int64)
     counts_PE[0] = torch.tensor([20, 40, 12, 12, 18, 18])
     exact, tolerant = place_clones(counts_PE, 3, 2), place_clones(counts_PE, 3, 2, tolerance=10)

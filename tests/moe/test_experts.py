@@ -1,4 +1,4 @@
-"""Experts against the formula row by row, grouped against sequential products, and experts without rows."""
+"""Experts equal their formula row by row, grouped GEMMs equal sequential ones; experts may have no rows."""
 
 from dataclasses import replace
 
@@ -21,9 +21,10 @@ from tests.moe.routings import draw, fill
 
 HIDDEN, FFN, EXPERTS, ROWS = 3, 5, 4, 7
 ENDS = ([2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0])
-"""An empty expert and an unused row; all rows to the last expert; to the first; one each; none."""
+"""End offsets of the experts: one expert without rows and one unused row; all rows on the last expert; all rows on the
+first expert; one row per expert; no rows."""
 STANDARD = {"bias": True, "probs_on_output": True}
-"""Probabilities applied after the second matrix and its bias."""
+"""Fields of experts that apply probabilities to their output, after fc2 and its bias."""
 KINDS = {
     "swiglu": ActivationConfig(kind="silu", gated=True),
     "geglu": ActivationConfig(kind="gelu", gated=True),
@@ -44,7 +45,7 @@ def make(activation: ActivationConfig = KINDS["swiglu"], *, dtype=torch.float64,
 
 
 def rows_of(ends: list[int], seed: int = 0) -> DispatchedTokens:
-    """Seven rows; those after the last offset have large values and probability 0."""
+    """Dispatched rows of experts; unused rows, after the last offset, have large values and probability 0."""
     data, probs = draw(ROWS, HIDDEN, seed=seed), draw(ROWS, seed=seed + 1).abs()
     data[ends[-1] :], probs[ends[-1] :] = 1e3, 0
     return DispatchedTokens(
@@ -56,7 +57,7 @@ def rows_of(ends: list[int], seed: int = 0) -> DispatchedTokens:
 
 
 def expected_row(experts: Experts, row: Tensor, expert: int, prob: Tensor, *, on_input: bool = False) -> Tensor:
-    """fc2(p * act(fc1(x))) of one row, or fc2(act(fc1(p * x)))."""
+    """Output of one row by definition: fc2(p * act(fc1(x))), or fc2(act(fc1(p * x))) if `on_input`."""
     stacks = (experts.linear_fc1, experts.linear_fc2)
     matrices = [stack.weight[expert] for stack in stacks]
     biases = [None if stack.bias is None else stack.bias[expert] for stack in stacks]
@@ -187,7 +188,7 @@ def test_parameters_are_sharded_expert_stacks() -> None:
 
 def test_bias_gradients_in_bf16_are_summed_in_fp32() -> None:
     experts = make(dtype=torch.bfloat16, bias=True)
-    num_rows = 300  # in bf16 a sum of ones stops at 256
+    num_rows = 300  # a bf16 sum of ones never exceeds 256
     rows = DispatchedTokens(
         data=torch.zeros(num_rows, HIDDEN, dtype=torch.bfloat16),
         probs_R=torch.ones(num_rows, dtype=torch.bfloat16),

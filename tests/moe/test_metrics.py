@@ -1,4 +1,4 @@
-"""Router metrics against values computed manually."""
+"""Router metrics equal values computed by hand."""
 
 import math
 
@@ -83,7 +83,7 @@ def test_router_records_all_metrics_under_its_layer():
 
 
 def test_load_is_counted_before_drops():
-    """Six tokens select expert 0, which has capacity for three; two more select expert 1."""
+    """Six tokens select expert 0, which has capacity for three; two other tokens select expert 1."""
     router = sees_logits(num_experts=4, topk=1, pre_softmax=True, capacity=CapacityConfig(factor=1.5))
     hidden, metrics = logits_as_hidden([[5.0, 0, 0, 0]] * 6 + [[0, 5.0, 0, 0]] * 2), MetricAccumulator()
     router(hidden, make_mb(hidden, metrics=metrics))
@@ -93,7 +93,7 @@ def test_load_is_counted_before_drops():
 
 
 def test_expert_choice_records_the_tokens_without_expert():
-    """One expert that takes three of six tokens, two of which are padding."""
+    """Each of two experts selects at most three of six tokens, two of which are padding."""
     router = sees_logits(num_experts=2, topk=1, balancing=("expert_choice",))
     hidden, metrics = logits_as_hidden([[5.0, 5.0]] * 6), MetricAccumulator()
     valid = torch.tensor([[True] * 4 + [False] * 2])

@@ -1,4 +1,4 @@
-"""MoE layer: nodes, latent projections, replay, kernels; test_against_loop checks the mathematics."""
+"""MoE layer: nodes, latent projections, routing replay and kernels. `test_against_loop.py` checks its values."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def make_mb(hidden_SBH: Tensor, **fields) -> MicrobatchContext:
 
 
 def results(layer: MoELayer, hidden: Tensor, **fields) -> dict[str, Tensor]:
-    """Output, gradient of the input, and gradients of all parameters."""
+    """Runs forward and backward; returns output, input gradient and parameter gradients by name."""
     hidden = hidden.detach().requires_grad_()
     out = layer(hidden, make_mb(hidden, **fields))
     out.backward(draw(*out.shape, seed=3).to(out.dtype))

@@ -1,4 +1,4 @@
-"""Experts with casts fused into other ops: same numbers, saved tensors and memory policies as without fusion."""
+"""Experts whose casts are fused into other ops: results, saved tensors and memory policies."""
 
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,7 @@ def tokens() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(made: Experts, kernels: KernelSet, *, gathers_in_fc1: bool, sums: bool = False) -> dict[str, Tensor]:
-    """Output and all gradients of two microbatches. `sums`: the experts sum the rows of each token."""
+    """Output and all gradients of two microbatches. With `sums`, the experts also add up the rows of each token."""
     x_TH, ids_TK, probs_TK = tokens()
     for _ in range(2):
         x_TH, probs_TK = x_TH.detach().requires_grad_(), probs_TK.detach().requires_grad_()
@@ -99,8 +99,8 @@ def test_fused_casts_change_no_number(config, kind, gathers_in_fc1, sums, monkey
     assert made.has_fused_casts
     fused = run(made, kernels, gathers_in_fc1=gathers_in_fc1, sums=sums)
     assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 2
-    # a microbatch quantises fc1's rows (with quantised weight gradients also in backward) and the gradient of fc2's
-    # output
+    # Each microbatch quantises the rows of fc1 and the gradient of the output of fc2. With quantised weight gradients,
+    # backward quantises the rows again.
     assert calls.get("quantize_permuted", 0) == gathers_in_fc1 * (4 if config.weight_grad else 2) + 2 * sums
     assert calls.get("quantize_rows", 0) == (2 if gathers_in_fc1 else 4) - 2 * sums
     monkeypatch.setattr(Experts, "has_fused_casts", False)
@@ -169,10 +169,10 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
 
     fused, saved = run_once()
     assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 1
-    # quantize_rows is called for fc1's input and fc2's output gradient; fc1's weight gradient needs a columnwise copy
-    # of its output gradient; the input of shared experts, which the router saves, is quantised again in backward
+    # quantize_rows is called for the input of fc1 and the output gradient of fc2. Quantised weight gradients need
+    # columnwise copies, too. The input of shared experts, which the router saves, is quantised again in backward.
     assert calls["quantize_rows"] == (4 + shared if config.weight_grad else 2)
-    # among tensors of width ffn or fan * ffn, only fc1's output is saved
+    # Of all tensors with width ffn or fan * ffn, only the output of fc1 is saved.
     assert sum(shape[-1] in (ffn, KINDS[kind].fan * ffn) for shape in saved if len(shape) == 3) == 1
     monkeypatch.setattr(LinearQuantizer, "fuses", lambda *_: False)
     same(fused, run_once()[0])

@@ -189,7 +189,7 @@ def test_negative_forced_bias_is_fixed_for_the_run():
 
 
 def _forced_load(key, *, skew=3.0, layer=3, num_experts=32, topk=4, part=slice(None), **fields):
-    """Load of each expert over the mean load."""
+    """Ratio of each expert's load to the mean load under forced imbalance."""
     router = make_router(force_skew=skew, layer=layer, num_experts=num_experts, topk=topk, **fields)
     hidden = make_hidden(8000, 1)
     counts = router(hidden, make_mb(hidden, rng=RNGKey(1, *key))).counts_E[part]
@@ -246,8 +246,10 @@ def test_evaluation_has_no_counts_metrics_or_losses():
 
 
 def test_recomputed_forward_counts_and_records_once():
-    """The first pass has metrics and no gradients, the second gradients and no metrics. Other microbatches run between
-    the two, in another order."""
+    """The first forward records metrics without gradients, the second has gradients and no metrics.
+
+    Forwards of other microbatches run between the two, in another order.
+    """
     fields = {"score_function": "sigmoid", "expert_bias": True, **ALL_LOSSES}
     whole, split, hidden = make_router(**fields), make_router(**fields), make_hidden()
     metrics, microbatches = (MetricAccumulator(), MetricAccumulator()), [make_hidden(seed=seed) for seed in range(3)]
@@ -279,7 +281,7 @@ def test_recomputed_selection_is_the_same(balancing):
 
 
 def _objective(router, hidden, mb):
-    """Runs the backward of a weighted sum of all probabilities, which includes the attached losses."""
+    """Runs the backward of a weighted sum of all probabilities and of the attached losses."""
     routing = router(hidden, mb)
     push = torch.arange(1, routing.probs_TK.numel() + 1, dtype=torch.float64).view_as(routing.probs_TK)
     (routing.probs_TK * push).sum().backward()
@@ -296,7 +298,7 @@ def _objective(router, hidden, mb):
     ],
 )
 def test_appended_padding_changes_nothing(fields):
-    """Four sequences of five tokens; then the same with three more positions and a fifth sequence, all padding."""
+    """Four sequences of five tokens give the same results with three more positions and a fifth sequence of padding."""
     router, padded_router = make_router(**fields), make_router(**fields)
     hidden = make_hidden(5, 4)
     metrics, padded_metrics = MetricAccumulator(), MetricAccumulator()

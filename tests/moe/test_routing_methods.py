@@ -1,4 +1,4 @@
-"""Sinkhorn, quantile balancing and expert choice against slow versions written from their formulas."""
+"""Sinkhorn, quantile balancing and expert choice equal slow versions written from their formulas."""
 
 import math
 
@@ -25,7 +25,7 @@ def _logits(tokens: int, *, seed: int = 3, spread: float = 1.0) -> torch.Tensor:
 
 
 def _slow_sinkhorn(logits: list[list[float]]) -> list[list[float]]:
-    """Scales rows and columns in turn until the column scales converge."""
+    """Scales rows and columns alternately until the column scales converge."""
     cost = [[math.exp(x) for x in row] for row in logits]
     num_rows, num_columns = len(cost), len(cost[0])
     columns, error = [1.0] * num_columns, math.inf
@@ -42,7 +42,7 @@ def _slow_sinkhorn(logits: list[list[float]]) -> list[list[float]]:
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
 def test_sinkhorn_matrix_and_choices_equal_the_slow_version(spread):
     logits = _logits(24, spread=spread)
-    # adding a number to a row changes only the weight of the formula's 1e-8
+    # Subtracting the maximum of a row changes only the relative size of the constant 1e-8 in the formula.
     shifted = logits - logits.amax(dim=1, keepdim=True)
     FP64_REF.check(sinkhorn(logits, None), _slow_sinkhorn(shifted.tolist()), "matrix")
     hidden = logits_as_hidden(logits.tolist())
@@ -64,7 +64,7 @@ def test_sinkhorn_of_huge_logits_stays_finite_in_single_precision():
 
 
 def test_sinkhorn_converges_within_its_iterations():
-    """Logits have the spread that a router without z loss may reach."""
+    """The logits have a standard deviation of 4, which a router without z loss may reach."""
     logits = _logits(512, spread=4.0)
     cost = (logits - logits.amax(dim=1, keepdim=True)).exp()
     columns, rounds, change = torch.ones(EXPERTS, dtype=torch.float64), 0, 1.0
@@ -146,7 +146,7 @@ def _slow_expert_choice(scores: list[list[float]], capacity: int, tokens: list[i
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("factor", "capacity"), [(None, 3), (2.0, 6)])
 def test_expert_choice_selects_the_best_tokens_of_every_expert(score_function, factor, capacity):
-    """12 tokens, top-2 of 8: 3 tokens per expert."""
+    """Each of 8 experts selects 12 * 2 / 8 = 3 of 12 tokens, or 6 with a capacity factor of 2."""
     logits = _logits(12)
     hidden = logits_as_hidden(logits.tolist(), batch=2)
     limit = None if factor is None else CapacityConfig(factor=factor)

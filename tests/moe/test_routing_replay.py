@@ -1,4 +1,4 @@
-"""Expert choices given to routers and recorded from them, in every layout; whole steps in double precision."""
+"""Expert choices forced on routers and recorded from them, in every layout. Training steps run in fp64."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ LAYOUTS = (
 
 
 def choices(batch: MicroBatch, num_layers: int, num_experts: int, topk: int) -> Tensor:
-    """Experts [B, S, L, K] computed from token, position and layer, so that they do not depend on the layout."""
+    """Computes expert ids [B, S, L, K] from token, position and layer, so that they do not depend on the layout."""
     tokens_BS = (batch.whole or batch).tokens_BS
     positions_S = torch.arange(tokens_BS.shape[1])
     first_BSL = (tokens_BS + 3 * positions_S)[..., None] + torch.arange(num_layers) * 5
@@ -45,7 +45,7 @@ def choices(batch: MicroBatch, num_layers: int, num_experts: int, topk: int) -> 
 
 
 def record(plan, context, run_plan=None, masked=False):
-    """Trains steps whose routers are given the choices of `choices`, for two of three positions if `masked`."""
+    """Trains with expert ids of `choices` forced on the routers, for two of three positions if `masked`."""
 
     def prepare(trainer):
         num_layers = len(plan.model.layers)
@@ -98,7 +98,10 @@ def test_given_choices_are_those_that_experts_receive():
 
 
 def recorded(plan, context):
-    """Recorded choices of the first microbatch of this rank, and those recorded while they are given."""
+    """Returns three sets of expert ids of this rank's first microbatch.
+
+    The first was recorded from the native routing, the second while other ids were forced; the third are these ids.
+    """
     trainer = build_trainer(plan, context, build_model(plan, context, REFERENCE), REFERENCE)
     loader = build_train_loader(plan, context, random_datasets(plan, num_steps=1))
     layers = routed_layers(trainer.model, len(plan.model.layers))
@@ -175,7 +178,7 @@ def test_a_layer_that_recorded_nothing_is_named():
 
 @pytest.mark.parametrize("whole", [False, True], ids=["modules", "whole step"])
 def test_graphs_take_the_choices_of_every_step(whole):
-    """Every step is given other choices: a graph that kept those of its capture would repeat them."""
+    """Each step forces other expert ids, so a graph that replayed the ids of its capture would give other results."""
     graphs = CudaGraphConfig(cuda_graph_modules=("attn", "moe"), cuda_graph_warmup_steps=1)
     if whole:
         graphs = CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)

@@ -1,4 +1,4 @@
-"""Upcycled MoE layers equal the dense MLP, or have a reason why they do not."""
+"""Upcycled MoE layers equal the dense MLP, or `upcycle` reports why they differ."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def _dense(ctx: ParallelContext, config: MoEConfig) -> MLP:
 
 
 def _outputs(config: MoEConfig, dtype: torch.dtype = torch.float32):
-    """(dense output, MoE output, why they may differ)."""
+    """Returns the outputs of the dense MLP and of the upcycled layer, and the reason why they may differ."""
     ctx = ParallelContext.single(dtype=dtype)
     dense, layer = _dense(ctx, config), _fill(module_of(config, ctx), 2)
     router = {name: value for name, value in layer.router.state_dict().items() if name != "expert_bias"}
@@ -123,7 +123,10 @@ def test_inexact_upcycling_has_a_reason(granularity, fields, why):
     ],
 )
 def test_zero_logits_are_exact_for_all_score_functions(fields):
-    """The scale of inexact routers assumes logits of 0."""
+    """With router logits of 0, upcycling is exact even for routers that are inexact otherwise.
+
+    The scale of the upcycled weights assumes such logits.
+    """
     ctx, config = ParallelContext.single(), _config(1, **fields)
     dense, layer = _dense(ctx, config), module_of(config, ctx)
     router = {"weight": torch.zeros(EXPERTS, HIDDEN, dtype=torch.float64)}

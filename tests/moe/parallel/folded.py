@@ -60,7 +60,7 @@ def moe_config(
 
 
 def folds(world_size: int) -> Iterator[ParallelConfig]:
-    """Every legal way to lay attention (tp with sequence parallelism, dp) and experts (etp, ep) over the ranks."""
+    """Yields every legal layout of attention (tp with sequence parallelism, dp) and experts (etp, ep) on the ranks."""
     for tp in divisors(world_size):
         for etp in divisors(world_size):
             for ep in divisors(world_size // etp):
@@ -96,14 +96,14 @@ class Data:
         push = [torch.randn(STEPS, BATCH, HIDDEN, generator=draw, dtype=torch.float64) for _ in range(dp)]
         valid: list[Tensor | None] = [None] * dp
         if padded:
-            # sequences have different lengths; the last one consists of padding only
+            # Sequences have different lengths, and the last one contains only padding.
             lengths = [torch.randint(1, STEPS, (BATCH, 1), generator=draw) for _ in range(dp)]
             lengths[-1][-1] = 0
             valid = [torch.arange(STEPS) < length for length in lengths]
         return cls(hidden, push, valid)
 
     def piece(self, config: ParallelConfig, dp: int, cp: int, tp: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden, push and validity of the positions that one rank holds."""
+        """Returns hidden states, output gradients and validity of the positions of one rank."""
         length = STEPS // (config.cp * config.tp)
         at = slice((cp * config.tp + tp) * length, (cp * config.tp + tp + 1) * length)
         valid = self.valid[dp]
@@ -112,7 +112,7 @@ class Data:
 
 @dataclass
 class Result:
-    """Result of a layer: outputs and input gradients in rank order, gradients of whole parameters."""
+    """Outputs and input gradients of a layer in rank order, gradients of whole parameters, metrics and router state."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -154,8 +154,11 @@ def on_one_rank(
     ctx: ParallelContext | None = None,
     kernels: Kernels = KERNELS,
 ) -> Result:
-    """Oracle on one rank: consecutive microbatches; with `partition`, every rank's part is a separate microbatch.
-    `ctx`: one rank, by default on the CPU in fp64."""
+    """Runs the layer on one rank, as the oracle: the data of each data-parallel rank is one microbatch.
+
+    With `partition`, the part of every rank of that layout is a separate microbatch. `ctx` has one rank; the default is
+    the CPU in fp64.
+    """
     ctx = ctx or ParallelContext.single()
     layer, metrics, dp = make_layer(config, ctx, change, kernels), MetricAccumulator(), len(data.hidden)
     shape = partition or ParallelConfig(world_size=dp)
@@ -175,7 +178,7 @@ def on_one_rank(
 
 
 def over_ranks(config: MoEConfig, parallel: ParallelConfig, data: Data, change: Change = leave) -> Result:
-    """Result over ranks; gradients are summed and averaged as the optimizer does."""
+    """Runs the layer on all ranks and combines the results; gradients are reduced as the optimizer does."""
     return gathered(on_threads(parallel, lambda ctx: on_this_rank(ctx, config, parallel, data, change)), parallel)
 
 
@@ -188,7 +191,7 @@ def on_this_rank(
     kernels: Kernels = KERNELS,
     quantizers: LinearQuantizers = NO_QUANTIZERS,
 ) -> tuple[Any, ...]:
-    """Result of one rank, for `gathered`."""
+    """Runs the layer on one rank and returns its part of the result, which `gathered` combines with the other parts."""
     layer, metrics = make_layer(config, ctx, change, kernels, quantizers), MetricAccumulator()
     out, hidden, place = forward_backward(layer, ctx, parallel, data, metrics)
     parts = {name: (p.grad.cpu(), p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
@@ -203,7 +206,7 @@ def forward_backward(
     data: Data,
     metrics: MetricAccumulator | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Output and input of this rank's tokens, and its (dp, cp, tp) coordinates."""
+    """Runs forward and backward on this rank's tokens; returns output, input and (dp, cp, tp) coordinates."""
     place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
     hidden, push, _ = data.piece(parallel, *place)
     hidden, push = (part.to(ctx.device, ctx.dtype) for part in (hidden, push))
@@ -214,7 +217,7 @@ def forward_backward(
 
 
 def gathered(results: list[tuple[Any, ...]], parallel: ParallelConfig) -> Result:
-    """Combines the results of all ranks."""
+    """Combines what `on_this_rank` returned on every rank into one result."""
     results = sorted(results, key=lambda result: result[0])
     tensors = {"out": torch.cat([r[1] for r in results]), "hidden": torch.cat([r[2] for r in results])}
     for name in results[0][3]:
@@ -228,7 +231,10 @@ def gathered(results: list[tuple[Any, ...]], parallel: ParallelConfig) -> Result
 def _mb_on_rank(
     hidden: Tensor, ctx: ParallelContext, valid: Tensor | None, metrics: MetricAccumulator | None
 ) -> MicrobatchContext:
-    """Validity is given for all positions of the context-parallel rank; the router takes those of its tp rank."""
+    """Describes the microbatch of one rank.
+
+    The validity mask covers all positions of the context-parallel rank; the router selects those of its tp rank.
+    """
     cp = ctx.group("cp")
     if valid is not None:
         valid = valid.chunk(cp.size, dim=1)[cp.rank].to(ctx.device)
@@ -236,7 +242,7 @@ def _mb_on_rank(
 
 
 def _whole_gradient(parts: list[Any], parallel: ParallelConfig) -> Tensor:
-    """Whole gradient from the shards of all ranks, summed over ranks with different tokens and divided by dp * cp."""
+    """Assembles a whole gradient from the shards of all ranks, averaged over dp * cp."""
     _, _, meta, shape = parts[0]
     num_copies = parallel.etp if meta.grid == "expert" else parallel.tp
     if meta.tp_dim is not None or meta.partial_over_tp:

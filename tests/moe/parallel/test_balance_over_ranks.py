@@ -1,4 +1,4 @@
-"""Balancing, its updates and its metrics over ranks have the values of one rank that holds all tokens."""
+"""Balancing losses, router updates and metrics over several ranks equal those of one rank with all tokens."""
 
 from typing import Any
 
@@ -45,14 +45,14 @@ def router_on(ctx: ParallelContext, **fields: Any) -> Router:
 
 
 def pull(router: Router, hidden: Tensor, **fields: Any) -> Any:
-    """Routes and runs the backward of only the attached losses."""
+    """Routes the tokens and runs backward for the attached losses only."""
     routing = router(hidden, make_mb(hidden, **fields))
     (routing.probs_TK * 0).sum().backward()
     return routing
 
 
 def piece_of(data: Data, layout: ParallelConfig, ctx: ParallelContext, microbatch: int = 0) -> tuple[Tensor, Any]:
-    """This rank's tokens of a microbatch. Validity is that of all positions of its cp rank."""
+    """Returns this rank's tokens of a microbatch, and the validity mask of all positions of its cp rank."""
     dp, cp, tp = (ctx.group(axis) for axis in ("dp", "cp", "tp"))
     place = microbatch * dp.size + dp.rank
     hidden, _, _ = data.piece(layout, place, cp.rank, tp.rank)
@@ -61,7 +61,7 @@ def piece_of(data: Data, layout: ParallelConfig, ctx: ParallelContext, microbatc
 
 
 def on_one(data: Data, **fields: Any) -> tuple[Router, dict[str, Any], Tensor]:
-    """A single rank processes all sequences as consecutive microbatches."""
+    """Processes all sequences on one rank as consecutive microbatches; returns router, metrics and gradient."""
     router, metrics = router_on(ParallelContext.single(), **fields), MetricAccumulator()
     for hidden, valid in zip(data.hidden, data.valid, strict=True):
         scale = 1 / len(data.hidden)
@@ -70,7 +70,10 @@ def on_one(data: Data, **fields: Any) -> tuple[Router, dict[str, Any], Tensor]:
 
 
 def over(layout: ParallelConfig, data: Data, num_microbatches: int, **fields: Any) -> list[Any]:
-    """(figures, gradient averaged over dp x cp and summed over tp, router's state) of every rank."""
+    """Returns the metrics, the reduced gradient and the router state of every rank.
+
+    The gradient is averaged over dp x cp and summed over tp.
+    """
 
     def rank(ctx: ParallelContext) -> Any:
         router, metrics = router_on(ctx, **fields), MetricAccumulator()
@@ -96,7 +99,7 @@ def figures(metrics: MetricAccumulator, ctx: ParallelContext) -> dict[str, Any]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "z_loss"])
 def test_losses_and_gradients_equal_those_of_one_rank(layout, padded, kind) -> None:
-    """Two microbatches, so that a loss that is not scaled by accumulation shows."""
+    """Two microbatches detect a loss that is not divided by the number of accumulated microbatches."""
     data = Data.random(2 * layout.dp, padded=padded)
     _, expected, gradient = on_one(data, **fields_of(kind))
     assert gradient.abs().max() > 1e-4
@@ -109,7 +112,10 @@ def test_losses_and_gradients_equal_those_of_one_rank(layout, padded, kind) -> N
 @LAYOUTS
 @pytest.mark.parametrize("padded", [False, True])
 def test_global_loss_uses_the_counts_of_all_ranks(layout, padded) -> None:
-    """After one microbatch per rank the loss is the mean over data-parallel ranks of E * sum f P."""
+    """After one microbatch per rank, the loss is E * sum_e f_e P_e.
+
+    f_e is the share of expert e in the choices of all ranks, and P_e the mean over data-parallel ranks of its score.
+    """
     data = Data.random(layout.dp, padded=padded)
     fields = fields_of("global_aux_loss")
     router = router_on(ParallelContext.single(), **fields)
@@ -132,7 +138,7 @@ def test_global_loss_uses_the_counts_of_all_ranks(layout, padded) -> None:
 
 @LAYOUTS
 def test_global_loss_sums_counts_over_microbatches(layout) -> None:
-    """Every rank has the same sequences, so one rank with one of them has the same shares and scores."""
+    """All data-parallel ranks have the same sequences, so one rank with them has the same load and scores."""
     single = Data.random(2)
     data = Data(*[[x for x in part for _ in range(layout.dp)] for part in (single.hidden, single.push, single.valid)])
     _, expected, gradient = on_one(single, **fields_of("global_aux_loss"))
@@ -169,7 +175,7 @@ def test_quantile_thresholds_equal_those_of_one_rank(layout, padded) -> None:
 
 @LAYOUTS
 def test_drop_metrics_are_sums_over_ranks(layout) -> None:
-    """The capacity limit is per rank, so the single rank processes every rank's tokens as a microbatch."""
+    """Capacity is computed per rank, so the single rank processes the tokens of each rank as a separate microbatch."""
     data = Data.random(layout.dp)
     for fields in ({"capacity": CapacityConfig(factor=0.5)}, {"topk": 1, "balancing": ("expert_choice",)}):
         single, metrics = router_on(ParallelContext.single(), **fields), MetricAccumulator()
@@ -192,8 +198,10 @@ def test_drop_metrics_are_sums_over_ranks(layout) -> None:
 
 
 def test_only_enabled_losses_communicate() -> None:
-    """Collectives per layer and microbatch: none for a plain router, one vector per kind of count that a loss needs;
-    metrics are reduced when they are read."""
+    """A router runs one all-reduce per kind of count that its losses need, and none without losses.
+
+    Recording metrics adds no collective, because metrics are reduced when they are read.
+    """
     layout, data = parallel(4, tp=2), Data.random(2, padded=True)
     aux, both = ("all_reduce", 2, BATCH * 8), {"balancing": ("aux_loss", "seq_aux_loss"), "aux_loss_coeffs": (1.0, 1.0)}
     tokens, everyone = ("all_reduce", 2, BATCH), ("all_reduce", 4, 8)
@@ -219,7 +227,7 @@ def test_forced_noise_differs_between_ranks_of_one_microbatch() -> None:
     def rank(ctx: ParallelContext) -> Tensor:
         router = router_on(ctx, force_balancing=True)
         hidden = torch.ones(4, 1, HIDDEN, dtype=torch.float64)
-        # context-parallel ranks have different keys; tensor-parallel ranks use parts of one draw
+        # Context-parallel ranks have different keys; tensor-parallel ranks use different parts of one random tensor.
         return router(hidden, make_mb(hidden, rng=RNGKey(1, 2, 3, ("cp", ctx.group("cp").rank)))).ids_TK
 
     ids = on_threads(parallel(4, tp=2, cp=2), rank)

@@ -1,4 +1,4 @@
-"""Token dispatchers without the layer: combine inverts dispatch, row order, communication volume and host reads."""
+"""Token dispatchers outside of a layer: combine inverts dispatch; row order, communication volume, host reads."""
 
 import sys
 import threading
@@ -44,14 +44,14 @@ HOSTS = (
     parallel(2, ep=2, ranks_per_host=1),
     parallel(4, ep=4, ranks_per_host=2),
     parallel(4, ep=4, ranks_per_host=1),
-    parallel(4, ep=4, ranks_per_host=3),  # unequal parts of the group on its hosts
+    parallel(4, ep=4, ranks_per_host=3),  # hosts have different numbers of the group's ranks
     parallel(4, etp=2, ep=2, ranks_per_host=2),
-    parallel(4, etp=2, ep=2, ranks_per_host=1),  # parts of an expert on different hosts
+    parallel(4, etp=2, ep=2, ranks_per_host=1),  # the shards of an expert are on different hosts
     parallel(8, ep=8, ranks_per_host=4),
     parallel(8, ep=4, etp=2, ranks_per_host=4),
-    parallel(8, ep=4, ranks_per_host=6),  # one group on one host, one on two
+    parallel(8, ep=4, ranks_per_host=6),  # the first group is on one host, the second on two
 )
-"""Groups on several hosts."""
+"""Layouts whose expert groups span several hosts."""
 EVERY_DISPATCHER = pytest.mark.parametrize(
     ("kind", "fold"),
     [
@@ -80,7 +80,10 @@ def new(kind: Any, ctx: ParallelContext, num_experts: int = EXPERTS, kernels: An
 
 
 def scaled(rows: DispatchedTokens, share: float) -> DispatchedTokens:
-    """Experts that only apply the probability, with NaN in unused rows. Over etp each rank has a `share`."""
+    """Replaces the experts: multiplies every row by its probability and by `share`, and sets unused rows to NaN.
+
+    With expert tensor parallelism, each rank of an etp group computes a share of the output.
+    """
     weighed = rows.data * rows.probs_R[:, None] * share
     held = torch.arange(len(weighed)) < rows.offsets_e[-1]
     garbage = torch.where(held[:, None], weighed, torch.nan)
@@ -94,7 +97,7 @@ def there_and_back(dispatcher: Any, tokens: Tensor, routing: Any, share: float) 
 
 
 def served(ids: list[list[int]]) -> Tensor:
-    """[T, 1]: fraction of each token's choices that is not dropped."""
+    """Returns the fraction [T, 1] of each token's choices that are not dropped."""
     return torch.tensor([[sum(e >= 0 for e in row) / len(row)] for row in ids], dtype=torch.float64).view(-1, 1)
 
 
@@ -150,7 +153,7 @@ def test_dispatchers_that_read_sizes_accept_different_token_counts_per_rank(kind
 @EVERY_DISPATCHER
 @pytest.mark.parametrize("capacity", [None, 4])
 def test_each_expert_receives_its_tokens_of_all_ranks_once_and_in_order(fold, kind, capacity) -> None:
-    """Tokens hold their rank and position; rows of one source are in position order."""
+    """Each token contains its rank and position; rows from one source rank are in the order of positions."""
 
     def rank(ctx: ParallelContext) -> tuple[int, int, list[list[list[float]]]]:
         ids = CASES["ranks differ"](ctx.rank)
@@ -189,8 +192,10 @@ def test_each_expert_receives_its_tokens_of_all_ranks_once_and_in_order(fold, ki
     ids=lambda value: getattr(value, "name", None),
 )
 def test_bf16_rows_of_one_token_are_summed_in_fp32_across_ranks(kind, expected) -> None:
-    """1 + 3 * 2^-10 on one rank, 3 * 2^-10 on the other: rounding to bf16 before the last sum loses both, as where
-    partial sums are sent in bf16."""
+    """Partial sums are 1 + 3 * 2^-10 on one rank and 3 * 2^-10 on the other.
+
+    Transports that send partial sums in bf16 round the first one to 1 before the last addition, so their total is 1.
+    """
     values = torch.tensor([1.0, 3 * 2.0**-10, 3 * 2.0**-10, 0.0]).bfloat16()
 
     def rank(ctx: ParallelContext) -> Tensor:
@@ -215,8 +220,10 @@ def test_bf16_rows_of_one_token_are_summed_in_fp32_across_ranks(kind, expected) 
     ids=["one host", "four hosts", "two hosts"],
 )
 def test_partial_sums_are_added_in_fp32_and_sent_in_bf16_once_per_host(ranks_per_host, expected) -> None:
-    """1 on the first rank, 2^-9 on three others. A bf16 sum of rank after rank is 1. Two hosts send bf16(1 + 2^-9) = 1
-    and 2^-8, whose sum rounds to 1."""
+    """The first rank adds 1 and each of three other ranks 2^-9, which a sum in bf16, one rank at a time, would lose.
+
+    Two hosts of two ranks send bf16(1 + 2^-9) = 1 and 2^-8, whose sum also rounds to 1.
+    """
 
     def rank(ctx: ParallelContext) -> Tensor:
         routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
@@ -296,11 +303,11 @@ def test_expert_of_rows_is_the_number_of_experts_after_the_last_offset() -> None
 
 
 ELEMENTS = 4 * 2 * WIDTH
-"""Elements in the rows of one rank: four tokens, two experts each."""
+"""Number of elements that one rank dispatches: four tokens with two experts each, in rows of `WIDTH` elements."""
 
 
 def traffic_of(fold: ParallelConfig, kind: Any, capacity: int | None) -> list[Counter]:
-    """Counts of (op, group size, elements) over the collectives of dispatch, combine and their backward, per rank."""
+    """Counts the collectives of dispatch, combine and their backward by (op, group size, elements) on each rank."""
 
     def rank(ctx: ParallelContext) -> None:
         tokens = draw(4, WIDTH, seed=ctx.rank).requires_grad_()
@@ -319,22 +326,25 @@ def test_all_to_all_sends_every_row_once_each_way_and_gathers_counts() -> None:
         assert sent == Counter(
             {
                 ("all_gather", 4, EXPERTS): 1,
-                ("all_to_all", 4, ELEMENTS): 4,  # dispatch, combine, and each backward
+                ("all_to_all", 4, ELEMENTS): 4,  # forward and backward of dispatch and combine
                 ("all_to_all", 4, 8): 2,  # probabilities and their gradient
             }
         )
 
 
 def test_hierarchical_exchange_sends_a_token_once_per_host_and_counts_once() -> None:
-    """The four tokens of a rank have experts on 2 + 2 hosts of one rank each and on 2 x 2 of both: 6 copies between
-    hosts. A rank forwards 8 copies within its host. Choices are 2 ids and 2 probabilities of 8 bytes, in int32."""
+    """A rank sends 6 copies of its tokens to hosts: two of its four tokens have experts on one host, two on both.
+
+    Each rank then forwards 8 copies within its host. The choices of a token are sent as int32 elements: 2 ids, and 2
+    probabilities of 8 bytes each.
+    """
     for sent in traffic_of(parallel(4, ep=4, ranks_per_host=2), HIERARCHICAL, None):
         assert sent == Counter(
             {
-                ("all_gather", 4, 2 + 4 + 4): 1,  # tokens for each host and rank, rows for each rank
+                ("all_gather", 4, 2 + 4 + 4): 1,  # numbers of tokens for each host and rank, and of rows for each rank
                 ("all_to_all", 2, 6 * (2 + 2 * 2)): 1,
                 ("all_to_all", 2, 8 * (2 + 2 * 2)): 1,
-                ("all_to_all", 2, 6 * WIDTH): 4,  # dispatch, combine, and each backward
+                ("all_to_all", 2, 6 * WIDTH): 4,  # forward and backward of dispatch and combine
                 ("all_to_all", 2, 8 * WIDTH): 4,
                 ("all_to_all", 2, 6 * 2): 1,  # gradients of probabilities
                 ("all_to_all", 2, 8 * 2): 1,
@@ -343,7 +353,7 @@ def test_hierarchical_exchange_sends_a_token_once_per_host_and_counts_once() -> 
 
 
 def test_hierarchical_exchange_has_one_stage_on_one_host() -> None:
-    """The tokens have experts on two ranks each."""
+    """Each of the four tokens has experts on two ranks, so a rank sends 8 copies."""
     for sent in traffic_of(parallel(4, ep=4), HIERARCHICAL, None):
         assert sent == Counter(
             {
@@ -389,7 +399,10 @@ def test_padded_all_to_all_sends_every_expert_its_capacity_and_no_counts() -> No
 
 
 def test_all_to_all_gathers_rows_over_etp_before_the_experts_and_reduce_scatters_them_after() -> None:
-    """Every expert receives one row of every rank: 8 experts, 2 ranks of ep and 2 of etp, so each receives 8 rows."""
+    """Every expert receives one row from each rank.
+
+    With 8 experts, EP 2 and ETP 2, the all-to-all sends 8 rows to each rank, and the all-gather over etp doubles them.
+    """
     for sent in traffic_of(parallel(4, ep=2, etp=2), NCCL, None):
         assert sent == Counter(
             {
@@ -419,7 +432,7 @@ def test_all_gather_sends_tokens_ids_and_probabilities_and_reduce_scatters_sums(
 
 
 def test_dispatchers_read_split_sizes_on_the_host_once(monkeypatch) -> None:
-    """Reads in the in-memory process group are not counted."""
+    """Host reads inside the in-memory process group, which only tests use, are not counted."""
     reads: list[str] = []
 
     def counting(name: str) -> Any:
@@ -452,7 +465,7 @@ def test_dispatchers_read_split_sizes_on_the_host_once(monkeypatch) -> None:
 
 
 def test_groups_on_several_hosts_use_the_hierarchical_exchange() -> None:
-    """Expert choice and padded experts do not use it, because their sizes are known in advance."""
+    """Expert choice and experts padded to capacity use other exchanges, because their sizes are known in advance."""
     dense_router = {"balancing": ("expert_choice",)}
     padded = CapacityConfig(factor=1.0, pad=True)
     expected = {
@@ -489,7 +502,7 @@ def test_config_selects_the_dispatcher_and_one_rank_uses_the_local_one() -> None
 
 
 class RecordingStreams(Streams):
-    """Logs the event before a push and the wait for it."""
+    """Streams that log every recorded event and every wait for an event."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
@@ -504,7 +517,7 @@ class RecordingStreams(Streams):
 
 @pytest.mark.parametrize("num_sms", [None, 8])
 def test_multiprocessors_are_reserved_while_exchanges_are_in_progress(num_sms, monkeypatch) -> None:
-    """Two exchanges overlap; the reservation ends with the second."""
+    """SMs stay reserved for overlapping exchanges until the last of them has finished."""
     logs: dict[int, list[Any]] = {0: [], 1: []}
     here = threading.local()
     monkeypatch.setattr(symmetric, "make_streams", lambda *args, **named: RecordingStreams(here.log))

@@ -1,4 +1,4 @@
-"""Choice of the token dispatcher and its transport; the bound and the settings of HybridEP."""
+"""Selection of the token dispatcher and its transport, and the row bound and settings of HybridEP."""
 
 from dataclasses import replace
 from functools import partial
@@ -89,7 +89,7 @@ def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: py
         return comm.kind, comm.note
 
     fold = parallel(2, ep=2, shares_memory=True)
-    assert on_threads(fold, kind_and_note) == [(NCCL, None)] * 2  # on CPUs
+    assert on_threads(fold, kind_and_note) == [(NCCL, None)] * 2  # no symmetric memory on CPUs
     emulated = ParallelContext.fake(fold, 0)
     kind, note = kind_and_note(emulated, stand_in=lambda transport, config: transport)
     assert kind is SYMMETRIC and note == (
@@ -103,7 +103,7 @@ def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: py
 
 
 def test_peer_access_includes_every_two_gpus_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 4 and 6 of a host whose GPUs 0 and 1 are not connected, and ranks 4 and 5."""
+    """Ranks 4 and 6 use GPUs 0 and 2, which are connected; ranks 4 and 5 use GPUs 0 and 1, which are not."""
     connected = {(0, 2), (2, 0)}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in connected)
@@ -111,12 +111,13 @@ def test_peer_access_includes_every_two_gpus_of_the_group(monkeypatch: pytest.Mo
     ctx = SimpleNamespace(process=SimpleNamespace(local_world_size=4), device=torch.device("cuda"))
     assert has_peer_access(SimpleNamespace(ranks=(4, 6)), ctx)
     assert not has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process finds only its own GPU
+    # With one visible GPU per process, peer access cannot be queried and is assumed.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
 
 
 def test_symmetric_memory_for_alltoall_equals_alltoall_in_fp64() -> None:
-    """The sums of ranks are added in rank order in promote(fp32, dtype), so only their rounding differs."""
+    """Symmetric memory adds the partial sums in rank order in at least fp32, so results differ only in rounding."""
 
     def rank(ctx: ParallelContext, kind: Any) -> tuple[Tensor, ...]:
         ids = CASES["some dropped"](ctx.rank)
@@ -136,7 +137,7 @@ def test_symmetric_memory_for_alltoall_equals_alltoall_in_fp64() -> None:
 
 @pytest.mark.parametrize(("num_rows", "overflow"), [(12, 0), (13, 1), (24, 12)])
 def test_hybridep_counts_the_rows_beyond_its_bound(num_rows: int, overflow: int) -> None:
-    """Rank 0 sends `num_rows` tokens to the last expert, whose rank has space for 12 rows."""
+    """Rank 0 sends `num_rows` tokens to the last expert, whose rank has a buffer for 12 rows."""
 
     def rank(ctx: ParallelContext) -> tuple[int, float]:
         comm = ExpertComm(ctx, REFERENCE, HYBRIDEP, EXPERTS, row_capacity_factor=0.25)

@@ -1,4 +1,4 @@
-"""Weights reach the clones of an expert, and gradients return to the expert without rounding to its dtype."""
+"""Weights are sent to the clones of an expert; their gradients are added to the expert's gradient in fp32."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,11 @@ from tests.moe.parallel.folded import parallel
 KERNELS = reference.bundle()
 CLONED = CloneSizes(sent=((), (1,)), received=(0, 0), num_rows=0, on_any_rank=True)
 CLONING = CloneSizes(sent=((), ()), received=(1, 0), num_rows=5, on_any_rank=True)
-"""The first of two ranks has two experts, of which the other rank clones the second."""
+"""Clones on two ranks: the second rank has a clone of the second of the first rank's two experts."""
 
 
 class Accumulator:
-    """Gradient accumulator with an fp32 buffer that contains ones."""
+    """Gradient accumulator whose fp32 buffer initially contains ones."""
 
     merges = False
 

@@ -1,4 +1,4 @@
-"""Tokens and gradients sent in FP8: same bytes as quantisation after an exchange in the dtype of the activations."""
+"""Tokens and gradients sent in FP8 equal, byte for byte, those quantised after an exchange in the activation dtype."""
 
 import weakref
 from dataclasses import replace
@@ -31,7 +31,7 @@ from tests.moe.routings import draw, sparse
 
 REFERENCE = reference.bundle()
 WIDTH = 10
-"""Not a multiple of the block length 4."""
+"""Width of the rows. It is not a multiple of the block length 4, so that the last block is partial."""
 BLOCKWISE = low_precision_config("blockwise", blocks=4, weight_grad=False)
 HYBRID = low_precision_config("blockwise", blocks=4, hybrid=True)
 MXFP8 = low_precision_config("mxfp8")
@@ -39,7 +39,7 @@ FOLDS = (parallel(2, ep=2), parallel(4, etp=2, ep=2), parallel(4, ep=4))
 
 
 def spread_magnitudes(*shape: int, seed: int) -> Tensor:
-    """Random numbers whose blocks have different scales, with a block of zeros."""
+    """Random numbers whose blocks have different scales; the first row is zero."""
     values = draw(*shape, seed=seed) * torch.exp(4 * draw(*shape, seed=seed + 1))
     return values.index_fill(0, torch.arange(min(1, len(values))), 0)
 
@@ -53,7 +53,10 @@ def same_copy(actual: QuantizedTensor | None, expected: QuantizedTensor, what: s
 def exchanged(
     kind: Any, ctx: ParallelContext, case: str, width: int, formats: RowFormats, factor: float | None = None
 ) -> tuple[DispatchedTokens, Tensor, dict[str, Tensor]]:
-    """Rows of a dispatch, gradient of the rows sent to combine, and the other tensors."""
+    """Runs dispatch and combine, forward and backward.
+
+    Returns the dispatched rows, the gradient of the rows passed to combine, and the other tensors by name.
+    """
     ids = CASES[case](ctx.rank)
     tokens, routing = spread_magnitudes(len(ids), width, seed=ctx.rank), sparse(ids, num_experts=EXPERTS)
     comm = ExpertComm(ctx, REFERENCE, kind, EXPERTS, row_capacity_factor=factor)
@@ -73,7 +76,7 @@ def exchanged(
 @pytest.mark.parametrize(("config", "width"), [(HYBRID, WIDTH), (MXFP8, 128)], ids=["blockwise hybrid", "mxfp8"])
 @pytest.mark.parametrize("case", CASES)
 def test_received_bytes_are_those_of_quantised_rows(case, config, width, kind, fold) -> None:
-    """Forward and the gradient of combine; padding rows are those of quantised zeros."""
+    """Checks the rows of dispatch and the gradient of combine, including padding rows, which are quantised zeros."""
 
     def rank(ctx: ParallelContext) -> None:
         formats = RowFormats(tokens=config.inputs, grads=config.grads)
@@ -114,7 +117,7 @@ def test_rows_beyond_the_bound_overflow_as_in_a_plain_exchange(case) -> None:
 def layer_result(
     ctx: ParallelContext, config: LowPrecisionConfig, fp8: bool, recomputed: bool, **fields: Any
 ) -> tuple[Any, ...]:
-    """Result of one rank of a layer with FP8 experts."""
+    """Runs a layer with FP8 experts on one rank; `fp8` also sends tokens and gradients in FP8."""
 
     def change(layer: MoELayer) -> None:
         if recomputed:
@@ -132,7 +135,7 @@ def results(fold: Any, config: LowPrecisionConfig, *, fp8: bool, recomputed: boo
 
 
 class RoundingTransport(SymmetricTransport):
-    """Sends tokens rounded to their FP8 format, in their dtype."""
+    """Transport that rounds tokens to FP8 values and sends them in their own dtype."""
 
     def start_send_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
@@ -153,9 +156,12 @@ LAYERS = {
 @pytest.mark.parametrize("config", [BLOCKWISE, HYBRID, MXFP8], ids=["blockwise", "hybrid", "mxfp8"])
 @pytest.mark.parametrize("fields", LAYERS.values(), ids=LAYERS)
 def test_layers_give_the_bits_of_a_plain_exchange(fields, config, monkeypatch) -> None:
-    """Outputs, input gradients and all gradients but those of expert weights, which read rounded rows: these equal the
-    gradients after a plain exchange of rounded tokens. Rounding once more to FP8 with power-of-two scales changes only
-    elements that are subnormal in one of the blocks."""
+    """All results equal those of an exchange in the activation dtype, except gradients of expert weights.
+
+    With FP8 exchange, weight gradients are computed from rounded rows, so they equal those of an exchange of rounded
+    tokens. With power-of-two scales, rounding to FP8 a second time changes only elements that are subnormal in one of
+    the blocks.
+    """
     fold = FOLDS[1]
     actual, plain = (results(fold, config, fp8=fp8, **fields).tensors for fp8 in (True, False))
     weights = [name for name in actual if name.startswith("experts.")]
@@ -167,7 +173,10 @@ def test_layers_give_the_bits_of_a_plain_exchange(fields, config, monkeypatch) -
 
 
 def test_experts_multiply_the_received_bytes(monkeypatch) -> None:
-    """fc1 quantises no rows, and fc2 no gradients, with a weight gradient in the dtype of the parameters."""
+    """Received FP8 bytes are GEMM operands: fc1 does not quantise rows again, nor fc2 gradients.
+
+    Weight gradients are in the dtype of the parameters here, so no columnwise copy is needed.
+    """
     calls: list[str] = []
     for name in ("input", "grad"):
         monkeypatch.setattr(LinearQuantizer, name, lambda *args, name=name, **named: calls.append(name))

@@ -1,4 +1,4 @@
-"""Fc1 gathers its rows from tokens, and a dispatcher's overflow reaches its `ExpertComm`."""
+"""Gather of expert rows from tokens inside fc1, and overflow counts in `ExpertComm`."""
 
 import pytest
 import torch

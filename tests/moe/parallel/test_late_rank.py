@@ -13,7 +13,10 @@ EXPERTS = 8
 
 
 def test_late_rank_is_named_with_its_exchange_and_timeout() -> None:
-    """Rank 1 leaves after one exchange. Its channels exist, so that only the wait for tokens can end the next one."""
+    """Rank 1 leaves after one exchange, and rank 0 times out in the next one while it waits for tokens.
+
+    The channels of rank 1 still exist, so nothing else can end that exchange.
+    """
 
     def rank(ctx: ParallelContext) -> list[str]:
         comm = ExpertComm(ctx, reference.bundle(), SYMMETRIC, EXPERTS)

@@ -1,5 +1,6 @@
-"""In every legal parallel layout of up to eight ranks, the MoE layer gives the results of one rank: output, gradients
-of input and weights, metrics, token counts.
+"""In every legal parallel layout of up to eight ranks, the MoE layer has the results of one rank.
+
+Output, gradients of input and weights, metrics and token counts are compared.
 """
 
 import pytest
@@ -66,8 +67,10 @@ def test_balanced_layers_with_biases_padding_and_shared_experts(fold: ParallelCo
 @EVERY_FOLD
 @BOTH
 def test_latent_layers_with_a_capacity(fold: ParallelConfig, dispatcher: str) -> None:
-    """The capacity limit is per rank, so the oracle processes every rank's tokens as a separate microbatch. Of its
-    metrics, only drops and counts are then comparable."""
+    """Capacity is computed per rank, so the oracle processes the tokens of each rank as a separate microbatch.
+
+    Of its metrics, only the numbers of dropped and assigned tokens are then comparable.
+    """
     data = Data.random(fold.dp)
     kind = (fold.ep + fold.tp + (dispatcher == "alltoall")) % len(CAPACITIES)
     config = moe_config(dispatcher=dispatcher, router=SIGMOID, latent=True, capacity=CAPACITIES[kind])
@@ -117,7 +120,7 @@ def test_every_kind_of_routing(fold: ParallelConfig, dispatcher: str, fields) ->
 @pytest.mark.parametrize("fold", [parallel(8, ep=8), parallel(4, etp=2, ep=2), parallel(2, etp=2)], ids=name_of)
 @pytest.mark.parametrize("favourite", [0, 3, 7])
 def test_all_tokens_to_one_expert(fold: ParallelConfig, dispatcher: str, favourite: int) -> None:
-    """All other ranks receive no rows."""
+    """Ranks without the favourite expert receive no rows."""
     data = Data.random(fold.dp)
     for hidden in data.hidden:
         hidden[..., 0] = 1.0

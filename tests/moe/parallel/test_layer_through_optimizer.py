@@ -43,7 +43,10 @@ FULL = moe_config(router=BALANCED, bias=True, shared=True)
 def finished(
     ctx: ParallelContext, config: MoEConfig, fold: ParallelConfig, data: Data
 ) -> tuple[dict, dict[str, Tensor]]:
-    """Whole gradients as far as this rank holds them, and their norms, after two microbatches of the same tokens."""
+    """Returns reduced gradients and their norms after two microbatches of the same tokens.
+
+    Gradients have the global shape of their parameter; elements that this rank does not hold are NaN.
+    """
     layer = make_layer(config, ctx)
     buffers = GradBuffers(named_parameters(layer), FP64, ctx, KERNELS)
     buffers.begin_step()

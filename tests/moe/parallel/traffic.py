@@ -1,4 +1,4 @@
-"""Counts the collectives, and the bytes passed to them, of ranks that are threads."""
+"""Counts collectives and the elements passed to them, for ranks that run as threads."""
 
 import threading
 from collections import Counter, defaultdict
@@ -27,13 +27,13 @@ class Traffic:
             self._by_rank[dist.get_rank()][op, group_size, elements] += 1
 
     def of_ranks(self, num_ranks: int) -> list[Counter]:
-        """(op, group size, elements given) -> calls, of every rank."""
+        """Returns, for every rank, the number of calls by (op, group size, number of elements sent)."""
         return [self._by_rank[rank] for rank in range(num_ranks)]
 
 
 @contextmanager
 def counted_traffic(on_call: Callable[[str], None] = lambda op: None) -> Iterator[Traffic]:
-    """Counts every collective that is called inside, and calls `on_call` with its name."""
+    """Counts every collective called inside the context, and calls `on_call` with its name."""
     traffic, originals = Traffic(), {name: getattr(dist, name) for name in OPS}
 
     def counting(name: str) -> Any:
