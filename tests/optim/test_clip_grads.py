@@ -1,4 +1,4 @@
-"""Gradient norms, the clip factor and the count of zeros."""
+"""Gradient norms, the clip factor, and the number of zero elements."""
 
 import torch
 

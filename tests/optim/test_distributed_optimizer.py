@@ -1,4 +1,4 @@
-"""AdamW over flat buffers: against torch, and master weights, decoupled learning rate and weight norm."""
+"""AdamW on flat buffers: agreement with torch, master weights, decoupled learning rate and weight norm."""
 
 import torch
 
@@ -19,7 +19,7 @@ def test_ten_steps_match_torch_with_decay_groups_and_clipping() -> None:
     ]
     oracle = torch.optim.AdamW(groups, lr=LR, betas=(SPEC.adam_beta1, SPEC.adam_beta2), eps=SPEC.adam_eps)
     for step in range(10):
-        # the norms are 2 to 34, so gradients are clipped in some steps and not in others
+        # The scale grows from step to step, so gradients are clipped in some steps only.
         gradients = make_gradients(step, scale=0.002 * 3**step)
         rig.apply(gradients)
         for name, parameter in theirs.items():

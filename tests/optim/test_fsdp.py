@@ -1,4 +1,4 @@
-"""Sharded gradients and weights of units (`--use-megatron-fsdp`): every strategy equals ZeRO-1."""
+"""Gradients and weights sharded by unit (`--use-megatron-fsdp`): every strategy has the results of ZeRO-1."""
 
 from collections import Counter
 from dataclasses import replace
@@ -51,7 +51,7 @@ PAIRS = [
     (case, name) for case in CASES for name in CONFIGS if (case, name) != ("overlapped microbatches", "double-buffer")
 ]
 IN_CI = (("expert parallel", "zero-2"), ("recomputed experts", "double-buffer"), ("tied head and mtp", "zero-3"))
-"""The cells of `tests/parity` combine every strategy with every other feature in CI."""
+"""(case, strategy) pairs that run in CI, where `tests/parity` combines every strategy with all other features."""
 
 
 def plan(case: str) -> RunPlan:
@@ -69,7 +69,7 @@ def sharded(plan: RunPlan, config: FSDPConfig, instances: int = 1) -> RunPlan:
 
 
 def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    """Losses, norms and weights of three steps and an evaluation, and the trace of the store in the first step."""
+    """Trains three steps and evaluates; returns losses, norms and weights, and the first step's trace of the store."""
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
     store, trace = trainer.optimizer.store, []
     if isinstance(store, GatheringStore):
@@ -91,7 +91,7 @@ def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], l
 
 
 def compare(run: RunPlan, config: FSDPConfig, instances: int = 1) -> list[list[tuple[str, str]]]:
-    """Trains with ZeRO-1 and with sharded units, and returns the traces of the ranks."""
+    """Checks that training with sharded units equals ZeRO-1, and returns the trace of the store on every rank."""
     expected = on_threads(run.parallel, lambda context: train(run, context))
     run = sharded(run, config, instances)
     found = on_threads(run.parallel, lambda context: train(run, context))
@@ -131,7 +131,7 @@ def test_copies_from_peers_replace_all_but_the_first_gather_after_an_update(
 
 
 def test_updates_of_units_overlap_with_the_next_forward() -> None:
-    """Muon's owners update the matrices of a unit during the forward of the units before it."""
+    """With Muon, owners update the matrices of a unit during the forward of the units before it."""
     base = plan("microbatches")
     base = replace(base, optimizer=replace(base.optimizer, optimizer="muon"))
     run = sharded(base, ZERO_3)
@@ -168,12 +168,12 @@ def test_replicas_of_shards_give_the_results_of_zero_1(config: FSDPConfig) -> No
     ],
 )
 def test_a_non_finite_step_changes_no_bit_of_shards_and_state(layout: str, config: FSDPConfig, instances: int) -> None:
-    """One rank's loss is NaN. No later step updates until the host has decided; state is restored by a replay."""
+    """A step in which one rank's loss is NaN changes neither weights nor optimizer state on any rank."""
     run = sharded(plan_of(cell_of(f"{layout} zero=on overlap=grads")), config, instances)
     run = replace(run, optimizer=replace(run.optimizer, optimizer="muon"))
 
     def stored(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-        """Weights and optimizer state before and after a bad step, and whether the loss of that step is finite."""
+        """Returns weights and optimizer state before and after a bad step, and whether that step's loss is finite."""
         trainer = build_trainer(run, context, build_model(run, context, KERNELS), KERNELS)
         loader, found, loss = build_train_loader(run, context, build_data(run, context)), [], torch.zeros(())
         for step in range(2):
@@ -199,7 +199,7 @@ def test_weights_of_two_layers_are_gathered_in_the_order_of_their_use() -> None:
     for kind in (False, True):
         units = list(dict.fromkeys(unit for _, unit in layers if unit.endswith(".experts") is kind))
         present: dict[int, str] = {}
-        """Unit in each of the two buffers."""
+        """Maps the index of each of the two buffers to the unit whose weights it contains."""
         for event, unit in layers:
             if unit.endswith(".experts") is kind and event == "gather":
                 assert present.get(units.index(unit) % 2) != unit, f"{unit} was gathered twice"
@@ -244,7 +244,7 @@ def test_weights_of_two_layers_per_grid_are_in_memory(monkeypatch: pytest.Monkey
 def test_other_update_rules_and_clipped_logits_equal_zero_1(
     rule: str, layout: str, config: FSDPConfig, instances: int
 ) -> None:
-    """--qk-clip multiplies rows of weights, which shards may cut."""
+    """Each update rule equals ZeRO-1 with `--qk-clip`, which scales rows of weights that shards may cut."""
     base = plan_of(cell_of(layout))
     optimizer = replace(base.optimizer, optimizer=rule, qk_clip=QKClipConfig(qk_clip_threshold=0.02))
     compare(replace(base, optimizer=optimizer), config, instances)

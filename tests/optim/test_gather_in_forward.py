@@ -1,4 +1,4 @@
-"""Gather of weights overlapped with the forward: every reader of a weight waits for its gather."""
+"""Weight gather overlapped with the forward: every use of a weight waits for its gather."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,13 +41,13 @@ MODELS = {
     "mtp": model_config(DENSE, MOE, mtp=MTPConfig(num_layers=2), tied_embeddings=True),
 }
 RECOMPUTE = {"recomputed-moe": RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",))}
-"""Name of a model -> its recompute; other models save all activations."""
+"""Recompute config by name of the model; models without an entry save all activations."""
 ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=200)
 OVERLAPPED = replace(ZERO, overlap_param_gather=True)
 
 
 def gather_when_waited_for(flat: Tensor, group: ProcessGroup, sizes: Sizes = None) -> PendingCollective:
-    """Delays a gather until `wait`; until then the weights are NaN."""
+    """Replaces a gather by one that runs only when it is waited for. Until then the weights are NaN."""
     mine = shard_of(flat, group, sizes).clone()
     flat.fill_(torch.nan)
 
@@ -79,7 +79,7 @@ def make_optimizer(
 
 
 def null_step(optimizer: Optimizer) -> None:
-    """A step that changes no weight."""
+    """Runs an optimizer step with learning rate 0, which starts gathers but changes no weight."""
     one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
     optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, apply_update=yes)
 
@@ -149,7 +149,7 @@ def test_nodes_acquire_only_where_weights_are_gathered() -> None:
 
 @pytest.mark.parametrize("name", ["tied", "mtp"])
 def test_the_last_stage_acquires_its_copy_of_the_embedding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tied head or multi-token prediction reads it, but no embedding node of the main model."""
+    """A tied head or multi-token prediction reads this copy, although the stage has no embedding node."""
     monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
     config = MODELS[name]
     chunk = even_layout(len(config.layers), pp=2, num_mtp=config.mtp.num_layers if config.mtp else 0).stages[1]

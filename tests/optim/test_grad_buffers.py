@@ -1,4 +1,4 @@
-"""Flat buffers: parameters become views; gradients come from accumulators and autograd and add up over microbatches."""
+"""Flat buffers: parameters are views, and gradients of accumulators and autograd are summed over microbatches."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ OFFSETS = torch.tensor([3, 3, 7, 8], dtype=torch.int32)
 
 
 def toy_loss(parameters: dict[str, Parameter], ids_T: Tensor) -> Tensor:
-    """Sum over tokens of something that uses an embedding, a norm, a matrix, experts and a head."""
+    """Loss of a small model that uses an embedding, a norm, a matrix, experts and a head."""
     kernels = reference.bundle()
     x_TH = torch.nn.functional.embedding(ids_T, parameters[EMBEDDING]) * parameters[NORM]
     qkv = linear(kernels, x_TH, parameters[QKV]).tanh()
@@ -54,7 +54,7 @@ def run(parameters: dict[str, Parameter], buffers: GradBuffers, microbatches: in
 
 
 def autograd_sums(dtype: torch.dtype, microbatches: int) -> dict[str, Tensor]:
-    """Gradients by autograd alone, without buffers."""
+    """Returns the gradients that plain autograd computes without flat buffers."""
     parameters = make_parameters(dtype)
     for microbatch in range(microbatches):
         toy_loss(parameters, tokens(microbatch)).backward()
@@ -96,7 +96,11 @@ def test_a_second_step_discards_the_gradients_of_the_first() -> None:
 def test_batched_expert_gradients_are_counted_when_they_are_computed(
     interval: int, known: bool, arrived: list[int], deferred: bool
 ) -> None:
-    """Two steps of three microbatches; one expert has no rows. Deferred gradients are queued first, then batched."""
+    """Runs two steps of three microbatches in which one expert has no rows.
+
+    `arrived` is the number of gradients counted after each microbatch. Deferred gradients are queued before they are
+    batched.
+    """
     parameters = make_parameters()
     buffers = make_buffers(parameters, expert_interval=interval)
     (slot,) = (slot for slot in buffers.slots if slot.name == EXPERTS)
@@ -246,7 +250,7 @@ def test_frozen_parameters_stay_out_of_the_buffers() -> None:
 
 
 def test_unreferenced_buffers_are_freed() -> None:
-    """A reference cycle through a parameter's hook would never be collected."""
+    """A reference cycle through the hook of a parameter would keep the buffers alive forever."""
     parameters = make_parameters()
     buffers = make_buffers(parameters, data_parallel=DataParallelConfig(overlap_grad_reduce=True))
     toy_loss(parameters, tokens(0)).backward()

@@ -1,4 +1,4 @@
-"""Overlapped gradient reduction: buckets start when they are complete, in one order, with identical results."""
+"""Overlapped gradient reduction: a bucket is reduced once complete, in the same order on all ranks, bit for bit."""
 
 from dataclasses import dataclass, field, replace
 
@@ -35,14 +35,14 @@ OVERLAPPED = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1)
 
 @dataclass
 class Layers:
-    """A few linear layers, then a norm; every matrix is a bucket."""
+    """Model of a few linear layers and a norm, in which every matrix has its own bucket."""
 
     context: ParallelContext
     config: DataParallelConfig
     uses: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     started: list[int] = field(default_factory=list)
-    """Buckets under way when the backward of a microbatch has passed the second layer."""
+    """For each microbatch, the number of bucket reductions launched before its backward reaches the second layer."""
 
     def __post_init__(self) -> None:
         kinds = {f"layers.{i}.weight": ((WIDTH, WIDTH), ParamMeta(role="matrix")) for i in range(DEPTH)}
@@ -54,7 +54,7 @@ class Layers:
         self.buffers = GradBuffers(self.parameters.items(), FP64, self.context, KERNELS, data_parallel=self.config)
 
     def loss(self, step: int, microbatch: int, *, repeat_last: bool = False) -> Tensor:
-        """With `repeat_last` the last matrix is used a second time."""
+        """Loss of one microbatch. With `repeat_last`, the last matrix is used twice."""
         seed = 100 * step + 10 * microbatch + self.context.rank
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         for i in range(DEPTH):
@@ -89,7 +89,7 @@ def test_buckets_start_during_the_last_backward_of_every_step() -> None:
             assert chain.buffers.reducer.num_started == DEPTH + 1
         return found
 
-    # in every step, the buckets of the norm and of the last two matrices start before the last backward is over
+    # In every step, the buckets of the norm and of the last two matrices are reduced during the last backward.
     for found in on_two(starts):
         assert found == [[0, 3], [0, 3], [0, 0, 3], [3]]
     for found in on_two(starts, DataParallelConfig(ddp_bucket_size=1)):
@@ -194,7 +194,7 @@ MTP_MODELS = {
 def test_the_first_step_adds_as_many_gradients_as_the_model_declares(
     name: str, recompute: RecomputeConfig, by_node: bool
 ) -> None:
-    """All reductions have started when the last backward is over."""
+    """All reductions have been launched by the end of the last backward, even in the first step."""
     config, context = (MODELS | MTP_MODELS)[name], ParallelContext.single(dtype=torch.float64)
     model = GPT(config, context, KERNELS, saved_tensors=SavedTensorPolicy(recompute))
     init_parameters(model, 7, config.init)

@@ -1,4 +1,4 @@
-"""Lion as the rule of all parameters and as the fallback of Muon."""
+"""Lion as the update rule of all parameters, and as the fallback of Muon."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_rejected_step_keeps_every_bit_in_all_formats(precision, away: str | N
 
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_state_follows_the_run_in_fp64(name: str) -> None:
-    """Elements whose sign is lost in rounding are few."""
+    """Weights stay close to those of fp64, except a few elements whose update has the other sign due to rounding."""
     wide, narrow = (Rig(precision, config=LION).steps(1, 4).weights() for precision in (FP64, NARROW[name]))
     for key, weights in wide.items():
         assert ((narrow[key].double() - weights).abs() < 0.03).double().mean() > 0.9, key

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay at the corners of every curve, and on resume."""
+"""Learning rate and weight decay at the breakpoints of every schedule, and after a resume."""
 
 import json
 import math

@@ -45,7 +45,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def polar(x: Tensor) -> Tensor:
-    """U V^T of the singular value decomposition."""
+    """Returns the polar factor U V^T, where x = U S V^T is the singular value decomposition."""
     u, _, v = torch.linalg.svd(x, full_matrices=False)
     return u @ v
 
@@ -61,7 +61,7 @@ def polar(x: Tensor) -> Tensor:
     ],
 )
 def test_singular_values_after_the_iterations(name: str, shape: tuple[int, int], lowest: float, highest: float) -> None:
-    """Ranges that Megatron's coefficients give for Gaussian matrices."""
+    """With Megatron's coefficients, singular values of Gaussian matrices end in the given ranges."""
     coefficients = coefficients_of(name, 10 if name == "deepseekv4" else 5)
     x = draw(1, *shape).float()
     found = torch.linalg.svdvals(newton_schulz(x, coefficients, KERNELS))
@@ -101,7 +101,10 @@ def config(**muon: object) -> OptimizerConfig:
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("precision", [FP64, FP32], ids=["fp64", "fp32"])
 def test_steps_follow_the_definition(precision, nesterov: bool) -> None:
-    """Two steps of a plain matrix, a stack of experts, and a projection whose q, k and v are orthogonalised apart."""
+    """Two steps equal the definition for a matrix, a stack of experts, and a QKV projection.
+
+    The query, key and value rows of the projection are orthogonalised separately.
+    """
     settings = config(muon_nesterov=nesterov, muon_fp32_matmul_prec="high", muon_momentum=0.8)
     dtype = torch.float64 if precision is FP64 else torch.float32
     context = ParallelContext.single(dtype=dtype)
@@ -128,11 +131,11 @@ def test_steps_follow_the_definition(precision, nesterov: bool) -> None:
 
 
 def by_definition(name: str, update: Tensor, *, scaled: bool = True) -> Tensor:
-    """Newton-Schulz result of each matrix on its own, with the spectral scale if `scaled`."""
+    """Applies Newton-Schulz to each matrix separately, and the spectral scale if `scaled`."""
     if update.dim() == 3:
         return torch.stack([by_definition("", each, scaled=scaled) for each in update])
     if name == QKV:
-        rows = torch.arange(16).view(4, 4)  # query groups of two q, one k and one v rows
+        rows = torch.arange(16).view(4, 4)  # each query group has two rows of q, one of k and one of v
         out = torch.empty_like(update)
         for part in (rows[:, :2].flatten(), rows[:, 2], rows[:, 3]):
             out[part] = by_definition("", update[part], scaled=scaled)
@@ -144,7 +147,10 @@ def by_definition(name: str, update: Tensor, *, scaled: bool = True) -> Tensor:
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_steps_follow_torch(adjust: str) -> None:
-    """torch's Muon has these two scales and one set of coefficients. It normalises in bf16, here in fp32: 0.015."""
+    """Steps equal those of `torch.optim.Muon` with its two scales and its set of coefficients.
+
+    torch normalises in bf16 and this implementation in fp32, which makes a relative difference of 0.015.
+    """
     scale = {"original": ("shape_scaling", 1.0), "match_rms_adamw": ("spectral", 0.2)}[adjust]
     settings = MuonConfig(
         muon_momentum=0.9,
@@ -203,8 +209,10 @@ def test_adaptive_muon_divides_by_the_root_of_a_second_moment() -> None:
 
 
 def test_the_input_projection_of_mamba_is_left_to_the_fallback() -> None:
-    """The rows of the projection are gates, states and time steps, which Megatron-LM excludes too. The projection of a
-    gated delta net is covered."""
+    """Muon excludes Mamba's input projection, as Megatron-LM does, because its rows are gates, states and time steps.
+
+    The input projection of a gated delta net is updated by Muon.
+    """
     size = {"hidden_size": 64, "conv_width": 4, "key_head_dim": 16, "value_head_dim": 16}
     for mixer, expected in ((MambaConfig, "adam"), (GatedDeltaNetConfig, "muon")):
         layer = mixer(**size, num_key_heads=2, num_value_heads=4, norm=NormConfig())
@@ -269,7 +277,7 @@ def test_a_checkpoint_resumes_on_another_layout(tmp_path: Path) -> None:
 
 
 def test_a_run_of_adam_continues_with_muon_and_new_momentum(tmp_path: Path) -> None:
-    """Parameters that AdamW continues to step keep their state."""
+    """Parameters that AdamW still updates keep their state; Muon's momentum starts at zero."""
     before = plan("dp=2 zero=on")
     train_and_save(replace(before, optimizer=replace(before.optimizer, optimizer="adam")), tmp_path / "a")
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""Norm, count of zeros and weight norm in every fold of 4 and 8 ranks: each element of the model counts once."""
+"""Gradient norm, number of zeros and weight norm in every fold of 4 and 8 ranks count each element once."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 
 def folds(world_size: int) -> Iterator[ParallelConfig]:
-    """Every layout of the synthetic parameters: tp divides query groups, pp layers, ep experts."""
+    """Yields every layout that fits the query groups (tp), layers (pp) and experts (ep) of the test parameters."""
     sizes = [size for size in (1, 2, 4, 8) if size <= world_size]
     for pp in sizes:
         ranks = world_size // pp

@@ -1,4 +1,4 @@
-"""Step overlapped with the next forward: readers of weights and writers of gradients wait for the update."""
+"""Optimizer step overlapped with the next forward: uses of weights and writes of gradients wait for the update."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ Task = Callable[[], None]
 
 
 class SlowStreams(Streams):
-    """Delays the step of a bucket until its event is waited for; until then its weights are NaN."""
+    """Streams that run the step of a bucket only when its event is waited for. Until then its weights are NaN."""
 
     def __init__(self) -> None:
         self.inside = False
@@ -49,7 +49,7 @@ class SlowStreams(Streams):
         self.inside = False
 
     def delay(self, rule: AdamW, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
-        """Replaces `AdamW.step`."""
+        """Replacement of `AdamW.step` that sets the weights to NaN and queues the update."""
         weights, old = operands.weights, operands.weights.clone()
         weights.fill_(torch.nan)
 
@@ -98,7 +98,7 @@ def test_sharded_weights_are_gathered_after_their_overlapped_step(monkeypatch: p
 
 
 def stepped_in_forward() -> tuple[GPT, Optimizer]:
-    """A model with a pending update."""
+    """Returns a model and its optimizer, which has a pending update."""
     context = ParallelContext.single(dtype=torch.float64)
     model, optimizer = make_optimizer(MODELS["dense"], context, ALONE, in_forward=True)
     null_step(optimizer)

@@ -1,4 +1,4 @@
-"""Placement of parameters in flat buffers: alignment, order, buckets, and what shares a buffer."""
+"""Placement of parameters in flat buffers: alignment, order, buckets, and assignment to buffers."""
 
 from dataclasses import replace
 
@@ -175,7 +175,7 @@ SHAPES = st.one_of(
 
 
 def indivisible(shape: ParamShape, alignment: OwnerAlignment) -> list[tuple[int, int]]:
-    """(start, end) in elements of all blocks or matrices of a parameter, by definition."""
+    """Returns (start, end), in elements, of every block or matrix of a parameter that one rank has to own."""
     stack, (rows, columns) = shape.numel, (1, *shape.shape[1 if shape.meta.num_experts else 0 :])[-2:]
     stack //= rows * columns
     if alignment == "element":
@@ -251,8 +251,11 @@ def test_owners_without_a_matrix_in_one_bucket_get_those_of_the_next() -> None:
 def test_the_updates_of_whole_matrices_of_all_units_are_divided_evenly(
     recipe: str, owners: tuple[int, int], dense: float, experts: float
 ) -> None:
-    """Muon with sharded weights: the busiest owner has at most the mean and one matrix. A stage of Kimi-K2 has few
-    dense matrices, and few of Moonlight's are large. `dense`, `experts`: cost of the busiest owner over the mean."""
+    """With Muon and sharded weights, no owner's cost exceeds the mean by more than the cost of the largest matrix.
+
+    `dense` and `experts` are the maximum cost of an owner divided by the mean. Dense matrices are divided less evenly,
+    because a stage of Kimi-K2 has few of them, and few of Moonlight's are large.
+    """
     plan = plan_of(recipe)
     optimizer = replace(plan.optimizer, optimizer="muon")
     parameters = [

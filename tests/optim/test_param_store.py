@@ -1,4 +1,4 @@
-"""ParamStore and update rules: units, pending buckets, and an optimizer other than AdamW."""
+"""ParamStore and update rules: units, pending buckets, and a registered rule other than AdamW."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,7 @@ EXPERTS, HEAD = "decoder.layers.0.mlp.experts.linear_fc1.weight", "output_layer.
 
 
 class Momentum:
-    """Gradient descent with momentum 0.5, an `UpdateRule` with one kind of state."""
+    """Gradient descent with momentum 0.5, as an `UpdateRule` with one kind of state."""
 
     def __init__(self, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         pass
@@ -91,7 +91,7 @@ def test_state_of_whole_matrices_stays_on_the_device() -> None:
 
 
 class RecordingStreams(Streams):
-    """Records which updates were waited for."""
+    """Streams that record the updates that were waited for."""
 
     def __init__(self) -> None:
         self.waited: list[int] = []
@@ -112,7 +112,7 @@ def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
     store, streams = ParamStore(buffers), RecordingStreams()
     buckets = buffers.layout.buckets_of_units()
     assert store.units_of([parameters[EXPERTS], parameters[HEAD]]) == ("layers.0.experts",)
-    store.acquire("embedding")  # nothing is pending
+    store.acquire("embedding")  # no effect, because no update is pending
     for bucket in range(sum(len(buffer.buckets) for buffer in buffers.layout.buffers)):
         store.write_back(bucket, streams)
     with pytest.raises(AssertionError, match="new weights of bucket 0 were not acquired"):

@@ -1,4 +1,4 @@
-"""ZeRO-1: every rank steps its shards, and the weights are those of one rank."""
+"""ZeRO-1: every rank updates its shards, and the weights equal those of one rank."""
 
 from dataclasses import replace
 
@@ -100,7 +100,7 @@ def test_collectives_may_compute_the_mean() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_token_has_equal_weight_if_ranks_have_different_numbers_of_tokens(sharded: bool) -> None:
-    """Gradients of experts, too, are divided by the tokens of all four ranks, although edp is 2."""
+    """Expert gradients are also divided by the tokens of all four ranks, although expert data parallelism is 2."""
     config, num_tokens = ParallelConfig(world_size=4, ep=2), (5, 0, 12, 1)
 
     def summed(name: str, rank: int) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_gradients_in_bf16_may_be_summed_in_fp32() -> None:
         config = DataParallelConfig(use_distributed_optimizer=True, ddp_reduce_scatter_with_fp32_accumulation=fp32_sums)
         precision = BF16.__class__(params="bf16", grads="bf16", main_params_dtype="fp32")
         optimizer = make_optimizer(context, config, precision)
-        # 256 + 1 + 1 + 1 in one order or another: bf16 has no 257
+        # The sum of 256 + 1 + 1 + 1 in bf16 depends on the order, because bf16 cannot represent 257.
         value = 256.0 if context.rank == 0 else 1.0
         step_with(optimizer, {name: torch.full(shape, value) for name, (shape, _) in KINDS.items()})
         state = next(iter(optimizer.states))
@@ -205,7 +205,7 @@ def test_the_ranks_together_own_every_element_once(config: ParallelConfig, shard
     ("change", "owned"), [({"tp_dim": None}, 24), ({"shared_stages": True}, 48)], ids=["half", "whole"]
 )
 def test_a_parameter_with_elements_that_no_rank_owns_is_named(change: dict, owned: int) -> None:
-    """The metadata of the parameter says that several ranks have the same elements, but they have different ones."""
+    """The parameter's metadata declare the shards of several ranks as copies, although they are different shards."""
     name = "decoder.layers.0.self_attention.linear_proj.weight"
 
     def check(context: ParallelContext) -> None:

@@ -1,4 +1,4 @@
-"""Sharded optimizer state in checkpoints: any layout loads what any other has saved, to the bit."""
+"""Sharded optimizer state in checkpoints: a checkpoint of any layout loads into any other layout, bit for bit."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 def tensors(optimizer: Optimizer) -> dict[str, TensorShard]:
-    """Weights and state as a checkpoint takes them."""
+    """Returns weights and optimizer state in the form in which checkpoints are saved."""
 
     def saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
         dim = sharded_dim(parameter.meta) or 0
@@ -61,7 +61,7 @@ def restored(
 
 
 def all_state(optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """Moments and masters of all ranks, put together."""
+    """Assembles the whole weights, moments and master weights from the shards of all ranks."""
     wholes: dict[str, Tensor] = {}
     for optimizer in optimizers:
         for key, tensor in tensors(optimizer).items():

@@ -1,4 +1,4 @@
-"""Optimizer state in narrow formats and in host memory: identical results unless a format rounds."""
+"""Optimizer state in narrow formats and in host memory: results are identical unless the format rounds."""
 
 from dataclasses import replace
 from itertools import product
@@ -40,7 +40,7 @@ SPEC = OptimizerConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6)
 
 
 class Rig:
-    """Parameters of all kinds, enough of them for several blocks, with their optimizer."""
+    """Optimizer with parameters of all kinds, large enough for several blocks of state."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Rig:
     def apply(
         self, gradients: dict[str, Tensor], *, apply_update: bool = True, lr: float = 3e-2, clip: float = 1.0
     ) -> None:
-        """One step from these gradients."""
+        """Clips the gradients and runs one optimizer step."""
         set_grads(self.buffers, gradients)
         scale = clip_coefficient(gradient_norms(self.buffers, self.buffers.context)["all"], clip)
         flag = torch.full((), apply_update, device=self.buffers.device)
@@ -85,7 +85,7 @@ class Rig:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def saved(self) -> dict[str, Tensor]:
-        """Tensors of a checkpoint."""
+        """Returns weights and optimizer state in the form in which checkpoints contain them."""
         found = dict(self.weights())
         for each in self.optimizer.named_state():
             key, data = f"{each.kind} {each.name}", each.data.to(self.buffers.device, copy=True)
@@ -93,7 +93,7 @@ class Rig:
         return found
 
     def bits(self) -> dict[str, Tensor]:
-        """Everything that a step may change, in its own format."""
+        """Returns all tensors that a step may change, in their storage format."""
         states = enumerate(self.optimizer.states)
         kept = {f"{i} {j}": part.clone() for i, s in states for j, part in enumerate(s.kept.tensors)}
         return {**kept, **self.weights(), "step": self.optimizer.step_count.clone()}
@@ -185,7 +185,11 @@ def test_the_torch_kernel_on_the_host_steps_as_the_reference_does() -> None:
 
 @pytest.mark.parametrize("away", [None, *AWAY])
 def test_shards_hold_the_same_state_as_one_rank(away: str | None) -> None:
-    """ZeRO-1 on both grids, tensor and pipeline parallelism; sums of gradients are exact here."""
+    """Remainders, optionally in host memory, give the weights of fp32 masters on shards of both grids.
+
+    ZeRO-1 is combined with tensor, pipeline and expert parallelism. Sums of gradients are exact here, so weights are
+    compared bit for bit.
+    """
     layout = ParallelConfig(world_size=8, tp=2, pp=2, ep=2)
     config = replace(optim_ranks.SPEC, offload=AWAY[away] if away else RESIDENT)
     zero = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
@@ -218,7 +222,7 @@ def test_another_layout_loads_a_checkpoint_of_narrow_state(tmp_path: Path) -> No
 
 
 def load_into(source: Rig, into: Rig) -> None:
-    """Loads a checkpoint of one rig into another one."""
+    """Loads the checkpoint of one rig into another rig."""
     saved = source.saved()
     done: dict[str, int] = {}
     for each in into.optimizer.named_state():

@@ -1,4 +1,4 @@
-"""Errors for ranks that were started with different arguments."""
+"""Ranks launched with different arguments raise an error that names them."""
 
 import pytest
 

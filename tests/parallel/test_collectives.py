@@ -1,4 +1,4 @@
-"""Collectives and pending collectives against sums and concatenations of all ranks' tensors."""
+"""Collectives, synchronous and asynchronous, equal sums and concatenations of all ranks' tensors."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ SIZES = (1, 2, 3, 4)
 
 
 def given(rank: int, size: int) -> Tensor:
-    """Integers, so that sums are exact in any order."""
+    """Input of a rank: random integers in fp64, so that sums are exact in any order."""
     source = torch.Generator().manual_seed(rank)
     return 12.0 * torch.randint(-50, 50, (6 * size,), generator=source).double()
 
@@ -36,7 +36,7 @@ def total(size: int) -> Tensor:
 
 
 def unequal(size: int) -> list[int]:
-    """Sizes of the shards of `given`, of which the first is empty if there are several."""
+    """Returns unequal shard sizes of the tensor from `given`; with several ranks, the first shard is empty."""
     return [0, *[5] * (size - 2), 6 * size - 5 * (size - 2)] if size > 1 else [6]
 
 
@@ -144,7 +144,7 @@ def test_emulated_reduce_scatter_writes_into_the_shard(monkeypatch: pytest.Monke
 
 
 def _under_gloo(context: ParallelContext) -> list[Tensor]:
-    """Several pending collectives, waited for in another order."""
+    """Launches several collectives and waits for them in a different order."""
     group: ProcessGroup = context.group("world")
     flats = [given(context.rank, group.size) for _ in range(3)]
     pending: list[PendingCollective] = [start_reduce_scatter_(flat, group) for flat in flats]

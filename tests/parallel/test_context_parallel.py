@@ -1,4 +1,4 @@
-"""Positions per context-parallel rank, ring exchange, and all-to-all of heads."""
+"""Context parallelism: positions per rank, ring exchange, and all-to-all of heads."""
 
 import pytest
 import torch
@@ -49,8 +49,8 @@ def test_every_position_is_on_one_rank_and_rows_can_be_sorted_and_restored(num_r
         (9, 8, 4, 4, 2),
         (16, 8, 4, 4, 2),
         (17, 8, 4, 4, 4),
-        (1000, 8, 4, 4, 4),  # never more ranks than there are
-        (8, 8, 2, 4, 2),  # two sequences for four groups of one
+        (1000, 8, 4, 4, 4),  # the degree is at most the number of ranks
+        (8, 8, 2, 4, 2),  # two sequences cannot use four groups of one rank
         (8, 8, 1, 4, 4),
         (8, 8, 6, 4, 2),
         (8, 8, 3, 1, 1),
@@ -125,7 +125,7 @@ def test_scatter_and_gather_of_heads_are_inverse_and_each_is_the_backward_of_the
         group = ctx.group("cp")
         positions, heads = (
             x.chunk(size, dim=dim)[group.rank].clone().requires_grad_() for dim in (0, 2)
-        )  # all heads at own positions, own heads at all positions
+        )  # all heads at this rank's positions, and this rank's heads at all positions
         scattered, gathered = scatter_heads(positions, group), gather_heads(heads, group)
         scattered.backward(grad.chunk(size, dim=2)[group.rank])
         gathered.backward(grad.chunk(size)[group.rank])

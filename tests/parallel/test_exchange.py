@@ -1,4 +1,4 @@
-"""Exchanges of rows, forward and backward, against one rank that holds all rows."""
+"""Exchanges of rows equal, in forward and backward, the result on one rank that has all rows."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def on_three(exchange_of, inputs: list[Tensor], pushes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(output, gradient of the input) of every rank."""
+    """Runs an exchange on three ranks; returns each rank's output and input gradient."""
 
     def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
         rows = inputs[ctx.rank].clone().requires_grad_()
@@ -101,7 +101,7 @@ def test_integers_are_exchanged_without_gradients() -> None:
 
 
 def test_sums_over_ranks_are_computed_in_fp32_at_least() -> None:
-    """1 + three times 2^-9 is lost step by step in bf16, but not when rounded once."""
+    """1 + 3 * 2^-9 exceeds 1 in bf16 if it is rounded once, but not if each of the additions is rounded."""
 
     def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
         value = 1.0 if ctx.rank == 0 else 2.0**-9

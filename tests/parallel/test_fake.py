@@ -46,7 +46,7 @@ def fake_context(config: ParallelConfig, rank: int, **changes) -> Iterator[Paral
 
 
 def groups_of(config: ParallelConfig, rank: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """name -> (ranks, own index)."""
+    """Returns (ranks, index of this rank) of every group by name."""
     names = ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_dp_cp", "etp", "ep", "edp", "etp_ep", "world")
     with fake_context(config, rank) as context:
         return {name: (context.group(name).ranks, context.group(name).rank) for name in names}
@@ -114,7 +114,7 @@ def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
     config, fold = deepseek_v3(), FOLDS["wide experts"]
     of_every_stage = range(0, 1024, 64)
     for rank in (*of_every_stage, 517, 1023):
-        start = time.process_time()  # CPU time of this process, independent of the machine's load
+        start = time.process_time()  # CPU time of the process, which does not depend on the load of the machine
         with fake_context(fold, rank) as context:
             parameters = list(stage_of(config, context).parameters())
         seconds = time.process_time() - start
@@ -125,7 +125,7 @@ def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
 
 
 def test_a_model_is_built_where_expert_parallelism_exceeds_data_parallelism():
-    """Kimi-K2's 384 experts over 64 ranks, of which attention makes TP 4, CP 2 and DP 8 in each of 4 stages."""
+    """Kimi-K2 has 384 experts on the 64 ranks of each of 4 stages; attention uses these ranks as TP 4, CP 2, DP 8."""
     config = over_ranks(zoo.model_config(next(row for row in zoo.zoo_rows() if str(row) == "Kimi-K2")))
     fold = FOLDS["experts over eight times data parallelism"]
     for rank in (0, 133, 255):
@@ -136,7 +136,7 @@ def test_a_model_is_built_where_expert_parallelism_exceeds_data_parallelism():
 
 
 def owned(parameter: Parameter, context: ParallelContext) -> bool:
-    """True on the first of the ranks that hold these elements."""
+    """Returns True on the first of the ranks that have a copy of the parameter, so that copies count once."""
     experts = parameter.meta.grid == "expert"
     copies = ["edp"] if experts else ["dp_cp"]
     if parameter.meta.tp_dim is None:

@@ -1,4 +1,4 @@
-"""Parallel folding: every legal fold of every world up to 64 ranks."""
+"""Parallel folding: all legal folds of all world sizes up to 64 ranks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,9 +21,9 @@ from megatron_moe.parallel.grid import (
 
 WORLDS = range(1, 65)
 NUM_FOLDS = 27_642
-"""Pairs of an attention grid and an expert grid with as many stages, over all these worlds."""
+"""Number of pairs of attention grid and expert grid with the same number of stages, over all world sizes."""
 Split = tuple[int, int, int]
-"""(tp, cp, pp) of attention or (etp, ep, pp) of experts."""
+"""Parallel sizes (tp, cp, pp) of an attention grid or (etp, ep, pp) of an expert grid."""
 
 
 def divisors(number: int) -> list[int]:
@@ -31,7 +31,7 @@ def divisors(number: int) -> list[int]:
 
 
 def splits(world: int) -> Iterator[Split]:
-    """Every one that divides the world."""
+    """Yields every split whose product divides the world size."""
     for pp in divisors(world):
         for first in divisors(world // pp):
             for second in divisors(world // pp // first):
@@ -49,7 +49,7 @@ def experts_of(world: int, split: Split) -> Grid:
 
 
 def groups_of_box(sizes: dict[str, int], members: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """Groups over some axes when ranks 0, 1, 2 ... fill a box; the first of `sizes` varies fastest."""
+    """Returns the groups over the axes `members` of a box of ranks in which the first axis of `sizes` varies fastest."""
     axes = [*reversed(sizes)]
     box = np.arange(prod(sizes.values())).reshape([sizes[axis] for axis in axes])
     inside = [place for place, axis in enumerate(axes) if axis in members]
@@ -58,7 +58,7 @@ def groups_of_box(sizes: dict[str, int], members: tuple[str, ...]) -> set[tuple[
 
 
 def check_cover(config: ParallelConfig) -> None:
-    """Every rank is in one group of each name."""
+    """Checks that every rank is in exactly one group of each name."""
     everyone = list(range(config.world_size))
     for name, groups in all_groups(config).items():
         assert sorted(rank for group in groups for rank in group) == everyone, (name, config)

@@ -9,7 +9,7 @@ from tests.helpers.ranks import on_processes, on_threads
 
 
 def pass_around(context):
-    """Every rank sends two activations to the next and two gradients to the previous one, then reads its own."""
+    """Sends two activations to the next rank and two gradients to the previous one, then receives as many."""
     links, group = connect(context), context.group("pp")
     following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     sent = []
@@ -17,7 +17,7 @@ def pass_around(context):
         value = torch.full((2, 3), 10.0 * group.rank + number, dtype=torch.float64)
         sent.append(links.send("activation", value, following, f"activation {number}"))
         sent.append(links.send("gradient", -value, previous, f"gradient {number}"))
-    # receives are posted in another order than the sends, because edges are independent
+    # Receives are posted in a different order than sends, because the edges of the ring are independent.
     pending = [links.receive("gradient", (2, 3), following, f"gradient {number}") for number in range(2)]
     pending += [links.receive("activation", (2, 3), previous, f"activation {number}") for number in range(2)]
     received = [wait()[1, 2].item() for wait in pending]

@@ -1,4 +1,4 @@
-"""Rendezvous failures and timeouts of collectives."""
+"""Failures of the rendezvous, and timeouts of collectives."""
 
 import re
 import socket
@@ -41,7 +41,7 @@ def test_a_first_rank_that_never_connects_is_reported_with_address_and_time() ->
 
 
 def test_a_port_in_use_is_reported() -> None:
-    """The exit code is 13, because another start may find the port free."""
+    """The exit code is that of a rendezvous problem (13), because the port may be free at the next launch."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -50,7 +50,7 @@ def test_a_port_in_use_is_reported() -> None:
 
 
 def test_ranks_of_an_earlier_start_are_not_met(monkeypatch) -> None:
-    """torchrun serves the store, and ranks of a killed one connect to the next on the same port."""
+    """Ranks of a killed launch may connect to the store of the next torchrun on the same port and must be ignored."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     for start_id in ("", "earlier"):
@@ -61,7 +61,7 @@ def test_ranks_of_an_earlier_start_are_not_met(monkeypatch) -> None:
 
 
 def wait_for_absent_peer(context: ParallelContext) -> str:
-    """On the first of two ranks: the error of an all-reduce that the second never joins."""
+    """Returns, on the first of two ranks, the error of an all-reduce that the second rank never joins."""
     group, store = context.group("dp"), distributed_c10d._get_default_store()
     all_reduce_(torch.ones(1), group)
     context.set_timeout(1.0)
@@ -75,7 +75,7 @@ def wait_for_absent_peer(context: ParallelContext) -> str:
 
 
 def stopped_peer(pooled: ParallelContext, port: int) -> str:
-    """On the first of two ranks: the error of an all-reduce that the second does not join within the timeout."""
+    """Returns, on the first of two ranks, the error of an all-reduce that exceeds --distributed-timeout-minutes."""
     rank = pooled.rank
     dist.destroy_process_group()
     launch = ProcessInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
@@ -93,13 +93,13 @@ def stopped_peer(pooled: ParallelContext, port: int) -> str:
 
 
 def test_the_timeout_applies_to_all_groups() -> None:
-    """A rank that stops in a save would be noticed at the deadline of the save, an hour later."""
+    """The timeout applies to the world group, too, so a rank that hangs in a save is detected within it."""
     said, _ = on_processes(ParallelConfig(world_size=2), stopped_peer, free_port())
     assert is_broken_connection(RuntimeError(said)) and "6000ms" in said
 
 
 def disagree(pooled: ParallelContext, port: int) -> str:
-    """Error on a rank if the second of two reduces another tensor than the first."""
+    """Returns a rank's error if two ranks call all-reduce on tensors of different shapes."""
     rank = pooled.rank
     dist.destroy_process_group()
     launch = ProcessInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
@@ -114,7 +114,7 @@ def disagree(pooled: ParallelContext, port: int) -> str:
 
 
 def groups_of_hosts(pooled: ParallelContext, port: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Groups within and between hosts on ranks whose launchers report different numbers of ranks per host."""
+    """Returns a rank's groups within and between hosts if launchers report different numbers of ranks per host."""
     rank = pooled.rank
     dist.destroy_process_group()
     host, local_world_size = rank // 2, (2, 1)[rank // 2]
@@ -129,13 +129,13 @@ def groups_of_hosts(pooled: ParallelContext, port: int) -> tuple[tuple[int, ...]
 
 
 def test_all_ranks_use_the_ranks_per_host_of_the_first() -> None:
-    """Hosts of 2 ranks and 1 rank have no ranks with the same index, so every rank counts as a host."""
+    """Hosts of 2 ranks and 1 rank cannot form groups of ranks with equal index, so every rank counts as a host."""
     found = on_processes(ParallelConfig(world_size=3), groups_of_hosts, free_port())
     assert found == [((rank,), (0, 1, 2)) for rank in range(3)]
 
 
 def test_ranks_that_disagree_about_a_collective_report_what_each_was_about_to_do() -> None:
-    """`--debug-collectives` compares the calls of all ranks."""
+    """`--debug-collectives` compares the calls of all ranks, and the error contains each rank's own call."""
     for rank, said in enumerate(on_processes(ParallelConfig(world_size=2), disagree, free_port())):
         own = rf"Rank {rank} is running collective: .*OpType=ALLREDUCE, TensorShape=\[{rank + 1}, 7\]"
         assert re.search(own, said), said

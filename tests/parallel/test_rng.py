@@ -1,4 +1,4 @@
-"""Random numbers do not depend on the sharding of a tensor."""
+"""Random numbers do not depend on how a tensor is sharded."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Order of waits, copies and events on CUDA streams, against a recorder that replaces torch.cuda."""
+"""Order of waits, copies and events on CUDA streams, recorded by a replacement of torch.cuda."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ GPU = torch.device("cuda")
 
 
 class FakeCuda:
-    """Streams and events as names; every call is appended to `log`."""
+    """Replacement of torch.cuda whose streams and events are names; appends every call to `log`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""Files in shared memory through which CPU ranks exchange tokens: their space, their folder and their removal."""
+"""Shared-memory files through which CPU ranks exchange tokens: reserved space, folder and removal."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def allocation(ctx: ParallelContext) -> str:
-    """Message of the problem; empty if every rank reads what the other has written."""
+    """Allocates symmetric memory; returns the error message, or "" if the buffers of both ranks are mapped."""
     try:
         parts = allocate_symmetric(1000, ctx.group("etp_ep"), ctx)
     except EnvironmentProblem as problem:

@@ -1,4 +1,4 @@
-"""Differentiable collectives against their definition on the tensors of all ranks."""
+"""Differentiable collectives equal their definitions on the tensors of all ranks."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SHAPES = {"plain": (8, 3, 4), "one": (4, 4, 4), "empty": (0, 3, 4), "empty insid
 
 
 def run(size, function, inputs, probes):
-    """Per rank: the result for its input, and the gradient of its input by the product of result and probe."""
+    """Returns each rank's result, and the input gradient of the sum of result * probe."""
 
     def on_rank(ctx):
         group = ctx.group("tp")
@@ -103,7 +103,7 @@ def test_one_rank_gets_its_own_tensor_back():
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_entering_and_leaving_is_multiplying_by_the_number_of_ranks(layout):
-    """Every rank enters and leaves with the whole stream, so the sum is tp times the stream."""
+    """Between enter and leave, every rank has the whole residual stream, so leave returns tp times the stream."""
     whole, probe = randn(8, 2, 3), randn(8, 2, 3, seed=4)
 
     def on_rank(ctx):

@@ -1,6 +1,6 @@
-"""Runs a cell of the parity matrix: its layout against one rank on the same tokens.
+"""Runs a cell of the parity matrix: compares its layout with one rank on the same tokens.
 
-python -m tests.parity.cells "tp=2 sp=on ep=4"        prints the comparison of that cell
+`python -m tests.parity.cells "tp=2 sp=on ep=4"` prints the comparison of that cell.
 """
 
 import sys
@@ -41,7 +41,7 @@ from tests.helpers.tolerances import FP64_LAYOUT
 from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, UNSHARDED, Cell, cell_of, name_of, parallel_config
 
 NUM_STEPS = 2
-"""The second step uses the weights and the optimizer state of the first."""
+"""Number of compared steps. The second step depends on the weights and optimizer state after the first."""
 REFERENCE = reference.bundle()
 DROPOUT = 0.1
 LATENT = 20
@@ -52,26 +52,29 @@ STATE = MappingProxyType(
         "streamed": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=1 << 16),
     }
 )
-"""Placement of master weights and moments by value of the dimension "optimizer"."""
+"""Placement of master weights and moments for each AdamW value of the dimension "optimizer"."""
 CUSTOM_STAGES = MappingProxyType(
     {("2", "1"): "Et|tttmL", ("4", "1"): "E|ttt|tm|L", ("2", "2"): "Et||ttt|mL", ("4", "2"): "E|tt|t|t|tt|t|tm|L"}
 )
-"""(pp, vpp) -> stages with unequal numbers of layers, an empty stage, separate stages for embedding and loss."""
+"""Layout of "stages=custom" by (pp, vpp).
+
+The layouts have unequal numbers of layers, an empty stage, or separate stages for embedding and loss.
+"""
 
 
 def compare_plan(plan: RunPlan) -> Comparison:
-    """Compares the ranks of a plan, as threads, with one rank that is given the plan's partition of the tokens."""
+    """Compares the ranks of a plan, run as threads, with one rank that uses the plan's partition of the tokens."""
     ranks = on_threads(plan.parallel, lambda context: record(plan, context))
     return compare_runs(record_one_rank(plan), ranks, rtol=FP64_LAYOUT.rtol)
 
 
 def compare_cell(name: str, *, processes: bool = False) -> Comparison:
-    """Compares all records of the cell with its oracle."""
+    """Compares the records of all ranks of a cell with its oracle."""
     return compare_runs(oracle_of(name), ranks_of(name, processes=processes), rtol=FP64_LAYOUT.rtol)
 
 
 def ranks_of(name: str, *, processes: bool = False) -> list[RankRecord]:
-    """Records of all ranks, run as threads or as gloo processes."""
+    """Runs all ranks of a cell as threads or as gloo processes, and returns their records."""
     config = plan_of(cell_of(name)).parallel
     if config.world_size == 1:
         return [run_rank(ParallelContext.single(), name)]
@@ -81,25 +84,25 @@ def ranks_of(name: str, *, processes: bool = False) -> list[RankRecord]:
 
 
 def run_rank(context: ParallelContext, name: str) -> RankRecord:
-    """One rank of the cell, in double precision on the reference kernels."""
+    """Runs one rank of the cell in fp64 on the reference kernels."""
     return record(plan_of(cell_of(name)), context)
 
 
 def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
-    """One rank of the cell in single precision, on the kernels that its device runs fastest."""
+    """Runs one rank of the cell in fp32 on the fastest kernels of its device."""
     return record_in_fp32(plan_of(cell_of(name)), context)
 
 
 def record_in_fp32(plan: RunPlan, context: ParallelContext) -> RankRecord:
-    """Trains a few steps of a plan as `run_rank_in_fp32` does."""
+    """Trains a few steps of a plan in fp32 on the fastest kernels of the device."""
     plan = replace(plan, precision=PrecisionConfig(params="fp32", grads="fp32", main_params_dtype="fp32"))
-    # torch's optimizer kernel scales gradients in place, but they are compared afterwards
+    # The optimizer kernel of torch scales gradients in place, but they are compared after the step.
     requests = KernelConfig(kernel_per_op=(("adamw_", reference.NAME),))
     return record(plan, context, select_kernels(requests, context.device, context.dtype))
 
 
 def record(plan: RunPlan, context: ParallelContext, kernels: KernelSet = REFERENCE) -> RankRecord:
-    """Trains a few steps on random tokens, with the stand-in of the plan's CUDA graphs."""
+    """Trains a few steps on random tokens; a stand-in for CUDA graphs captures and replays what the plan captures."""
     datasets = random_datasets(plan, num_steps=num_steps_of(plan))
 
     def capture(trainer: Trainer) -> None:
@@ -109,8 +112,10 @@ def record(plan: RunPlan, context: ParallelContext, kernels: KernelSet = REFEREN
 
 
 def num_steps_of(plan: RunPlan) -> int:
-    """Number of compared steps: one more for CUDA graphs, which the second step captures and the third one replays, and
-    for scales of delayed scaling from the magnitudes of two steps."""
+    """Number of compared steps: `NUM_STEPS`, and one more for CUDA graphs and for delayed scaling.
+
+    The second step captures graphs and the third replays them. Delayed scales depend on the magnitudes of two steps.
+    """
     graphs, low_precision = plan.cuda_graphs, plan.precision.low_precision
     captures = graphs.full_iteration or graphs.cuda_graph_modules
     has_history = low_precision is not None and low_precision.amax_history_len > 1
@@ -119,18 +124,18 @@ def num_steps_of(plan: RunPlan) -> int:
 
 @cache
 def oracle_of(name: str) -> RankRecord:
-    """Record of one rank that is given the cell's partition of the tokens."""
+    """Record of one rank that uses the cell's partition of the tokens."""
     return record_one_rank(plan_of(cell_of(name)))
 
 
 def record_one_rank(plan: RunPlan) -> RankRecord:
-    """Record of one rank that is given the plan's partition of the tokens."""
+    """Record of one rank that uses the plan's partition of the tokens."""
     datasets = random_datasets(plan, num_steps=num_steps_of(plan))
     return record_oracle(plan, ParallelContext.single(), REFERENCE, datasets, num_steps=num_steps_of(plan))
 
 
 def plan_of(cell: Cell) -> RunPlan:
-    """fp64 plan with clipping and weight decay, and the cell's model, grids and microbatches."""
+    """Builds the plan of a cell: its model, grids and microbatches, in fp64 with clipping and weight decay."""
     plan = tiny.plan(model=model_of(cell), parallel=parallel_config(cell), pipeline=pipeline_of(cell))
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     micro = GLOBAL_BATCH // (int(cell["dp"]) * int(cell["accumulation"]))
@@ -161,7 +166,7 @@ def plan_of(cell: Cell) -> RunPlan:
 
 
 def fsdp_of(cell: Cell) -> FSDPConfig | None:
-    """Sharding of gradients and weights; None if every rank has all of them."""
+    """Sharding of gradients and weights; None if they are replicated."""
     if cell["zero"] in UNSHARDED:
         return None
     return FSDPConfig(
@@ -173,14 +178,14 @@ def fsdp_of(cell: Cell) -> FSDPConfig | None:
 
 
 def optimizer_of(cell: Cell, config: OptimizerConfig) -> OptimizerConfig:
-    """Update rule, and placement of its state."""
+    """Selects the update rule and the placement of its state."""
     if cell["optimizer"] == "muon":
         return replace(config, optimizer="muon", adam_eps=STEADY_EPS)
     return replace(config, adam_eps=STEADY_EPS, offload=STATE[cell["optimizer"]])
 
 
 def recompute_of(cell: Cell) -> RecomputeConfig:
-    """Recomputed modules: layers in chunks of two, the whole MoE block, or all smaller modules."""
+    """Selects recompute: full in chunks of two layers, of the whole MoE layer, or of all smaller modules."""
     match cell["recompute"]:
         case "none":
             return RecomputeConfig()
@@ -194,7 +199,7 @@ def recompute_of(cell: Cell) -> RecomputeConfig:
 
 
 def graphs_of(cell: Cell) -> CudaGraphConfig:
-    """Captured modules or steps: the first step runs without graphs, the second captures them, the third replays."""
+    """Selects the captured modules or the whole step. The first step runs eagerly, the second captures, the third replays."""
     match cell["graphs"]:
         case "router":
             modules: tuple[GraphModule, ...] = ("attn", "mamba", "moe_router", "moe_preprocess")
@@ -207,7 +212,7 @@ def graphs_of(cell: Cell) -> CudaGraphConfig:
 
 
 def pipeline_of(cell: Cell) -> PipelineConfig:
-    """Layer placement and schedule options."""
+    """Selects the placement of layers and the options of the schedule."""
     layout = None
     if cell["stages"] == "custom":
         text = CUSTOM_STAGES[cell["pp"], cell["vpp"]]
@@ -223,15 +228,18 @@ def pipeline_of(cell: Cell) -> PipelineConfig:
 
 
 def model_of(cell: Cell) -> ModelConfig:
-    """One dense layer and three MoE layers, or only dense ones, or layers with a single module each: two mixers, an MLP
-    and experts. One layer per stage where there are more stages."""
+    """Builds one dense layer and three MoE layers; "layers=dense" has dense layers only.
+
+    "layers=single" has layers with a single module each: two mixers, an MLP and experts. If there are more stages than
+    layers, further layers give every stage one layer.
+    """
     softmax: SoftmaxMixerConfig = tiny.attention(num_query_groups=_groups(cell))
     if cell["attention"] == "mla":
         softmax = tiny_models.mla_config(num_heads=4)
     dropout = DROPOUT if cell["dropout"] == "on" else 0.0
     core = replace(softmax.core, context_exchange=cell["cpcomm"], sinks=cell["sinks"] == "on", dropout=dropout)
     softmax = replace(softmax, core=core)
-    # every second layer has linear attention
+    # With linear attention, every second layer still has softmax attention.
     mixers = (tiny_models.LINEAR_ATTENTION.get(cell["attention"], softmax), softmax)
     dense = tiny_models.mlp_config(ffn_hidden_size=48)
     num_layers = max(NUM_LAYERS, int(cell["pp"]) * int(cell["vpp"]))
@@ -256,7 +264,7 @@ def model_of(cell: Cell) -> ModelConfig:
 
 
 def moe_of(cell: Cell) -> MoEConfig:
-    """Eight experts, two per token, with unequal load."""
+    """Builds an MoE layer of eight experts, two per token, with unequal load."""
     kinds = {"seq": "seq_aux_loss", "global": "global_aux_loss", "aux": "aux_loss"}
     kind = kinds.get(cell["balance"], "none")
     router = tiny.router(balancing=(kind,), aux_loss_coeffs=(0.02 if kind != "none" else 0.0,))
@@ -287,7 +295,11 @@ def _capacity(cell: Cell) -> CapacityConfig | None:
 
 
 def _groups(cell: Cell) -> int:
-    """Number of query groups: at least 2 and one per rank that shares them, or one for two tensor-parallel ranks."""
+    """Number of query groups.
+
+    There are at least 2, and at least one for each rank among which heads are divided. With "groups=shared", two
+    tensor-parallel ranks share a group.
+    """
     if cell["groups"] == "shared":
         return int(cell["tp"]) // 2
     shared_by = int(cell["tp"])
@@ -297,7 +309,7 @@ def _groups(cell: Cell) -> int:
 
 
 def command_of(name: str) -> str:
-    """Command that repeats a cell."""
+    """Returns the command line that runs the comparison of a cell."""
     return f'python -m tests.parity.cells "{name}"'
 
 

@@ -1,6 +1,6 @@
 """Covering arrays of the parity matrix: lists of cells in which every legal pair, or triple, of values occurs.
 
-python -m tests.parity.cover            prints the pairwise cells
+`python -m tests.parity.cover` prints the pairwise cells.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from tests.parity.dimensions import DIMENSIONS, RULES, Cell, Rule, name_of, num_ranks
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "order")
-"""Assigned first: whether they fold is known when all of them have a value."""
+"""Dimensions that the search assigns first, because only all of them together determine whether the grids fold."""
 NUM_CANDIDATES = MappingProxyType({2: 12, 3: 4})
-"""Strength -> candidate cells per entry of the list; the one with the most new combinations is taken."""
+"""Number of candidate cells by strength. For each entry of the list, the best candidate is selected."""
 Choice = tuple[str, str]
-"""(dimension, value)."""
+"""Pair (dimension, value)."""
 Choices = tuple[Choice, ...]
 Domains = Mapping[str, tuple[str, ...]]
 """Values that each dimension may still take."""
@@ -31,27 +31,27 @@ BITS = MappingProxyType(
 
 
 class Cover(NamedTuple):
-    """A covering array."""
+    """Covering array, and the combinations of values that it cannot contain."""
 
     names: tuple[str, ...]
-    """Names of its cells."""
+    """Names of the cells."""
     impossible: frozenset[Choices]
-    """Combinations that no legal cell has."""
+    """Combinations of values that occur in no legal cell."""
 
 
 @cache
 def cover(strength: int, ranks: int | None = None, *, graphs: bool = False) -> Cover:
-    """Cells that contain every legal combination of `strength` values; with `ranks`, cells for that many GPUs. With
-    `graphs`, every cell has CUDA graphs, otherwise none.
+    """Selects cells that contain every legal combination of `strength` values.
 
-    Greedy and deterministic: of several cells with the next uncovered combination, the one with the most new ones is
-    added.
+    With `ranks`, all cells have that world size. With `graphs`, every cell has CUDA graphs; otherwise no cell has.
+    The search is greedy and deterministic: of several cells with the next uncovered combination, the cell with the
+    most uncovered combinations is added.
     """
     domains = domains_of(graphs=graphs)
     rules = [rule for rule in RULES if domains.keys() >= set(rule[0])]
     if ranks is not None:
         has_ranks: Rule = (("tp", "cp", "pp", "dp"), lambda cell: num_ranks(cell) == ranks)
-        # GPUs draw other dropout masks than the CPU oracle
+        # On GPUs, dropout masks differ from those of the CPU oracle.
         without_dropout: Rule = (("dropout",), lambda cell: cell["dropout"] == "off")
         rules += [has_ranks, without_dropout]
     search = _Search(strength, {name: tuple(rule for rule in rules if name in rule[0]) for name in domains}, domains)
@@ -75,13 +75,16 @@ def cover(strength: int, ranks: int | None = None, *, graphs: bool = False) -> C
 
 
 def domains_of(*, graphs: bool) -> Domains:
-    """Values of all dimensions: of graphs those that capture something, or no such dimension."""
+    """Returns the values of all dimensions. With `graphs`, "graphs=off" is excluded; otherwise the dimension is absent."""
     rest = {name: values for name, values in DIMENSIONS.items() if name != "graphs"}
     return {**rest, "graphs": DIMENSIONS["graphs"][1:]} if graphs else rest
 
 
 def all_combinations(strength: int, domains: Domains) -> Iterator[Choices]:
-    """Every combination of `strength` values of different dimensions, rare values first so that they share cells."""
+    """Yields every combination of `strength` values of different dimensions.
+
+    Non-default values come first, so that many of them are covered by the same cells.
+    """
     for dimensions in combinations(sorted(domains), strength):
         yield from product(*([(name, value) for value in reversed(domains[name])] for name in dimensions))
 
@@ -112,7 +115,7 @@ class _Search:
         return sum(mask not in self.covered for mask in _masks(cell, self.strength))
 
     def cell_with(self, choices: Choices, order: list[str]) -> Cell | None:
-        """A legal cell with the choices, if there is one; the other dimensions are assigned in `order`."""
+        """Returns a legal cell with the choices, or None. The other dimensions are assigned in `order`."""
         cell: dict[str, str] = {}
         domains: Domains | None = self.domains
         for name, value in choices:
@@ -134,12 +137,12 @@ class _Search:
         return None
 
     def _gain(self, cell: Cell, name: str) -> Callable[[str], int]:
-        """Sort key: negative number of new combinations that a value adds."""
+        """Returns a sort key for the values of a dimension: minus the number of uncovered combinations that a value adds."""
         before = list(_masks(cell, self.strength - 1))
         return lambda value: -sum(BITS[name, value] | mask not in self.covered for mask in before)
 
     def _narrowed(self, cell: Cell, domains: Domains, name: str, value: str) -> Domains | None:
-        """Remaining values once `name` is `value`; None if that breaks a rule or leaves a dimension without values."""
+        """Returns the domains after `name` is set to `value`, or None if a rule is broken or a domain becomes empty."""
         now, left = {**cell, name: value}, dict(domains)
         if value not in left[name]:
             return None

@@ -1,7 +1,7 @@
 """Dimensions of the parity matrix and the rules for legal combinations of their values.
 
-A cell is a value for every dimension. Its name says where it differs from the first value of each dimension, as in
-`tp=2 sp=on ep=4 dispatcher=alltoall`.
+A cell has a value for every dimension. Its name lists the values that differ from the first value of their dimension,
+as in `tp=2 sp=on ep=4 dispatcher=alltoall`.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,21 +53,21 @@ DIMENSIONS = MappingProxyType(
         "graphs": ("off", "router", "layers", "step"),
     }
 )
-"""The first value of each dimension is the default."""
+"""Values of each dimension; the first one is the default."""
 
 Cell = Mapping[str, str]
 
 
 def num_ranks(cell: Cell) -> int | None:
-    """World size; None while an axis has no value."""
+    """World size of a cell, or None if an axis has no value yet."""
     axes = ("tp", "cp", "pp", "dp")
     return prod(int(cell[axis]) for axis in axes) if all(axis in cell for axis in axes) else None
 
 
 def parallel_config(cell: Cell) -> ParallelConfig:
-    """Parallel sizes of a cell."""
+    """Builds the parallel config of a cell."""
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
-    # expert groups span two hosts
+    # With the hierarchical dispatcher, expert groups span two hosts.
     ranks_per_host = sizes["ep"] * sizes["etp"] // 2 if cell["dispatcher"] == "hierarchical" else None
     return ParallelConfig(
         **sizes,
@@ -87,7 +87,7 @@ def _folds(cell: Cell) -> bool:
 
 @cache
 def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
-    """True if both grids fold onto one world of at most LARGEST_WORLD ranks."""
+    """Returns True if both grids have the same world size, which is at most LARGEST_WORLD."""
     world = tp * cp * pp * dp
     if world > LARGEST_WORLD:
         return False
@@ -99,7 +99,10 @@ def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
 
 
 def _stages_are_common(cell: Cell) -> bool:
-    """With the order pp-dp, a stage of the attention grid has as many ranks as one of the expert grid."""
+    """Returns True if both grids have the same pipeline groups.
+
+    With the order pp-dp, this requires tp * cp == etp * ep.
+    """
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
     outside = cell["order"] == "dp-pp" or sizes["pp"] == 1
     return outside or sizes["tp"] * sizes["cp"] == sizes["etp"] * sizes["ep"]
@@ -110,11 +113,11 @@ def _is_one(cell: Cell, *axes: str) -> bool:
 
 
 UNSHARDED = ("off", "on")
-"""Values of "zero" for which every rank has all gradients."""
+"""Values of "zero" without sharded gradients and weights."""
 
 
 def _replicas_divide(cell: Cell) -> bool:
-    """Two replicas of the shards have equally many ranks on both grids."""
+    """Returns True if the data-parallel ranks of both grids can be divided into two replicas of the shards."""
     if cell["zero"] not in ("replicas", "outer"):
         return True
     ranks = num_ranks(cell)
@@ -130,31 +133,37 @@ def _only_in_moe(name: str, cell: Cell) -> bool:
 
 
 def _reads_fixed_weights(cell: Cell) -> bool:
-    """Graphs of modules with weights that are not sharded, or gathered to two buffers."""
+    """Returns True if module graphs read weights at fixed addresses.
+
+    Weights have fixed addresses if only gradients are sharded, or if weights are gathered to two buffers.
+    """
     return cell["graphs"] != "step" and cell["zero"] in ("grads", "buffers")
 
 
 def _experts_have_copies(cell: Cell) -> bool:
-    """Captured MoE layers shard the gradients of all their weights or of none."""
+    """Returns False for captured MoE layers with sharded gradients whose experts have no data-parallel replicas.
+
+    Such layers would shard the gradients of some of their weights only.
+    """
     if cell["graphs"] != "layers" or cell["zero"] in UNSHARDED:
         return True
     return (num_ranks(cell) or 1) > prod(int(cell[axis]) for axis in ("pp", "ep", "etp"))
 
 
 Rule = tuple[tuple[str, ...], Callable[[Cell], bool]]
-"""(dimensions, is their combination legal?)"""
+"""Pair of dimensions and a predicate that returns True if the combination of their values is legal."""
 RULES: tuple[Rule, ...] = (
     (("tp", "cp", "pp", "dp", "ep", "etp"), _folds),
     (("tp", "cp", "pp", "ep", "etp", "order"), _stages_are_common),
-    # sequence parallelism is a form of tensor parallelism, and MoE layers under tensor parallelism need it
+    # Sequence parallelism requires tensor parallelism, and MoE layers under tensor parallelism require both.
     (("tp", "sp"), lambda c: c["sp"] == "off" or c["tp"] != "1"),
     (("tp", "sp", "layers"), lambda c: c["sp"] == "on" or c["tp"] == "1" or c["layers"] == "dense"),
     (("cp", "cpcomm"), lambda c: c["cpcomm"] == "p2p" or c["cp"] != "1"),
     (("cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a+p2p" or c["cp"] == "4"),
-    # all-to-all exchanges whole heads, of which there are four
+    # All-to-all exchanges whole heads, and there are four heads.
     (("tp", "cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a" or int(c["tp"]) * int(c["cp"]) <= 4),
     (("tp", "cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a+p2p" or int(c["tp"]) <= 2),
-    # dynamic degrees depend on document lengths: packed documents, at least two sequences per microbatch
+    # Dynamic context parallelism requires packed documents and at least two sequences per microbatch.
     (("cp", "cpdegree"), lambda c: c["cpdegree"] == "fixed" or c["cp"] != "1"),
     (("cpdegree", "cpcomm"), lambda c: c["cpdegree"] == "fixed" or c["cpcomm"] != "a2a+p2p"),
     (("cpdegree", "documents"), lambda c: c["cpdegree"] == "fixed" or c["documents"] != "whole"),
@@ -163,26 +172,27 @@ RULES: tuple[Rule, ...] = (
         ("cpdegree", "dp", "accumulation"),
         lambda c: c["cpdegree"] == "fixed" or 2 <= int(c["dp"]) * int(c["accumulation"]) <= 4,
     ),
-    # rows hold unequal numbers of tokens
+    # Sequences with different numbers of tokens require the per-token loss.
     (("documents", "loss"), lambda c: c["documents"] != "varlen" or c["loss"] == "token"),
-    # fewer query groups than tensor-parallel ranks
+    # Fewer query groups than tensor-parallel ranks require tensor parallelism and grouped-query attention.
     (("tp", "groups"), lambda c: c["groups"] == "whole" or c["tp"] != "1"),
     (("attention", "groups"), lambda c: c["groups"] == "whole" or c["attention"] == "gqa"),
-    # context-parallel and tensor-parallel ranks share four heads of linear attention; sinks belong to softmax attention
+    # Linear attention has four heads for context-parallel and tensor-parallel ranks, and no sinks.
     (("tp", "cp", "attention"), lambda c: c["attention"] in ("gqa", "mla") or int(c["tp"]) * int(c["cp"]) <= 4),
     (("sinks", "attention"), lambda c: c["sinks"] == "off" or c["attention"] in ("gqa", "mla")),
-    # interleaving runs microbatches in groups of pp
+    # Virtual and custom stages require a pipeline. Interleaving runs microbatches in groups of pp.
     (("pp", "vpp"), lambda c: c["vpp"] == "1" or c["pp"] != "1"),
     (("pp", "stages"), lambda c: c["stages"] == "even" or c["pp"] != "1"),
     (("pp", "vpp", "accumulation"), lambda c: c["vpp"] == "1" or int(c["accumulation"]) % int(c["pp"]) == 0),
     (("dp", "accumulation"), lambda c: int(c["dp"]) * int(c["accumulation"]) <= GLOBAL_BATCH),
     (("ep", "etp", "dispatcher"), lambda c: c["dispatcher"] != "local" or _is_one(c, "ep", "etp")),
     (("ep", "etp", "dispatcher"), lambda c: c["dispatcher"] != "hierarchical" or not _is_one(c, "ep", "etp")),
-    # overlap needs communication
+    # Overlap with communication requires communication.
     (("overlap", "dp"), lambda c: c["overlap"] != "grads" or c["dp"] != "1"),
     (("overlap", "dp"), lambda c: c["overlap"] != "params" or c["dp"] != "1"),
     (("overlap", "zero"), lambda c: c["overlap"] != "params" or c["zero"] != "off"),
-    # gradients of a layer are reduced in its backward; two microbatches use more weights than two buffers hold
+    # Gradients of a sharded layer are reduced in its backward, so they cannot be delayed. Overlapped microbatches use
+    # weights of more layers than two buffers hold.
     (("zero", "dp", "cp"), lambda c: c["zero"] in UNSHARDED or not _is_one(c, "dp", "cp")),
     (("zero", "wgrad"), lambda c: c["zero"] in UNSHARDED or c["wgrad"] != "delayed"),
     (("zero", "overlap"), lambda c: c["zero"] != "buffers" or c["overlap"] != "experts"),
@@ -197,38 +207,39 @@ RULES: tuple[Rule, ...] = (
         lambda c: c["shared"] != "overlap" or c["dispatcher"] in ("alltoall", "flex", "hierarchical"),
     ),
     (("shared", "latent"), lambda c: c["shared"] != "overlap" or c["latent"] == "off"),
-    # context-parallel ranks draw different dropout masks
+    # Context-parallel ranks have different dropout masks, which one rank cannot reproduce.
     (("cp", "dropout"), lambda c: c["dropout"] == "off" or c["cp"] == "1"),
-    # overlapped layers run node by node, so whole layers cannot be recomputed
+    # Overlapped layers run node by node, so whole layers or MoE blocks cannot be recomputed.
     (("overlap", "recompute"), lambda c: c["overlap"] != "experts" or c["recompute"] not in ("full", "moe")),
     (("layers", "recompute"), lambda c: c["recompute"] != "moe" or c["layers"] != "dense"),
-    # a captured module draws no random numbers, and is not part of a recomputed one
+    # A captured module uses no random numbers and is not part of a recomputed module.
     (("graphs", "dropout"), lambda c: c["graphs"] == "off" or c["dropout"] == "off"),
     (("graphs", "recompute"), lambda c: c["graphs"] in ("off", "step") or c["recompute"] in ("none", "small")),
-    # captured experts read row offsets on the device; only kernels exchange tokens inside a graph
+    # Captured experts read row offsets on the device, and only kernels can exchange tokens inside a graph.
     (("graphs", "experts"), lambda c: c["graphs"] in ("off", "router") or c["experts"] == "grouped"),
     (
         ("graphs", "ep", "etp", "dispatcher"),
         lambda c: c["graphs"] in ("off", "router") or c["dispatcher"] == "flex" or _is_one(c, "ep", "etp"),
     ),
     (("graphs", "overlap"), lambda c: c["graphs"] != "layers" or c["overlap"] != "experts"),
-    # captured modules read gathered weights at fixed addresses; a captured step neither gathers them nor moves state
+    # Captured modules read gathered weights at fixed addresses. A captured step can neither gather weights nor move
+    # optimizer state.
     (("graphs", "zero"), lambda c: c["graphs"] == "off" or c["zero"] in UNSHARDED or _reads_fixed_weights(c)),
     (("graphs", "zero", "tp", "cp", "pp", "dp", "ep", "etp"), _experts_have_copies),
     (("graphs", "optimizer"), lambda c: c["graphs"] != "step" or c["optimizer"] not in ("cpu", "streamed")),
     (("graphs", "documents"), lambda c: c["graphs"] != "step" or c["documents"] != "varlen"),
-    # a dense model has no expert dimensions
+    # In a dense model, expert dimensions have their default values.
     *((("layers", name), partial(_only_in_moe, name)) for name in EXPERT_DIMENSIONS),
 )
 
 
 def legal(cell: Cell) -> bool:
-    """True if a possibly incomplete cell breaks no rule."""
+    """Returns True if a cell, which may be incomplete, breaks no rule."""
     return all(rule(cell) for needs, rule in RULES if all(name in cell for name in needs))
 
 
 def name_of(cell: Cell) -> str:
-    """Non-default values of a cell, or `plain`."""
+    """Returns the name of a cell: its non-default values, or `plain` if there are none."""
     parts = [
         f"{name}={value}" for name, values in DIMENSIONS.items() if (value := cell.get(name, values[0])) != values[0]
     ]
@@ -236,7 +247,7 @@ def name_of(cell: Cell) -> str:
 
 
 def cell_of(name: str) -> dict[str, str]:
-    """Inverse of `name_of`. Raises AssertionError if the cell is not legal."""
+    """Returns the cell with a name from `name_of`. Raises AssertionError if the cell is not legal."""
     cell = {dimension: values[0] for dimension, values in DIMENSIONS.items()}
     for part in name.split() if name != "plain" else ():
         dimension, _, value = part.partition("=")

@@ -1,4 +1,4 @@
-"""Layouts with clones of busy experts equal one rank, which has none."""
+"""Layouts with clones of busy experts have the results of one rank without clones."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ CELLS = {
     "ep=2 dp=2 pp=2 vpp=2 balance=aux accumulation=2 mtp=on recompute=small latent=on shared=on": (2, AGAIN),
     "ep=2 etp=2 tp=2 sp=on dp=2 capacity=drop accumulation=2 shared=overlap wgrad=delayed experts=sequential": (2, {}),
 }
-"""Cell of the parity matrix -> number of clones, and options of them."""
+"""Number of clones per rank and their options, by cell of the parity matrix."""
 SLOW_CELLS = {
     "ep=2 dp=4 accumulation=2 zero=params recompute=full": (4, OVERLAP),
     "ep=2 dp=2 pp=2 vpp=2 accumulation=2 overlap=experts": (2, OVERLAP),
@@ -28,7 +28,7 @@ SLOW_CELLS = {
 
 
 def plan_with_clones(cell: str, num_clones: int, options: dict[str, bool]) -> RunPlan:
-    """Plan of the cell with unequal load of experts, over NCCL and with clones."""
+    """Builds the plan of a cell with clones of experts, unequal load and the NCCL all-to-all."""
     plan = plan_of(cell_of(f"{cell} dispatcher=alltoall"))
 
     def changed(moe: MoEConfig) -> MoEConfig:
@@ -40,7 +40,7 @@ def plan_with_clones(cell: str, num_clones: int, options: dict[str, bool]) -> Ru
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[CloneSizes]:
-    """Sizes of all dispatches with clones."""
+    """Collects the clone sizes of every dispatch."""
     found: list[CloneSizes] = []
     start = ExpertClones.__init__
 
@@ -61,7 +61,10 @@ def test_clones_of_busy_experts_equal_one_rank(cell: str, sizes: list[CloneSizes
 
 
 def test_load_within_the_tolerance_needs_no_clones(sizes: list[CloneSizes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is exchanged. Every rank still counts the gradients of clones, which overlapped reductions wait for."""
+    """Without clones nothing is exchanged, but every rank still counts the gradients that a clone would add.
+
+    Otherwise, overlapped reductions would wait for these gradients until the end of the step.
+    """
     early: list[bool] = []
     finish = GradReducer.finish
 

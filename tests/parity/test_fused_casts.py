@@ -1,4 +1,4 @@
-"""FP8 experts with fused casts in whole runs: bit for bit the results of separate ops, under every memory option.
+"""FP8 experts with fused casts give, in whole runs and under every memory option, the bits of separate ops.
 
 Fused and separate ops quantise the same blocks of the same rows, so each case repeats a run on the same layout, without
 fusion and without memory options.
@@ -47,7 +47,7 @@ CASES = (
     ("pp=2 vpp=2 accumulation=2 wgrad=delayed capacity=pad", PLAIN_WGRAD, OFFLOAD),
     ("pp=2 accumulation=2 recompute=small latent=on", FP8_WGRAD, STASH),
 )
-"""(cell of the parity matrix, recipe, fields of `MemoryConfig`)."""
+"""Cases as (cell of the parity matrix, FP8 recipe, fields of `MemoryConfig`)."""
 EMPTY = (
     ("balance=none", FP8_WGRAD, STASH),
     ("balance=none dp=2 ep=2 dispatcher=flex", FP8_WGRAD, OFFLOAD),
@@ -57,21 +57,23 @@ EMPTY = (
 
 
 def plan_with(name: str, config: LowPrecisionConfig, **memory: object) -> RunPlan:
-    """Plan of a cell with FP8 GEMMs and fields of `MemoryConfig`."""
+    """Builds the plan of a cell with FP8 GEMMs and the given fields of `MemoryConfig`."""
     plan = plan_of(cell_of(name))
     precision = replace(plan.precision, low_precision=config)
     return replace(plan, precision=precision, memory=replace(plan.memory, **memory))
 
 
 def train(plan: RunPlan, *, fused: bool, routes_to_two: bool = False) -> list[dict[str, Tensor]]:
-    """Losses, gradients, metrics and weights of two steps, by rank. `routes_to_two`: in the first step, experts 0 and 1
-    receive all tokens."""
+    """Trains two steps; returns losses, gradients, metrics and weights of every rank.
+
+    With `routes_to_two`, experts 0 and 1 receive all tokens in the first step.
+    """
 
     def rank(context: ParallelContext) -> dict[str, Tensor]:
         model = build_model(plan, context, KERNELS)
         for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
             assert layer.experts.has_fused_casts == fused
-            if routes_to_two:  # equal scores: the lowest ids win
+            if routes_to_two:  # all scores are equal, so the lowest ids are selected
                 torch.nn.init.zeros_(layer.router.weight)
         figures = run_steps(plan, build_trainer(plan, context, model, KERNELS), TrainState(), 2)
         offload, stash = model.saved_tensors.offload, model.saved_tensors.stash
@@ -96,7 +98,7 @@ def check(name: str, config: LowPrecisionConfig, memory: dict, monkeypatch: pyte
 
 
 def named(cases: tuple[tuple[str, LowPrecisionConfig, dict], ...]) -> dict:
-    """Arguments of `pytest.mark.parametrize`."""
+    """Returns the arguments of `pytest.mark.parametrize` for the cases."""
     ids = [f"{name} {config.name} {' '.join(memory)}" for name, config, memory in cases]
     return {"argnames": ("name", "config", "memory"), "argvalues": cases, "ids": ids}
 
@@ -114,7 +116,7 @@ def test_experts_and_ranks_without_rows(name, config, memory, monkeypatch) -> No
 
 @pytest.mark.parametrize("config", [FP8_WGRAD, PLAIN_WGRAD], ids=["FP8 weight gradients", "plain weight gradients"])
 def test_steps_repeated_with_a_larger_row_bound(config) -> None:
-    """A repeated step quantises the same weights again, and its overflowed attempt leaves nothing."""
+    """Steps repeated after an overflow give the same results as a run without a row bound."""
     runs = []
     for factor in (0.2, None):
         plan = test_overflow.plan(factor, memory=MemoryConfig(**STASH))

@@ -1,9 +1,9 @@
-"""FP8 training by emulation: every layout whose shards do not cut blocks gives the results of one rank.
+"""Emulated FP8 training: every layout whose shards do not cut blocks has the results of one rank.
 
-Products are computed in double precision, so results differ only where an element is quantised differently. Blocks
-along the channels have 4 elements, which divides every shard. Columnwise blocks extend over the tokens, and expert rows
-of several microbatches share an expert's GEMM under expert parallelism: one rank with the same blocks exists only for
-weight gradients in the dtype of the parameters, or for blocks of one element.
+GEMMs are computed in fp64, so results differ only where an element is quantised differently. Blocks along the channels
+have 4 elements, which divides every shard. Columnwise blocks extend over tokens, and under expert parallelism the rows
+of several ranks are in the same GEMM of an expert. One rank therefore has the same blocks only if weight gradients are
+computed in the dtype of the parameters, or if blocks have one element.
 """
 
 from dataclasses import replace
@@ -39,11 +39,11 @@ LAYOUTS = (
     "experts=sequential recompute=full capacity=pad",
     "recompute=moe documents=packed",
 )
-"""Cells of the parity matrix."""
+"""Cells of the parity matrix that most tests below use."""
 CUT_BLOCKS = ("tp=4 sp=on attention=mla mtp=on",)
-"""Cells whose shards cut blocks of 4 elements; scales of whole tensors, reduced over all ranks, are not concerned."""
+"""Cells whose shards cut blocks of 4 elements; only recipes with one scale per tensor support them."""
 PER_TENSOR_LAYOUTS = ("dp=2 zero=buffers accumulation=2 loss=token", "pp=2 accumulation=2 recompute=small")
-"""Cells whose GEMM operands are the same tensors on one rank."""
+"""Cells whose GEMM operands are the same tensors as on one rank."""
 SHARDED_LAYOUTS = (
     "tp=2 sp=on shared=on",
     "dp=4 ep=4 dispatcher=flex recompute=small",
@@ -54,7 +54,7 @@ SHARDED_LAYOUTS = (
 )
 WHOLE_LAYOUTS = ("experts=sequential recompute=full capacity=pad", "recompute=moe documents=packed")
 SAME_TOKENS = ("tp=2 sp=on etp=2 dispatcher=allgather shared=on", "tp=2 layers=dense wgrad=delayed")
-"""Cells that do not distribute tokens, so that columnwise blocks are those of one rank."""
+"""Cells that do not distribute tokens over ranks, so columnwise blocks are the same as on one rank."""
 
 
 def check(name: str, config: LowPrecisionConfig) -> None:
@@ -80,14 +80,17 @@ def test_layouts_with_quantised_weight_gradients_equal_one_rank(name: str) -> No
 
 @pytest.mark.parametrize("name", thinned((*LAYOUTS[::-1], *CUT_BLOCKS)))
 def test_layouts_with_delayed_scales_equal_one_rank(name: str) -> None:
-    """The first step has scale 1, so gradients must have one magnitude: data-parallel ranks do not divide the loss."""
+    """The scales of the first step are 1, so gradients must have the same magnitude in every layout.
+
+    With the per-token loss, the loss is not divided by the number of data-parallel ranks before backward.
+    """
     check(f"{name} loss=token".removeprefix("plain "), DELAYED)
 
 
 @pytest.mark.parametrize("name", PER_TENSOR_LAYOUTS)
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
 def test_layouts_with_the_same_tensors_equal_one_rank(name: str, recipe: str) -> None:
-    """All copies with their own scales; nvfp4 also with the Hadamard transform and stochastic rounding."""
+    """All quantised copies have their own scales; nvfp4 also has the Hadamard transform and stochastic rounding."""
     check(name, low_precision_config(recipe, hybrid=True))
 
 
@@ -98,7 +101,7 @@ def test_layouts_with_mxfp8_equal_one_rank(name: str) -> None:
 
 @pytest.fixture
 def given_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard has another largest magnitude than the whole tensor, so the scales of whole tensors are constants."""
+    """Replaces the scale of a tensor by a constant, because the maximum of a shard differs from that of the whole tensor."""
     scale_of = quantizers.scale_of
 
     def given(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> Tensor:
@@ -110,7 +113,7 @@ def given_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", (*SHARDED_LAYOUTS, *WHOLE_LAYOUTS))
 def test_layouts_with_nvfp4_and_given_scales_equal_one_rank(name: str, given_scales: None) -> None:
-    """Gradients are rounded stochastically: the same block of channels of a token is rounded alike in every layout."""
+    """Stochastic rounding of gradients is the same in every layout for the same block of channels of a token."""
     check(f"{name} loss=token", low_precision_config("nvfp4", blocks=4, weight_grad=False))
 
 
@@ -119,7 +122,7 @@ def test_layouts_with_nvfp4_and_given_scales_equal_one_rank(name: str, given_sca
 def test_tensor_parallel_layouts_with_quantised_weight_gradients_equal_one_rank(
     name: str, recipe: str, given_scales: None
 ) -> None:
-    """Blocks of tokens are not sharded, and the Hadamard transform combines tokens."""
+    """Tensor parallelism cuts neither columnwise blocks nor the Hadamard transform, which extend over tokens."""
     check(name, low_precision_config(recipe, blocks=4))
 
 
@@ -132,7 +135,7 @@ def test_layouts_with_tensorwise_and_given_scales_equal_one_rank(name: str, give
     "name", ["dp=2 ep=2 dispatcher=alltoall loss=token", "tp=2 sp=on ep=2 dispatcher=flex accumulation=2"]
 )
 def test_padded_expert_rows_equal_one_rank(name: str) -> None:
-    """--moe-router-padding-for-quantization: padding rows change no result."""
+    """Padding rows of --moe-router-padding-for-quantization change no result."""
     plan = plan_of(cell_of(name))
     padded = with_experts(plan.model, lambda moe: replace(moe, row_alignment=8))
     plan = replace(plan, model=padded, precision=replace(plan.precision, low_precision=DELAYED))
@@ -154,7 +157,7 @@ def test_padded_expert_rows_equal_one_rank(name: str) -> None:
     ],
 )
 def test_layouts_that_exchange_tokens_in_fp8_equal_one_rank(name: str) -> None:
-    """Weight gradients too: with blocks of one element, received rows are quantised again without a change."""
+    """Weight gradients are equal, too, because quantising received rows again in blocks of one element is exact."""
     plan = plan_of(cell_of(name))
     model = with_experts(plan.model, lambda moe: replace(moe, fp8_dispatch=True, fp8_combine_grad=True))
     plan = replace(plan, model=model, precision=replace(plan.precision, low_precision=SINGLE_ELEMENTS))

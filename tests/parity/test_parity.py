@@ -1,4 +1,4 @@
-"""Every layout gives the loss, metrics, gradient norm, gradients and weights of one rank, in double precision."""
+"""Every layout has the loss, metrics, gradient norm, gradients and weights of one rank in fp64."""
 
 import hashlib
 from itertools import combinations
@@ -19,7 +19,7 @@ SINGLE = (Path(__file__).parent.parent / "goldens" / "parity_single.txt").read_t
 
 
 def pytest_generate_tests(metafunc):
-    """Generates the cells of triples only for runs that select slow tests: it takes 10 s."""
+    """Generates the covering array of triples, which takes 10 s, only if slow tests are selected."""
     if "triple" in metafunc.fixturenames:
         metafunc.parametrize("triple", () if "not slow" in metafunc.config.option.markexpr else cover(3).names)
 

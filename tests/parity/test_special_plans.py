@@ -1,4 +1,4 @@
-"""Layouts and routing methods outside the parity matrix equal one rank."""
+"""Layouts and routing methods outside the parity matrix have the results of one rank."""
 
 from dataclasses import replace
 
@@ -19,8 +19,10 @@ FOLDS = {
         {"world_size": 16, "pp": 2},
     ),
 }
-"""Expert-parallel ranks -> cell of the matrix and larger parallel sizes. The second one is a reduced TP 4, CP 2, DP 8,
-PP 4, EP 64 on 256 ranks, where EP = TP * CP * DP."""
+"""Cell of the matrix and changed parallel sizes, by the ranks over which experts are divided.
+
+The second layout is a reduced form of TP 4, CP 2, DP 8, PP 4, EP 64 on 256 ranks, with EP = TP * CP * DP.
+"""
 
 
 @pytest.mark.parametrize("fold", FOLDS)
@@ -51,8 +53,10 @@ HYPER = {
     "dp=2 zero=params mtp=on recompute=full documents=packed": (),
     "ep=2 dp=2 overlap=experts pp=2 vpp=2 accumulation=2 dispatcher=alltoall": (),
 }
-"""Cell of the matrix -> recomputed modules; none: those of the cell. With custom stages, two tensors travel between the
-stages of the final norm and of multi-token prediction."""
+"""Recomputed modules by cell of the matrix; an empty tuple stands for those of the cell.
+
+With custom stages, the stage with the final norm sends two tensors to the stage of multi-token prediction.
+"""
 
 
 @pytest.mark.parametrize("cell", HYPER)

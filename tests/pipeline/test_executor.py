@@ -1,4 +1,4 @@
-"""Schedule executor on stages that multiply by one weight."""
+"""Schedule executor, tested with stages that multiply their input by one weight."""
 
 import pytest
 import torch
@@ -17,7 +17,10 @@ from tests.helpers.tolerances import EXACT
 
 
 class Product:
-    """Stage s multiplies by its weight, s + 2; the first starts from m + 1, the last gives the sum as objective."""
+    """Chunks of a toy model: stage s multiplies its input by the weight s + 2.
+
+    The input of microbatch m is m + 1, and the objective is the sum of the last stage's output.
+    """
 
     def __init__(self, stages=None, rank=0):
         self.stages = stages or StageMap()
@@ -70,7 +73,7 @@ def gradients_of_a_schedule(context, config):
 
 
 def expected_gradients(config):
-    """Gradients by rank and chunk, computed in one graph."""
+    """Returns the gradients by rank and chunk that one autograd graph without a pipeline gives."""
     stages = config.stages
     weights = [torch.tensor(s + 2.0, dtype=torch.float64, requires_grad=True) for s in range(stages.num_stages)]
     for microbatch in range(config.num_microbatches):
@@ -154,7 +157,7 @@ def test_incomplete_schedule_raises(message):
 
 
 def two_ranks(change):
-    """1F1B of three microbatches on two ranks, with `change(rank, entries)` applied to the schedule."""
+    """Runs 1F1B with three microbatches on two ranks, after `change(rank, entries)` has modified the schedule."""
     config = ScheduleConfig(num_microbatches=3, pp=2)
 
     def main(context):

@@ -1,4 +1,4 @@
-"""Layouts: the language with its rules, placements by numbers, balanced layouts."""
+"""Pipeline layouts: the layout language and its rules, layouts from numbers of layers, and balanced layouts."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def layers_per_stage(layout) -> list[int]:
     return [len(stage.layers) for stage in layout.stages]
 
 
-# ---- the language
+# ---- layout language
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_stages_are_assigned_to_ranks_round_robin():
     assert all(stages.stage(*stages.rank_and_chunk(stage)) == stage for stage in range(6))
 
 
-# ---- placements by numbers
+# ---- layouts from numbers of layers
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_layers_of_different_cost_are_balanced_by_cost_and_not_by_number():
 
 
 def test_maximum_stage_cost_has_priority_over_evenness():
-    """Stages of 6, 2 and 3 would have the smaller sum of squares."""
+    """Stages of cost 6, 2 and 3 would have a smaller sum of squares, but a higher maximum."""
     assert layers_per_stage(auto_layout(StageCosts(layers=(1.0, 5.0, 2.0, 3.0)), pp=3)) == [1, 1, 2]
 
 
 def test_maximum_stage_cost_is_optimal():
-    """Against all cuts of 7 layers into 3 stages."""
+    """The maximum equals the smallest one over all divisions of 7 layers into 3 stages."""
     for seed in range(20):
         costs = StageCosts(
             layers=tuple(float((seed * 7 + layer * layer * 3) % 5 + 1) for layer in range(7)),
@@ -248,7 +248,7 @@ def test_auto_layouts_of_public_models_read_back_and_are_more_even_than_equal_nu
         layout = auto_layout(costs, pp=pp, vpp=vpp, num_mtp=num_mtp)
         assert parse_layout(str(layout), pp=pp, num_layers=len(model.layers), num_mtp=num_mtp) == layout
         dearest = max(costs.of_stage(stage) for stage in layout.stages)
-        # No stage can be cheaper than the mean, its dearest layer or the loss.
+        # The most expensive stage costs at least the mean, the most expensive layer, and the loss.
         least = max(costs.total / (pp * vpp), max(costs.layers), costs.loss)
         assert dearest <= least + max(costs.layers)
 

@@ -1,4 +1,4 @@
-"""Node order of an overlapped pair."""
+"""Order of nodes in an overlapped pair of a forward and a backward."""
 
 import pytest
 
@@ -95,7 +95,7 @@ def test_single_direction_is_the_plain_chain():
 
 @pytest.mark.parametrize("early", [False, True])
 def test_exchanges_are_followed_by_computation_of_the_other_direction(early):
-    """Each exchange is followed by computation of the other direction within two slots."""
+    """One of the two nodes after each exchange is a computation of the other direction, which hides the exchange."""
     nodes = pair_nodes(MIDDLE, MIDDLE, split_backward=not early, early_dispatch=early)
     for at, entry in enumerate(nodes[:-1]):
         if stream_of(entry.node) == "communication":

@@ -1,4 +1,4 @@
-"""Schedules against Megatron's tables, and sizes that cannot be scheduled."""
+"""Schedules equal Megatron's tables; sizes that cannot be scheduled are rejected."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_
 
 
 def computed(rank: int, **sizes: int | bool) -> str:
-    """Computations of a rank as text, without transfers."""
+    """Returns the schedule of a rank as text, without transfers."""
     entries = build_schedule(ScheduleConfig(**sizes))[rank]
     return " ".join(str(entry) for entry in entries if isinstance(entry, OverlappedPair) or not entry.is_transfer)
 
@@ -22,7 +22,7 @@ def test_one_stage_runs_every_microbatch_forward_and_then_backward(num_microbatc
 
 
 def test_1f1b_on_four_ranks_is_the_published_table():
-    """PipeDream-Flush, arXiv 2006.09503 figure 3 (there with two stages), here with pp 4 and 5 microbatches."""
+    """1F1B is PipeDream-Flush, shown for two stages in arXiv 2006.09503 figure 3; here with PP 4 and 5 microbatches."""
     rows = ("F0 F1 F2 F3 B0 F4 B1 B2 B3 B4", "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4", "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4")
     rows += ("F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",)
     for rank, row in enumerate(rows):
@@ -31,7 +31,7 @@ def test_1f1b_on_four_ranks_is_the_published_table():
 
 
 def test_interleaved_order_of_chunks_is_megatrons_table():
-    """Megatron's schedule table for PP 2, VPP 2, 4 microbatches, groups of 2: chunks 0 0 1 1 0 0 1 1."""
+    """Megatron's schedule table for PP 2, VPP 2, and 4 microbatches in groups of 2 has chunks 0 0 1 1 0 0 1 1."""
     order = chunk_order(ScheduleConfig(num_microbatches=4, pp=2, vpp=2, group_size=2))
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
 
@@ -42,7 +42,10 @@ def test_groups_larger_than_the_pipeline_run_before_the_remainder():
 
 
 def test_interleaved_pp2_vpp2_with_four_microbatches_is_the_published_table():
-    """arXiv 2104.04473 figure 4, lower half, for two ranks: warm-up of 2 (pp - rank - 1) + (vpp - 1) pp."""
+    """The schedule is that of arXiv 2104.04473, figure 4, lower half, for two ranks.
+
+    The warm-up has 2 (pp - rank - 1) + (vpp - 1) pp forwards.
+    """
     assert computed(0, num_microbatches=4, pp=2, vpp=2) == (
         "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0"
     )
@@ -104,7 +107,7 @@ def test_first_stage_receives_no_activations_and_last_stage_sends_none():
 
 
 def test_transfers_have_the_chunk_of_their_rank():
-    """From the last rank to the first, the chunk goes up by one."""
+    """A transfer from the last rank to the first continues in the next chunk."""
     first, last = build_schedule(ScheduleConfig(num_microbatches=2, pp=2, vpp=2))
     assert Action("send_forward", 0, 0, peer=0) in last
     assert Action("receive_forward", 0, 1, peer=1) in first

@@ -1,4 +1,4 @@
-"""Segmented microbatches: gradients, freed memory, and overlap of exchanges with computation."""
+"""Microbatches in graph segments: gradients, freed memory, and overlap of exchanges with computation."""
 
 import gc
 import weakref
@@ -36,7 +36,7 @@ class Two:
 
 
 def two_steps() -> list[Step]:
-    """x -> (2 x, x) -> 2 x * x + x: the second tensor passes through the first step untouched."""
+    """Two steps x -> (2 x, x) -> 2 x * x + x; the first step returns its input as the second tensor."""
     return [
         Step("attention", 0, lambda x: Two(2 * x, x)),
         Step("post", 0, lambda two: two.first * two.second + two.second),
@@ -64,7 +64,7 @@ def test_chunk_without_steps_passes_input_and_gradient_through():
 
 
 class Keeps(torch.autograd.Function):
-    """Doubles its input, and saves only the input for backward."""
+    """Doubles its input and saves only the input for backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -136,7 +136,7 @@ class Mark(torch.autograd.Function):
 
 
 def marked(layer: TransformerLayer, mb: MicrobatchContext, name: str, events: list[str]) -> list[Step]:
-    """Steps of the layer; those of attention and experts record when they run, forward and backward."""
+    """Returns the steps of the layer; attention and expert steps record their forwards and backwards in `events`."""
 
     def recorded(step: Step) -> Step:
         def mark(tensor: Tensor) -> Tensor:
@@ -161,9 +161,9 @@ def tensor_out(step: Step) -> Step:
 
 
 def events_of_a_pair(context: ParallelContext) -> list[str]:
-    """Order of the steps and exchanges of a forward F and a backward B through one MoE layer.
+    """Returns the order of steps and exchanges of an overlapped forward F and backward B of one MoE layer.
 
-    It runs in a separate process, because it replaces `AllToAll.launch`.
+    Runs in a separate process, because it replaces `AllToAll.launch`.
     """
     events: list[str] = []
     config = layer_config(feed_forward=tiny.moe(dispatcher="alltoall"))
@@ -191,7 +191,7 @@ def events_of_a_pair(context: ParallelContext) -> list[str]:
 
 
 def listening(launch, name: str, events: list[str]):
-    """`AllToAll.launch` that records when row exchanges are sent and received; probabilities are not recorded."""
+    """Wraps `AllToAll.launch` to record when rows, but not probabilities, are sent and received."""
 
     def recording(exchange: AllToAll, rows: Tensor):
         land = launch(exchange, rows)

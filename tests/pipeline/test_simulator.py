@@ -1,4 +1,4 @@
-"""Simulation of all legal schedules, and of invalid ones."""
+"""Simulations of all legal schedules and of invalid ones."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from megatron_moe.pipeline.simulator import Durations, SimulationReport, most_in
 
 
 def legal(pp: int, vpp: int) -> Iterator[ScheduleConfig]:
-    """Schedules of up to 32 microbatches in groups of `pp`; some in groups of pp + 1 or of all microbatches."""
+    """Yields schedules of up to 32 microbatches in groups of pp, some also in groups of pp + 1 or all microbatches."""
     for num_microbatches in range(1, 33):
         larger = {pp + 1, num_microbatches} if vpp > 1 and num_microbatches in (3, 5, 8, 11, 18, 31) else set()
         for group_size in sorted({pp} | larger):
@@ -49,7 +49,7 @@ def test_legal_schedules_are_complete_ordered_free_of_deadlock_and_bounded(pp, v
 @pytest.mark.parametrize("vpp", [1, 2, 3, 4])
 @pytest.mark.parametrize("pp", range(1, 9))
 def test_bubble_is_the_published_one(pp, vpp):
-    """arXiv 2104.04473 section 2.2: the idle time is (pp - 1) microbatches, divided by vpp when interleaved."""
+    """The idle time is that of pp - 1 microbatches, divided by vpp if interleaved (arXiv 2104.04473, section 2.2)."""
     for config in legal(pp, vpp):
         idle = (pp - 1) / vpp
         report = run(config, depth=None)
@@ -76,7 +76,7 @@ def test_options_keep_schedules_complete_at_every_depth(changes, depth):
     "changes", [{"overlap": True}, {"split_backward": True}, {"overlap": True, "split_backward": True}]
 )
 def test_options_keep_every_legal_schedule_complete_and_bounded(changes):
-    """A split backward has as many microbatches in flight as the plain one, overlap at most one more."""
+    """A split backward has as many microbatches in flight as a plain one; overlap has at most one more."""
     for pp, vpp in product(range(1, 9), range(1, 5)):
         for plain in legal(pp, vpp):
             config, total = replace(plain, **changes), plain.num_microbatches * vpp
@@ -97,7 +97,7 @@ def test_schedules_are_valid_for_uneven_durations():
 
 
 def test_slowest_stage_determines_the_time():
-    """The second of two ranks takes three times as long; it is busy from its first forward to its last backward."""
+    """The second of two ranks takes three times as long, so it is busy from its first forward to its last backward."""
     config = ScheduleConfig(num_microbatches=4, pp=2)
     report = run(config, depth=None, durations=Durations(stage_costs=(1.0, 3.0)))
     busy = [sum(span.end - span.start for span in spans) for spans in report.spans]
@@ -106,7 +106,7 @@ def test_slowest_stage_determines_the_time():
 
 
 def test_a_split_backward_shortens_the_drain():
-    """The gradient leaves a stage before the weight gradients, so the last microbatch comes back sooner."""
+    """A stage sends the input gradient before it computes weight gradients, so the last backwards run earlier."""
     plain = run(ScheduleConfig(num_microbatches=8, pp=4), depth=None)
     split = run(ScheduleConfig(num_microbatches=8, pp=4, split_backward=True), depth=None)
     assert plain.time - split.time == pytest.approx(3.0)
@@ -118,7 +118,10 @@ def test_overlap_holds_one_more_microbatch_than_the_plain_schedule():
 
 
 def test_timeline_of_two_ranks():
-    """Forward 1, backward 2: rank 0 ends its warm-up at 1, rank 1 its first backward at 4, three units a microbatch."""
+    """Start times if a forward takes 1 and a backward 2.
+
+    Rank 0 ends its warm-up at 1, and rank 1 its first backward at 4; each further microbatch takes 3.
+    """
     report = run(ScheduleConfig(num_microbatches=2, pp=2))
     starts = [[(str(span.entry), span.start) for span in spans] for spans in report.spans]
     assert starts == [
@@ -129,7 +132,7 @@ def test_timeline_of_two_ranks():
 
 
 def two_ranks(first: str, second: str) -> Schedule:
-    """Schedule of one chunk from the actions of both ranks in short form, such as "F0 sf0 rb0 B0"."""
+    """Builds a schedule of one chunk from the actions of both ranks in short form, such as "F0 sf0 rb0 B0"."""
     kinds = {
         "F": "forward",
         "B": "backward",
@@ -159,7 +162,7 @@ def test_explicit_schedule_is_valid():
     [
         # Each rank waits for a tensor that the other rank sends only later.
         ("F0 sf0 rb0 B0 F1 sf1 rb1 B1", "rf0 F0 rf1 F1 B0 sb0 B1 sb1", "deadlock: rank 0 waits in rb0.0<1 for rank 1"),
-        # Receives in another order than sends.
+        # One rank receives in a different order than the other sends.
         ("F0 sf0 F1 sf1 rb0 B0 rb1 B1", "rf1 F1 B1 sb1 rf0 F0 B0 sb0", "at the other end"),
         (GOOD[0].replace("rb0 B0", "B0 rb0"), GOOD[1], "computes B0.0 without the backward of microbatch 0"),
         (GOOD[0], GOOD[1].replace("F0 B0", "B0 F0"), "computes B0.0 without the forward of microbatch 0"),
@@ -175,7 +178,7 @@ def test_invalid_schedule_is_reported(first, second, problem):
 
 
 def test_deadlock_report_lists_the_cycle_of_ranks():
-    """Three ranks that send round the ring before they receive, one message at a time."""
+    """On a ring of three ranks, each rank sends before it receives, and a send blocks until it is received."""
     ring = tuple(
         (
             Action("forward", 0),
@@ -192,7 +195,7 @@ def test_deadlock_report_lists_the_cycle_of_ranks():
 
 
 def test_every_swap_of_dependent_computations_is_reported():
-    """Rank 0 of a good schedule with two neighbouring computations of one microbatch exchanged."""
+    """Swaps two consecutive computations of one microbatch in the schedule of rank 0."""
     config = ScheduleConfig(num_microbatches=4, pp=2, vpp=2)
     good = build_schedule(config)
     found = 0

@@ -1,4 +1,4 @@
-"""Memory slots: as few as microbatches in flight, and never two microbatches in one."""
+"""Memory slots: one per microbatch in flight, and at most one microbatch per slot at a time."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_slots_are_used_by_one_microbatch_at_a_time(name: str) -> None:
 
 
 def test_microbatches_prefer_the_slots_of_their_chunk() -> None:
-    """The graphs of a chunk are captured once per slot that it uses."""
+    """A chunk uses few slots, because its graphs are captured once per slot that it uses."""
     config = ScheduleConfig(num_microbatches=32, pp=4, vpp=4, overlap=True)
     slots = memory_slots(computations(config, 0))
     assert len(set(slots.values())) == 20
