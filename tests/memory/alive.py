@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Tracks storages created inside the context. Weak references prevent reuse of a storage's identifier."""
+    """Tracks storages created inside the context by weak references, which prevent reuse of a storage's identifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,5 +28,5 @@ class Alive(TorchDispatchMode):
         self._tracked.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
 
     def bytes(self) -> int:
-        """Bytes of all tracked storages that still exist."""
+        """Returns the total bytes of all tracked storages that still exist."""
         return sum(size for reference, size in self._tracked.values() if not reference.expired())

@@ -1,4 +1,4 @@
-"""Activation offload: results are identical to the bit, copies happen once and in time, and memory is freed."""
+"""Activation offload: results are bitwise identical, each tensor is copied once and in time, and memory is freed."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def offload(*modules: str, **changes) -> ActivationOffloadConfig:
 
 
 class RecordingHostCopies(HostCopies):
-    """Copies on a CPU that record every call."""
+    """Host copies on a CPU, with a record of every call."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -49,7 +49,7 @@ class RecordingHostCopies(HostCopies):
 
 
 class Net:
-    """Expert layers in fp32 with torch kernels, and a record of the copies made for them."""
+    """Model of MoE layers in fp32 on torch kernels, with a record of its offload copies."""
 
     def __init__(
         self, config: ActivationOffloadConfig, recompute: RecomputeConfig | None = None, num_layers: int = 3
@@ -135,7 +135,9 @@ def test_the_last_layer_stays_if_its_backward_follows_immediately():
 
 
 def test_a_group_is_reloaded_during_the_backward_of_the_next_one():
-    """Layer 2 is not offloaded; its backward starts the reload of layer 1, whose backward starts that of layer 0."""
+    """The last of three layers is not offloaded. Its backward starts the reload of layer 1, whose backward starts the
+    reload of layer 0.
+    """
     net = Net(offload("attn_proj", "core_attn"))
     net.forward(0).backward()
     net.offload.begin_pass([("forward", (1, 0)), ("backward", (1, 0))])
@@ -158,7 +160,7 @@ def test_a_group_is_reloaded_during_the_backward_of_the_next_one():
 
 
 def test_the_number_of_unfinished_copies_is_limited():
-    """The device memory of a copy is freed only when the compute stream has waited for it."""
+    """Unfinished copies keep device memory allocated, because it is freed only after the compute stream has waited."""
     net = Net(offload(*MODULES, fine_grained_offloading_max_inflight_offloads=1))
     net.offload.begin_pass([("forward", (0, 0)), ("forward", (1, 0)), ("backward", (0, 0)), ("backward", (1, 0))])
     losses = [net.forward(number) for number in range(2)]
@@ -172,7 +174,7 @@ def test_the_number_of_unfinished_copies_is_limited():
 
 
 def test_copies_of_unused_tensors_are_waited_for_at_the_end_of_a_step():
-    """A tensor whose reload was started is freed with the graph, because the loss is not differentiated."""
+    """A tensor whose reload has been launched is freed with the graph, because backward never runs."""
     net = Net(offload("core_attn"))
     loss = net.forward(0)
     group = net.offload._microbatches[0, 0].groups[0]

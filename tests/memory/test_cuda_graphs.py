@@ -1,4 +1,4 @@
-"""CUDA graphs of layers and full iterations: replays equal eager steps bit for bit, at fixed addresses."""
+"""CUDA graphs of layers and full iterations: replays equal eager steps bit for bit and use fixed addresses."""
 
 import gc
 from collections import Counter, deque
@@ -56,7 +56,7 @@ SPECS = {
 
 
 def the_plan(**changes):
-    """Plan with two microbatches per step: the first stores its weight gradients, the second adds to them."""
+    """Plan with two microbatches per step: the first one writes weight gradients, the second one accumulates."""
     model = changes.pop("model", None) or tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER, z_loss_coeff=0.1)))
     return tiny.plan(model=model, batch=BatchConfig(micro_batch_size=2, global_batch_size=4), **changes)
 
@@ -88,7 +88,7 @@ def test_replayed_steps_equal_eager_steps_bit_for_bit(eager, config):
 
 @pytest.mark.parametrize("config", [ALL, WHOLE], ids=["modules", "whole step"])
 def test_replayed_modules_are_timed_as_one_entry(config):
-    """No entry of a node remains from the capture, whose events no replay records."""
+    """Timers have no entries for nodes inside a graph, because replays do not record the events of the capture."""
     plan = the_plan(cuda_graphs=config)
     trainer = make_trainer(plan)
     timers = trainer.timers = Timers(2, trainer.context.device)
@@ -130,7 +130,7 @@ def test_replays_of_other_models_equal_eager_steps(model):
 @pytest.mark.parametrize("config", [parts_of("attn"), WHOLE], ids=["modules", "whole step"])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_document_lengths_do_not_change_the_graphs(config, cp):
-    """The longest document differs from microbatch to microbatch."""
+    """Replays are correct although the length of the longest document varies over microbatches."""
     data = replace(tiny.plan().data, reset_attention_mask=True, reset_position_ids=True)
     parallel = ParallelConfig(world_size=cp, cp=cp)
     plan = the_plan(data=data, parallel=parallel, model=tiny.model(), cuda_graphs=config)
@@ -171,7 +171,7 @@ EP2 = ParallelConfig(world_size=2, ep=2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["shared after", "shared overlapped"])
 @pytest.mark.parametrize("config", [parts_of("attn", "mlp", "moe"), WHOLE], ids=["modules", "whole step"])
 def test_graphs_contain_the_flex_exchange_without_collectives(config, overlap, monkeypatch):
-    """Whole MoE layers over two ranks, with a bound of expert rows that no routing exceeds, and another one."""
+    """Captures whole MoE layers on two ranks with two row bounds, one of which no routing can exceed."""
     shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
     for factor in (None, 1.9):
         moe = tiny.moe(
@@ -209,7 +209,7 @@ def test_collective_exchanges_cannot_be_captured(dispatcher, config):
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_graphs_contain_no_exchange_between_ranks(dispatcher):
-    """Neither collectives nor their host reads are captured."""
+    """Collectives and the host reads of their sizes run between graphs."""
     model = tiny.model(num_layers=2, moe_config=tiny.moe(dispatcher=dispatcher))
     config = EP2
 
@@ -234,7 +234,7 @@ def test_graphs_contain_no_exchange_between_ranks(dispatcher):
 
 
 def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
-    """Each microbatch has its own scope for the consumers of the norm; a capture uses only the first scope."""
+    """The scope that counts the consumers of a norm belongs to one microbatch, but a capture uses only the first scope."""
     notes, pack = Counter(), DiscardedOutput.pack
 
     def count(self, tensor):
@@ -276,7 +276,7 @@ def test_sequence_parallel_routers_repeat_the_forced_balance_of_eager_steps():
 
 
 def test_every_in_flight_microbatch_has_its_own_slot():
-    """Four stages on two ranks."""
+    """With four stages on two ranks, the number of slots equals the maximum number of microbatches in flight."""
     layout, pp = "Et*1|t*1|t*1|t*1L", 2
     model = tiny.model(num_layers=4)
     plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=6)), layout, pp)
@@ -300,7 +300,7 @@ def test_every_in_flight_microbatch_has_its_own_slot():
 
 
 def test_sent_gradients_are_not_in_the_memory_of_backwards():
-    """The backwards of other microbatches would overwrite it while a gradient is being sent."""
+    """Gradients to be sent are copied out of graph memory, which the backward of another microbatch may overwrite."""
     model = tiny.model(num_layers=2)
     plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=4)), "Et|tL", 2)
 
@@ -309,7 +309,7 @@ def test_sent_gradients_are_not_in_the_memory_of_backwards():
         links, state = trainer.pipeline.links, TrainState()
         send = links.send
         run_steps(plan, trainer, state, 2)
-        # record only after capture, because graph pools may have reused the memory of gradients sent earlier
+        # Addresses are recorded only after capture, because graph pools may reuse the memory of gradients sent earlier.
         links.send = lambda kind, tensor, *args: sent.append((kind, tensor.data_ptr())) or send(kind, tensor, *args)
         run_steps(plan, trainer, state, 1)
         backwards = [
@@ -352,7 +352,7 @@ COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather_object", "all
 
 
 class StrictRecorder(EagerRecorder):
-    """A graph cannot contain waits: fails if captured work acquires parameters or runs a collective."""
+    """Recorder that fails if captured work acquires parameters or runs a collective, because graphs cannot contain waits."""
 
     def __init__(self, monkeypatch):
         self.rank = local()
@@ -408,7 +408,7 @@ def test_addresses_are_fixed_and_graphs_are_captured_once():
     run_steps(plan, trainer, TrainState(), 2)
     (instance,) = trainer.pipeline.graph_instances
     number, places = instance.num_graphs, places_of(instance)
-    # the dense layer has two captured parts and each of the two MoE layers three; one of these has no weights
+    # The dense layer has two captured modules, each of the two MoE layers three, one of which has no weights.
     assert number == 2 * 4 + 2 * (4 + 4 + 2)
     assert number == num_graphs(plan, [plan.model.layers], build_schedule(plan.pipeline_schedule(2))[0])
     run_steps(plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
@@ -419,7 +419,7 @@ def test_addresses_are_fixed_and_graphs_are_captured_once():
 
 
 def places_of(instance) -> set[int]:
-    """Addresses of inputs and outputs of the forwards."""
+    """Returns the addresses of inputs and outputs of all captured forwards."""
     graphs = [captured._graph for captured in instance._forwards.values()]
     return {tensor.data_ptr() for graph in graphs for tensor in (*graph.inputs, *graph.outputs)}
 

@@ -1,4 +1,4 @@
-"""CUDA graphs in combinations of published recipes: replays equal eager steps bit for bit on the stand-in."""
+"""CUDA graphs combined with features of published recipes: replays of the stand-in equal eager steps bit for bit."""
 
 from dataclasses import replace
 
@@ -71,20 +71,20 @@ def selective(*names: str) -> RecomputeConfig:
 
 
 def plan(parallel: ParallelConfig = EP2, **changes) -> RunPlan:
-    """Two to four microbatches a step on each rank."""
+    """Builds a plan with two or four microbatches per step on each rank."""
     settings = {"model": DENSE_FIRST, "batch": BatchConfig(micro_batch_size=1, global_batch_size=4), **changes}
     return tiny.plan(parallel=parallel, **settings)
 
 
 def staged(layout: str, **changes) -> RunPlan:
-    """Stages on two ranks, all experts on each."""
+    """Builds a plan with pipeline stages on two ranks, without expert parallelism."""
     config = replace(tiny.model(num_layers=4, moe_config=tiny.moe(tiny.router(**ROUTER))), **changes)
     base = tiny.plan(model=config, batch=BatchConfig(micro_batch_size=1, global_batch_size=6))
     return laid_out(base, layout, 2)
 
 
 def later(each: RunPlan) -> RunPlan:
-    """Plan whose schedule pairs microbatches and defers weight gradients."""
+    """Returns the plan with a schedule that overlaps pairs of microbatches and defers weight gradients."""
     return replace(each, pipeline=replace(PAIRS, layout=each.pipeline.layout))
 
 
@@ -134,7 +134,7 @@ TAPED = {
     ),
     "later weight gradients": replace(ONE_RANK, pipeline=PipelineConfig(delay_wgrad_compute=True)),
 }
-"""Cases whose whole steps and layers the strict stand-in captures: FP8 experts, which read row counts on the device."""
+"""Cases with FP8 experts, which read row counts on the device, so `TapeRecorder` can capture whole steps and layers."""
 MODULES = {"experts captured": modules("attn", "mlp", "moe"), "experts computed": modules("attn", "mlp", "moe_router")}
 ONE_KIND = {
     "whole layers again": (plan(memory=MemoryConfig(recompute=FULL)), WHOLE),
@@ -152,20 +152,20 @@ ONE_KIND = {
 
 
 def is_captured(case: str, config: CudaGraphConfig) -> bool:
-    """Whole MoE layers are captured neither in pairs nor with a stash."""
+    """Returns False for whole MoE layers in overlapped pairs or with a paged stash, which cannot be captured."""
     each = CASES[case]
     return "moe" not in config.cuda_graph_modules or not (each.pipeline.overlap or each.memory.paged_stash)
 
 
 def recorder_for(each: RunPlan, config: CudaGraphConfig) -> EagerRecorder:
-    """The strict stand-in, unless experts read row counts on the host, or threads communicate inside a graph."""
+    """Selects `TapeRecorder`, or `EagerRecorder` if captured work reads row counts on the host or communicates."""
     experts = config.full_iteration or "moe" in config.cuda_graph_modules
     communicates = each.parallel.tp > 1 or each.parallel.cp > 1 or (experts and each.parallel.world_size > 1)
     return EagerRecorder() if communicates or (experts and each.precision.low_precision is None) else TapeRecorder()
 
 
 def trained(each: RunPlan, config: CudaGraphConfig | None = None) -> list[dict[str, torch.Tensor]]:
-    """Losses, norms, gradients and weights of every rank, with an evaluation between the steps."""
+    """Trains and evaluates between steps; returns losses, norms, gradients and weights of every rank."""
 
     def run(context: ParallelContext) -> dict[str, torch.Tensor]:
         kernels = reference.bundle()

@@ -1,4 +1,4 @@
-"""CUDA graphs with FP8 and FP4 GEMMs: replays equal eager steps bit for bit; graphs of modules quantise no weights."""
+"""CUDA graphs with FP8 and FP4 GEMMs: replays equal eager steps bit for bit, and module graphs quantise no weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,14 +56,14 @@ DENSE = replace(MODEL, layers=MODEL.layers[:1])
 
 
 def plan_of(recipe: str, model: ModelConfig = MODEL, **changes: Any) -> RunPlan:
-    """Plan with two microbatches per step."""
+    """Builds a plan with the recipe and two microbatches per step."""
     changes.setdefault("batch", BatchConfig(micro_batch_size=2, global_batch_size=4))
     plan = tiny.plan(model=model, **changes)
     return replace(plan, precision=replace(plan.precision, low_precision=RECIPES[recipe]))
 
 
 class WeightCounter(EagerRecorder):
-    """Counts the weights that captured work quantises."""
+    """Recorder that counts the weights quantised inside captures."""
 
     def __init__(self) -> None:
         self.kernels = reference.bundle()
@@ -112,8 +112,10 @@ def test_replayed_steps_equal_eager_steps(recipe: str) -> None:
 def test_replays_read_weights_scales_and_seeds_from_fixed_addresses(
     recipe: str, model: ModelConfig, config: CudaGraphConfig
 ) -> None:
-    """No Python code runs in a replay: new weights and scales of every step, and new random numbers of every
-    microbatch, are in the memory that the graph reads."""
+    """A replay runs no Python code, so everything that changes must be in the memory that the graph reads.
+
+    Weights and scales change in every step, random seeds in every microbatch.
+    """
     plan = plan_of(recipe, model)
     expected = train(plan)
     EXACT.check_all(train(replace(plan, cuda_graphs=config), TapeRecorder()), expected, recipe)
@@ -122,7 +124,7 @@ def test_replays_read_weights_scales_and_seeds_from_fixed_addresses(
 @pytest.mark.parametrize(("model", "config"), [(LATENT, ATTENTION), (DENSE, WHOLE)], ids=["modules", "whole steps"])
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed", "mxfp8", "nvfp4"])
 def test_replays_read_stored_weights(recipe: str, model: ModelConfig, config: CudaGraphConfig) -> None:
-    """Weights stored in FP8 or FP4 (`--fp8-param-gather`, `--fp4-param-gather`) are at fixed addresses."""
+    """Weights stored in FP8 or FP4 (`--fp8-param-gather`, `--fp4-param-gather`) have fixed addresses."""
     sharded = DataParallelConfig(use_distributed_optimizer=True)
     plan = plan_of(recipe, model, data_parallel=sharded)
     plan = replace(plan, precision=replace(plan.precision, low_precision_params=True))
@@ -144,7 +146,7 @@ def test_weights_are_quantised_after_they_were_gathered(monkeypatch: pytest.Monk
 
 
 def test_microbatches_in_flight_share_the_quantised_weights() -> None:
-    """Two pipeline ranks with two stages each have several graph instances."""
+    """Two pipeline ranks with two stages each have several graph instances, which read the same quantised weights."""
     model, batch = tiny.model(num_layers=4), BatchConfig(micro_batch_size=1, global_batch_size=4)
     plan = laid_out(plan_of("delayed", model, batch=batch), "Et*1|t*1|t*1|t*1L", 2)
     captured = replace(plan, cuda_graphs=ATTENTION)
@@ -156,7 +158,7 @@ def test_microbatches_in_flight_share_the_quantised_weights() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_experts_read_their_numbers_of_rows_on_the_device(recipe: str) -> None:
-    """A replay multiplies different numbers of rows per expert than the capture."""
+    """A replay computes correct GEMMs for other numbers of rows per expert than the capture."""
     config, stack = RECIPES[recipe], (3, 16, 32)
     delayed = DelayedScaling(config, torch.device("cpu"), 3, 0) if config.recipe == "delayed" else None
     precision = LinearQuantizer(config, KERNELS, delayed=delayed)

@@ -1,4 +1,4 @@
-"""Paged stash: identical results in any order of microbatches, less memory, and detection of too few pages."""
+"""Paged stash: identical results for any order of microbatches, less memory, and detection of too few pages."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ KERNELS = reference.bundle()
 
 
 def over_experts(stash: PagedStashConfig | None, *, num_ranks: int = 2, **changes) -> RunPlan:
-    """Expert-parallel ranks of two layers."""
+    """Builds a plan of expert-parallel ranks with an optional paged stash."""
     parallel = ParallelConfig(world_size=num_ranks, ep=num_ranks)
     model, memory = tiny.model(moe_config=ALL_GATHER), MemoryConfig(paged_stash=stash)
     config = tiny.plan(model=model, memory=memory, parallel=parallel)
@@ -73,12 +73,12 @@ def check_identical(plain: RunPlan, paged: RunPlan) -> None:
 
 
 def test_steps_with_expert_parallelism_are_identical_to_the_bit() -> None:
-    """The activation is recomputed from an output that was unpacked from pages."""
+    """With recompute, the activation is recomputed from the output of fc1, which is unpacked from pages."""
     check_identical(over_experts(None), over_experts(None, memory=MemoryConfig(paged_stash=PAGES, recompute=ACT)))
 
 
 def test_rows_that_do_not_fit_on_the_device_are_saved_on_the_host() -> None:
-    """The device buffer holds pages for a quarter of the rows of a balanced load, plus one page per tensor."""
+    """The device buffer has pages for a quarter of the rows of a balanced load, plus one page per tensor."""
     config = PagedStashConfig(
         moe_paged_stash_page_size=4,
         moe_paged_stash_buffer_size_factor_cuda=0.25,
@@ -101,7 +101,7 @@ def test_rows_that_do_not_fit_on_the_device_are_saved_on_the_host() -> None:
 
 
 def test_biases_of_experts_save_no_rows() -> None:
-    """Only probabilities are saved for the bias of fc2, so the pages hold all rows of the step."""
+    """The backward of fc2's bias saves only probabilities, so the pages are sufficient for all rows of the step."""
     moe = replace(ALL_GATHER, experts=replace(ALL_GATHER.experts, bias=True))
     saved: list[tuple[int, ...]] = []
 
@@ -121,7 +121,7 @@ def test_biases_of_experts_save_no_rows() -> None:
 
 
 def test_pages_of_interleaved_stages_are_freed_in_the_order_of_their_backwards() -> None:
-    """Two ranks of two stages each, with no page to spare."""
+    """Two ranks with two stages each have exactly as many pages as the schedule needs."""
     config = tiny.plan(model=tiny.model(num_layers=4), batch=BatchConfig(micro_batch_size=1, global_batch_size=4))
     plain = laid_out(config, "Et|t|t|tL", 2)
     check_identical(
@@ -136,7 +136,7 @@ def test_pages_of_interleaved_stages_are_freed_in_the_order_of_their_backwards()
 
 
 def one_step(plan: RunPlan, context: ParallelContext) -> tuple[StepOutcome, bool, bool]:
-    """(outcome, whether weights are as before, whether pages had run out)."""
+    """Runs a step; returns its outcome, whether weights are unchanged, and whether this rank ran out of pages."""
     trainer = trainer_of(plan, context)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     outcome = trainer.step(make_batches(plan, context, 2), TrainState())
@@ -145,8 +145,10 @@ def one_step(plan: RunPlan, context: ParallelContext) -> tuple[StepOutcome, bool
 
 
 def test_a_step_that_runs_out_of_pages_changes_no_weight_on_any_rank() -> None:
-    """All tokens are equal and go to two experts, which have pages for a quarter of all rows. tests/train/
-    test_overflow.py repeats such steps."""
+    """All tokens are equal and select the same two experts, whose ranks have pages for a quarter of all rows.
+
+    `tests/train/test_overflow.py` tests the repetition of such steps.
+    """
     plan = over_experts(
         PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.0), num_ranks=4
     )
@@ -158,24 +160,24 @@ def test_a_step_that_runs_out_of_pages_changes_no_weight_on_any_rank() -> None:
 
 
 def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:
-    """Tokens of a microbatch: 2 sequences of 32, two choices each; the tensors of a layer have widths 32, 48 and 24."""
+    """A microbatch has 2 sequences of 32 tokens with two experts each; saved tensors have widths 32, 48 and 24."""
     config = PagedStashConfig(moe_paged_stash_page_size=64, moe_paged_stash_buffer_size_factor_cuda=1.5)
     one_rank = replace(tiny.plan(), memory=MemoryConfig(paged_stash=config))
     assert pages_of_rank(one_rank, 0) == {width: 2 * (3 + 1) for width in (32, 48, 24)}
     with_recompute = replace(one_rank, memory=MemoryConfig(paged_stash=config, recompute=ACT))
     assert pages_of_rank(with_recompute, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
     padded = replace(one_rank, model=tiny.model(moe_config=tiny.moe(row_alignment=32)))
-    num_experts = tiny.moe().experts.num_experts  # with up to 31 rows of padding each
+    num_experts = tiny.moe().experts.num_experts  # each expert has up to 31 rows of padding
     assert pages_of_rank(padded, 0)[32] == 2 * (math.ceil((1.5 * 128 + num_experts * 31) / 64) + 1)
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
-    # the schedule is 1F1B with two chunks of one layer each; the first stage has a dense layer
+    # The schedule is interleaved 1F1B with two chunks of one layer each. The layer of the first stage is dense.
     in_flight = [counts for counts, _ in RankMemory(stages).moments(1)]
     assert pages_of_rank(stages, 1)[32] == 4 * max(sum(counts) for counts in in_flight)
     assert pages_of_rank(stages, 0)[32] == 4 * max(counts[1] for counts, _ in RankMemory(stages).moments(0))
 
 
 def test_memory_emulation_shows_the_memory_saved_by_pages() -> None:
-    """Four ranks: worst-case rows are four times the fair share."""
+    """On four ranks, the worst-case number of rows is four times the balanced one."""
     base = over_experts(
         None,
         num_ranks=4,
@@ -197,6 +199,7 @@ def test_memory_emulation_shows_the_memory_saved_by_pages() -> None:
     assert saved.total < whole.total and closed[1] < closed[0]
     assert saved.categories["activations"] < whole.categories["activations"]
     assert saved.categories["other"] == whole.categories["other"], "pages are activations"
-    # 5 layers keep 32 rows of 104 numbers for each rank, in pages 1.1 of them and a page more for each of 3 tensors
+    # Each of 5 MoE layers saves rows of 104 bf16 elements: the worst-case number of rows without pages, and 1.1 times
+    # the balanced number in pages.
     rows, num_layers = 4 * 32 * 2, 5
     assert closed[0] - closed[1] == pytest.approx(num_layers * 2 * 104 * (rows - 1.1 * rows / 4), rel=1e-3)

@@ -1,5 +1,7 @@
-"""Combinations of CUDA graphs with other features in shipped recipes and published layouts. Each has a tiny run whose
-replays equal eager steps bit for bit on the stand-in."""
+"""Combinations of CUDA graphs with other features in shipped recipes and published layouts.
+
+For each combination, a tiny run checks that replays of the stand-in equal eager steps bit for bit.
+"""
 
 import os
 from collections import Counter
@@ -28,12 +30,12 @@ from tests.memory.test_graph_combinations import FLEX, ON_HOST, OVERLAP, STASH, 
 from tests.recipes.published import Case, published, shipped
 
 TABLE = Path(__file__).parents[1] / "goldens" / "published_graphs.txt"
-"""One combination per line, with the number of its recipes and layouts. UPDATE_GOLDENS=1 writes it."""
+"""Table with one combination per line and its number of recipes and layouts; UPDATE_GOLDENS=1 writes it."""
 COMBINATIONS = [line.partition(" ")[2] for line in TABLE.read_text().splitlines()]
 
 
 def features_of(plan: RunPlan) -> str:
-    """Text of the combination, for example "graphs=attn,moe_router ep pairs recipe=mxfp8"; "" without graphs."""
+    """Returns a plan's combination, such as "graphs=attn,moe_router ep pairs recipe=mxfp8", or "" without graphs."""
     graphs, memory, parallel, pipeline = plan.cuda_graphs, plan.memory, plan.parallel, plan.pipeline
     if not (graphs.full_iteration or graphs.cuda_graph_modules):
         return ""
@@ -68,7 +70,7 @@ def combinations(cases: list[Case]) -> Iterator[str]:
             words = [*case.words, "--fake-init-process-group"]
             plan = read_plan(words, {}, lambda config: config.vocab_size or 512, waiting=True)
         except FlagErrors:
-            continue  # tests/recipes/test_published.py
+            continue  # tests/recipes/test_published.py checks which layouts are rejected
         if features_of(plan):
             yield features_of(plan)
 
@@ -93,10 +95,10 @@ def test_combinations_of_published_layouts_have_a_replay_test(case: Case) -> Non
 
 
 def model_with(words: set[str], values: dict[str, str], num_layers: int) -> ModelConfig:
-    """One dense layer, then MoE layers."""
+    """Builds a model of one dense layer and MoE layers, with the features of a combination."""
     transport = values.get("exchange", "auto")
     moe = replace(FLEX, transport_backend=transport)
-    if "recipe" in values:  # one scale per block of 4
+    if "recipe" in values:  # blocks have 4 elements
         moe = replace(moe, row_alignment=8)
     mixers = [tiny.attention()] * num_layers
     if "mla_up_proj" in values.get("recompute", "").split(","):
@@ -110,7 +112,7 @@ def model_with(words: set[str], values: dict[str, str], num_layers: int) -> Mode
 
 
 def run_of(features: str) -> tuple[RunPlan, CudaGraphConfig]:
-    """Plan of a tiny run with these features, in stages of one or two ranks, and its graphs."""
+    """Returns the plan and the graph config of a tiny run with these features."""
     values = dict(each.split("=") for each in features.split() if "=" in each)
     words = set(features.split())
     stages = "pp" in words

@@ -1,4 +1,4 @@
-"""Recompute and output discard: results are identical to the bit, and memory is freed until backward."""
+"""Recompute and discarded outputs: results are bitwise identical, and memory is free until backward."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -56,7 +56,7 @@ WAYS = {
 
 
 def moe() -> MoEConfig:
-    """Module with all side effects that a second forward could repeat: losses, counts, jitter, gated shared expert."""
+    """MoE layer with all side effects that a second forward could repeat: losses, counts and jitter."""
     router = tiny.router(
         balancing=("aux_loss", "seq_aux_loss", "global_aux_loss"),
         aux_loss_coeffs=(0.02, 0.01, 0.03),
@@ -71,7 +71,7 @@ def moe() -> MoEConfig:
 def layers(
     mixer: AttentionConfig | MLAConfig, *, hidden_dropout: float = 0.0, dropout: float = 0.1, sinks: bool = True
 ) -> tuple[LayerConfig, ...]:
-    """One dense layer and two MoE layers."""
+    """Builds one dense layer and two MoE layers with this mixer."""
     mixer = replace(mixer, core=replace(mixer.core, dropout=dropout, sinks=sinks))
     kinds = (mlp_config(), moe(), moe())
     return tuple(
@@ -101,7 +101,7 @@ def results(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor
         scalar, _ = objective(losses_of(net, given), given, mtp=config.mtp, per_token=False)
         scalar.backward()
         found[f"loss {number}"] = scalar.detach()
-        # a step also collects gradients after every backward
+        # as in training, gradients are collected after every backward
         found |= {f"gradient {number} of {name}": gradient for name, gradient in gradients(net).items()}
         net.zero_grad()
     for (name, layer), entry in metrics.cut().entries.items():
@@ -120,7 +120,7 @@ def without_recompute(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["GQA", "MLA", "MLA without latent queries", "repeated MTP"])
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_metrics_gradients_and_statistics_are_identical_to_the_bit(way, name):
-    """Balancing losses and expert load are counted once, and dropout masks are repeated."""
+    """Recompute counts balancing losses and expert load only once, and repeats the dropout masks."""
     EXACT.check_all(results(models()[name], WAYS[way]), without_recompute(name), f"{name}, {way}")
 
 
@@ -134,7 +134,7 @@ def test_losses_metrics_gradients_and_statistics_are_identical_to_the_bit(way, n
     ids=["selective", "full", "selective, overlapped"],
 )
 def test_whole_steps_are_identical_to_the_bit(way, model, pipeline):
-    """With gradient buffers, the optimizer and the update of the routers; overlapped layers run node by node."""
+    """Whole steps include gradient buffers, the optimizer and router updates; overlapped layers run node by node."""
     plain = tiny.plan(model=models()[model], pipeline=pipeline)
     recomputed = replace(plain, memory=MemoryConfig(recompute=WAYS[way]))
     alone = ParallelContext.single()
@@ -142,7 +142,7 @@ def test_whole_steps_are_identical_to_the_bit(way, model, pipeline):
 
 
 def test_weight_gradients_are_computed_once(monkeypatch):
-    """Accumulators get every weight gradient once per microbatch."""
+    """Every gradient accumulator is called once per microbatch, as without recompute."""
 
     def num_products(recompute: RecomputeConfig) -> dict[str, int]:
         net, calls = build(models()["GQA"], saved_tensors=SavedTensorPolicy(recompute)), dict.fromkeys((), 0)
@@ -177,7 +177,7 @@ def losses_of(net: GPT, given: MicroBatch) -> LossOutput:
 
 
 def kept_bytes(config: ModelConfig, recompute: RecomputeConfig) -> int:
-    """Bytes that remain allocated between forward and backward. After backward only gradients may remain."""
+    """Returns the bytes allocated between forward and backward, and checks that only gradients remain afterwards."""
     context = ParallelContext.single(dtype=torch.float32)
     kernels = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
     net = GPT(config, context, kernels, saved_tensors=SavedTensorPolicy(recompute))
@@ -194,25 +194,25 @@ def kept_bytes(config: ModelConfig, recompute: RecomputeConfig) -> int:
 
 
 NUMBER, TOKENS, NUM_ROWS = 4, BATCH * SEQ, BATCH * SEQ * 2
-"""Bytes of a number; tokens; rows of the experts: two per token."""
+"""Bytes of an element, number of tokens, and number of expert rows, which is two per token."""
 
 
 @pytest.mark.parametrize(
     ("module", "numbers"),
     [
-        # both MoE layers save the product of gate and up
+        # Both MoE layers save act(gate) * up.
         ("moe_act", 2 * NUM_ROWS * 24),
-        # three layers save the outputs of both norms, which are no residual
+        # Three layers save the outputs of both norms, which are not part of the residual stream.
         ("layernorm", 3 * 2 * TOKENS * HIDDEN),
-        # three layers save q and k of 9 channels, and k and v before their split
+        # Three layers save q and k with 9 channels, and k and v before their split, with 5 and 9 channels.
         ("mla_up_proj", 3 * TOKENS * 3 * (9 + 9 + 5 + 9)),
     ],
 )
 def test_discarded_outputs_are_freed_until_backward(module, numbers):
-    # attention on the CPU saves copies if values have another width than keys
+    # v_head_dim equals the width of keys; otherwise, attention on the CPU would save padded copies.
     config = tiny.model(layers=layers(mla_config(v_head_dim=9), dropout=0.0, sinks=False))
     saved = kept_bytes(config, RecomputeConfig()) - kept_bytes(config, selective(module))
-    rotations = TOKENS * 4 * NUMBER  # the way up holds those of the microbatch
+    rotations = TOKENS * 4 * NUMBER  # the recomputed up-projection saves the rotation angles of the microbatch
     assert 0 <= numbers * NUMBER - saved <= rotations
 
 
@@ -270,7 +270,7 @@ def test_parameters_get_gradients_if_no_input_requires_one():
 
 
 def test_replicated_inputs_can_be_saved_as_shards():
-    """Tensor parallelism without sequence parallelism: the residual stream is the same on every rank."""
+    """Without sequence parallelism, each tensor-parallel rank has the same residual stream and can save its shard only."""
 
     def kept_and_gradient(context: ParallelContext, tp: str | None) -> tuple[int, Tensor]:
         group = None if tp is None else context.group(tp)
@@ -292,7 +292,10 @@ def test_replicated_inputs_can_be_saved_as_shards():
 
 
 def test_fake_tensors_are_recomputed_too():
-    """Memory emulation runs the same code on fake tensors. Dense layers only: reference experts read counts."""
+    """Memory emulation runs recompute on fake tensors.
+
+    The model has dense layers only, because reference experts read row counts on the host.
+    """
     config = tiny.model(layers=layers(mla_config())[:1] * 3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for way in ("small ones together", "uniform, two at a time"):

@@ -49,7 +49,7 @@ def experts_of(world: int, split: Split) -> Grid:
 
 
 def groups_of_box(sizes: dict[str, int], members: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """Returns the groups over the axes `members` of a box of ranks in which the first axis of `sizes` varies fastest."""
+    """Returns the groups over the axes `members` of a box of ranks, whose first axis in `sizes` varies fastest."""
     axes = [*reversed(sizes)]
     box = np.arange(prod(sizes.values())).reshape([sizes[axis] for axis in axes])
     inside = [place for place, axis in enumerate(axes) if axis in members]

@@ -75,7 +75,7 @@ def cover(strength: int, ranks: int | None = None, *, graphs: bool = False) -> C
 
 
 def domains_of(*, graphs: bool) -> Domains:
-    """Returns the values of all dimensions. With `graphs`, "graphs=off" is excluded; otherwise the dimension is absent."""
+    """Returns the values of all dimensions; "graphs" has no value "off" if `graphs`, and is absent otherwise."""
     rest = {name: values for name, values in DIMENSIONS.items() if name != "graphs"}
     return {**rest, "graphs": DIMENSIONS["graphs"][1:]} if graphs else rest
 
@@ -137,7 +137,7 @@ class _Search:
         return None
 
     def _gain(self, cell: Cell, name: str) -> Callable[[str], int]:
-        """Returns a sort key for the values of a dimension: minus the number of uncovered combinations that a value adds."""
+        """Returns a sort key for values of a dimension: minus the number of uncovered combinations that a value adds."""
         before = list(_masks(cell, self.strength - 1))
         return lambda value: -sum(BITS[name, value] | mask not in self.covered for mask in before)
 

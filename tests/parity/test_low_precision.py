@@ -101,7 +101,7 @@ def test_layouts_with_mxfp8_equal_one_rank(name: str) -> None:
 
 @pytest.fixture
 def given_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the scale of a tensor by a constant, because the maximum of a shard differs from that of the whole tensor."""
+    """Makes the scales of whole tensors constant, because a shard and the whole tensor have different maxima."""
     scale_of = quantizers.scale_of
 
     def given(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> Tensor:
