@@ -234,7 +234,7 @@ def test_graphs_contain_no_exchange_between_ranks(dispatcher):
 
 
 def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
-    """The scope that counts the consumers of a norm belongs to one microbatch, but a capture uses only the first scope."""
+    """Consumers of a norm are counted in a scope per microbatch, but a capture uses only the first scope."""
     notes, pack = Counter(), DiscardedOutput.pack
 
     def count(self, tensor):
@@ -352,7 +352,7 @@ COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather_object", "all
 
 
 class StrictRecorder(EagerRecorder):
-    """Recorder that fails if captured work acquires parameters or runs a collective, because graphs cannot contain waits."""
+    """Recorder that fails if captured work acquires parameters or runs a collective, as graphs cannot contain waits."""
 
     def __init__(self, monkeypatch):
         self.rank = local()

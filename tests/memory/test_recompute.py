@@ -270,7 +270,7 @@ def test_parameters_get_gradients_if_no_input_requires_one():
 
 
 def test_replicated_inputs_can_be_saved_as_shards():
-    """Without sequence parallelism, each tensor-parallel rank has the same residual stream and can save its shard only."""
+    """Without sequence parallelism, all tensor-parallel ranks have the same residual stream, so each saves a shard."""
 
     def kept_and_gradient(context: ParallelContext, tp: str | None) -> tuple[int, Tensor]:
         group = None if tp is None else context.group(tp)

@@ -1,4 +1,4 @@
-"""Memory of the dry run agrees with that of the emulated run for every shipped recipe.
+"""Memory of the cost model agrees with that of memory emulation for every shipped recipe.
 
 `python -m tests.memory_emulation.test_agreement [RECIPE ...]` prints the table of
 `benchmarks/2026-11-21-2-cores-agreement.md`, by default for all recipes.
@@ -41,17 +41,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 REGISTRY = Registry.declared()
 WITHIN = 0.03
-"""Relative tolerance."""
+"""Relative tolerance of the total memory."""
 SMALL = ("quickstart", "q6", "m8", "ds4", "olmoe-1b-7b-h100-8")
 STATE = ("weights", "gradients", "master weights", "moments")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Memory of the fullest rank of a plan, emulated and by the cost model."""
+    """Memory of the rank with the highest peak, by emulation and by the cost model."""
 
     emulated: dict[str, int]
-    """Bytes by category."""
+    """Emulated bytes at the peak, by category."""
     closed: RankBytes
 
     @property
@@ -65,8 +65,10 @@ class Compared:
 
 
 def without_hardware(recipe: str) -> tuple[Settings, list[str]]:
-    """Settings of a recipe without features of other hardware (dispatcher libraries, CUDA graphs, FP8, paged stash),
-    and the flags that were reset."""
+    """Returns the settings of a recipe without features that need other hardware, and the flags that were reset.
+
+    These features are dispatcher libraries, CUDA graphs, FP8 and the paged stash.
+    """
     settings = plan_search.settings_of(["--recipe", recipe], REGISTRY)
     draft = Draft(settings, {})
     if draft.value("moe_token_dispatcher_type") == "flex":
@@ -82,7 +84,7 @@ def without_hardware(recipe: str) -> tuple[Settings, list[str]]:
 
 
 def missing(settings: Settings, world_size: int) -> list[str]:
-    """Requested features that are unavailable, and rules that the flags violate."""
+    """Lists the requested features that are unavailable and the rules that the flags violate."""
     flags = REGISTRY.flags
     found = [
         flag.option
@@ -94,7 +96,7 @@ def missing(settings: Settings, world_size: int) -> list[str]:
 
 
 def plan_of(recipe: str) -> RunPlan:
-    """Plan of a recipe without features of other hardware."""
+    """Builds the plan of a recipe without features that need other hardware."""
     settings, _ = without_hardware(recipe)
     wanted = about(recipe, REGISTRY)
     assert not missing(settings, wanted.gpus), f"{recipe}: {missing(settings, wanted.gpus)}"
@@ -102,7 +104,7 @@ def plan_of(recipe: str) -> RunPlan:
 
 
 def compare(plan: RunPlan) -> Compared:
-    """Emulates the rank with the highest peak of the cost model."""
+    """Emulates the rank that has the highest peak according to the cost model."""
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
     closed = heaviest(RankMemory(plan).all_ranks())
     rank = all_groups(plan.parallel)["pp"][0][closed.rank]
@@ -110,7 +112,7 @@ def compare(plan: RunPlan) -> Compared:
 
 
 def line(recipe: str, found: Compared, taken_back: list[str]) -> str:
-    """One row of the table."""
+    """Formats one row of the table."""
     closed, emulated = found.closed, found.emulated
     at_work = found.peak - emulated["activations"] - sum(emulated[name] for name in STATE)
     cells = [
@@ -145,7 +147,7 @@ def test_hybrid_models_and_padded_experts_agree_within_a_percent(name: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mebibytes"), [("m27", 108_984), ("q24", 97_922)])
 def test_peak_over_four_gpus_is_at_most_that_of_megatron(name: str, mebibytes: int) -> None:
-    """Megatron-Core's peaks were measured on four H200s."""
+    """The limits are Megatron-Core's peaks, measured on four H200 GPUs."""
     compared = compare(plan_of(name))
     assert max(compared.peak, compared.closed.total) <= mebibytes << 20
 
@@ -162,7 +164,10 @@ def test_standard_permutation_saves_the_expert_outputs() -> None:
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8", "nvfp4"])
 def test_low_precision_copies_agree(recipe: str) -> None:
-    """Quantised weights and saved columnwise copies, with layers in bf16 and weight gradients of two microbatches."""
+    """Emulation and cost model include quantised weights and saved columnwise copies.
+
+    Cases have some layers in bf16, or all or expert weight gradients in bf16.
+    """
     plan = plan_of("q6")
     some_layers = {"layers_at_start": 2, "layers_at_end": 1}
     for options in (some_layers, {"expert_weight_grad": False}, {"weight_grad": False}):
@@ -179,7 +184,7 @@ def test_low_precision_copies_agree(recipe: str) -> None:
 @pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["", "state in host memory"])
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8", "nvfp4"])
 def test_weights_stored_in_low_precision_agree(recipe: str, fraction: float) -> None:
-    """Bytes and scales replace bf16 weights and their copies; master weights are whole."""
+    """Low-precision bytes and scales replace bf16 weights and their copies; master weights are full fp32 weights."""
     plan = plan_of("q6")
     config = low_precision_config(recipe, layers_at_start=2, layers_at_end=1)
     low = replace(plan.precision, low_precision=config, low_precision_params=True)
@@ -204,7 +209,7 @@ def test_workspace_of_fused_casts_agrees(weight_grad: bool) -> None:
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_output_layer_in_low_precision_agrees(recipe: str, stored: bool) -> None:
-    """The quantised copies of the gradient of the logits are the largest tensors."""
+    """Quantised copies of the gradient of the logits are the largest tensors of this run."""
     plan = plan_of("q6")
     low = low_precision_config(recipe, output_layer=True)
     precision = replace(plan.precision, low_precision=low, low_precision_params=stored)
@@ -224,7 +229,8 @@ def test_activation_inputs_in_fp8_agree() -> None:
     assert abs(low.ratio - 1) < 0.002
     saved = plain.emulated["activations"] - low.emulated["activations"]
     assert plain.closed.kept - low.closed.kept == pytest.approx(saved, rel=0.001)
-    # seven MoE layers save the experts' rows and shared experts, and one layer has a dense MLP
+    # Activation inputs are gate and up of 6 experts per token and of shared experts in seven MoE layers, and those of
+    # one dense MLP.
     elements = 2 * 8192 * (7 * (6 * 1408 + 2816) + 11264)
     assert saved == pytest.approx(elements * (1 - 4 / 128), rel=0.001)
 
@@ -232,7 +238,7 @@ def test_activation_inputs_in_fp8_agree() -> None:
 @pytest.mark.parametrize("module", ["qkv_linear", "attn_proj"])
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 def test_modules_that_save_activations_in_low_precision_agree(recipe: str, module: str) -> None:
-    """MLA's projections share the copy of their input; attention output is saved in FP8 only if it is recomputed."""
+    """MLA's input projections share one FP8 copy; attention output is saved in FP8 only if attention is recomputed."""
     plan = plan_of("m8")
     recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
     none, one = (low_precision_config(recipe, activation_modules=modules) for modules in ((), (module,)))
@@ -245,13 +251,13 @@ def test_modules_that_save_activations_in_low_precision_agree(recipe: str, modul
         if module == "attn_proj":
             assert bool(saved) == (each is not plan)
         else:
-            # half of the normed latents is saved; with a common copy, also half of the hidden states
+            # FP8 takes half the memory of the normed latents and, if projections share a copy, of the hidden states.
             width = 512 + (2048 if recipe == "blockwise" else 0)
             assert saved == pytest.approx(8 * 8192 * width, rel=0.04)
 
 
 def test_low_precision_under_sequence_parallelism_agrees() -> None:
-    """Inputs of column-parallel matrices are saved as shards, before quantisation."""
+    """Inputs of column-parallel matrices are saved as sequence shards, before they are gathered and quantised."""
     plan = plan_of("q6")
     parallel = replace(plan.parallel, tp=2, etp=2, world_size=2, sequence_parallel=True)
     low = replace(plan.precision, low_precision=low_precision_config("blockwise"))
@@ -260,7 +266,7 @@ def test_low_precision_under_sequence_parallelism_agrees() -> None:
 
 @pytest.mark.parametrize("weight_grad", thinned([True, False]))
 def test_workspace_of_long_sequences_in_fp8_agrees(weight_grad: bool) -> None:
-    """The gathered output gradient of a dense MLP and its quantised copies are the largest tensors."""
+    """The gathered output gradient of a dense MLP and its quantised copies are the largest tensors of this run."""
     plan = plan_of("m8")
     model = replace(plan.model, layers=plan.model.layers[:1] * 8, loss_chunk=256)
     memory = MemoryConfig(
@@ -282,7 +288,7 @@ def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * (2 * 2048 + 3 * 1408) * 2
     assert two.closed.kept - one.closed.kept == expected
-    assert two.peak - one.peak == pytest.approx(expected, rel=1e-3)  # a microbatch more is there, with its ids
+    assert two.peak - one.peak == pytest.approx(expected, rel=1e-3)  # the rest are the ids of one more microbatch
     assert abs(two.ratio - 1) < WITHIN
 
 
@@ -352,7 +358,7 @@ def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str,
 
 
 def test_clones_of_experts_agree() -> None:
-    """Weights of clones are kept until backward, or sent again. There, their gradients exist on both ranks."""
+    """Weights of clones are kept until backward, or sent again in backward."""
     plan = plan_of("m8")
 
     def compared(echo: EchoConfig | None) -> Compared:
@@ -398,7 +404,7 @@ def test_workspace_of_the_hierarchical_exchange_agrees(ranks_per_host: int) -> N
 def test_receive_slots_of_the_flex_dispatcher_agree(
     factor: float | None, num_sms: int | None, dispatcher: Literal["flex", "alltoall"]
 ) -> None:
-    """Dispatcher alltoall uses the same exchange among the ranks of one host."""
+    """The alltoall dispatcher uses the same exchange as flex among the ranks of one host."""
     plan = plan_of("m8")
     layers = tuple(
         replace(
@@ -416,7 +422,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
     )
     parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=4, shares_memory=True)
     found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
-    slots = 2 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # channels x ranks x tokens x bytes
+    slots = 2 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # channels * ranks * tokens * bytes per token
     assert found.closed.receive_slots == slots
     assert abs(found.ratio - 1) < WITHIN
 
@@ -428,7 +434,10 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
 def test_receive_slots_of_fp8_exchanges_agree(
     fp8_combine_grad: bool, options: dict[str, Any], formats: tuple[int, int]
 ) -> None:
-    """Tokens have one channel per format: FP8 and, if layers or gradients are not in FP8, that of the activations."""
+    """There is one channel for tokens per format.
+
+    The formats are FP8 and, if some layers or gradients are not sent in FP8, the activation dtype.
+    """
     plan = plan_of("m8")
     fields = {"dispatcher": "flex", "expert_rank_capacity_factor": 1.1, "fp8_dispatch": True}
     model = with_experts(plan.model, lambda moe: replace(moe, **fields, fp8_combine_grad=fp8_combine_grad))
@@ -446,7 +455,7 @@ def test_receive_slots_of_fp8_exchanges_agree(
 def test_padding_of_expert_rows_and_indices_of_received_tokens_agree(
     ep: int, ranks_per_host: int, factor: float | None
 ) -> None:
-    """One rank, symmetric memory, and the hierarchical exchange."""
+    """Cases are one rank, the exchange through symmetric memory, and the hierarchical exchange."""
     plan = plan_of("m8")
     fields = {"dispatcher": "alltoall", "expert_rank_capacity_factor": factor, "row_alignment": 128}
     model = with_experts(replace(plan.model, layers=plan.model.layers[:3]), lambda moe: replace(moe, **fields))
@@ -463,8 +472,10 @@ def test_padding_of_expert_rows_and_indices_of_received_tokens_agree(
 
 @pytest.mark.parametrize("repeated", [True, False])
 def test_sharded_layers_of_multi_token_prediction_agree(repeated: bool) -> None:
-    """A layer of several depths is gathered once per step and has its own memory. Full recompute by blocks leaves out
-    the layers of multi-token prediction."""
+    """A prediction layer that all depths share is gathered once per step into its own memory.
+
+    Full recompute with method "block" does not include layers of multi-token prediction.
+    """
     plan = plan_of("m8")
     model = replace(plan.model, layers=plan.model.layers[1:6], mtp=MTPConfig(num_layers=2, repeated_layer=repeated))
     recompute = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=4)
@@ -493,7 +504,7 @@ def test_shared_query_groups_agree() -> None:
 
 
 def with_attention_dropout(plan: RunPlan, exchange: ContextExchange, cp: int) -> RunPlan:
-    """The plan with --attention-dropout 0.1, --cp-comm-type `exchange` and `cp` times the ranks."""
+    """Returns the plan with --attention-dropout 0.1, --cp-comm-type `exchange` and context parallelism `cp`."""
     changes = {"dropout": 0.1, "context_exchange": exchange}
     mixers = [replace(each.mixer, core=replace(each.mixer.core, **changes)) for each in plan.model.layers]
     layers = tuple(replace(layer, mixer=mixer) for layer, mixer in zip(plan.model.layers, mixers, strict=True))

@@ -1,4 +1,4 @@
-"""Memory of CUDA graphs: closed form and emulation agree, and pools do not grow with the number of microbatches."""
+"""Memory of CUDA graphs: cost model and emulation agree, and pools do not grow with the number of microbatches."""
 
 from dataclasses import replace
 
@@ -30,8 +30,7 @@ GRAPH_KINDS = {
 
 
 def cell(layout: str, graphs: CudaGraphConfig) -> RunPlan:
-    """Moonlight shapes with eight microbatches, in a pipeline of two ranks or over four expert-parallel
-    ranks."""
+    """Builds a plan with Moonlight shapes and eight microbatches on two pipeline or four expert-parallel ranks."""
     plan = replace(plan_of("m8"), memory=MemoryConfig(), emulation=EmulationConfig(), device="cpu", cuda_graphs=graphs)
     size = 8 * plan.batch.micro_batch_size
     if layout == "ep4":
@@ -63,7 +62,7 @@ def test_closed_form_and_emulation_agree(layout: str, rank: int, kind: str) -> N
 
 @pytest.mark.slow
 def test_deferred_weight_gradients_keep_their_operands() -> None:
-    """Pairs of microbatches with weight gradients after input gradients, in the only recipe of one pipeline rank."""
+    """Graphs of overlapped microbatches keep operands for deferred weight gradients, in a recipe without a pipeline."""
     recipe = "qwen3-235b-a22b-b300-128"
     wanted = about(recipe, REGISTRY)
     settings = plan_search.settings_of(["--recipe", recipe], REGISTRY)
@@ -78,15 +77,14 @@ def test_deferred_weight_gradients_keep_their_operands() -> None:
 @pytest.mark.parametrize(("layout", "few"), [("Et*4|t*4L", 2), ("Et*2|t*2|t*2|t*2L", 4)])
 @pytest.mark.parametrize("kind", thinned(["layers", "attention"]))
 def test_pools_do_not_grow_with_microbatches(layout: str, few: int, kind: str) -> None:
-    """At most as many microbatches are in flight as with few microbatches, and the others replay their graphs."""
+    """Further microbatches replay existing graphs, because the number of microbatches in flight does not increase."""
     plan = cell(layout, GRAPH_KINDS[kind])
     at_few, at_many = (timeline(plan, 0, number).pool_bytes() for number in (few, 8))
     assert 0 < at_many <= 1.05 * at_few
 
 
 def test_pool_of_a_whole_step_stays_during_the_update() -> None:
-    """State that is on the host during forward and backward returns to the device while the graph's memory is
-    allocated."""
+    """The graph pool stays allocated when offloaded optimizer state returns to the device for the update."""
     plan = cell("Et*4|t*4L", WHOLE)
     found = timeline(plan)
     assert found.at(found.num_events - 1).categories[GRAPHS] == found.peak().categories[GRAPHS] > 0

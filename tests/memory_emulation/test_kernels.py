@@ -1,4 +1,4 @@
-"""Kernel fakes of memory emulation: every op runs on tensors without data and takes the memory of a Hopper GPU."""
+"""Fake kernels of memory emulation: every op runs on meta tensors and allocates as much memory as on a Hopper GPU."""
 
 import sys
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from megatron_moe.memory_emulation.tracker import Timeline, Tracker
 from tests.helpers import tiny
 
 Case = Callable[[Any], tuple[Tensor | tuple[Tensor, ...], list[Tensor]]]
-"""With a backend: the outputs of an op and the inputs to differentiate by."""
+"""Function that calls an op of a backend; returns its outputs and the inputs that require gradients."""
 
 BF16 = torch.bfloat16
 META = torch.device("meta")
@@ -49,7 +49,7 @@ def ids_TK() -> Tensor:
 
 
 def differentiable(op: str, shapes: list[tuple[int, ...]], *others: Any, dtype: torch.dtype = BF16) -> Case:
-    """`op` of tensors of these shapes, then the other arguments."""
+    """Case that calls `op` with input tensors of these shapes, followed by the other arguments."""
 
     def case(k: Any) -> Any:
         inputs = [leaf(*shape, dtype=dtype) for shape in shapes]
@@ -89,7 +89,7 @@ def attention(*, sinks: bool = False, dtype: torch.dtype = BF16, segments_BS: bo
 
 
 def attention_block(*chunks: range, dtype: torch.dtype = BF16, forward: bool = True, **mask: Any) -> Case:
-    """Attention of positions 0-31 and 96-127 to the keys at `chunks`, and its gradients."""
+    """Case of attention from queries at positions 0-31 and 96-127 to keys at `chunks`, and its gradients."""
 
     def case(k: Any) -> Any:
         query, key = PositionSpan(chunks=(range(32), range(96, 128))), PositionSpan(chunks=chunks)
@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
 
 
 def kinds(case: Case, kernels: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of the outputs of an op and of its gradients."""
+    """Returns shape and dtype of the outputs of an op and of its input gradients."""
     outputs, inputs = case(kernels)
     found = outputs if isinstance(outputs, tuple) else (outputs,)
     if inputs:
@@ -220,14 +220,14 @@ def test_every_op_is_emulated_by_the_backend_that_auto_selects() -> None:
 
 
 def figures(timeline: Timeline, since: int, until: int) -> tuple[int, int]:
-    """(peak, remainder) in bytes above the start."""
+    """Returns the peak and the final memory of an interval of the timeline, in bytes above its start."""
     totals = timeline.totals()
     before = totals[since - 1] if since else 0
     return max(totals[since:until], default=before) - before, totals[until - 1] - before
 
 
 def memory_of(case: Case, backend: Any) -> list[tuple[int, int]]:
-    """(peak, remainder) of forward and backward, in bytes."""
+    """Returns the peak and the final memory of forward and of backward, in bytes above their starts."""
     tracker = Tracker()
     with tracker:
         start = len(tracker.timeline().phases)
@@ -246,7 +246,7 @@ def memory_of(case: Case, backend: Any) -> list[tuple[int, int]]:
 
 
 def test_norm_backward_has_two_weight_gradient_shares_per_multiprocessor() -> None:
-    """fp32 shares of 264 programs, then the weight's gradient."""
+    """Each of 2 * 132 programs, two per SM, writes an fp32 share of the weight gradient."""
     case = differentiable("rms_norm", [(4096, 4096), (4096,)], 1e-6, False)
     _, (peak, _) = memory_of(case, KERNELS)
     assert peak == 4096 * 4096 * 2 + 2 * 132 * 4096 * 4 + 4096 * 2
@@ -256,18 +256,20 @@ def test_norm_backward_has_two_weight_gradient_shares_per_multiprocessor() -> No
     "case", [attention(sinks=True, dtype=torch.float32), attention_block(range(64), dtype=torch.float32)]
 )
 def test_fp32_attention_materialises_all_logits(case: Case) -> None:
-    """No fused attention kernel supports fp32 on a GPU, so plain torch computes it."""
+    """No fused attention kernel supports fp32 on GPUs, so plain torch ops compute attention."""
     kernels = emulated.emulated_kernels(KernelConfig(), torch.float32)
     assert memory_of(case, kernels)[0][0] > 3 * 2 * 4 * 64 * 64 * 4
 
 
 QUERIES, KEYS, VALUES = 64 * 2 * 4 * 32, 64 * 2 * 2 * 32, 64 * 2 * 2 * 16
-"""Elements of q, k and v."""
+"""Number of elements of q, k and v."""
 GRADS = (QUERIES + KEYS + VALUES) * 2
 OUTPUT, LSE, SEED_AND_OFFSET, UNUSED_SEED = 64 * 2 * 4 * 16 * 2, 64 * 2 * 4 * 4, 2 * 512, 512
 WORKSPACE = QUERIES * 4 + 2 * (KEYS + VALUES) * 2
-"""Bytes of cuDNN's backward, measured on a GPU: the gradient of q in fp32, and those of keys and values per query
-head."""
+"""Workspace of cuDNN's backward in bytes, measured on a GPU.
+
+It contains the gradient of q in fp32, and the gradients of k and v for every query head.
+"""
 
 
 def test_cudnn_attention_keeps_its_output_and_one_number_per_query() -> None:

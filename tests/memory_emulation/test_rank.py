@@ -1,4 +1,4 @@
-"""Emulation of one rank: memory on meta tensors equals that on real tensors."""
+"""Emulation of one rank: meta tensors take the same memory as real tensors."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ MODEL = tiny.model(num_layers=4, moe_config=tiny.moe(dispatcher="alltoall"))
 
 
 def plan(*, pp: int = 1, vpp: int = 1, ep: int = 1, imbalance: float = 1.0, **changes) -> RunPlan:
-    """Plan in bf16 with ZeRO-1 on pp * ep ranks and 16 microbatches of 2 sequences."""
+    """Builds a bf16 plan with ZeRO-1 on pp * ep ranks and 16 microbatches of 2 sequences."""
     layout = even_layout(4, pp=pp, vpp=vpp)
     config = tiny.plan(
         model=MODEL,
@@ -76,14 +76,14 @@ PLANS = {
 
 
 def without_host_reads() -> KernelSet:
-    """Plain torch with fakes of the ops that read sizes on the host; runs on meta and real tensors."""
+    """Returns torch kernels for meta and real tensors; fakes replace the ops that read sizes on the host."""
     return emulated.emulated_kernels(KernelConfig(kernel_backend=reference.NAME), torch.float32)
 
 
 def on(
     device: torch.device, config: RunPlan, rank: int, kernels: Kernels | None = None, number: int = 0
 ) -> EmulatedRun:
-    """Runs a rank on tensors of this device with the assumed routing."""
+    """Runs a rank with the assumed routing on tensors of the device, which may be meta."""
     context = ParallelContext.fake(config.parallel, rank, dtype=torch_dtype(config.precision.params), device=device)
     try:
         load = assumed_load(context)
@@ -127,7 +127,7 @@ def test_categories_add_up_to_the_total_on_every_rank() -> None:
 def test_state_categories_have_the_sizes_of_their_dtypes() -> None:
     config = plan(ep=2)
     categories = emulate_rank(config, 0, META).timeline.peak().categories
-    # a rank has bf16 weights, fp32 gradients, master weights and two moments; experts have no replicas
+    # Weights are bf16; gradients, master weights and two moments are fp32. Experts have no data-parallel replicas.
     assert categories["gradients"] == 2 * categories["weights"]
     assert categories["moments"] == 2 * categories["master weights"]
     assert categories["weights"] < categories["master weights"] < categories["gradients"]
@@ -139,7 +139,7 @@ def test_peak_is_reached_with_enough_microbatches(name: str) -> None:
     number = enough_microbatches(config)
     assert number < 12
     short, long = (emulate_rank(config, 0, META, num_microbatches=each).timeline.peak() for each in (number, 12))
-    # microbatches are on the device: ids, labels, loss weights, positions
+    # Only the inputs of the additional microbatches remain on the device: ids, labels, loss weights and positions.
     batches = 3 * (12 - number) * 4 * 512
     assert 0 < long.total - short.total <= batches
     assert long.categories["activations"] == short.categories["activations"]
@@ -181,7 +181,7 @@ def test_the_assumed_load_counts_every_choice_once(num_ranks: int, busiest: int,
 
 
 def test_duplicate_saved_activation_is_detected() -> None:
-    """Fault injection: a norm that saves a copy of its input, too."""
+    """Injected fault: a norm that additionally saves a copy of its input."""
     config, sound = plan(), emulated.emulated_kernels(KernelConfig(), torch.bfloat16)
 
     def wasteful(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -192,7 +192,7 @@ def test_duplicate_saved_activation_is_detected() -> None:
         on(META, config, 0, each).timeline.peak() for each in (sound, KernelSet.of(functions, sound.choices))
     )
     tokens = 2 * tiny.SEQ * tiny.HIDDEN * 2
-    # only the final norm uses this op; norms that add residual gradients and norms of sums are other ops
+    # Only the final norm uses the op rms_norm; norms with a residual use other ops.
     assert after.categories["activations"] - before.categories["activations"] == tokens
 
 

@@ -1,4 +1,4 @@
-"""`--fake-init-process-group`: table, JSON values, plot and rejected requests."""
+"""Runs with `--fake-init-process-group`: table, JSON values, plot and rejected arguments."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Applies one mutant after the other and expects the tests selected for it to fail.
+"""Applies each mutant in its own process and checks that the tests selected for it fail.
 
 python -m tests.mutants                    all mutants, two at a time
 python -m tests.mutants norm bias          mutants whose name contains one of these words
@@ -29,7 +29,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::[^\n]*?)(?: - |$)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of the tests of one mutant."""
+    """Outcome of the tests that were run with one mutant."""
 
     mutant: Mutant
     outcome: str

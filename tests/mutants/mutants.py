@@ -1,4 +1,7 @@
-"""Mutants: semantic errors as replacements of one function or method, and the tests that must fail with each."""
+"""Mutants: replacements of a function or method by one with a semantic error, and the tests that must fail then.
+
+The docstring of a mutant describes the consequence of its error.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,13 +23,13 @@ NORMS = "tests/optim/test_norms_over_ranks.py::test_norms_in_every_fold_of_four_
 
 @dataclass(frozen=True)
 class Mutant:
-    """One semantic error."""
+    """Replacement of one function or method by a version with a semantic error."""
 
     name: str
     target: str
-    """`module:qualified.name` below megatron_moe."""
+    """Target as `module:qualified.name`, relative to the package megatron_moe."""
     replacement: Replacement
-    """Takes the original function and returns the wrong one."""
+    """Function that takes the original function and returns the wrong one."""
     tests: tuple[str, ...]
     """Arguments of pytest: the shortest selection that must fail."""
     reason: str
@@ -58,7 +61,7 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(target: str, *tests: str) -> Callable[[Replacement], Replacement]:
-    """Registers a replacement under its function name; its docstring is the reason."""
+    """Registers the decorated replacement as a mutant with the name of the function, whose docstring is the reason."""
 
     def register(replacement: Replacement) -> Replacement:
         name = replacement.__name__
@@ -69,18 +72,18 @@ def mutant(target: str, *tests: str) -> Callable[[Replacement], Replacement]:
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces a function by one without effect."""
+    """Replacement of a function that has no effect."""
 
 
 @mutant("optim.grad_buffers:_is_first_owner", NORMS)
 def norm_counts_replicated_parameters_per_tp_rank(original: Any) -> Any:
-    """Clipping then depends on the layout."""
+    """Gradient clipping depends on the layout."""
     return lambda key, context, *, sharded: original(replace(key, replicated=False), context, sharded=sharded)
 
 
 @mutant("optim.grad_buffers:replica_group", NORMS)
 def norm_misses_experts_of_other_ranks(original: Any) -> Any:
-    """Reported upstream: 11.51 instead of 12.28, so clipping was 6.6 % too weak."""
+    """The norm is too small, so clipping is too weak. In an upstream report, it was 11.51 instead of 12.28."""
     return lambda grid: "dp_cp"
 
 
@@ -104,7 +107,7 @@ def per_token_loss_counts_local_tokens(original: Any) -> Any:
 
 @mutant("moe.router:Router._losses", f"{PARITY}[dp=2 balance=global]")
 def balancing_loss_shrinks_with_data_parallelism(original: Any) -> Any:
-    """Reported upstream: balancing fades as the job grows."""
+    """The effect of the balancing loss decreases with the number of data-parallel ranks, as reported upstream."""
     return lambda self, *args: [
         (loss, value / self.ctx.group("dp").size, coeff) for loss, value, coeff in original(self, *args)
     ]
@@ -112,7 +115,7 @@ def balancing_loss_shrinks_with_data_parallelism(original: Any) -> Any:
 
 @mutant("moe.router:Router._count", "tests/moe/test_balancing.py::test_bias_is_updated_once_per_global_batch")
 def expert_bias_sees_the_last_microbatch(original: Any) -> Any:
-    """The bias follows noise."""
+    """The expert bias follows the noise of single microbatches."""
 
     def count(self: Any, *args: Any) -> None:
         if self.expert_bias is not None:
@@ -136,7 +139,7 @@ def aux_losses_are_not_scaled_by_microbatches(original: Any) -> Any:
 
 @mutant("moe.balancing:BalancingLosses._whole_counts", f"{PARITY}[tp=2 sp=on balance=seq]")
 def sequence_loss_sees_the_local_part(original: Any) -> Any:
-    """Each rank balances its own positions."""
+    """Each rank balances the load of its own positions instead of whole sequences."""
     return lambda self: self._counts_GE
 
 
@@ -162,7 +165,7 @@ def received_rows_are_in_reverse_order(original: Any) -> Any:
 
 @mutant("moe.token_dispatcher.allgather:AllGatherDispatcher.__init__", f"{PARITY}[dp=2 ep=2 dispatcher=allgather]")
 def every_rank_holds_the_first_experts(original: Any) -> Any:
-    """Half of the experts never see a token."""
+    """Half of the experts never receive tokens."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -177,7 +180,7 @@ def every_rank_holds_the_first_experts(original: Any) -> Any:
     "test_partial_sums_are_added_in_fp32_and_sent_in_bf16_once_per_host",
 )
 def partial_sums_of_ranks_are_added_in_bf16(original: Any) -> Any:
-    """Every addition is rounded."""
+    """Every addition is rounded to bf16."""
 
     def send_back(self: Any, sums: torch.Tensor) -> Callable[[], torch.Tensor]:
         wait, totals = self.over.transposed.launch(sums), sums.new_zeros(len(self.index.rows_TK), sums.shape[1])
@@ -207,7 +210,7 @@ def probabilities_have_no_gradient_between_hosts(original: Any) -> Any:
 
 @mutant("moe.experts:ExpertStack.__init__", "tests/moe/parallel/test_layer_over_ranks.py")
 def every_etp_rank_adds_the_bias(original: Any) -> Any:
-    """The bias counts etp times."""
+    """The bias is added etp times."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -218,13 +221,13 @@ def every_etp_rank_adds_the_bias(original: Any) -> Any:
 
 @mutant("moe.routing_methods:within_capacity", "tests/moe/test_capacity.py")
 def capacity_drops_by_position(original: Any) -> Any:
-    """The end of every sequence learns less."""
+    """Tokens at the end of sequences are dropped more often."""
     return lambda ids, probs, counts, capacity, policy: original(ids, probs, counts, capacity, "position")
 
 
 @mutant("data.batch:split_sequence", "tests/data/test_batch.py")
 def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
-    """The model learns to predict another token."""
+    """The model learns to predict a token that is not the next one."""
 
     def split(batch: Any, context: Any) -> Any:
         part = original(batch, context)
@@ -235,19 +238,19 @@ def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
 
 @mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_left_by_one_position")
 def mtp_predicts_across_documents(original: Any) -> Any:
-    """Packed documents predict each other."""
+    """The last tokens of a packed document predict the first tokens of the next one."""
     return lambda x_BS, segments_BS, fill=0: original(x_BS, None, fill)
 
 
 @mutant("optim.grad_reduce:GradReducer._complete", "tests/optim/test_grad_reduce.py")
 def bucket_is_reduced_after_one_microbatch(original: Any) -> Any:
-    """Later gradients stay on their rank."""
+    """Gradients of later microbatches are not reduced."""
     return lambda self, bucket: bucket.num_arrived == bucket.per_microbatch
 
 
 @mutant("optim.grad_buffers:MainGrad.begin_step", "tests/optim/test_grad_buffers.py")
 def gradients_of_the_last_step_are_kept(original: Any) -> Any:
-    """An unrequested momentum."""
+    """Gradients of earlier steps act like momentum."""
 
     def begin(self: Any, *args: Any) -> None:
         filled = self.filled
@@ -259,13 +262,13 @@ def gradients_of_the_last_step_are_kept(original: Any) -> Any:
 
 @mutant("parallel.parameter:BatchedWeightGrad.with_later", "tests/train/test_late_weight_gradients.py")
 def only_the_last_deferred_weight_gradient_counts(original: Any) -> Any:
-    """Experts learn from every other microbatch."""
+    """Expert gradients of earlier microbatches in a batched GEMM are lost."""
     return lambda self, later: later
 
 
 @mutant("optim.param_layout:decays", "tests/optim/test_distributed_optimizer.py")
 def norms_and_biases_decay(original: Any) -> Any:
-    """Trains a little worse without any message."""
+    """Training is slightly worse, and no message indicates it."""
     return lambda parameter, *, decay_qk_norm: True
 
 
@@ -274,7 +277,7 @@ def norms_and_biases_decay(original: Any) -> Any:
     "tests/train/test_trainer.py::test_infinite_gradient_of_a_finite_loss_is_not_applied",
 )
 def an_infinite_gradient_is_applied(original: Any) -> Any:
-    """One infinite gradient ends the run, and the checkpoint has it."""
+    """One infinite gradient makes all weights NaN, and the next checkpoint contains them."""
     return lambda self, loss, norm, overflow: original(self, loss, torch.zeros_like(norm), overflow)
 
 
@@ -289,7 +292,7 @@ def a_resumed_run_repeats_a_sample(original: Any) -> Any:
 
 @mutant("checkpoint.load:mismatches", "tests/checkpoint/test_load.py")
 def missing_tensors_keep_random_values(original: Any) -> Any:
-    """Half of the model is loaded, the other half is noise."""
+    """Tensors that the checkpoint lacks remain random, without an error."""
     return lambda *args: [line for line in original(*args) if not line.startswith("missing")]
 
 
@@ -298,19 +301,19 @@ def missing_tensors_keep_random_values(original: Any) -> Any:
     "tests/checkpoint/test_async_save.py::test_files_equal_those_of_a_synchronous_save_although_tensors_change",
 )
 def a_background_save_reads_live_weights(original: Any) -> Any:
-    """A checkpoint of mixed iterations, with valid checksums."""
+    """The checkpoint contains weights of different iterations, with valid checksums."""
     return lambda self, sources: (source.detach() for source in sources)
 
 
 @mutant("train.checkpointing:Checkpointing._wait_for_pending", "tests/train/test_resume_table.py")
 def a_pending_save_is_not_completed(original: Any) -> Any:
-    """The end of a run loses the checkpoint that is being written."""
+    """A checkpoint that is being written at the end of the run is lost."""
     return nothing
 
 
 @mutant("resilience.replica_check:differing_replicas", "tests/resilience/test_replica_check.py")
 def replica_differences_are_not_reported(original: Any) -> Any:
-    """Silent corruption stays unnoticed."""
+    """Silent data corruption is not reported."""
 
     @wraps(original)
     def none(*args: Any) -> list[str]:
@@ -324,13 +327,13 @@ STORED = "tests/train/test_stored_weights.py::test_ranks_whose_shards_cut_blocks
 
 @mutant("optim.stored_weights:all_reduce_", STORED)
 def owners_quantise_stored_weights_with_scales_of_their_shards(original: Any) -> Any:
-    """Gathered bytes of a block belong to different scales."""
+    """The gathered bytes of a block were quantised with different scales."""
     return lambda tensor, *args: tensor
 
 
 @mutant("optim.stored_weights:weight_scales", STORED)
 def matrices_stored_in_fp4_have_the_factor_of_their_first_block(original: Any) -> Any:
-    """Scales of other blocks saturate."""
+    """The scales of blocks with larger values saturate."""
     return lambda amax: (*original(amax)[:2], original(amax[..., :1, :1])[2])
 
 
@@ -347,7 +350,7 @@ def stored_weights_lack_the_part_in_host_memory(original: Any) -> Any:
     "tests/train/test_low_precision.py::test_an_evaluation_quantises_the_weights_of_the_last_step",
 )
 def an_evaluation_uses_earlier_quantised_weights(original: Any) -> Any:
-    """Validation losses belong to the weights before the last step."""
+    """Validation uses the weights before the last step."""
 
     def step(self: Any, **arguments: Any) -> None:
         on_new_weights, self.on_new_weights = self.on_new_weights, nothing
@@ -395,7 +398,7 @@ def recomputed_nodes_do_not_acquire_their_parameters(original: Any) -> Any:
     "tests/train/test_exit_conditions.py::test_skipped_iterations_count_towards_train_samples",
 )
 def train_samples_exclude_skipped_samples(original: Any) -> Any:
-    """A run that skips a batch reads past --train-samples."""
+    """A run that skips a batch reads more than --train-samples samples."""
     return lambda self, config: original(replace(self, consumed_samples=self.trained_samples), config)
 
 
@@ -436,5 +439,5 @@ def outputs_keep_the_rotation_of_their_keys(original: Any) -> Any:
 
 @mutant("model.entry_choice:AttentionTarget.probabilities", f"{ENTRIES}[few entries-sequences]")
 def targets_of_indexers_exclude_the_window(original: Any) -> Any:
-    """Heads that attend to the window count as much as those that attend to entries."""
+    """Heads that mostly attend to the window have as much weight as heads that attend to entries."""
     return lambda self, rows: original(replace(self, lse_UBN=self.lse_UBN - 1e4), rows)

@@ -1,4 +1,4 @@
-"""Mutants still apply: their targets and tests exist."""
+"""Every mutant can still be applied: its target and its tests exist."""
 
 from pathlib import Path
 

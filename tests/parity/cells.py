@@ -199,7 +199,10 @@ def recompute_of(cell: Cell) -> RecomputeConfig:
 
 
 def graphs_of(cell: Cell) -> CudaGraphConfig:
-    """Selects captured modules or the whole step. The first step runs eagerly, the second captures, the third replays."""
+    """Selects captured modules or the whole step.
+
+    The first step runs eagerly, the second captures, the third replays.
+    """
     match cell["graphs"]:
         case "router":
             modules: tuple[GraphModule, ...] = ("attn", "mamba", "moe_router", "moe_preprocess")

@@ -137,7 +137,7 @@ class _Search:
         return None
 
     def _gain(self, cell: Cell, name: str) -> Callable[[str], int]:
-        """Returns a sort key for values of a dimension: minus the number of uncovered combinations that a value adds."""
+        """Returns a sort key for values of a dimension: minus the number of new combinations that a value adds."""
         before = list(_masks(cell, self.strength - 1))
         return lambda value: -sum(BITS[name, value] | mask not in self.covered for mask in before)
 
