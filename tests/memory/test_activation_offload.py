@@ -135,8 +135,9 @@ def test_the_last_layer_stays_if_its_backward_follows_immediately():
 
 
 def test_a_group_is_reloaded_during_the_backward_of_the_next_one():
-    """The last of three layers is not offloaded. Its backward starts the reload of layer 1, whose backward starts the
-    reload of layer 0.
+    """The backward of each layer launches the reload of the layer before it.
+
+    Of three layers, the last one is not offloaded.
     """
     net = Net(offload("attn_proj", "core_attn"))
     net.forward(0).backward()

@@ -1,4 +1,4 @@
-"""Recompute and discarded outputs: results are bitwise identical, and memory is free until backward."""
+"""Recompute and discarded outputs: results are bitwise identical, and memory is freed until backward."""
 
 from dataclasses import replace
 from functools import cache, partial

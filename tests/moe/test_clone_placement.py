@@ -31,7 +31,10 @@ def test_spill_of_the_busiest_expert_moves_to_the_rank_with_spare_rows() -> None
 
 
 def test_rows_of_the_home_rank_stay_at_home_on_every_rank() -> None:
-    """The rows of an expert that come from its home rank stay there; rows that come from the other rank move."""
+    """Rows of an expert from its home rank move only after all rows from the rank with the clone.
+
+    Six of 14 rows of expert 2 move to rank 0: all 5 rows from rank 0, and one of the 9 rows from its home rank 1.
+    """
     placed = place_clones(torch.tensor([[1, 1, 5, 1], [1, 1, 9, 1]]), 2, 2)
     assert placed.clones_Qc.tolist() == [[2, -1], [-1, -1]]
     assert placed.rows_PEQ[:, 2].tolist() == [[5, 0], [1, 8]]

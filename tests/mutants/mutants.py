@@ -277,7 +277,7 @@ def norms_and_biases_decay(original: Any) -> Any:
     "tests/train/test_trainer.py::test_infinite_gradient_of_a_finite_loss_is_not_applied",
 )
 def an_infinite_gradient_is_applied(original: Any) -> Any:
-    """One infinite gradient makes all weights NaN, and the next checkpoint contains them."""
+    """One infinite gradient corrupts the weights, and the next checkpoint contains them."""
     return lambda self, loss, norm, overflow: original(self, loss, torch.zeros_like(norm), overflow)
 
 

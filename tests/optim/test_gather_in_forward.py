@@ -79,7 +79,7 @@ def make_optimizer(
 
 
 def null_step(optimizer: Optimizer) -> None:
-    """Runs an optimizer step with learning rate 0, which starts gathers but changes no weight."""
+    """Runs an optimizer step with learning rate 0, which launches the gathers but changes no weight."""
     one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
     optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, apply_update=yes)
 

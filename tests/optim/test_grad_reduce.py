@@ -1,4 +1,4 @@
-"""Overlapped gradient reduction: a bucket is reduced once complete, in the same order on all ranks, bit for bit."""
+"""Overlapped gradient reduction: complete buckets are reduced in the same order on all ranks, with identical bits."""
 
 from dataclasses import dataclass, field, replace
 
@@ -89,7 +89,7 @@ def test_buckets_start_during_the_last_backward_of_every_step() -> None:
             assert chain.buffers.reducer.num_started == DEPTH + 1
         return found
 
-    # In every step, the buckets of the norm and of the last two matrices are reduced during the last backward.
+    # In every step, reductions of the norm and of the last two matrices are launched during the last backward.
     for found in on_two(starts):
         assert found == [[0, 3], [0, 3], [0, 0, 3], [3]]
     for found in on_two(starts, DataParallelConfig(ddp_bucket_size=1)):

@@ -27,7 +27,7 @@ DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 def tensors(optimizer: Optimizer) -> dict[str, TensorShard]:
-    """Returns weights and optimizer state in the form in which checkpoints are saved."""
+    """Returns this rank's shards of weights and optimizer state by their keys in a checkpoint."""
 
     def saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
         dim = sharded_dim(parameter.meta) or 0

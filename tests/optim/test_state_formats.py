@@ -85,7 +85,7 @@ class Rig:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def saved(self) -> dict[str, Tensor]:
-        """Returns weights and optimizer state in the form in which checkpoints contain them."""
+        """Returns the whole weights and optimizer state that a checkpoint contains, by name."""
         found = dict(self.weights())
         for each in self.optimizer.named_state():
             key, data = f"{each.kind} {each.name}", each.data.to(self.buffers.device, copy=True)

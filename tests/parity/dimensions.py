@@ -113,7 +113,7 @@ def _is_one(cell: Cell, *axes: str) -> bool:
 
 
 UNSHARDED = ("off", "on")
-"""Values of "zero" without sharded gradients and weights."""
+"""Values of "zero" that shard neither gradients nor weights."""
 
 
 def _replicas_divide(cell: Cell) -> bool:

@@ -89,7 +89,7 @@ def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: py
         return comm.kind, comm.note
 
     fold = parallel(2, ep=2, shares_memory=True)
-    assert on_threads(fold, kind_and_note) == [(NCCL, None)] * 2  # no symmetric memory on CPUs
+    assert on_threads(fold, kind_and_note) == [(NCCL, None)] * 2  # only GPUs use symmetric memory
     emulated = ParallelContext.fake(fold, 0)
     kind, note = kind_and_note(emulated, stand_in=lambda transport, config: transport)
     assert kind is SYMMETRIC and note == (
