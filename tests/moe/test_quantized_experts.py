@@ -99,8 +99,8 @@ def test_fused_casts_change_no_number(config, kind, gathers_in_fc1, sums, monkey
     assert made.has_fused_casts
     fused = run(made, kernels, gathers_in_fc1=gathers_in_fc1, sums=sums)
     assert calls["quantize_activation"] == calls["quantize_activation_grad"] == 2
-    # Each microbatch quantises the rows of fc1 and the gradient of the output of fc2. With quantised weight gradients,
-    # backward quantises the rows again.
+    # Each microbatch quantises the rows of fc1 and the gradient of the output of fc2. If fc1 gathers
+    # its rows, quantised weight gradients quantise them again in backward.
     assert calls.get("quantize_permuted", 0) == gathers_in_fc1 * (4 if config.weight_grad else 2) + 2 * sums
     assert calls.get("quantize_rows", 0) == (2 if gathers_in_fc1 else 4) - 2 * sums
     monkeypatch.setattr(Experts, "has_fused_casts", False)

@@ -87,7 +87,7 @@ def _folds(cell: Cell) -> bool:
 
 @cache
 def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
-    """Returns True if both grids have the same world size, which is at most LARGEST_WORLD."""
+    """Returns True if both grids fold onto the same world of at most LARGEST_WORLD ranks."""
     world = tp * cp * pp * dp
     if world > LARGEST_WORLD:
         return False

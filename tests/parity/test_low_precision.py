@@ -101,7 +101,7 @@ def test_layouts_with_mxfp8_equal_one_rank(name: str) -> None:
 
 @pytest.fixture
 def given_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the scales of whole tensors constant, because a shard and the whole tensor have different maxima."""
+    """Makes scales of whole tensors constant, because the maximum of a shard may differ from that of the tensor."""
     scale_of = quantizers.scale_of
 
     def given(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> Tensor:

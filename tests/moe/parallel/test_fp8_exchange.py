@@ -173,7 +173,7 @@ def test_layers_give_the_bits_of_a_plain_exchange(fields, config, monkeypatch) -
 
 
 def test_experts_multiply_the_received_bytes(monkeypatch) -> None:
-    """Received FP8 bytes are GEMM operands: fc1 does not quantise rows again, nor fc2 gradients.
+    """Received FP8 bytes are GEMM operands, so neither fc1 nor the backward of fc2 quantises them again.
 
     Weight gradients are in the dtype of the parameters here, so no columnwise copy is needed.
     """
