@@ -81,8 +81,8 @@ class Bench:
         self.ours = {key: TensorShard(shape, (TensorBox(offset, data),)) for key, data in self.local.items()}
         self.saver = CheckpointSaver(folder / "ours", self.context, say=lambda line: None)
         self.number = 0
-        # the thread of torch.distributed.checkpoint runs collectives, which must not interfere with those of the main
-        # thread
+        # The background thread of torch.distributed.checkpoint runs collectives. They need their own process group, so
+        # that they cannot interleave with collectives of the main thread.
         self.their_group = dist.new_group(backend="gloo")
         self.times: Times = {}
 
@@ -163,7 +163,7 @@ def _sum(data: Tensor) -> int:
 
 
 def rank_main(rank: int, num_ranks: int, num_bytes: int, repeats: int, folder: Path) -> None:
-    """Main function of a rank's process. The first rank writes its times to a file."""
+    """Runs the benchmark as one rank. Rank 0 writes its times to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_ranks)
     bench = Bench(rank, num_ranks, num_bytes, folder)
@@ -176,7 +176,7 @@ def rank_main(rank: int, num_ranks: int, num_bytes: int, repeats: int, folder: P
 
 
 def measured(num_ranks: int, num_bytes: int, repeats: int, where: Path | None) -> Times:
-    """Returns the seconds of every measurement, `repeats` values for each."""
+    """Runs the ranks and returns, for every measurement, its times in seconds, one per repeat."""
     with tempfile.TemporaryDirectory(dir=where, prefix="bench-checkpoint-") as name:
         folder = Path(name)
         mp.spawn(rank_main, (num_ranks, num_bytes, repeats, folder), nprocs=num_ranks)

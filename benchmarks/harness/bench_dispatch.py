@@ -41,7 +41,7 @@ SLEEP_CYCLES = 8_000_000
 
 @dataclass(frozen=True)
 class LayerShape:
-    """An MoE layer's exchange."""
+    """Sizes that determine the token exchange of an MoE layer."""
 
     name: str
     num_experts: int
@@ -55,7 +55,7 @@ PARTS = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 
 def random_routing(shape: LayerShape, rank: int, device: torch.device) -> Routing:
-    """Random distinct experts; every expert is equally likely."""
+    """Selects distinct random experts for every token; all experts are equally likely."""
     draw = torch.Generator(device).manual_seed(rank)
     ids_TK = torch.rand(shape.num_tokens, shape.num_experts, device=device, generator=draw).topk(shape.topk).indices
     probs_TK = torch.rand(shape.num_tokens, shape.topk, device=device, generator=draw)
@@ -64,7 +64,7 @@ def random_routing(shape: LayerShape, rank: int, device: torch.device) -> Routin
 
 
 def remote_copies(shape: LayerShape, routing: Routing, num_ranks: int, rank: int) -> int:
-    """Pairs of a token of this rank and another rank that holds one of its experts."""
+    """Number of (token, remote rank) pairs such that the rank holds an expert of this rank's token."""
     assert routing.ids_TK is not None
     visited_TP = torch.zeros(shape.num_tokens, num_ranks, dtype=torch.bool, device=routing.ids_TK.device)
     visited_TP.scatter_(1, routing.ids_TK // (shape.num_experts // num_ranks), True)
@@ -74,14 +74,14 @@ def remote_copies(shape: LayerShape, routing: Routing, num_ranks: int, rank: int
 
 @dataclass(frozen=True)
 class Timed:
-    """Median microseconds of each part, and the tensors for a comparison."""
+    """Median microseconds of each part of the exchange, and the tensors to compare between dispatchers."""
 
     microseconds: dict[str, float]
     tensors: dict[str, Tensor]
 
 
 def start_together(ctx: ParallelContext) -> None:
-    """Lets all GPUs begin at the same time, after the host has queued the work: it then does not bound the times."""
+    """Synchronises all GPUs and delays them while the host queues work, so that launch overhead is not timed."""
     torch.cuda.synchronize()
     dist.barrier(device_ids=[ctx.device.index])
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
@@ -90,8 +90,8 @@ def start_together(ctx: ParallelContext) -> None:
 def run_dispatcher(
     kind: ExpertTransport, shape: LayerShape, ctx: ParallelContext, num_sms: int | None = None, fp8: FP8Rows = None
 ) -> Timed:
-    """Times one dispatcher; the experts are replaced by a multiplication with the probability. `fp8`: rows of dispatch
-    and of the backward of combine are quantised after, or before, they are sent."""
+    """Times one dispatcher, with the experts replaced by a multiplication by the probability. `fp8`: whether the rows
+    of dispatch and of combine's backward are quantised before or after they are sent."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
     options = PushConfig(num_sms=num_sms)
     comm = ExpertComm(ctx, kernels, kind, shape.num_experts, row_capacity_factor=1.25, options=options)
@@ -174,7 +174,7 @@ def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None, fmt
 
 
 def slowest(value: float, ctx: ParallelContext) -> float:
-    """The largest value of all ranks."""
+    """Maximum of `value` over all ranks."""
     tensor = torch.tensor([value], device=ctx.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()

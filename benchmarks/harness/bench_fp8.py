@@ -1,4 +1,6 @@
-"""Times FP8 casts and grouped products on one GPU and prints a Markdown table with ceilings of the same run.
+"""Times FP8 casts and grouped GEMMs on one GPU and prints a Markdown table.
+
+The table also has the bandwidth and TFLOP/s that the GPU reaches in the same run.
 
 python benchmarks/harness/bench_fp8.py [--only CASES]
 """
@@ -45,7 +47,7 @@ DENSE = ((8192, 2048, 6144), (8192, 2048, 2048), (4096, 1536, 24576), (4096, 163
 
 
 def milliseconds(work: Callable[[], object], runs: int = 9) -> float:
-    """Median of `runs` runs, queued after a pause so that launches do not count."""
+    """Median milliseconds of `runs` runs, queued while the GPU sleeps so that launch overhead is not timed."""
     for _ in range(3):
         work()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
@@ -92,7 +94,7 @@ def ceilings() -> None:
 
 
 def scaled_mm(x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
-    """torch's product, whose scales of weights have a row stride that is a multiple of 4."""
+    """Computes x W^T with torch's scaled GEMM, which needs weight scales whose row stride is a multiple of 4."""
     assert x.rowwise is not None and x.rowwise_scales is not None and w.rowwise is not None
     assert w.rowwise_scales is not None
     padded = F.pad(w.rowwise_scales, (0, -w.rowwise_scales.shape[1] % 4))
@@ -215,8 +217,8 @@ def norms() -> None:
 
 
 def transformer_engine() -> None:
-    """Casts and products of Transformer Engine. Rows are divided evenly, so that no expert's rows are padded; grouped
-    products exclude the time in which the host waits for the number of rows per expert."""
+    """Times casts and GEMMs of Transformer Engine. All experts have equally many rows, so that none are padded. Times
+    of grouped GEMMs exclude the host's wait for the number of rows per expert."""
     library = importlib.import_module("megatron_moe.kernels.backends.transformer_engine.low_precision")
     for recipe in ("blockwise", "tensorwise"):
         config = low_precision_config(recipe)
@@ -246,7 +248,7 @@ def transformer_engine() -> None:
 def grouped_products(
     library: ModuleType, config: LowPrecisionConfig, rows: int, experts: int, inputs: int, outputs: int
 ) -> dict[str, Callable[[], object]]:
-    """Transformer Engine's grouped products of operands that are already split."""
+    """Times Transformer Engine's grouped GEMMs of operands that are already split by expert."""
 
     usage = {"rowwise": True, "columnwise": True}
 

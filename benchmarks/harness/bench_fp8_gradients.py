@@ -33,7 +33,7 @@ COMPARED = [variant for variant in VARIANTS if "--seed" not in variant.flags]
 
 
 class LayerCosine(NamedTuple):
-    """Cosine of the angle between two gradients of a layer."""
+    """Cosine similarity between two gradients of a layer."""
 
     whole: float
     """All parameters of the layer."""
@@ -44,7 +44,7 @@ class LayerCosine(NamedTuple):
 
 
 def gradients(model: str, variant: PrecisionVariant, options: argparse.Namespace) -> Gradients:
-    """fp32 gradients of the first step by parameter name, before clipping."""
+    """Computes the fp32 gradients of the first step, by parameter name, before clipping."""
     plan = plan_to_run([*flags_of(model, variant, options), "--train-iters", "1"])
     context = build.build_context(plan)
     try:
@@ -56,7 +56,7 @@ def gradients(model: str, variant: PrecisionVariant, options: argparse.Namespace
 
 
 def cosines(found: Gradients, reference: Gradients) -> dict[str, LayerCosine]:
-    """Cosines by layer, in the order of the model."""
+    """Cosine similarity of `found` and `reference` per layer, in the order of the model."""
     by_layer: dict[str, list[str]] = {}
     for name in reference:
         layer = re.search(r"layers\.(\d+)\.", name)
@@ -75,7 +75,7 @@ def _cosine(found: Gradients, reference: Gradients, names: Sequence[str]) -> Lay
 
 
 def report(tables: Tables, machine: str) -> str:
-    """Benchmark document."""
+    """Formats the benchmark's Markdown document."""
     lines = [
         f"# Gradients of low-precision and bf16 training on one {machine}",
         "",

@@ -100,7 +100,10 @@ class Curve:
 
 
 def read_curve(model: str, variant: PrecisionVariant, run: Path, iterations: int) -> Curve | None:
-    """Curve of a run folder, as far as the run got; None if it logged no loss. Reports are means over log intervals."""
+    """Reads the smoothed loss up to the last logged iteration; None if the run logged no loss.
+
+    A logged loss is a mean over a log interval.
+    """
     path = run / "metrics.jsonl"
     rows = [row for row in read_metrics(path) if row.get("lm loss") is not None] if path.exists() else []
     if not rows:
@@ -149,7 +152,7 @@ def command(model: str, variant: PrecisionVariant, run: Path, save: Path, option
 
 def train(options: argparse.Namespace) -> Iterator[str | None]:
     """Trains the runs that are not complete, `options.parallel` at a time, until `options.time_limit` seconds have
-    passed. Yields after each run: None, or the end of the output of a run that failed."""
+    passed. Yields None after each completed run, and the last output of a run that failed."""
     begin = time.monotonic()
     chosen = [variant for variant in VARIANTS if variant.name in options.variants]
     pending = ((model, variant) for variant in chosen for model in MODELS if not is_complete(model, variant, options))
@@ -211,7 +214,7 @@ def exceeded(curves: Sequence[Curve], iterations: int) -> list[str]:
 
 
 def report(curves: Sequence[Curve], machine: str, setup: str, picture: str, options: argparse.Namespace) -> str:
-    """Benchmark document. `setup`: date and version of torch."""
+    """Formats the benchmark's Markdown document. `setup`: date and version of torch."""
     iterations, more = options.iterations, ["--", *options.more] if options.more else []
     constant, start = round(SMOOTHED * iterations), round(SETTLED * iterations)
     words = ["python", "benchmarks/harness/bench_fp8_loss.py", "--iterations", str(iterations), *more]

@@ -3,13 +3,13 @@
     torchrun --nproc-per-node 2 benchmarks/harness/bench_fsdp.py [--cases m27-zero3 m27-qk-clip ...] \
         [--output-dir benchmarks]
 
-Writes `<date>-<machine>-fsdp-muon.md`, after every case, with step times, TFLOP/s by Megatron's formula, and the
-measured peak memory and the closed form of the dry run; a second call on the same day writes
+Writes `<date>-<machine>-fsdp-muon.md` after every case, with step times, TFLOP/s by Megatron's formula, the measured
+peak memory and the peak memory that the dry run predicts; a second call on the same day writes
 `<date>-<machine>-fsdp-muon-2.md`. Most cases are compared with a baseline, which runs in the same call even if it is
 not selected. Every case runs in processes of its own, so a failure becomes a row of the table and does not affect
-later cases; the exit code is then 1. Weights are drawn on the device. Without torchrun, the first of two ranks is
-timed alone: its communication takes no time, but its memory is that of two ranks. `--tiny` runs small models of the
-same settings on the CPU, where memory is not measured.
+later cases; the exit code is then 1. Weights are initialised on the device. Without torchrun, the first of two
+ranks is timed alone: its communication takes no time, but its memory is that of a rank of two. `--tiny` runs small
+models with the same settings on the CPU, where memory is not measured.
 """
 
 import argparse
@@ -239,7 +239,7 @@ def num_processes() -> int:
 
 
 def measured_case(case: Case, *, tiny: bool, warmup: int) -> Measurement:
-    """Times a case in this process, which is one of its ranks."""
+    """Times a case for which this process is one of the ranks."""
     plan = plan_to_run(case.words(tiny=tiny), 2 - num_processes())
     number = min(case.steps, 2) if tiny else case.steps
     run = measured_torch_fsdp2 if case.torch_fsdp2 else measured
@@ -324,7 +324,7 @@ COLUMNS = (
 
 
 def row(case: Case, found: Measurement | str, done: dict[str, Measurement]) -> str:
-    """Row of the table. `found`: result or the reason why there is none. `done`: results of earlier cases."""
+    """Formats a case as a table row. `found`: result, or why there is none. `done`: results of earlier cases."""
     if isinstance(found, str):
         return f"| {case.title} | {found} |" + " |" * (len(COLUMNS) - 2)
     times, base = sorted(found.step_ms), done.get(case.baseline)
@@ -345,7 +345,7 @@ def row(case: Case, found: Measurement | str, done: dict[str, Measurement]) -> s
 
 
 def report(rows: Sequence[str], cases: Sequence[Case], machine: str, command: str, *, tiny: bool) -> str:
-    """Benchmark document."""
+    """Formats the benchmark's Markdown document."""
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, weights drawn on the device. The median of the "
         "timed steps is reported. TFLOP/s per GPU by Megatron's formula, also for torch FSDP2. Peak: largest "

@@ -4,7 +4,7 @@
     --micro-batch-size 1
 
 Every mode is a separate run in this process: `none`, `full_iteration`, or a comma-separated list for
---cuda-graph-modules. Arguments after `--` go to pretrain_moe.py. Weights are drawn on the device.
+--cuda-graph-modules. Arguments after `--` go to pretrain_moe.py. Weights are initialised on the device.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _WARMUP = 4
 
 
 def flags_of(mode: str) -> list[str]:
-    """Flags of a mode. Captured modules with experts exclude batched weight gradients."""
+    """Flags of a mode. Batched weight gradients are disabled if captured modules include experts."""
     flags = ["--cuda-graph-warmup-steps", str(_WARMUP - 1), "--cuda-graph-impl"]
     if mode in ("none", "full_iteration"):
         return [*flags, mode]
@@ -37,7 +37,7 @@ def flags_of(mode: str) -> list[str]:
 
 
 def measure(argv: Sequence[str], steps: int) -> list[str]:
-    """Median step time, memory, last loss and graph summary of one run."""
+    """Runs one command line and formats median step time, memory, last loss and graph summary."""
     run = TimedRun(plan_to_run(argv), quick=True)
     try:
         timed_steps(run, _WARMUP)

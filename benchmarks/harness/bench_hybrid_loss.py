@@ -65,7 +65,7 @@ COLORS = MappingProxyType({REFERENCE: "C0", SEED: "C7", GPU: "C1"})
 
 
 def train(options: argparse.Namespace) -> list[str]:
-    """Trains all runs at the same time. Returns the ends of the outputs of failed runs."""
+    """Trains all runs at the same time. Returns the last output of each failed run."""
     commands = {}
     for model, flags in MODELS.items():
         for variant in COLORS:

@@ -82,14 +82,14 @@ def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[
 
 
 def largest_difference(result: VariantResult, reference: VariantResult, end: int) -> tuple[float, int]:
-    """(largest relative difference of the loss up to iteration `end`, its iteration)."""
+    """Largest relative difference of the loss up to iteration `end`, and the iteration at which it occurs."""
     differences = {i: abs(result.losses[i] - loss) / loss for i, loss in reference.losses.items() if i <= end}
     at = max(differences, key=lambda i: differences[i])
     return differences[at], at
 
 
 def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
-    """Variants of these names in table order; None selects all that this machine can run."""
+    """Variants with these names in table order; None selects all variants that this machine can run."""
     if names is None:
         return [variant for variant in VARIANTS if has_gpu or not variant.needs_gpu]
     chosen = [variant for variant in VARIANTS if variant.name in names]
@@ -102,7 +102,7 @@ def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
 def report(
     results: list[VariantResult], machine: str, picture: str, names: list[str] | None = None, more: Sequence[str] = ()
 ) -> str:
-    """Benchmark document. `names`: names of the variants, None for all; `more`: flags added to all variants."""
+    """Formats the benchmark's Markdown document. `names`: variants, None for all; `more`: flags added to all."""
     reference = results[0]
     iterations = max(reference.losses)
     flags = [] if names is None else ["--variants", *names]
@@ -136,7 +136,7 @@ def report(
 
 
 def draw(results: list[VariantResult], path: Path) -> None:
-    """Plots all curves, and their relative difference to the first one below."""
+    """Plots all curves and, below them, their relative difference from the first one."""
     reference, curves = results[0], []
     for number, result in enumerate(results):
         relative = {i: max(abs(result.losses[i] - loss) / loss, 1e-9) for i, loss in reference.losses.items()}

@@ -2,9 +2,9 @@
 
     python benchmarks/harness/bench_moe_layer.py q6 m8 ds4 [--rows-per-expert 128 4096]
 
-One layer with random weights and inputs, weight gradients added to fp32 buffers, and the recipe's routing. TFLOP/s
-count the router, the selected and the shared experts, relative to a large bf16 matrix product in the same run.
-"experts" is the experts only: two matrices, the activation, and all their gradients.
+Each recipe's layer has random weights and inputs, fp32 buffers for weight gradients, and the recipe's routing. TFLOP/s
+count the router, the selected and the shared experts, and are compared with a large bf16 GEMM in the same run. The
+column "experts" times the experts only: both GEMMs, the activation, and all their gradients.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
 
 
 def row(layer: MoELayer, config: MoEConfig, tokens: int, peak: float) -> str:
-    """Table cells measured at this number of tokens."""
+    """Formats the table cells measured with this number of tokens."""
     device = torch.device("cuda")
     hidden_SBH = torch.randn(tokens, 1, config.router.hidden_size, device=device).bfloat16().requires_grad_()
     meta = TokenMeta(positions_BS=torch.arange(tokens, device=device)[None])

@@ -1,12 +1,12 @@
-"""Compares Muon with AdamW on one GPU: loss of a small MoE on text, and times of the symmetric products.
+"""Compares Muon with AdamW on one GPU: loss of a small MoE on text, and times of the symmetric GEMMs.
 
     python benchmarks/harness/bench_muon.py loss [--iterations 500] [--output-dir benchmarks] [-- --seed 7 ...]
     python benchmarks/harness/bench_muon.py products [--output-dir benchmarks]
 
 `loss` trains the models of `bench_fp8_loss.py` in bf16 on the corpus of `bash scripts/quickstart.sh`, each with several
-learning rates of both optimizers, all at the same time. The table names, for every run, the iteration at which its
-smoothed loss reaches the last one of the best AdamW run. `products` times `symmetric_product` with several tiles and as
-plain torch, at shapes of Moonlight and Kimi-K2.
+learning rates of both optimizers, all at the same time. For every run, the table has the iteration at which its
+smoothed loss reaches the final loss of the best AdamW run. `products` times `symmetric_product` with several tiles
+and as plain torch, at shapes of Moonlight and Kimi-K2.
 """
 
 import argparse
@@ -46,7 +46,7 @@ TILES = (TILE, (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3),
 
 
 def train(options: argparse.Namespace) -> list[str]:
-    """Trains all models with all variants at the same time. Returns the ends of the outputs of failed runs."""
+    """Trains all models with all variants at the same time. Returns the last output of each failed run."""
     runs = {(model, each): run_folder(options.runs, model, each) for model in options.models for each in VARIANTS}
     with tempfile.TemporaryDirectory() as saves:
         return run_together({run: command(*pair, run, Path(saves, run.name), options) for pair, run in runs.items()})
@@ -79,7 +79,7 @@ def loss_report(curves: Sequence[Curve], options: argparse.Namespace, picture: s
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Plots the best run of each optimizer and, below, the difference of Muon to AdamW."""
+    """Plots the best run of each optimizer and, below, the difference between Muon and AdamW."""
     columns: dict[str, list[PlottedCurve]] = {}
     for model in MODELS:
         best: dict[str, Curve] = {}
@@ -99,8 +99,8 @@ def _last(curve: Curve) -> float:
 
 
 def product_rows() -> list[str]:
-    """Rows of the table of `products`: milliseconds, and for the kernel of this project TFLOP/s of the whole
-    product."""
+    """Rows of the table of `products`: milliseconds, and TFLOP/s of this project's kernel, counting the FLOPs of a full
+    GEMM."""
     rows = []
     for number, rows_of, columns in SHAPES:
         x = torch.randn(number, rows_of, columns, device="cuda", dtype=torch.bfloat16)

@@ -1,10 +1,11 @@
-"""Compares parallel layouts on the GPUs of a host with a run on one device.
+"""Compares the losses of parallel layouts on the GPUs of a host with those of a run on one device.
 
     python benchmarks/harness/bench_nccl_parity.py --num-gpus 2 --data data/quickstart
 
 Runs the cover of `tests/gpu/test_parity_nccl.py` for 2 or 4 ranks, then the quickstart recipe under several layouts, in
-fp64 and in fp32, and compares the losses with those of one device on the same microbatches. Writes
-`<date>-<device>-<ranks>-nccl-parity.md`. Exit code 6: different. `--device cpu` runs only the recipe, on gloo.
+fp64 and in fp32, and compares their losses with a single-device run on the same microbatches. Writes
+`<date>-<device>-<ranks>-nccl-parity.md`. Exit code 6 means that losses differ. `--device cpu` runs only the recipe, on
+gloo.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Layout:
 
 
 def layouts_of(ranks: int) -> list[Layout]:
-    """The reference of one device, then the layouts compared with it."""
+    """Lists the single-device reference, then the layouts that are compared with it."""
     spread = {
         2: {
             "EP2, ZeRO-1": (EP, "2", *ALLTOALL, "--use-distributed-optimizer"),
@@ -88,7 +89,7 @@ class LayoutResult:
 
 
 def runs_of(ranks: int, options: argparse.Namespace) -> list[LayoutRun]:
-    """Every layout in fp64 for a few steps and in fp32 for many steps."""
+    """Lists every layout twice: in fp64 for a few steps and in fp32 for many steps."""
     data = options.data.resolve()
     common = ["--recipe", "quickstart", "--tokenizer-model", str(data / "tokenizer.model")]
     common += ["--data-path", str(data / "corpus_text_document"), "--device", options.device, "--fresh"]
@@ -147,7 +148,7 @@ def run_all(runs: list[LayoutRun], ranks: int, folder: Path) -> list[str]:
 
 
 def result_of(run: LayoutRun) -> LayoutResult | None:
-    """Result of a finished run, otherwise None."""
+    """Reads the result of a run; None if the run did not finish."""
     path = run.folder / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
     losses = {row["iteration"]: row["lm loss"] for row in rows if "lm loss" in row}
@@ -164,7 +165,7 @@ def largest_difference(result: LayoutResult, one: LayoutResult, last: int) -> fl
 
 
 def layout_table(runs: list[LayoutRun]) -> tuple[list[str], bool]:
-    """Markdown rows of the runs in one number format, and True if all agree."""
+    """Formats the runs in one number format as Markdown rows. Returns (rows, whether all runs agree)."""
     iterations, precision = runs[0].iterations, runs[0].precision
     rows = [
         f"| {precision}, {iterations} iterations | last training loss | last validation loss | largest relative "

@@ -1,4 +1,4 @@
-"""Times steps with offloaded modules on a GPU and compares the cost with the time that the copies need at least.
+"""Times steps with offloaded modules on a GPU and compares their cost with the minimum time of the copies.
 
     python benchmarks/harness/bench_offload.py core_attn "core_attn expert_fc1 moe_act" -- --recipe m8
     --hidden-size 7168 --num-attention-heads 128 --q-lora-rank 1536 --moe-ffn-hidden-size 2048 --num-experts 16
@@ -6,7 +6,7 @@
 
 Every argument is a list of --offload-modules; a run without offload comes first. Arguments after `--` go to
 pretrain_moe.py. The copies to the host can overlap with the forward, a third of the plain step's computation, and the
-copies to the device with the backward; what is longer must extend the step (`limit`).
+copies to the device with the backward. Copy time beyond that must extend the step (column `limit`).
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Measured:
 
 
 def link_bytes_per_ms() -> tuple[float, float]:
-    """Bandwidth of the host link, (to the host, to the device), from copies of pinned memory in one direction."""
+    """Measures the host link in bytes per ms, (to the host, to the device), with pinned copies in one direction."""
     device = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
     host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     return _bandwidth(host, device), _bandwidth(device, host)
@@ -79,7 +79,7 @@ def measure(argv: Sequence[str], steps: int) -> Measured:
 
 
 def limit_ms(each: Measured, plain_ms: float, link: tuple[float, float]) -> float:
-    """Least time by which the copies of a step extend it, in ms."""
+    """Minimum time in ms by which its copies extend a step."""
     out, back = each.to_host / link[0], each.to_device / link[1]
     return max(0.0, out - plain_ms * _FORWARD) + max(0.0, back - plain_ms * (1 - _FORWARD))
 

@@ -1,9 +1,9 @@
-"""Times attention to chosen keys (DSA) on one GPU against dense attention, and writes a table.
+"""Compares the time of attention to selected keys (DSA) with dense attention on one GPU, and writes a table.
 
     python benchmarks/harness/bench_sparse_attention.py [--output-dir benchmarks]
 
-Sparse attention is in the absorbed form: one key-value head of 512 + 64 channels. Dense attention is causal
-multi-latent attention of as many heads of 192 and 128 channels, computed by cuDNN.
+Sparse attention is in the absorbed form, with one key-value head of 512 + 64 channels. Dense attention is causal
+multi-latent attention with as many heads, of 192 channels for q and k and 128 for v, computed by cuDNN.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def chosen(length: int) -> Tensor:
-    """The keys of every query, spread evenly over those that the causal mask shows: int32 [length, 1, TOPK]."""
+    """Selects keys for every query, spread evenly over those that the causal mask allows: int32 [length, 1, TOPK]."""
     positions = torch.arange(length, device="cuda")[:, None]
     places = torch.arange(TOPK, device="cuda")
     spread = (places * (positions + 1)) // TOPK
@@ -40,7 +40,7 @@ def chosen(length: int) -> Tensor:
 
 
 def sparse(length: int, heads: int) -> Iterator[float]:
-    """Milliseconds of forward and of backward."""
+    """Yields the milliseconds of the forward and of the backward of sparse attention."""
     q, kv = draw(length, 1, heads, VALUE + REST).requires_grad_(), draw(length, 1, VALUE + REST).requires_grad_()
     ids = chosen(length)
     with torch.no_grad():

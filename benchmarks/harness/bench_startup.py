@@ -1,9 +1,10 @@
-"""Times commands that need no torch, or, with --start, the start of a training run up to the end of its first step.
+"""Times commands that do not import torch, or, with --start, the startup of a training run up to its first step.
 
 python benchmarks/harness/bench_startup.py --repeats 5 --output benchmarks/2026-11-21-2-cores-startup.md
 python benchmarks/harness/bench_startup.py --start --ranks 2 --output benchmarks/h200-start.md -- --recipe m27 ...
 
-A start is measured twice: with an empty kernel cache ("cold"), and with the kernels of the first run ("cached").
+Startup is measured twice: with an empty kernel cache ("cold"), and with the kernels of the first run ("cached"). The
+first step is included.
 """
 
 import argparse
@@ -119,14 +120,14 @@ def synchronize() -> None:
 
 
 def report(seconds: Mapping[str, float], total: float) -> None:
-    """Writes phases.json on rank 0. The time outside all phases is "other"."""
+    """Writes phases.json on rank 0. Time outside all phases is reported as "other"."""
     if os.environ.get("RANK", "0") == "0":
         result = {**seconds, "other": total - sum(seconds.values()), "total": total}
         (Path(os.environ[_FOLDER]) / "phases.json").write_text(json.dumps(result))
 
 
 def start_table(cold: Mapping[str, float], cached: Mapping[str, float]) -> str:
-    """Markdown table with the seconds of every phase of two starts."""
+    """Formats the seconds of every startup phase, with a cold and with a filled kernel cache, as a Markdown table."""
     names = (*FIRST, *PHASES, *LAST)
     rows = [f"| {name} | {cold.get(name, 0.0):.1f} | {cached.get(name, 0.0):.1f} |" for name in names]
     return "\n".join(["| phase | cold, s | cached, s |", "|---|---|---|", *rows])

@@ -7,10 +7,10 @@
 
 Rewrites `<date>-<machine>-step-table.md` after every case, so that an interrupted run keeps its results. Failed cases,
 and cases that exceed the budget, have a remark in their row. Flags after `--` are added to every case. Weights are
-drawn on the device. Cases of learned routing train on the corpus of `bash scripts/quickstart.sh`. Cases of replayed
-routing read DIR/m27 and DIR/q24, which `--moe-routing-trace-path` writes in a run with the same layers, experts, top-k,
-sequence length and micro batch. Without torchrun, a case for several GPUs is timed on its rank 0 alone: communication
-takes no time, so the step takes as long as the computation of one rank and the host that launches it.
+initialised on the device. Cases with learned routing train on the corpus of `bash scripts/quickstart.sh`. Cases with
+replayed routing read the folders m27 and q24 of `--trace-dir`, written by `--moe-routing-trace-path` in a run with the
+same layers, experts, top-k, sequence length and micro batch. Without torchrun, a case for several GPUs is timed on its
+rank 0 alone: communication takes no time, so the step time has only the computation and launch overhead of one rank.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def outcomes(
     measure: Callable[[StepCase, Sequence[str]], Profile] = measured,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[CaseOutcome]:
-    """Runs all cases in order. `budget`: seconds for all of them."""
+    """Runs all cases in order. `budget`: total seconds for all cases."""
     begin = clock()
     for case, words in cases:
         start = clock()
@@ -108,7 +108,7 @@ def outcomes(
 
 
 def row(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
-    """Row of the table. `before`: outcomes of earlier cases, among them the balanced one."""
+    """Formats an outcome as a table row. `before`: earlier outcomes, which include the balanced case."""
     case, result = outcome.case, outcome.result
     if result is None:
         cells = (
@@ -141,7 +141,7 @@ def row(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
 
 
 def _traced(result: Profile) -> tuple[str, str, str]:
-    """Kernels per step, milliseconds without a kernel, and milliseconds in which only communication runs."""
+    """Formats kernels per step, idle milliseconds, and milliseconds in which only communication kernels run."""
     if not result.kernels:
         return "", "", ""
     idle = sum(share.milliseconds for share in result.kinds if share.name == "idle")
@@ -161,7 +161,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def report(done: Sequence[CaseOutcome], machine: str, command: str, pictures: Mapping[str, str]) -> str:
-    """Benchmark document. `pictures`: name of a case -> file of its chart."""
+    """Formats the benchmark's Markdown document. `pictures` maps the name of a case to the file of its chart."""
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, sequence 4096, global batch 8 where a row does "
         "not say otherwise; weights drawn on the device. Steps: warm-up + timed; the median of the timed ones is "
@@ -238,7 +238,7 @@ def main(argv: list[str]) -> int:
 
 
 def _alone(case: StepCase) -> StepCase:
-    """Marks a case for several GPUs that a single process times."""
+    """Returns the case, marked as timed on rank 0 alone if it is for several GPUs."""
     if case.num_gpus == num_processes():
         return case
     return replace(case, title=f"{case.title}, rank 0 without peers")
@@ -275,7 +275,7 @@ def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> l
                 store(result, options.kernels_dir / name)
         (options.output_dir / f"{stem}.md").write_text(report(done, machine, command_of(options, theirs), pictures))
         if num_processes() > 1 and outcome.seconds and not result:
-            break  # no `continue`: another rank may wait for this one, and torchrun ends it
+            break  # no `continue`: another rank may wait for this one until torchrun terminates it
     return done
 
 

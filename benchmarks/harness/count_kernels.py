@@ -1,4 +1,4 @@
-"""Counts on the CPU what a rank launches for one MoE layer and one microbatch, forward and backward, by call site.
+"""Counts the kernel launches of a rank per MoE layer and microbatch, forward and backward, by call site, on the CPU.
 
     python benchmarks/harness/count_kernels.py [--sites 40] -- --recipe m27 --world-size 2 --context-parallel-size 2
 
@@ -123,7 +123,7 @@ def _place() -> str:
 
 
 def count(plan: RunPlan, num_microbatches: int) -> Counter[LaunchSite]:
-    """Launches of a warm-up step and a step of `num_microbatches`, of rank 0."""
+    """Counts rank 0's launches in a warm-up step followed by a step of `num_microbatches` microbatches."""
     counter = LaunchCounter()
     with counter.with_fakes():
         plan = replace(plan, emulation=plan.emulation or EmulationConfig())
@@ -132,7 +132,7 @@ def count(plan: RunPlan, num_microbatches: int) -> Counter[LaunchSite]:
 
 
 def per_layer(words: Sequence[str]) -> dict[LaunchSite, int]:
-    """Launches for one more MoE layer of one more microbatch."""
+    """Launches that one more MoE layer adds to one more microbatch."""
     total: Counter[LaunchSite] = Counter()
     for layer_sign, num_layers in zip((-1, 1), LAYERS, strict=True):
         layers = f"--num-layers {num_layers} --moe-layer-freq ([0]*1+[1]*{num_layers - 1})"
@@ -144,7 +144,7 @@ def per_layer(words: Sequence[str]) -> dict[LaunchSite, int]:
 
 
 def report(counts: Mapping[LaunchSite, int], num_sites: int) -> str:
-    """Table of the sites with most launches."""
+    """Formats a table of the `num_sites` call sites with the most launches."""
     collectives = sum(number for site, number in counts.items() if site.is_collective)
     rows = sorted(counts.items(), key=lambda each: -each[1])[:num_sites]
     return "\n".join(

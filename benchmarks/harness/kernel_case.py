@@ -1,4 +1,4 @@
-"""Case of `benchmarks/harness/time_kernels.py`: an op, its inputs, and its minimum of bytes and operations."""
+"""Case of `benchmarks/harness/time_kernels.py`: an op, its inputs, and its minimum memory traffic and FLOPs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,20 +35,20 @@ class KernelCase:
 
 
 class Draw:
-    """Random tensors of one device and dtype."""
+    """Draws random tensors with one device and dtype."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal tensor that requires gradients."""
+        """Draws a normally distributed tensor that requires gradients."""
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype, requires_grad=True)
 
     def fixed(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self(*shape, dtype=dtype).detach()
 
     def ids(self, end: int, *shape: int) -> Tensor:
-        """Uniform int64 ids below `end`."""
+        """Draws uniform int64 ids in [0, end)."""
         return torch.randint(end, shape, device=self.device)
 
     def moved(self, numel: int) -> float:

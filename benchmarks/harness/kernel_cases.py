@@ -1,8 +1,7 @@
-"""What `benchmarks/harness/time_kernels.py` times: cases for every kernel op that takes time, at the sizes of a
-command line.
+"""Cases of `benchmarks/harness/time_kernels.py` for norms, RoPE, loss, embedding, linear layers and the optimizer.
 
-Here norms, positions, loss, embedding and optimizer; attention in `kernel_cases_attention.py`, routing, rows and
-experts in `kernel_cases_moe.py`.
+Cases of attention are in `kernel_cases_attention.py`, those of routing, rows and experts in `kernel_cases_moe.py`.
+Sizes come from the command line.
 """
 
 import argparse
@@ -61,8 +60,8 @@ def norms(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     yield KernelCase(
         "rms_norm", lambda k, x, w: k.rms_norm(x, w, EPS, False), (x, weight), draw.moved(5 * size + 3 * each)
     )
-    # also reads the residual and writes the sum; backward reads the gradient of the sum, and one gradient serves both
-    # inputs
+    # The forward also reads the residual and writes the sum. The backward also reads the gradient of the sum; both
+    # inputs have the same gradient, which is written once.
     yield KernelCase(
         "add_rms_norm",
         lambda k, r, x, w: k.add_rms_norm(r, x, w, EPS, False),
@@ -111,8 +110,8 @@ def positions(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         "latent_key_value",
         lambda k, kv, shared: k.latent_key_value(kv, shared, width),
         (kv, shared),
-        # forward copies own and shared parts to keys; backward maps gradients of keys and values to the gradients of
-        # own parts, shared part and values
+        # The forward copies the per-head parts and the shared part of the keys. The backward maps gradients of keys
+        # and values to gradients of the per-head parts, the shared part and the values.
         draw.moved((own + shared.numel() + keys) + (keys + own) + (2 * own + shared.numel())),
     )
 
@@ -133,7 +132,7 @@ def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Case of the embedding gradient: reads the gradients, and reads and writes the rows of used ids in fp32."""
+    """Case of the embedding gradient, which reads the gradients, and reads and writes the rows of used ids in fp32."""
     grad_TH = draw.fixed(args.tokens, args.hidden)
     table = torch.zeros(args.vocab, args.hidden, device=draw.device)
     frequencies = 1.0 / torch.arange(1, args.vocab + 1, device=draw.device)

@@ -1,4 +1,5 @@
-"""Cases of `benchmarks/harness/time_kernels.py` for attention, over whole sequences and between two parts of one."""
+"""Cases of `benchmarks/harness/time_kernels.py` for attention, over whole sequences and between two parts of a
+sequence."""
 
 import argparse
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         ("attention (sinks)", CoreAttentionConfig(softmax_scale=width**-0.5, sinks=True), args.seq, None),
     ):
         pairs = seen * args.seq - seen * (seen - 1) // 2
-        flop = 7 * 2 * batch * heads * pairs * width  # two products in forward, five in backward
+        flop = 7 * 2 * batch * heads * pairs * width  # two GEMMs in forward, five in backward
         sinks = (draw(heads),) if config.sinks else ()
 
         def run(k: Kernels, *inputs: torch.Tensor, config: CoreAttentionConfig = config) -> torch.Tensor:
@@ -49,12 +50,13 @@ def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def _chosen(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Case of attention to half of the rows of a sequence, as wide as a head and half as wide again."""
+    """Case of attention to half of a sequence's rows, which are 1.5 times as wide as a head."""
     batch, heads, value = args.tokens // args.seq, args.heads, args.head_dim
     width, num_chosen = value + value // 2, max(args.seq // 2, 1)
     q, rows = draw(args.seq, batch, heads, width), draw(args.seq, batch, width)
     ids = torch.rand(args.seq, batch, args.seq, device=draw.device).topk(num_chosen).indices.int()
-    # forward reads q and the rows and writes the output; backward reads these and a gradient, and writes two gradients
+    # The forward reads q and the rows and writes the output. The backward reads these three tensors and a gradient,
+    # and writes two gradients.
     gigabytes = draw.moved(3 * q.numel() + 3 * rows.numel() + 3 * args.seq * batch * heads * value)
     flop = 2 * batch * heads * args.seq * num_chosen * (4 * width + 3 * value)
 
@@ -66,7 +68,7 @@ def _chosen(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Cases of a context-parallel ring step: the rank's own part, and a part to which every query attends completely.
+    """Cases of a context-parallel ring step: a causal block, and a block in which every query attends to every key.
     Earlier results are read and written in fp32, and so are the gradients to which a block adds."""
     batch, heads, width, device = args.tokens // args.seq, args.heads, args.head_dim, draw.device
     q, grad, out = (draw.fixed(args.seq, batch, heads, width) for _ in range(3))
@@ -102,7 +104,7 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def _linear(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Cases of linear attention, and of the convolution and gated norm of its mixers."""
+    """Cases of linear attention, and of the convolution and gated norm in linear-attention mixers."""
     batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
     q, key, value, gate = (draw(args.seq, batch, heads, width) for _ in range(4))
     decay, beta = (-draw(args.seq, batch, heads).detach().float().abs() for _ in range(2))

@@ -53,7 +53,7 @@ def routing(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
 
 
 def with_losses(router: RouterConfig, kernels: Kernels, logits_TE: Tensor) -> tuple[Tensor, ...]:
-    """Returns router probabilities, and the sums from which a balancing loss and a z loss are computed."""
+    """Routes and returns the probabilities, and the sums from which a balancing loss and a z loss are computed."""
     routed = kernels.route(logits_TE, None, router, balance_sets=1, z=True)
     assert routed.balance is not None and routed.z_sum is not None
     return routed.probs_TK, routed.balance.scores_GE, routed.z_sum
@@ -97,8 +97,8 @@ def stash(rows_RW: Tensor, draw: Draw) -> Pages:
 
 
 def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
-    """Cases of the experts' first matrix. Plain torch multiplies expert by expert. torch.compile receives torch's
-    grouped GEMM if that supports the dtype (bf16), because a loop over 128 experts would become 128 kernels."""
+    """Cases of the experts' fc1 GEMMs. Plain torch multiplies expert by expert. torch.compile compiles torch's grouped
+    GEMM if that supports the dtype (bf16), because a loop over 128 experts would become 128 kernels."""
     source = "torch_native" if draw.dtype is torch.bfloat16 else reference.NAME
     rows, hidden, wide = args.tokens * args.topk, args.hidden, 2 * args.ffn
     stack = draw.fixed(args.experts, wide, hidden)

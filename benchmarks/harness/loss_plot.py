@@ -1,4 +1,4 @@
-"""Plot of loss curves with their differences from a reference below."""
+"""Plots loss curves and, below them, their differences from a reference."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ from tools._common import positive
 
 
 def add_options(parser: argparse.ArgumentParser, name: str, iterations: int) -> None:
-    """Adds the options of runs on the quickstart's corpus. `name`: name of the benchmark, for its run folders."""
+    """Adds the options of training runs on the quickstart's corpus. `name`: benchmark, which names the run folders."""
     parser.add_argument("--iterations", type=positive, default=iterations)
     parser.add_argument("--runs", type=Path, default=Path("runs") / name, help="where the run folders go")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser, name: str, iterations: int) -> 
 
 
 def run_together(commands: Mapping[Path, Sequence[str]]) -> list[str]:
-    """Starts a command for each run folder, all at the same time. Returns the ends of the outputs of failed runs."""
+    """Starts a command for each run folder, all at the same time. Returns the last output of each failed run."""
     running = []
     for run, words in commands.items():
         run.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def run_together(commands: Mapping[Path, Sequence[str]]) -> list[str]:
 
 
 def failure_of(run: Path) -> str:
-    """End of the output of a failed run."""
+    """Reads the last output of a failed run."""
     return f"{run}: {(run / 'output.txt').read_text().strip()[-800:]}"
 
 

@@ -96,7 +96,7 @@ def profile(
     host: bool = False,
     peers: bool = True,
 ) -> Profile:
-    """Runs warm-up steps, timed steps and traced steps, and with `host` one whose Python functions are timed.
+    """Runs warm-up, timed and traced steps, and with `host` a step under the Python profiler.
 
     `peers`: False if this process is the only rank of a plan for several; see `context_without_peers`.
     """
@@ -137,7 +137,7 @@ def profile(
 
 
 def host_functions(run: TimedRun, number: int = 80) -> str:
-    """Table of the Python functions that take most host time in a step."""
+    """Profiles a step and formats a table of the Python functions with the most host time."""
     torch.cuda.synchronize()
     text, profiler = io.StringIO(), cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):  # the profiler records only one thread
@@ -147,7 +147,7 @@ def host_functions(run: TimedRun, number: int = 80) -> str:
 
 
 def report(result: Profile, num_kernels: int = 30) -> str:
-    """Summary and kernel tables as text."""
+    """Formats the summary and the kernel tables as text."""
     times = sorted(result.step_ms)
     lines = [
         f"step {result.median_ms:.1f} ms (of {len(times)}: {times[0]:.1f} to {times[-1]:.1f}), "

@@ -99,7 +99,7 @@ class StepCase:
 
 
 def _both(suffix: str, title: str, flags: str, goals: Sequence[tuple[str, str]], **rest: Any) -> tuple[StepCase, ...]:
-    """One case per model. `goals`: (target, aim) of each model."""
+    """Creates one case per model. `goals`: (target, aim) of each model."""
     return tuple(
         StepCase(
             name=recipe + suffix,
@@ -127,7 +127,7 @@ _Row = tuple[str, str, str, str, str]
 
 
 def _traced_rows(name: str, model: str, base: str, rows: Sequence[_Row], **fields: Any) -> tuple[StepCase, ...]:
-    """One traced case per row. `base`: flags of all rows. A target in percent compares with the balanced case."""
+    """Creates one traced case per row. `base`: flags of all rows. Targets in percent refer to the balanced case."""
     return tuple(
         StepCase(
             name=f"{name}-{suffix}",
@@ -145,7 +145,7 @@ def _traced_rows(name: str, model: str, base: str, rows: Sequence[_Row], **field
 
 
 def _layouts_of_two() -> tuple[StepCase, ...]:
-    """Ten layers of Moonlight in every layout of two GPUs, with kernels, idle time and exposed communication."""
+    """Cases of ten Moonlight layers in every layout of two GPUs, with kernels, idle time and exposed communication."""
     stages = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1"
     rows = (
         ("ep2", "EP2, flex", FLEX, "452", "465"),
@@ -173,7 +173,7 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
 
 
 def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipelines: str) -> tuple[StepCase, ...]:
-    """A whole model on four GPUs: transports, FP8, overlap, graphs, unbalanced loads and the layouts of four ranks.
+    """Cases of a whole model on four GPUs: transports, FP8, overlap, graphs, unbalanced loads and four-rank layouts.
 
     `pipelines`: layout flags of PP2, of PP2 with VPP2, and of PP4.
     """
@@ -203,7 +203,7 @@ def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipeline
 
 
 def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
-    """Cases of one model with experts over two GPUs: balanced, whole layers as graphs, and unbalanced loads."""
+    """Cases of one model with EP 2: balanced load, whole layers captured as graphs, and unbalanced loads."""
 
     def case(suffix: str, title: str, flags: str = "", **fields: Any) -> StepCase:
         flags = f"{EP2[name]} {FLEX} {flags}".strip()
@@ -350,7 +350,8 @@ CASES = (
 def words_of(
     case: StepCase, data_path: Path, tokenizer_model: Path, trace_dir: Path, more: Sequence[str] = ()
 ) -> list[str]:
-    """Arguments of pretrain_moe.py. Cases on text read the given corpus; replays read a folder in `trace_dir`."""
+    """Arguments of pretrain_moe.py. Cases that train on text read the given corpus; cases with replayed routing read a
+    folder in `trace_dir`."""
     text = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer_model)]
     text += ["--data-path", str(data_path)]
     replay = ["--moe-routing-replay-path", str(trace_dir / case.model)]

@@ -5,10 +5,11 @@ python benchmarks/harness/time_kernels.py --device cuda --dtype bf16 --compile -
 --ffn 768
     --experts 128 --topk 8 --vocab 151936 --heads 32 --groups 4 --head-dim 128 --weights 500000000
 
-For the backend that `auto` selects the table also has the achieved bandwidth or TFLOP/s (whichever is the bottleneck)
-and its fraction of a large copy or matrix product in the same run. Successive runs use the same tensors, so small ones
-may be cached. `--compile` adds torch.compile of plain torch, for at most `--compile-seconds` in total. A cell without a
-measurement has the reason; errors are printed to stderr and set exit code 1, except running out of memory.
+For the backend that `auto` selects, the table also has the achieved bandwidth or TFLOP/s (whichever is the bottleneck)
+and its fraction of the rate of a large copy or GEMM in the same run. Successive runs use the same tensors, so small
+ones may be cached. `--compile` also times plain torch under torch.compile, for at most `--compile-seconds` in total. A
+cell without a measurement has the reason. Errors other than running out of memory are printed to stderr and set exit
+code 1.
 """
 
 import argparse
@@ -50,7 +51,7 @@ PROBLEMS = (RuntimeError, ValueError, TypeError, AssertionError)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates that this machine reaches."""
+    """Bandwidth and FLOP rates that this machine reaches."""
 
     gigabytes_per_ms: float
     teraflop_per_ms: float
@@ -205,8 +206,8 @@ def both_ways(run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Callab
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median of seven runs after a warm-up. On a GPU all runs are queued after a pause and timed by events, which
-    excludes launch overhead."""
+    """Median milliseconds of seven runs after a warm-up. On a GPU all runs are queued after a pause and timed by
+    events, which excludes launch overhead."""
     work()
     waiting = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     waiting()

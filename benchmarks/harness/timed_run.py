@@ -63,7 +63,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class KernelEvent:
-    """Kernel on the device; times in microseconds."""
+    """Kernel that ran on the device; times in microseconds."""
 
     name: str
     start: float
@@ -99,7 +99,7 @@ class CommunicationTime:
 
 
 def plan_to_run(words: Sequence[str], num_absent: int = 0) -> RunPlan:
-    """Plan of a pretrain_moe.py command line; sets its environment variables in this process. Raises FlagErrors.
+    """Plans a pretrain_moe.py command line and sets its environment variables in this process. Raises FlagErrors.
 
     `num_absent`: number of further ranks on this host that will not be started; see `context_without_peers`.
     """
@@ -114,7 +114,7 @@ def plan_to_run(words: Sequence[str], num_absent: int = 0) -> RunPlan:
 def context_without_peers(plan: RunPlan, device: str = "cuda:0") -> ParallelContext:
     """Context of rank 0 whose peers do not exist: collectives return at once, with placeholder values.
 
-    Step times are then those of one rank's computation and of its host, a lower bound for any interconnect.
+    Step times then include only one rank's computation and launch overhead: a lower bound for any interconnect.
     """
     build.set_algorithms(plan)
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
@@ -123,7 +123,7 @@ def context_without_peers(plan: RunPlan, device: str = "cuda:0") -> ParallelCont
 
 
 def require_gpu(what: str) -> None:
-    """Raises EnvironmentProblem without a GPU."""
+    """Raises EnvironmentProblem if this machine has no GPU."""
     if not torch.cuda.is_available():
         raise EnvironmentProblem(f"torch finds no GPU here, and {what} what this tool times.")
 
@@ -189,7 +189,7 @@ class TimedRun:
         record(rows)
 
     def take_rows(self) -> tuple[float, ...]:
-        """Expert rows of the fullest rank over the mean of the ranks, of every dispatch since the last call."""
+        """Expert rows of the fullest rank relative to the mean of all ranks, for every dispatch since the last call."""
         recorded, self._rows = self._rows, []
         if not recorded or self.trainer.model.expert_comm is None:
             return ()
@@ -209,14 +209,14 @@ class TimedRun:
 
 @torch.no_grad()
 def draw_on_device(model: torch.nn.Module, std: float) -> None:
-    """Initialises matrices from a normal distribution and vectors with one, on the device."""
+    """Initialises matrices with normally distributed values and vectors with 1, on the device."""
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
 class Marks:
-    """Points in time of a device's work, the first of which is the creation of this object."""
+    """Time stamps in a device's work; the first is recorded when this object is created."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -226,7 +226,7 @@ class Marks:
         self.add()
 
     def add(self) -> None:
-        """Adds a point after the work that was launched before."""
+        """Records a time stamp after all work launched so far."""
         if self._on_gpu:
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()
@@ -234,7 +234,7 @@ class Marks:
             self._seconds.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Times between consecutive points; waits for the device."""
+        """Times between consecutive time stamps; waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         of_events = [before.elapsed_time(after) for before, after in pairwise(self._events)]
@@ -251,7 +251,7 @@ def timed_steps(run: TimedRun, num_steps: int) -> tuple[list[float], list[float]
 
 
 def graph_pool_bytes(run: TimedRun) -> int:
-    """Memory in CUDA graph pools that replays use but that counts as free for the allocator."""
+    """Bytes in CUDA graph pools that replays use but that the allocator counts as free."""
     if run.trainer.full_iteration is None and run.trainer.pipeline.graph_instances is None:
         return 0
     pools = (each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0))
@@ -259,8 +259,8 @@ def graph_pool_bytes(run: TimedRun) -> int:
 
 
 def traced_steps(run: TimedRun, num_steps: int, trace: Path | None) -> list[KernelEvent]:
-    """Kernels of a few steps; writes a chrome trace to `trace`. Host operations are not recorded, because that slows
-    the host down, and kernels that wait for their launch expose communication."""
+    """Traces the kernels of a few steps; writes a chrome trace to `trace`. Host operations are not recorded: recording
+    slows the host down, and late launches would expose communication."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_steps):
             run.step()
@@ -276,7 +276,7 @@ def traced_steps(run: TimedRun, num_steps: int, trace: Path | None) -> list[Kern
 
 @dataclass(frozen=True)
 class Reading:
-    """Power and clock of a GPU."""
+    """Power and clock reading of a GPU."""
 
     watts: float
     limit_watts: float
@@ -288,7 +288,7 @@ class Reading:
 
 
 def nvidia_smi(gpu: str) -> tuple[str, ...]:
-    """Command that prints one reading per line until it is killed. `gpu`: UUID or index."""
+    """nvidia-smi command that prints one reading per line until it is killed. `gpu`: UUID or index."""
     fields = "--query-gpu=power.draw,power.limit,clocks.sm"
     return ("nvidia-smi", f"--id={gpu}", fields, "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}")
 
@@ -344,7 +344,7 @@ class Board:
 
 
 def _reading(line: str) -> Reading | None:
-    """Parses a line; None if it is not a reading, such as [N/A]."""
+    """Parses a line; None if its values are not numbers, such as [N/A]."""
     try:
         watts, limit, clock = map(float, line.split(","))
     except ValueError:
@@ -353,7 +353,7 @@ def _reading(line: str) -> Reading | None:
 
 
 def kind_of(name: str) -> str:
-    """Kind of a kernel by its name, or "other"."""
+    """Kind of a kernel, derived from its name; "other" if the name is unknown."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
@@ -385,7 +385,7 @@ def idle_microseconds(events: Sequence[KernelEvent]) -> float:
 
 
 def communication_times(events: Sequence[KernelEvent], num_steps: int) -> CommunicationTime:
-    """Overlapped and exposed communication per step."""
+    """Milliseconds per step of overlapped and of exposed communication."""
     sends = [event for event in events if kind_of(event.name) == "communication"]
     others = [event for event in events if kind_of(event.name) != "communication"]
     exposed = busy_microseconds(events) - busy_microseconds(others)
@@ -394,8 +394,8 @@ def communication_times(events: Sequence[KernelEvent], num_steps: int) -> Commun
 
 
 def layer_windows(events: Sequence[KernelEvent]) -> dict[str, tuple[float, float]]:
-    """Start and end in microseconds of the forward and of the backward of a typical layer: from one attention kernel to
-    the next, at the median distance. Passes without two attention kernels are left out."""
+    """Start and end in microseconds of the forward and of the backward of a typical layer: the interval of median
+    length between two consecutive attention kernels. A pass without two attention kernels is omitted."""
     windows = {}
     for name, pattern in (("forward", r"fprop|fwd|forward"), ("backward", r"bprop|bwd|backward|key_grads")):
         found = [each for each in events if kind_of(each.name) == "attention" and re.search(pattern, each.name)]
