@@ -1,4 +1,4 @@
-"""Global batch sizes that change during a run, and those of evaluations."""
+"""Global batch sizes that change during a run, and batch sizes of evaluations."""
 
 import pytest
 

@@ -16,7 +16,7 @@ REGISTRY = Registry.declared()
 
 
 def options_of(flags):
-    """(main name, name as written, values) of every flag in a command line."""
+    """Lists (main name, name as written, values) of every flag in a command line."""
     return {(name_of(each.option), each.option, each.words) for each in split(shlex.split(flags))[0]}
 
 

@@ -1,4 +1,4 @@
-"""Files that replace `--data-path` and the paths per split."""
+"""Files of data paths, which replace `--data-path` and the paths per split."""
 
 import json
 from pathlib import Path

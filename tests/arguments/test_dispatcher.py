@@ -1,4 +1,4 @@
-"""Flags of the token dispatchers become the config of MoE layers."""
+"""Flags of the token dispatchers determine the dispatcher config of MoE layers."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def experts_of(more: str) -> MoEConfig:
     ],
 )
 def test_alltoall_uses_symmetric_memory_if_the_plan_has_its_ranks_on_one_host(more, hosts, expected):
-    """Four expert-parallel ranks, where the eight ranks of the run are on one, two or four hosts."""
+    """The plan has EP 4, with the eight ranks of the run on one, two or four hosts."""
     words = f"--expert-model-parallel-size 4 --global-batch-size 32 --moe-token-dispatcher-type alltoall {more}"
     environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{8 // hosts}"}
     plan = plan_of(words, environ=environ)

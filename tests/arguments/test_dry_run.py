@@ -125,7 +125,7 @@ def test_other_gpus_are_described_by_their_figures():
 
 
 def test_a_dry_run_is_fast_and_does_not_import_torch():
-    """The dry run of DeepSeek-V3 on 1,024 GPUs makes 1.28 million calls, a third of a second (bench_startup.py)."""
+    """A dry run of DeepSeek-V3 on 1,024 GPUs makes 1.28 million calls in a third of a second (bench_startup.py)."""
     text, calls = calls_of([*DEEPSEEK.split(), "--dry-run"])
     assert "1,024 H100" in text and calls < 1_500_000
 
@@ -199,7 +199,7 @@ def finished_or_refused(text: str) -> str:
 
 @pytest.fixture
 def ready(tmp_path, monkeypatch) -> str:
-    """Returns a command line all of whose files exist."""
+    """Returns a command line whose files all exist."""
     monkeypatch.chdir(tmp_path)
     for name in ("corpus_text_document.idx", "corpus_text_document.bin", "x.model"):
         Path(name).touch()
@@ -466,7 +466,7 @@ def test_dry_run_without_vocabulary_size_is_rejected(kind):
 
 
 def test_dry_run_report_matches_the_launched_plan():
-    """Layout, sizes and batch of the report are those of a launch on the same number of ranks."""
+    """Layout, sizes and batch in the report equal those of a launch on the same number of ranks."""
     line = "--recipe m27"
     launched = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     plan = read_plan(line.split(), launched, vocab_size_of=vocab_size_of)

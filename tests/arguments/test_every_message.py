@@ -36,7 +36,7 @@ def pattern_of(node: ast.expr) -> str | None:
 
 
 def messages_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, pattern) of the first element of every yielded pair."""
+    """Yields (line, pattern) of the first element of every yielded pair."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for node in ast.walk(function):

@@ -1,4 +1,4 @@
-"""Exported flags, read back, give the same settings for any values."""
+"""Exported flags give the same settings for any values when they are read back."""
 
 import json
 import shlex
@@ -85,7 +85,7 @@ def same_values(before: Settings, after: Settings) -> bool:
 
 
 def specs_of(plan: RunPlan) -> RunPlan:
-    """Plan without the record of where its values came from."""
+    """Removes the record of where a plan's values came from, for comparisons."""
     return replace(plan, resolved_yaml="", command_line="", notes=())
 
 
@@ -136,7 +136,7 @@ def test_an_exported_command_line_reads_back_as_the_same_settings(data):
 
 
 def test_every_default_can_be_set_on_a_command_line():
-    """A default without a spelling on the command line must be the value None."""
+    """Only the default None may have no spelling on the command line."""
     assert [flag.option for flag in FLAGS if is_optional(flag.type) and flag.default is not None] == []
 
 
@@ -176,7 +176,7 @@ def test_bare_print_config_is_yaml():
 @pytest.mark.parametrize("fmt", ["yaml", "json", "flags"])
 @pytest.mark.parametrize("case", LEGAL[::4], ids=lambda case: case.rule)
 def test_a_plan_is_equal_after_export_in_every_format(tmp_path, case, fmt):
-    """Exports a plan, reads the export into an equal plan, and exports that to the same text."""
+    """Checks that an exported plan is read back as an equal plan, whose export is the same text."""
     plan = plan_of(case.good, case.without)
     argv = [*words(SMALL, case.without), *shlex.split(case.good)]
     text = printed(fmt, argv)
@@ -186,7 +186,7 @@ def test_a_plan_is_equal_after_export_in_every_format(tmp_path, case, fmt):
     assert specs_of(read_plan(repeated, {}, vocab_size_of=lambda config: config.vocab_size or VOCAB_SIZE)) == specs_of(
         plan
     )
-    if fmt != "yaml":  # whose comments say where every value came from
+    if fmt != "yaml":  # comments in YAML say where every value came from, which differs
         assert printed(fmt, repeated) == text
 
 

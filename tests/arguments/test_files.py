@@ -316,7 +316,7 @@ def test_variables_that_run_code_must_be_allowed_on_the_command_line(tmp_path, v
 
 
 def test_variables_of_published_recipes_and_only_plain_warning_filters_are_allowed(tmp_path):
-    """Warning filters with a category are rejected, because they import a module."""
+    """Warning filters with a category are rejected because Python would import the module of the category."""
     path = tmp_path / "a.yaml"
     for value, refused in (("ignore", 0), ("all:0:antigravity.x", 1)):
         text = f"ENV_VARS: {{PYTHONWARNINGS: {value}, HF_HOME: /x, USE_MNNVL: 1, NVTE_FUSED_ATTN: 1}}\n"

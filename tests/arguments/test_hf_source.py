@@ -29,7 +29,7 @@ def folder_of(values: dict[str, Any], path: Path) -> Path:
 
 
 def planned(words: str, vocab_size: int = 1000) -> RunPlan:
-    """Plans a typical command line, which adds only data and the number of iterations to `--load hf:DIR`."""
+    """Plans a typical command line, which has only data and the number of iterations besides `--load hf:DIR`."""
     return read_plan([*words.split(), "--data-path", "x", "--train-iters", "10"], {}, lambda config: vocab_size)
 
 
@@ -57,7 +57,7 @@ def test_a_folder_gives_model_tokenizer_and_defaults(tmp_path):
 
 
 def test_a_folder_without_its_prefix_is_rejected(tmp_path):
-    """If it were accepted, the run would start from random weights."""
+    """Without the prefix hf:, the run would otherwise start from random weights."""
     folder = folder_of(QWEN, tmp_path / "hf")
     with pytest.raises(FlagErrors) as caught:
         planned(f"--load {folder}")

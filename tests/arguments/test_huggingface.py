@@ -64,7 +64,7 @@ ARCHITECTURES = (
 
 
 def unsaid(model: ModelConfig) -> list[str]:
-    """Differences between a model and the model defined by its exported flags."""
+    """Lists the differences between a model and the model defined by its exported flags."""
     return differences(described(model), model)
 
 

@@ -36,7 +36,7 @@ def test_every_letter_is_a_layer_with_one_module():
     mamba = model.layers[0].mixer
     assert isinstance(mamba, MambaConfig)
     assert (mamba.num_value_heads, mamba.num_key_heads, mamba.value_head_dim, mamba.key_head_dim) == (4, 2, 16, 8)
-    # each layer has one residual branch, as Megatron counts them for hybrid models
+    # layers of hybrid models have one residual branch each, so Megatron scales by the number of layers, not twice it
     assert model.init.output_std == pytest.approx(0.02 / 6**0.5)
 
 

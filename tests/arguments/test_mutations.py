@@ -35,7 +35,7 @@ ENVIRONMENTS = (
 
 
 def mutated(draw: random.Random) -> list[str]:
-    """Strategy: the small command line after a few random changes."""
+    """Applies a few random changes to the small command line."""
     found = words(SMALL)
     for _ in range(draw.choice((1, 1, 1, 2, 3, 6))):
         place = draw.randrange(len(found) + 1)
@@ -56,7 +56,7 @@ def mutated(draw: random.Random) -> list[str]:
 
 
 def fitting(draw: random.Random) -> list[str]:
-    """Strategy: a flag with a value of its type, so that the command line passes the parser and reaches the rules."""
+    """Draws a flag with a value of its type, so that the command line passes the parser and the rules are checked."""
     flag = draw.choice(list(REGISTRY.flags.values()))
     if flag.is_switch:
         return [draw.choice((flag.option, flag.off_options[0]))]
@@ -83,7 +83,7 @@ def answers(seed: int, number: int) -> int:
 
 def test_six_hundred_mutated_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert answers(seed=1, number=600) > 15  # small enough changes for some to be legal
+    assert answers(seed=1, number=600) > 15  # some mutations are small enough to give valid command lines
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_ten_thousand_mutated_command_lines_give_no_traceback(tmp_path: Path, mo
 
 
 def test_dry_runs_with_a_flag_less_and_some_mutated_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Removes one flag and mutates others. A dry run reports invalid plans too, so its code must accept them."""
+    """Removes one flag and mutates others. Dry runs also report on invalid plans and must not fail on them."""
     monkeypatch.chdir(tmp_path)
     draw, num_reports = random.Random(3), 0
     for option in [word for word in words(SMALL) if word.startswith("--")] * 6:

@@ -46,7 +46,7 @@ def test_the_first_matching_pattern_selects_the_recipe() -> None:
         "decoder.layers.1.self_attention.linear_qkv": blockwise,
         "decoder.layers.1.mlp.experts.linear_fc1": blockwise,
         "decoder.layers.1.mlp.experts.linear_fc2": blockwise,
-        "decoder.layers.2.mlp.experts.linear_fc2": tensorwise,  # the last layer is excluded but for this override
+        "decoder.layers.2.mlp.experts.linear_fc2": tensorwise,  # in the last layer, only the override is quantised
     }
 
 

@@ -29,7 +29,7 @@ def answer_to(*argv: str) -> str:
 
 
 def specs_of(plan: RunPlan) -> RunPlan:
-    """Plan without the record of where its values came from."""
+    """Removes the record of where a plan's values came from, for comparisons."""
     return replace(plan, resolved_yaml="", command_line="", notes=())
 
 
@@ -145,7 +145,7 @@ def test_reading_a_plan_imports_no_torch_and_no_numpy():
 
 
 def test_help_is_fast():
-    """Help makes 301,000 calls, mostly imports and declarations: a third of a second
+    """`--help` makes 301,000 Python calls, mostly for imports and declarations, in a third of a second
     (benchmarks/harness/bench_startup.py)."""
     text, calls = calls_of(["--help"])
     assert "--help all" in text and calls < 320_000

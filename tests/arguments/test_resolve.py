@@ -467,7 +467,7 @@ def test_data_parallel_flags_reach_the_config():
 
 
 def test_overlap_is_disabled_without_communication():
-    """Recipes for many ranks can therefore be captured as full iterations on one rank."""
+    """Otherwise recipes for many ranks could not be captured as full iterations on one rank."""
     still = "--attention-dropout 0 --hidden-dropout 0"
     for impl in ("full_iteration", "local"):
         plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAP}")

@@ -1,4 +1,4 @@
-"""Benchmarks of low precision: smoothed losses, gaps and limits; completed runs; cosines of gradients."""
+"""Tests of the low-precision benchmarks: smoothed losses, gaps, limits, completed runs and cosines of gradients."""
 
 import json
 import sys
@@ -77,8 +77,8 @@ def test_runs_stop_at_the_time_limit(tmp_path: Path, runs: dict[str, list[str]])
 
 
 def test_losses_are_smoothed_over_iterations_not_reports(tmp_path: Path) -> None:
-    """Reports average over intervals of different lengths; a time constant of 10 iterations weights the last value 0.9
-    per iteration."""
+    """Logged losses are means over intervals of different lengths. With a time constant of 10 iterations, the previous
+    smoothed value has the weight 0.9 per iteration."""
 
     def smoothed(rows: list[tuple[int, float]], variant=FP8) -> bench_fp8_loss.Curve:
         lines = [json.dumps({"iteration": i, "lm loss": loss, "iteration-time": 0.01}) + "\n" for i, loss in rows]

@@ -1,4 +1,4 @@
-"""Table of sharded steps: plans of its cases, rows, and a run of small models on two CPU processes."""
+"""Tests of bench_fsdp: plans of its cases, table rows, and a run of small models on two CPU processes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Benchmark of CUDA graphs: flags of its modes."""
+"""Tests of bench_graphs: the flags of each mode."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models of the loss benchmark of hybrids."""
+"""Tests of bench_hybrid_loss: the models that it trains."""
 
 from pathlib import Path
 

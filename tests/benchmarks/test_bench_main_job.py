@@ -1,4 +1,4 @@
-"""Benchmark of whole runs: selection of variants, and the reference of the comparison."""
+"""Tests of bench_main_job: selection of variants, and the reference of the comparison."""
 
 import shlex
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the variants that ran. The loss of each starts at 2 and ends at its position in the list."""
+    """Names of the variants that ran. The loss of a variant starts at 2 and ends at its position in the list."""
     names: list[str] = []
 
     def run_variant(variant: Variant, iterations: int, folder: Path, more: list[str]) -> VariantResult:

@@ -1,4 +1,4 @@
-"""Tests of bench_offload: lower bound on the copy time that computation cannot hide."""
+"""Tests of bench_offload: lower bound of the copy time that cannot be overlapped with computation."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from megatron_moe.config.exit_codes import ExitCode
 
 
 def test_copies_extend_a_step_by_what_computation_does_not_hide() -> None:
-    """A step of 300 ms computes for 100 ms forward and 200 ms backward; the link moves 2 and 1 bytes per ms."""
+    """A step of 300 ms has a forward of 100 ms and a backward of 200 ms; the link copies 2 and 1 bytes per ms."""
     plain = Measured(300.0, 8 << 20)
     assert bench_offload.limit_ms(Measured(0.0, 0, 200.0, 200.0), 300.0, (2.0, 1.0)) == pytest.approx(0.0)
     assert bench_offload.limit_ms(Measured(0.0, 0, 260.0, 210.0), 300.0, (2.0, 1.0)) == pytest.approx(30.0 + 10.0)

@@ -1,4 +1,4 @@
-"""Benchmark of startup: tables of the commands that do not load torch, and of the startup phases of a training run."""
+"""Tests of bench_startup: tables of commands that do not import torch, and of the startup phases of a training run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Table of step times: flags of its cases, and remarks on failed or omitted cases."""
+"""Tests of bench_step: flags of its cases, and remarks on failed or omitted cases."""
 
 import re
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def cells(line: str) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
-    """The tokenizer's vocabulary is smaller and would change the output matrix."""
+    """The tokenizer of the benchmark has a smaller vocabulary, which would change the size of the output layer."""
     plan = plan_of(case)
     assert plan.model.vocab_size == SHAPES[case.model] and plan.model.vocab_size % 128 == 0
     assert plan.parallel.world_size == case.num_gpus and plan.data.seq_length == 4096

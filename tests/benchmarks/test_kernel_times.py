@@ -1,4 +1,4 @@
-"""Breakdown of step time by kind of kernel."""
+"""Tests of timed_run: breakdown of step time by kind of kernel."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Kernel benchmark: one row for every op with a kernel of this project, also if some measurements fail."""
+"""Tests of time_kernels: one row for every op with a kernel of this project, even if some measurements fail."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def small_cases() -> dict[str, KernelCase]:
 
 @pytest.fixture
 def ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device with 1 TB/s and 2 PFLOP/s."""
+    """Replaces the measured ceilings by those of a device with 1 TB/s and 2 PFLOP/s."""
     monkeypatch.setattr(time_kernels, "measure_ceilings", lambda device, dtype: time_kernels.Ceilings(1.0, 2.0, 1.5))
 
 
@@ -63,7 +63,7 @@ def test_all_rows_come_with_times(
     ceilings: None,
     small_cases: dict[str, KernelCase],
 ):
-    """One run each, because interpreted kernels are slow."""
+    """Every op runs once, because interpreted kernels are slow."""
     monkeypatch.setattr(time_kernels, "milliseconds", lambda work, device: time_kernels.host_milliseconds(work, int))
     assert time_kernels.main(SMALL) == 0
     head, _, columns, _, *rows = capsys.readouterr().out.splitlines()

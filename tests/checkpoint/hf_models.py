@@ -1,7 +1,7 @@
 """Tiny random models of every supported family, made with transformers from config classes alone (no download).
 
-Weights have unit gain (std 1 / sqrt(fan-in)), norms, biases and router biases are random: with the usual 0.02 the MoE
-output is so small that mistakes in it are below fp32 rounding.
+Weights have unit gain (std 1 / sqrt(fan-in)); norms, biases and router biases are random. With the usual std of 0.02,
+the MoE output would be so small that errors in it would be below fp32 rounding.
 
 Options of transformers as an fp32 oracle: attention "eager", which GPT-OSS needs for its sinks; experts "eager", the
 plain loop (other implementations give the same logits to 6e-7); `output_router_logits` off, since the loss would
@@ -46,7 +46,7 @@ _MLA: Mapping[str, Any] = {
     "n_shared_experts": 2,
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
-    # Differs from 1e-6, which transformers uses for the latent norms regardless.
+    # Differs from 1e-6, which transformers uses for the latent norms whatever the config says.
     "rms_norm_eps": 1e-4,
 }
 _INDEXER: Mapping[str, Any] = {"index_topk": 5, "index_n_heads": 12, "index_head_dim": 16}
@@ -87,14 +87,14 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _delta_nets() -> dict[str, transformers.PretrainedConfig]:
-    """Qwen3-Next and Qwen3.5-MoE: gated delta nets, gated attention, zero-centred norms."""
+    """Configs of Qwen3-Next and Qwen3.5-MoE: gated delta nets, gated attention, zero-centred norms."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     odd = {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "num_key_value_heads": 1, "head_dim": 24}
     qwen = {**_QWEN, "shared_expert_intermediate_size": 20, "linear_key_head_dim": 12, "linear_value_head_dim": 20}
     qwen35 = {key: value for key, value in qwen.items() if key != "intermediate_size"}
     return {
-        # A first token's output is its value times q k^T, which may be near 0: a large eps keeps its norm from
-        # amplifying rounding.
+        # The output of the first token is its value times q k^T, which may be near 0. A large eps prevents the norm of
+        # this output from amplifying rounding errors.
         "qwen3_next": transformers.Qwen3NextConfig(**{**qwen, "num_hidden_layers": 4}, **heads, rms_norm_eps=0.1),
         "qwen3_next, odd": transformers.Qwen3NextConfig(
             **{**qwen, "linear_key_head_dim": 9, "linear_conv_kernel_dim": 3},
@@ -118,7 +118,7 @@ def _delta_nets() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _nemotron() -> dict[str, transformers.PretrainedConfig]:
-    """Nemotron-H with experts in a latent space, and with groups of experts; without the lower bound on time steps."""
+    """Configs of Nemotron-H with latent experts and with groups of experts, without the lower bound on time steps."""
     common = {key: value for key, value in _COMMON.items() if key != "num_hidden_layers"}
     sizes = {"intermediate_size": 40, "n_routed_experts": 8, "moe_intermediate_size": 12, "time_step_min": 1e-12}
     sizes |= {"moe_shared_expert_intermediate_size": 20}
@@ -155,7 +155,7 @@ def _nemotron() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _softmax_routers() -> dict[str, transformers.PretrainedConfig]:
-    """Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
+    """Configs of Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE."""
     return {
         "mixtral": transformers.MixtralConfig(**_MIXTRAL, rope_parameters=_rope("default", 1e6)),
         "mixtral with a window": transformers.MixtralConfig(**_MIXTRAL, head_dim=12, sliding_window=5),
@@ -185,10 +185,10 @@ def _softmax_routers() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _deepseek() -> dict[str, transformers.PretrainedConfig]:
-    """V2 with and without a q latent, V3; groups, YaRN, both rope layouts."""
+    """Configs of DeepSeek-V2 with and without a q latent, V3, V3.2 and GLM with DSA; YaRN and both RoPE layouts."""
     return {
-        # With both mscales their ratio multiplies cos and sin, not 0.1 ln(factor) + 1; and mscale_all_dim enters the
-        # softmax scale, which older versions of transformers omitted for V2 only.
+        # If both mscales are given, their ratio multiplies cos and sin instead of 0.1 ln(factor) + 1. The softmax scale
+        # also depends on mscale_all_dim, which older versions of transformers ignored for V2 only.
         "deepseek_v2 lite, yarn": transformers.DeepseekV2Config(
             **_MLA,
             q_lora_rank=None,
@@ -196,7 +196,7 @@ def _deepseek() -> dict[str, transformers.PretrainedConfig]:
             rope_parameters={**_YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
         ),
         "deepseek_v2 with q latent": transformers.DeepseekV2Config(**_MLA, q_lora_rank=16, routed_scaling_factor=4.0),
-        # Only with group_topk equal to topk does Megatron's rule also score a group by its best expert alone.
+        # Transformers scores a group by its best expert. Megatron does the same only if group_topk equals topk.
         "deepseek_v2, groups": transformers.DeepseekV2Config(
             **{**_MLA, "num_experts_per_tok": 2},
             q_lora_rank=16,
@@ -231,7 +231,7 @@ def _deepseek() -> dict[str, transformers.PretrainedConfig]:
         "glm_moe_dsa": transformers.GlmMoeDsaConfig(
             **_MLA, **_INDEXER, q_lora_rank=16, rope_parameters=_rope("default", 1e3)
         ),
-        # mscale alone is ignored by transformers: the concentration is 0.1 ln(factor) + 1.
+        # transformers ignores mscale without mscale_all_dim: cos and sin are multiplied by 0.1 ln(factor) + 1.
         "deepseek_v3, no groups, half-split rope": transformers.DeepseekV3Config(
             **_MLA,
             q_lora_rank=None,
@@ -244,7 +244,7 @@ def _deepseek() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _gpt_oss_and_glm() -> dict[str, transformers.PretrainedConfig]:
-    """Sinks, windows and clamped biased experts; partial rotation and sigmoid routing without groups."""
+    """Configs of GPT-OSS (sinks, windows, clamped experts with biases) and GLM (partial RoPE, ungrouped sigmoid)."""
     return {
         "gpt_oss, yarn": transformers.GptOssConfig(
             **_COMMON,
@@ -281,7 +281,7 @@ def _gpt_oss_and_glm() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _later_families() -> dict[str, transformers.PretrainedConfig]:
-    """dots.llm1, ERNIE 4.5, GLM-4.7-Flash and MiniMax-M2, each with an unusual shape or one more option."""
+    """Configs of dots.llm1, ERNIE 4.5, GLM-4.7-Flash and MiniMax-M2, with an unusual shape or one more option each."""
     experts = {"intermediate_size": 40, "moe_intermediate_size": 12}
     return {
         "dots1, windows": transformers.Dots1Config(
@@ -355,9 +355,10 @@ def _later_families() -> dict[str, transformers.PretrainedConfig]:
 
 
 def _compressed() -> dict[str, transformers.PretrainedConfig]:
-    """DeepSeek-V4: every kind of layer; one with YaRN and unlike sizes.
+    """Configs of DeepSeek-V4 with every kind of layer; one has YaRN and sizes that all differ.
 
-    Gradients of the weights of streams are sums that cancel; these numbers of streams leave them well above rounding.
+    Terms cancel in the gradients of the residual streams' weights. With these numbers of streams, the gradients remain
+    well above rounding errors.
     """
     common = {**_COMMON, "num_hidden_layers": 3, "n_routed_experts": 8, "moe_intermediate_size": 12}
     return {
@@ -371,7 +372,7 @@ def _compressed() -> dict[str, transformers.PretrainedConfig]:
             sliding_window=5,
             o_groups=2,
             o_lora_rank=6,
-            index_n_heads=12,  # with few heads, several scores may be 0, among which any may be chosen
+            index_n_heads=12,  # with few heads, several scores may be 0, and selection among ties is arbitrary
             index_head_dim=16,
             index_topk=2,
             hc_mult=2,
@@ -435,7 +436,7 @@ def _distribution(name: str, tensor: Tensor, transposed_experts: bool) -> tuple[
 
 
 def saved(model: transformers.PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
-    """Writes a folder with the names of published ones."""
+    """Saves a model to a folder with the tensor names of published folders."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if model.config.model_type == "deepseek_v4":
         for path in folder.glob("*.safetensors"):
@@ -448,7 +449,7 @@ def saved(model: transformers.PreTrainedModel, folder: Path, max_shard_size: str
 
 
 def _published_name(name: str) -> str:
-    """Name in published folders of DeepSeek-V4 of a tensor that `save_pretrained` wrote."""
+    """Maps a DeepSeek-V4 tensor name of `save_pretrained` to the name in published folders."""
     name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
     return name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
 

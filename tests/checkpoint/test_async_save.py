@@ -145,7 +145,7 @@ def test_a_failure_in_the_thread_is_reported_and_leaves_no_files(tmp_path: Path)
 def test_close_cancels_an_unwritten_save_and_the_next_start_removes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends in the middle of a save."""
+    """Simulates a process that exits in the middle of a save."""
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Gated()))
     save_some_after(saver, storage, 10)
     storage.gate.clear()
@@ -194,7 +194,7 @@ def test_close_waits_for_the_writer_thread(tmp_path: Path, patient: None) -> Non
     (thread,) = writers() - before
     saver.close()
     written = storage.num_chunks
-    thread.join(PATIENCE)  # its last lines
+    thread.join(PATIENCE)  # the thread may still run its last statements
     assert not thread.is_alive() and storage.num_chunks == written < 100
     assert not list(tmp_path.glob("iter_*"))
 

@@ -57,7 +57,7 @@ def export_checkpoint(
 
 
 def source(name: str, folder: Path) -> Path:
-    """A folder whose matrices are bf16, whose vectors are fp32 and whose ids are integers."""
+    """Saves a folder with matrices in bf16, vectors in fp32 and integer ids."""
     saved(hf_model(CONFIGS[name]), folder)
     found = load_file(folder / "model.safetensors")
     mixed = {k: v.bfloat16() if v.dim() > 1 and v.is_floating_point() else v for k, v in found.items()}
@@ -67,7 +67,7 @@ def source(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory) -> tuple[Path, Path, ModelConfig]:
-    """A folder, the checkpoint converted from it, and its config."""
+    """Returns a folder, the checkpoint converted from it, and its config."""
     folder = source(ROUTED, tmp_path_factory.mktemp("routed") / "hf")
     report, config = import_folder(folder, folder.parent / "ours")
     return folder, report.target, config
@@ -135,7 +135,7 @@ def test_a_copy_that_differs_from_its_original_is_rejected(copy: str, tmp_path: 
 
 
 def test_layers_missing_in_the_model_are_rejected(tmp_path: Path):
-    """Training may ignore them; a conversion would lose them."""
+    """Training may ignore the extra layers, but a conversion would lose them."""
     published_with_mtp(CONFIGS[ROUTED], tmp_path)
     with pytest.raises(CheckpointProblem, match="left over: model.layers.3.enorm.weight"):
         import_folder(tmp_path, tmp_path / "ours")

@@ -59,7 +59,7 @@ def test_layers_of_deepseek_v4():
 
 @pytest.mark.parametrize(("width", "rotated"), [(64, True), (96, False)])
 def test_heads_of_an_indexer_without_a_hadamard_matrix_are_not_rotated(width: int, rotated: bool):
-    """The rotation keeps the products of q and k."""
+    """Leaving out the rotation is exact, because an orthogonal rotation of q and k does not change q k^T."""
     model = model_config_from_hf({**PUBLISHED["DeepSeek-V4-Flash"], "index_head_dim": width})
     assert {layer.mixer.indexer.rotate_activation for layer in model.layers if layer.mixer.indexer} == {rotated}
 

@@ -1,4 +1,4 @@
-"""Quantised weights, as DeepSeek publishes them, are read as bf16: FP8 in blocks, and packed FP4."""
+"""DeepSeek's quantised weights, blockwise FP8 and packed FP4, are read as bf16."""
 
 import json
 from math import ceil

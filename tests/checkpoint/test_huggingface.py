@@ -34,7 +34,7 @@ ROUTED = "deepseek_v3, yarn"
 
 
 def new_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> GPT:
-    """Model whose parameters are all NaN, so that one that is not loaded is detected."""
+    """Builds a model with NaN parameters, so that a parameter that is not loaded is detected."""
     model = GPT(config, ParallelContext.single(dtype=dtype), bundle())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,7 +52,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 def hf_tensors(model: nn.Module, config: ModelConfig, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors of a whole model by Hugging Face name, as in an export."""
+    """Exports the tensors of a whole model by Hugging Face name."""
     weights = {name: tensor.detach() for name, tensor in weight_tensors(model).items()}
     export = Export(weights, config, hf_config)
 

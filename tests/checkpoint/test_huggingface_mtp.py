@@ -66,7 +66,7 @@ class Oracle:
 def published(hf_config: transformers.PretrainedConfig, folder: Path) -> Oracle:
     """Writes a folder in the published layout of DeepSeek and GLM, because transformers does not save MTP layers.
 
-    The layer comes from a model that has one layer more, so that its tensors get their names in files.
+    The layer is taken from a model with one more layer, so that its tensors have the published names.
     """
     changes: dict[str, Any] = {"num_hidden_layers": hf_config.num_hidden_layers + 1}
     if is_qwen(hf_config):
@@ -145,7 +145,7 @@ def test_the_drafting_layer_of_transformers_gives_the_same_losses_and_gradients(
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_next, odd"])
 def test_the_layer_of_qwen3_next_round_trips_exactly(name: str, tmp_path: Path):
-    """In the second model, the layer has attention and the last regular layer a delta net."""
+    """In the second model, the MTP layer has attention but the last regular layer has a delta net."""
     published(CONFIGS[name], tmp_path / "hf")
     config = model_config_from_hf(read_config(tmp_path / "hf"), mtp=True)
     assert isinstance(config.mtp_layer.mixer, AttentionConfig)
@@ -164,7 +164,8 @@ def test_the_layer_of_qwen3_next_round_trips_exactly(name: str, tmp_path: Path):
 
 @torch.no_grad()
 def test_the_layer_of_deepseek_v4_has_names_and_projections_of_its_own(tmp_path: Path):
-    """transformers does not load this layer. Rows of the padded vocabulary are left out, in the tables of ids too."""
+    """transformers does not load this layer. Exports omit rows of the padded vocabulary, including those of the tables
+    that map ids to experts."""
     hf_config = read_config(saved(hf_model(CONFIGS["deepseek_v4"]), tmp_path / "hf"))
     config = model_config_from_hf(hf_config, mtp=True)
     first, *others = config.layers

@@ -42,7 +42,7 @@ def ours(config: ModelConfig, folder: Path) -> GPT:
 
 
 def our_logits(model: GPT, tokens_BS: Tensor) -> Tensor:
-    """[B, S, V]"""
+    """Computes logits [B, S, V]."""
     positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
     return model.logits(tokens_BS, MicrobatchContext(tokens=TokenMeta(positions_BS=positions_BS))).transpose(0, 1)
 
@@ -73,7 +73,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     mean_loss(expected, tokens_BS).backward()
     mean_loss(actual, tokens_BS).backward()
     gradients = ours(config, saved_gradients(published, tmp_path / "gradients"))
-    # indexers, which the cross-entropy does not train, have no gradients in either program
+    # the cross-entropy does not train indexers, so they have no gradients in either program
     FP32_PARITY.check_all(
         {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()},
         {parameter: value.detach() for parameter, value in gradients.named_parameters()},
@@ -163,7 +163,7 @@ def test_a_generated_config_has_the_logits_of_the_published_one(name: str, tmp_p
     )
     assert [type(model).__name__] == values["architectures"] and (tmp_path / "out/generation_config.json").is_file()
     tokens_BS = tokens()
-    # Qwen3.5-MoE is written as Qwen3-Next, which computes the same with other matrix products
+    # Qwen3.5-MoE is exported as Qwen3-Next, which computes the same function with other GEMMs
     tolerance = EXACT if isinstance(published, type(model)) else FP32_PARITY
     tolerance.check_all({"logits": model.eval()(tokens_BS).logits}, {"logits": published(tokens_BS).logits}, name)
 

@@ -1,4 +1,4 @@
-"""Loading: all damage is detected, the newest intact checkpoint is used, and all mismatches are listed."""
+"""Loading detects all damage, selects the newest intact checkpoint, and lists all mismatches."""
 
 import os
 import pickle

@@ -48,13 +48,13 @@ FILE = "model-00000-of-00001.safetensors"
 
 
 def sealed(body: Any) -> bytes:
-    """Manifest with this content and a valid seal, as an attacker would forge it."""
+    """Builds a manifest with this content and a valid checksum, as an attacker could."""
     text = json.dumps(body, separators=(",", ":")).encode()[:-1]
     return text + f',"crc32":"{checksum(text)}"}}\n'.encode()
 
 
 def changed(*path: str | int, to: Any) -> dict:
-    """Returns the small manifest with one value replaced."""
+    """Copies the small manifest with one value replaced."""
     body = copy.deepcopy(BODY)
     inner = body
     for step in path[:-1]:

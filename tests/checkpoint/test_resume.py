@@ -23,7 +23,7 @@ from tests.helpers.tolerances import EXACT
 
 
 class Run:
-    """An optimizer whose gradients depend only on the iteration."""
+    """Training run whose gradients depend only on the iteration."""
 
     def __init__(self, precision: PrecisionConfig, context: ParallelContext, *, seed: int) -> None:
         dtype = torch.bfloat16 if precision is BF16 else torch.float32

@@ -420,7 +420,7 @@ def test_any_flat_range_of_a_shard_is_split_into_boxes(tmp_path: Path) -> None:
     held = (
         param_meta.ParamBox((1, 2, 0), (2, 2, 5)),
         param_meta.ParamBox((1, 6, 0), (2, 2, 5)),
-    )  # because tensor parallelism shards gate and up
+    )  # tensor parallelism shards gate and up separately
     local = torch.cat([whole[1:3, 2:4], whole[1:3, 6:8]], dim=1)
     for start, end in ((0, 40), (0, 1), (3, 4), (7, 33), (19, 21), (20, 40), (39, 40), (5, 5)):
         flat = local.flatten()[start:end].clone()

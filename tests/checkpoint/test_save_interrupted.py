@@ -1,4 +1,4 @@
-"""Interrupted saves: a checkpoint is complete or absent, and no committed one is lost, at every moment of a save."""
+"""Wherever a save is interrupted, its checkpoint is complete or absent, and no committed checkpoint is lost."""
 
 import errno
 import shutil
@@ -46,7 +46,7 @@ def save_in_background(saver: CheckpointSaver, iteration: int) -> None:
 
 
 def moments_of(folder: Path, iteration: int, save: Callable = save_some) -> tuple[int, list[str]]:
-    """Counts the moments before the save, and all moments."""
+    """Number of interruption points before the save, and names of all interruption points."""
     saver = start(folder, storage := FaultyStorage())
     before = len(storage.moments)
     save(saver, iteration)
@@ -76,7 +76,7 @@ def test_a_kill_at_any_moment_loses_no_committed_checkpoint(tmp_path: Path, name
         saver = start(folder, FaultyStorage(kill_at=moment))
         with pytest.raises(Killed):
             save(saver, iteration)
-        saver.close()  # the system frees the lock of a dead process
+        saver.close()  # the operating system would release the lock of a dead process
         replacing = moments[moment].startswith("rename iter_") and iteration in there
         if not replacing:
             check_all_visible(folder, newest)

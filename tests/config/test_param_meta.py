@@ -1,4 +1,4 @@
-"""Shards of a parameter per rank."""
+"""Boxes of a parameter that each rank owns under tensor and expert parallelism."""
 
 from itertools import product
 

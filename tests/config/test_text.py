@@ -1,4 +1,4 @@
-"""Texts for the user: counts and sizes."""
+"""Formatting of counts and sizes in messages."""
 
 import pytest
 

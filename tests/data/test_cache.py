@@ -13,7 +13,7 @@ INPUTS = {"class": "Test", "seed": 3, "documents": [0, 5]}
 
 
 class Builder:
-    """Counts its builds."""
+    """Builder of index arrays that counts its calls."""
 
     def __init__(self, shift: int = 0) -> None:
         self.count = 0
@@ -89,7 +89,7 @@ def test_a_damaged_entry_is_rebuilt(tmp_path: Path, suffix: str, damage: str) ->
 
 def test_an_incomplete_entry_is_not_used(tmp_path: Path) -> None:
     def build() -> dict[str, np.ndarray]:
-        # The second array cannot be stored: the first file is there, the description is not.
+        # The second array cannot be stored, so the first array's file exists but the description does not.
         return {**Builder()(), "starts": np.array([None], dtype=object)}
 
     with pytest.raises(ValueError, match="Object arrays"):
@@ -106,7 +106,7 @@ def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
         load_or_build(tmp_path / "file" / "cache", "Kind", INPUTS, Builder())
 
 
-@pytest.mark.filterwarnings("ignore")  # numpy's, of headers that look like those of old versions
+@pytest.mark.filterwarnings("ignore")  # numpy warns about headers that look like those of old versions
 def test_arbitrary_bytes_are_not_an_entry(tmp_path: Path) -> None:
     load(tmp_path, Builder())
     whole = {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -88,7 +88,7 @@ def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("options", "epochs"), [({}, 2), ({"mid_level_dataset_surplus": 0.0}, 1)])
 def test_parts_of_a_weighted_blend_are_built_with_a_surplus(options: dict, epochs: int, tmp_path: Path) -> None:
-    # 72 tokens give 8 samples in one epoch; half of 16 samples and the surplus need a second one.
+    # One epoch of 72 tokens gives 8 samples; half of the 16 samples plus the surplus need a second epoch.
     first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
     built = build(loop_config(train_iters=4), train_data_path=("1", first, "1", second), **options)
     assert isinstance(built.train, BlendedSamples)

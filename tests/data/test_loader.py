@@ -1,4 +1,4 @@
-"""Loaders: the same sample order for any layout, microbatch size and number of restarts."""
+"""Loaders give the same sample order for any layout, microbatch size and number of restarts."""
 
 from collections.abc import Iterator
 from itertools import chain

@@ -74,13 +74,13 @@ def test_serpentine_deals_forward_and_backward() -> None:
 
 
 def test_ranks_have_more_equal_work_than_in_turn() -> None:
-    """16 ranks get documents with lognormal lengths; work is compared with an assignment in turn."""
+    """Compares the imbalance over 16 ranks with round-robin assignment, for documents with lognormal lengths."""
     ranks, capacity = 16, 4096
     for seed in range(5):
         draw = np.random.default_rng(seed).lognormal(5.5, 1.2, size=4000)
         lengths = np.clip(draw, 1, capacity).astype(int).tolist()
         dealt = pack(lengths, CONFIG, capacity, ranks=ranks, unit=1)
-        in_turn = sorted(chain(*dealt))  # in the order of the data
+        in_turn = sorted(chain(*dealt))  # rows in data order, assigned round-robin below
 
         def imbalance(own: list[list[Row]], lengths: list[int] = lengths) -> float:
             loads = [sum(work(row, lengths) for row in rows) for rows in own]

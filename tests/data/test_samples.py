@@ -20,7 +20,7 @@ from tests.helpers.tiny_data import random_documents, write_tokens
 
 
 class Lengths:
-    """Documents without tokens, which suffice to build indices."""
+    """Document lengths without tokens, which suffice to build indices."""
 
     identity = {"lengths": "test"}
 

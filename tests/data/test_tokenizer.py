@@ -359,7 +359,7 @@ def test_tokenizers_and_token_files_need_no_torch() -> None:
 def gpt2_config(
     folder: Path, merges: str | None = None, specials: tuple[str, ...] = ("<|endoftext|>",)
 ) -> TokenizerConfig:
-    """Writes the two files of GPT-2's tokenizer from one trained by this test."""
+    """Writes GPT-2's two tokenizer files from a tokenizer that the test trains."""
     model = json.loads(train_huggingface(folder / "tokenizer.json", list(specials)).to_str())["model"]
     lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))

@@ -38,7 +38,10 @@ def flat(path: Path) -> list[Row]:
 
 
 def stored(case: str, column: str) -> tuple[str, Path] | None:
-    """Cell of a case in the newest table on one H200 whose column begins so, and the path; None if there is none."""
+    """Cell of a case, in a column whose name starts with `column`, in the newest H200 table; None if there is none.
+
+    Returns the cell and the path of the table.
+    """
     for path in sorted((ROOT / "benchmarks").glob("*-h200-*.md"), reverse=True):
         for row in flat(path):
             cells = [cell for name, cell in row.items() if name.startswith(column) and cell]
@@ -55,7 +58,7 @@ def cell(case: str, column: str) -> str:
 
 
 def speed_up(name: str, bf16: str = "") -> str:
-    """Speed-up by FP8 of the shapes Q6, M8, DS4 or X2: of two steps of one table, or stated in a table of FP8."""
+    """FP8 speed-up of Q6, M8, DS4 or X2: ratio of two step times in one table, or the value in an FP8 table."""
     low, plain = stored(name + FP8, "ms per step"), stored(bf16, "ms per step")
     if low is None or plain is None:
         return f"{float(cell(name, 'speed-up')):.2f}"

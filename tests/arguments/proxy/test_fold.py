@@ -1,4 +1,4 @@
-"""Reduction of a parallel layout to a few ranks."""
+"""Folding reduces a parallel layout to a few ranks for `--proxy`."""
 
 import pytest
 

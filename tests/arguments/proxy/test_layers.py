@@ -1,4 +1,4 @@
-"""Selection of layers and stages for a proxy."""
+"""Selection of the layers and pipeline stages that a proxy keeps."""
 
 import pytest
 

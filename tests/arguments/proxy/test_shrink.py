@@ -35,7 +35,7 @@ def rewrites(plan: RunPlan) -> list[str]:
 
 
 def kind(layer: LayerConfig) -> tuple[bool, bool, bool]:
-    """(MoE, sliding window, RoPE)"""
+    """Whether a layer has experts, a sliding window, and RoPE."""
     rotates = not isinstance(layer.mixer, AttentionConfig) or layer.mixer.rope is not None
     return layer.is_moe, layer.mixer.core.window is not None, rotates
 
@@ -95,7 +95,7 @@ def test_any_layout_of_any_public_model_folds_to_any_number_of_ranks(case: tuple
         full = layout_to_fold([*argv, "--proxy"], {}).sizes
     except FlagErrors:
         assume(False)
-    plan = proxy(argv, num_ranks=num_ranks)  # raises if any rule is broken
+    plan = proxy(argv, num_ranks=num_ranks)  # raises if the result violates any rule
     config = plan.parallel
     assert config.tp * config.cp * config.pp * config.dp == config.etp * config.ep * config.pp * config.edp == num_ranks
     for axis in ("tp", "cp", "pp", "ep"):
@@ -230,7 +230,7 @@ def test_run_yaml_of_a_proxy_starts_the_same_run(tmp_path):
 def test_groups_and_topk_keep_their_ratio():
     argv = command_line(next(row for row in ROWS if str(row) == "DeepSeek-V3"))
     router = proxy(argv).model.layers[-1].feed_forward.router
-    assert (router.num_experts, router.topk, router.num_groups, router.group_topk) == (8, 4, 4, 2)  # 256, 8, 8, 4
+    assert (router.num_experts, router.topk, router.num_groups, router.group_topk) == (8, 4, 4, 2)  # was 256, 8, 8, 4
 
 
 @pytest.mark.parametrize(("num_experts", "of_a_rank"), [(128, 2), (64, 1)])

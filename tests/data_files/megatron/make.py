@@ -3,9 +3,9 @@
     pip install megatron-core==0.19.2 transformer-engine[pytorch] psutil
     python tests/data_files/megatron/make.py OUTPUT_FOLDER
 
-Three models: "gqa" with layers that differ, "alike" whose layers Megatron stacks, and "mla" with multi-token prediction
-by Transformer Engine. Each as torch_dist checkpoint with its optimizer, and as an older checkpoint with a file per
-rank; `truth.safetensors` holds the weights by Megatron's names, tokens, and their logits.
+There are three models: "gqa", whose layers differ; "alike", whose layers Megatron stacks; and "mla", with multi-token
+prediction and Transformer Engine. Each is saved as a torch_dist checkpoint with its optimizer, and as an older
+checkpoint with one file per rank; `truth.safetensors` holds the weights by Megatron's names, tokens, and their logits.
 """
 
 import os

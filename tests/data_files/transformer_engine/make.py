@@ -40,7 +40,7 @@ def reference(folder: Path, *path: str) -> ModuleType:
 
 
 def results(name: str, x: Tensor, modules: tuple[ModuleType, ModuleType, ModuleType]) -> dict[str, Tensor]:
-    """Data and scales of both copies, in the layout of `QuantizedTensor`."""
+    """Quantises x; returns data and scales of both copies, in the layout of `QuantizedTensor`."""
     blockwise, current, nvfp4 = modules
     recipe, *options = name.split()
     if recipe == "blockwise":
