@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: identical sums everywhere, fast ranks as threads
-os.environ.setdefault("WANDB_MODE", "offline")  # no test talks to a server
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; gives identical sums on all machines
+os.environ.setdefault("WANDB_MODE", "offline")  # tests do not connect to a server
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: without a GPU they are interpreted
 
@@ -22,7 +22,7 @@ if str(ROOT) not in sys.path:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-# register all components of the product, which tests must not remove
+# Registers all built-in components, so that restoring a registry after a test does not remove them.
 import arguments.read  # noqa: E402, F401
 import megatron_moe.config.update_rules  # noqa: E402, F401
 from megatron_moe.config import registry  # noqa: E402

@@ -1,11 +1,11 @@
 """Runs the CI suite, the slow tests and the mutants; stores counts and times as a table in `benchmarks/`.
 
-python -m tests.nightly                               what `make nightly` does
+python -m tests.nightly                               all stages, as in `make nightly`
 python -m tests.nightly --only slow                   one or more stages: ci, slow, mutants
 python -m tests.nightly tests/parity --only slow      the slow tests of these paths
 python -m tests.nightly --only slow --sample 100      a random sample of the slow tests
 
-All stages run even if one fails; then the exit code is 1.
+All stages run even if one fails, in which case the exit code is 1.
 """
 
 import argparse

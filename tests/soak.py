@@ -1,10 +1,10 @@
 """Soak test: a run under random faults must end bitwise equal to an undisturbed one.
 
 python -m tests.soak                        20 minutes on 4 ranks; the table goes to benchmarks/ (`make soak`)
-python -m tests.soak --faults 5 --seed 3    a number of faults instead
+python -m tests.soak --faults 5 --seed 3    five faults instead of a duration
 
-Starts one command line repeatedly, as a launcher would, and interrupts each start by a random fault: signals,
-`--inject`, or damage to the newest checkpoint between two starts. The last start, and a second run, are undisturbed.
+Launches one command line repeatedly and interrupts each launch by a random fault: signals, `--inject`, or damage to the
+newest checkpoint between two launches. The last launch, and a second run, are undisturbed.
 Exit code 1 if weights, optimizer or losses of the two differ in one bit, an incomplete checkpoint was visible, or an
 exit code was not one that `config/exit_codes.py` promises.
 """
@@ -64,7 +64,7 @@ class Soak:
         """Iterations of deliberately damaged checkpoints."""
 
     def inject_fault(self) -> None:
-        """Starts the run with one fault, or damages the folder between two starts."""
+        """Launches the run with one fault, or damages the checkpoint folder between two launches."""
         before = self.newest()
         fault = self.random.choice([fault for fault in FAULTS if before or not fault.needs_checkpoint])
         found = self.counts.setdefault(fault.name, FaultCounts())
@@ -92,7 +92,7 @@ class Soak:
         self._check_visible(fault.name)
 
     def finish(self) -> int:
-        """Runs the last start without faults; returns its last iteration."""
+        """Runs the last launch without faults; returns its last iteration."""
         end = self.newest() + MORE_ITERATIONS
         self._undisturbed(self.run, end)
         undisturbed = self.folder / "undisturbed"
@@ -110,8 +110,11 @@ class Soak:
         return max((iteration for iteration in there if iteration not in self.damaged), default=0)
 
     def _start(self, fault: Fault, before: int) -> tuple[list[int] | None, float, int]:
-        """Exit codes of all ranks (None if they had to be killed), seconds from the fault to the last end, and the last
-        reported iteration."""
+        """Launches the run with a fault and waits until all ranks have ended.
+
+        Returns exit codes of all ranks (None if they had to be killed), seconds from the fault to the last exit, and
+        the last reported iteration.
+        """
         inject = []
         if fault.inject:
             soon = before + self.random.randint(1, 2 * SAVE_INTERVAL)

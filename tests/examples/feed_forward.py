@@ -73,7 +73,7 @@ class SoftMixture(FeedForward):
 
 
 def from_flags(flags):
-    """Config of every layer; its two MLPs together are as wide as an ungated MLP."""
+    """Creates the config of every layer; its two MLPs together are as wide as an ungated MLP."""
     width = (flags.ffn_hidden_size or 4 * flags.hidden_size) // 2
     return [SoftMixtureConfig(hidden_size=flags.hidden_size, ffn_hidden_size=width)] * flags.num_layers
 

@@ -8,7 +8,7 @@ from megatron_moe.config.registry import METRICS
 
 
 def margin(logits_TE, ids_TK, probs_TK):
-    """One value per token [T]; the log has the mean over all tokens of an interval, per layer and over layers."""
+    """Returns one value per token [T]; the log has the mean over an interval's tokens, per layer and over layers."""
     best_T2 = logits_TE.topk(2, dim=-1).values
     return best_T2[:, 0] - best_T2[:, 1]
 

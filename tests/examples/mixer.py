@@ -80,7 +80,7 @@ class ShortConv(Mixer):
         return self.linear_out(torch.nn.functional.silu(gate_SBC) * self._convolve(value_SBC, mb.tokens))
 
     def _convolve(self, x_SBC, tokens):
-        """Convolves every chunk of positions that this rank has, from the last tokens of the chunk before it."""
+        """Convolves every chunk of positions on this rank, with the last tokens of the preceding chunk as history."""
         past, part = self.taps.shape[1] - 1, tokens.part
         if part is None or len(part.of_ranks) == 1:
             return self._taps_of(torch.nn.functional.pad(x_SBC, (0, 0, 0, 0, past, 0)), tokens.segments_BS, 0)
@@ -103,7 +103,7 @@ class ShortConv(Mixer):
         length, total = len(x_SBC) - past, 0
         for back in range(past + 1):
             shifted = x_SBC[past - back : past - back + length] * self.taps[:, back]
-            if segments_BS is not None and back:  # tokens of other documents do not count
+            if segments_BS is not None and back:  # tokens of other documents are masked
                 own_BS = segments_BS[:, start : start + length]
                 other_BS = torch.nn.functional.pad(segments_BS, (back, 0), value=-1)[:, start : start + length]
                 shifted = shifted * (own_BS == other_BS).T[:, :, None]
@@ -112,7 +112,7 @@ class ShortConv(Mixer):
 
 
 def from_flags(flags):
-    """Config of every layer."""
+    """Creates the config of every layer."""
     return [ShortConvConfig(hidden_size=flags.hidden_size, taps=flags.short_conv_taps)] * flags.num_layers
 
 

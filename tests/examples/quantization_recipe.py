@@ -3,7 +3,7 @@
 pretrain_moe.py --import tests/examples/quantization_recipe.py --fp8-format e4m3 --fp8-recipe int8_blocks
     --emulate-low-precision ...
 
-`--fp8-format` turns it on. There are no GPU kernels for it, so that GEMMs multiply dequantised operands.
+`--fp8-format` enables the recipe. It has no GPU kernels, so GEMMs multiply dequantised operands.
 """
 
 from megatron_moe.config.precision import ElementFormat, OperandFormat, OperandFormats, QuantizationRecipe

@@ -55,7 +55,7 @@ def components(hidden_size: int = 24):
 
 
 def with_examples(plan: RunPlan) -> RunPlan:
-    """Plan of the parity matrix with the mixer in all layers and the feed-forward module in all dense ones."""
+    """Puts the mixer in all layers of a parity plan, and the feed-forward module in all dense layers."""
     mixer, feed_forward = components(plan.model.hidden_size)
     layers = tuple(
         replace(layer, mixer=mixer, feed_forward=layer.feed_forward if layer.is_moe else feed_forward)

@@ -49,7 +49,7 @@ def imported() -> None:
 
 
 def with_examples(plan: RunPlan) -> RunPlan:
-    """Plan of the parity matrix whose layers use every example."""
+    """Makes all layers of a parity plan use every example."""
     imported()
 
     def changed(block):

@@ -1,4 +1,4 @@
-"""A matrix update rule registered by an imported file: layouts, resume under another layout, state of its fallback."""
+"""A matrix update rule registered by an imported file: layouts, resuming under another one, state of its fallback."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -23,7 +23,7 @@ def gather_transport(comm):
 
         def receive_tokens(self, work):
             tokens_GH, *choices = (wait() for wait in work)
-            if not choices:  # the exchange is one of gradients
+            if not choices:  # gradients are exchanged without ids and probabilities
                 return ReceivedTokens(tokens_GH, None, None)
             ids_GK = choices[0] - comm.ep.rank * self._num_local
             elsewhere = (ids_GK < 0) | (ids_GK >= self._num_local)

@@ -43,7 +43,7 @@ CAPACITIES = (None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.0, pad=
 
 
 def cases(num_ranks: int) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
-    """All parallel layouts and dispatchers; optional features rotate over the cases."""
+    """Lists all parallel layouts and dispatchers; optional features rotate over the cases."""
     found = []
     for place, fold in enumerate(folds(num_ranks)):
         for dispatcher in ("allgather", "alltoall"):
@@ -65,7 +65,7 @@ def every_case(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Runs two steps that declare no host read; the second one fails if the host waits for the device."""
+    """Runs two steps of layers that declare no host read; the second step fails if the host waits for the device."""
     fold = ParallelConfig(world_size=num_ranks, ep=num_ranks)
     ctx = context_of(fold, torch.bfloat16)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
@@ -90,7 +90,7 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def flex_layers(context_of: ContextOf, num_ranks: int, ranks_per_host: int | None = None) -> list[Any]:
-    """Every fold with the flex dispatcher and Triton kernels, in fp32."""
+    """Runs layers with every parallel layout, the flex dispatcher and Triton kernels, in fp32."""
     results = []
     for fold, config, data in flex_cases(num_ranks, ranks_per_host):
         ctx = context_of(fold, torch.float32)
@@ -100,9 +100,10 @@ def flex_layers(context_of: ContextOf, num_ranks: int, ranks_per_host: int | Non
 
 
 def bf16_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Results of every layout with the flex dispatcher, on one host and on two, in bf16; and the result of the local
-    dispatcher on
-    one GPU, with the same kernels."""
+    """Runs every layout with the flex dispatcher in bf16, on one host and on two emulated hosts.
+
+    Also returns the result of the local dispatcher on one GPU with the same kernels.
+    """
     results = []
     for fold, config, data in bf16_cases(num_ranks):
         ctx = context_of(fold, torch.bfloat16)
@@ -115,20 +116,21 @@ def bf16_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def bf16_cases(num_ranks: int) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
-    """`flex_cases` on one host and on two, with experts whose shards have whole 16-byte rows, as TMA requires."""
+    """Lists `flex_cases` on one host and on two, with expert shards whose rows are multiples of 16 bytes for TMA."""
     found = [*flex_cases(num_ranks), *flex_cases(num_ranks, num_ranks // 2)]
     wide = [replace(config, experts=replace(config.experts, ffn_hidden_size=32)) for _, config, _ in found]
     return [(fold, config, data) for (fold, _, data), config in zip(found, wide, strict=True)]
 
 
 def hierarchical_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """`flex_layers` whose expert groups are on two hosts."""
+    """Runs `flex_layers` with expert groups on two hosts."""
     return flex_layers(context_of, num_ranks, num_ranks // 2)
 
 
 def flex_cases(num_ranks: int, ranks_per_host: int | None = None) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
-    """All parallel layouts with the flex dispatcher; overlapped shared experts, reserved SMs, and row bounds that no
-    rank exceeds rotate over the cases.
+    """Lists all parallel layouts with the flex dispatcher.
+
+    Overlapped shared experts, reserved SMs, and row bounds that no rank exceeds rotate over the cases.
     """
     found = []
     for place, each in enumerate(folds(num_ranks)):
@@ -149,9 +151,10 @@ ROUTINGS: dict[str, Callable[[int, int], list[list[int]]]] = {
 
 
 def flex_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Dispatch, scaling by expert number and combine of several routings, through symmetric memory, over NCCL on one
-    host and on several, and through DeepEP (if it is installed). Returns (name, output, gradients of tokens and
-    probabilities) and the formula's values."""
+    """Dispatches tokens, scales them by expert number and combines them, for several routings and every transport.
+
+    Transports are symmetric memory, NCCL on one host and on several, and DeepEP (if it is installed). Returns (name,
+    output, gradients of tokens and probabilities) and the values expected from a formula."""
     results = _exchanges(context_of, num_ranks, SYMMETRIC, (torch.float32, torch.bfloat16))
     for ranks_per_host in (None, num_ranks // 2, 1):
         results += _exchanges(context_of, num_ranks, HIERARCHICAL, (torch.float32, torch.bfloat16), ranks_per_host)
@@ -199,7 +202,8 @@ def _exchanges(
 
 
 def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Overflow of routings that need exactly as many rows as the bound, and one more; all choices on the last rank."""
+    """Overflow of routings that need exactly as many rows as the bound, or one row more. All tokens select experts on
+    the last rank."""
     ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
     kernels, found = select_kernels(KernelConfig(), ctx.device, ctx.dtype), []
     for num_rows in (24, 25):
@@ -224,7 +228,7 @@ def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Whether replays of a captured layer with new inputs equal eager execution bit for bit."""
+    """Checks whether replays of a captured layer with new inputs equal eager execution bit for bit."""
     ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
     layer = module_of(moe_config(dispatcher="flex", router={"dtype": "fp32"}), ctx, kernels)
@@ -234,8 +238,10 @@ def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Pairs (name, received copies and their values, those quantised after an exchange in bf16) of every routing, for
-    tokens and for the gradient of combine, through symmetric memory and through DeepEP (if it is installed)."""
+    """Exchanges rows in FP8, and in bf16 with quantisation afterwards, for every routing.
+
+    Returns (name, received copies and their values, copies quantised after the exchange) for tokens and for combine's
+    gradient, through symmetric memory and through DeepEP (if it is installed)."""
     ctx, found = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16), []
     config = low_precision_config("blockwise", hybrid=True)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
@@ -273,7 +279,7 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def fp8_layer(ctx: ParallelContext, *, sent_in_fp8: bool) -> MoELayer:
-    """bf16 layer with FP8 experts over the flex dispatcher."""
+    """Creates a bf16 layer with FP8 experts and the flex dispatcher."""
     config = low_precision_config("blockwise", weight_grad=False)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
     router = {"dtype": "fp32", "hidden_size": WIDE}
@@ -285,8 +291,9 @@ def fp8_layer(ctx: ParallelContext, *, sent_in_fp8: bool) -> MoELayer:
 
 
 def flex_fp8_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Names of tensors of a layer with FP8 experts that an exchange in FP8 changes, and whether replays of its graph
-    give the bits of eager execution."""
+    """Names of tensors that an FP8 exchange changes, and whether graph replays equal eager execution bit for bit.
+
+    The tensors are those of a layer with FP8 experts."""
     ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
     found, same = [], []
     for sent_in_fp8 in (False, True):
@@ -301,8 +308,9 @@ def flex_fp8_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
 def eager_and_replayed(
     layer: MoELayer, static: torch.Tensor, leaves: Sequence[torch.Tensor], rank: int, num_steps: int
 ) -> tuple[list[list[torch.Tensor]], list[bool]]:
-    """Output and gradients of `leaves` for several contents of the input `static`, and whether a captured graph gives
-    the same bits."""
+    """Output and gradients of `leaves` for several contents of the input `static`.
+
+    Also returns whether a captured graph gives the same bits."""
 
     def step() -> list[torch.Tensor]:
         out = layer(static, make_mb(static, None))
@@ -345,7 +353,7 @@ SMALL_STEPS = (
 
 
 def trained(context: ParallelContext, recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Tensor], int]:
-    """Losses of each step and weights after the last one, and the number of repeated steps. Two steps are eager."""
+    """Trains and returns (losses and final weights, number of repeated steps). The first two steps are eager."""
     bound = ["--moe-expert-rank-capacity-factor", "0.9" if name.endswith("bounded rows") else "2"]
     modules = MODULES[name]
     graphs = CudaGraphConfig(

@@ -55,7 +55,7 @@ ENVIRONMENT = {"NCCL_GRAPH_REGISTER": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def trained(context: ParallelContext, words: str) -> dict[str, torch.Tensor]:
-    """Losses of each step and weights after the last one. An evaluation runs between two replays."""
+    """Trains and returns the loss of each step and the final weights. An evaluation runs between two replays."""
     run, figures = run_within(context, [*SHAPES.split(), *words.split()]), {}
     for step in range(WARMUP + REPLAYS):
         figures[f"loss {step}"] = run.step().loss.cpu()

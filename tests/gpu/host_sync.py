@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Raises for every host-device synchronisation of the body."""
+    """Context manager that raises on every host-device synchronisation in its body."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Runs of command lines in the process group of pooled GPU processes, which outlives them."""
+"""Creates training runs in the process group of pooled GPU processes, which outlives the runs."""
 
 import os
 from collections.abc import Sequence
@@ -10,8 +10,10 @@ from megatron_moe.parallel.context import ParallelContext, torch_dtype
 
 
 def run_within(context: ParallelContext, words: Sequence[str], graphs: CudaGraphConfig | None = None) -> TimedRun:
-    """Run of a command line on the ranks of `context`, with weights drawn on the device. `graphs`: CUDA graphs, instead
-    of those of the command line."""
+    """Creates a run of a command line on the ranks of `context`, with weights initialised on the device.
+
+    `graphs` replaces the CUDA graph settings of the command line.
+    """
     rank, size = f"{context.rank}", f"{context.config.world_size}"
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     plan = plan_to_run(words)

@@ -28,7 +28,7 @@ SPLITS = pytest.mark.parametrize("split", ["zigzag", "contiguous"])
 
 
 def tensors(seq: int, width: int, value_width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of the output, q, k and v: 2 sequences, 8 heads in 2 groups."""
+    """Draws the output gradient, q, k and v: 2 sequences with 8 heads in 2 groups."""
     shapes = [(8, value_width), (8, width), (2, width), (2, value_width)]
     draw = torch.Generator(device="cuda").manual_seed(seq)
     grad, q, k, v = (torch.randn(seq, 2, *shape, generator=draw, device="cuda").to(BF16) for shape in shapes)
@@ -91,7 +91,7 @@ def test_triton_blocks_of_four_ranks_match_one(
 def test_ring_attention_with_documents_and_windows_matches_one_rank(
     width: int, value_width: int, window: tuple[int, int] | None
 ) -> None:
-    """cuDNN computes the rectangles that the window does not cut, the Triton kernels the others."""
+    """cuDNN computes the blocks that the window does not cut; the Triton kernels compute the others."""
     inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, window=window)
     parts = split_positions("zigzag", 1024, 4)
     segments_BS = (torch.arange(1024, device="cuda") * 5 // 1024).expand(2, 1024)

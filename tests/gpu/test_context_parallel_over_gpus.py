@@ -25,7 +25,7 @@ NUM_GPUS = pytest.mark.parametrize(
 
 
 def cases(num_ranks: int) -> list[tuple[str, ModelConfig, MicroBatch, ParallelConfig]]:
-    """Every exchange and kind of attention, over all ranks and over a degree of each microbatch."""
+    """Lists every exchange with every kind of attention, with a fixed CP degree and with a degree per microbatch."""
     plain = ParallelConfig(world_size=num_ranks, cp=num_ranks)
     levels = replace(plain, cp_sub_axes=(2, num_ranks // 2))
     dynamic = replace(plain, max_seqlen_per_dp_cp_rank=7)
@@ -53,7 +53,7 @@ def every_case(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Two steps of a bf16 model; the second one fails if anything waits for the device."""
+    """Runs two steps of a bf16 model; the second step fails if the host waits for the device."""
     ctx = context_of(ParallelConfig(world_size=num_ranks, cp=num_ranks), torch.bfloat16)
     kernels, done = select_kernels(KernelConfig(), ctx.device, ctx.dtype), []
     for exchange in ("p2p", "allgather", "a2a"):

@@ -108,8 +108,8 @@ def test_replayed_flex_layers_equal_eager_ones(num_gpus: int) -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "eager"])
 @pytest.mark.parametrize("recipe", ["q6", "m8"])
 def test_replayed_training_steps_equal_eager_ones(recipe: str, name: str, num_gpus: int) -> None:
-    """20 replays of graphs that contain the token exchange, with the routing that the router learns. Rows that exceed
-    their bound are repeated with a larger one, in graphs that are captured again."""
+    """Compares 20 replays of graphs that contain the token exchange, with learned routing. Steps whose rows exceed the
+    bound are repeated with a larger bound, in graphs that are captured again."""
     for rank, found in enumerate(steps_of(recipe, name, num_gpus)):
         figures, num_repeated = found
         EXACT.check_all(figures, steps_of(recipe, "eager", num_gpus)[rank][0], f"rank {rank}, {name}")

@@ -47,7 +47,7 @@ def flags_of(recipe: str, precision: str, *more: str) -> list[str]:
     ids=["m8", "m8-batched", "q6", "m8-fp8-wgrad", "m8-stored-weights"],
 )
 def test_replayed_steps_equal_eager_steps(recipe: str, more: str, captured: tuple[tuple[str, ...], ...]) -> None:
-    """Graphs of dropless MoE layers and of whole steps."""
+    """Covers graphs of dropless MoE layers and of whole steps."""
     flags = flags_of(recipe, BLOCKWISE, *more.split())
     expected = train(flags)
     for modules in captured:

@@ -1,4 +1,4 @@
-"""FP8 casts against their definition in plain torch, bit for bit, and products of FP8 operands against fp64."""
+"""FP8 casts equal their plain-torch definition bit for bit; GEMMs of FP8 operands are compared with fp64."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -48,7 +48,7 @@ BOTH_CASTS = pytest.mark.parametrize("casts", [quantize, hopper_kernels], ids=["
 
 
 def wild(*shape: int, seed: int) -> Tensor:
-    """Normal numbers times powers of e, with blocks of zeros, subnormal numbers, and some infinities and NaN."""
+    """Draws normal numbers times powers of e, with blocks of zeros, subnormal numbers, and some infinities and NaN."""
     x = draw(*shape, seed=seed) * torch.exp(4 * draw(*shape, seed=seed + 100).float()).bfloat16()
     flat = x.view(-1)
     flat[: len(flat) // 7] = 0
@@ -224,7 +224,7 @@ def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
     ],
 )
 def test_norms_with_fp8_copies(shape: tuple[int, int], fmt: str, added: bool) -> None:
-    """Sum, norm and gradients are bit for bit those without a copy."""
+    """Sum, norm and gradients equal those of a norm without FP8 output bit for bit."""
     x, residual, grad = (draw(*shape, seed=seed) * torch.exp(4 * draw(shape[0], 1, seed=seed + 9)) for seed in range(3))
     weight, results = draw(shape[1], seed=4), []
     for quantised in (False, True):
@@ -326,7 +326,7 @@ def test_products_without_rows() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_emulated_experts_compute_as_on_the_cpu(recipe: str) -> None:
-    """Bytes are equal, except of columns after a Hadamard transform, whose sums are in another order."""
+    """Bytes are equal, except those of columns after a Hadamard transform, which sums in another order."""
     operands, results = Operands(reference.bundle(), low_precision_config(recipe)), []
     seed, ends = torch.tensor(5), torch.tensor([40, 40, 300, 301], dtype=torch.int32)
     rows_RI, grad_RO, weight_eOI = (draw(*shape, seed=2).cpu() for shape in ((320, 96), (320, 160), (4, 160, 96)))

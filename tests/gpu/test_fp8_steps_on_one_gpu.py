@@ -1,5 +1,8 @@
-"""Training steps with FP8 blockwise GEMMs on one GPU: against the recipe with dequantised operands, without
-host synchronisation, bit for bit reproducible, and with captured graphs."""
+"""Training steps with blockwise FP8 GEMMs on one GPU.
+
+Steps are compared with the recipe on dequantised operands, run without host-device synchronisation, are bitwise
+reproducible, and can be captured in CUDA graphs.
+"""
 
 import os
 from itertools import compress
@@ -44,8 +47,8 @@ def gradients(recipe: str, *more: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("weight_grad", ["--no-fp8-wgrad", "--fp8-wgrad"])
 @pytest.mark.parametrize("recipe", LAYERS)
 def test_gradients_match_dequantised_operands(recipe: str, weight_grad: str) -> None:
-    """Sums in another order give other bf16 numbers, whose FP8 bytes differ by up to 1/8. This noise is measured by
-    emulated runs whose other ops use other kernels."""
+    """Another order of sums changes bf16 values, whose FP8 values then differ by up to 1/8. This noise is measured by
+    emulated runs with other kernels for all other ops."""
     emulated = "--emulate-low-precision"
     expected = gradients(recipe, weight_grad, emulated)
     noise = differences(gradients(recipe, weight_grad, emulated, "--kernel-backend", "reference"), expected)

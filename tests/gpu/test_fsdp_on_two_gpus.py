@@ -23,7 +23,7 @@ CONFIGS = {"zero-1": None, "zero-3": ZERO_3, "double-buffer": BUFFERS, "copies":
 
 
 def every_config(context: ParallelContext, case: str) -> dict[str, tuple[dict[str, torch.Tensor], Any]]:
-    """Results and trace of each strategy."""
+    """Trains with each sharding strategy; returns its results and its trace."""
     run, found = plan(case), {}
     for name, config in CONFIGS.items():
         wanted = run if config is None else sharded(run, config)

@@ -1,6 +1,6 @@
-"""CUDA graphs in the layouts of published recipes: 20 replays are 20 computed steps bit for bit.
+"""CUDA graphs in the layouts of published recipes: 20 replayed steps equal 20 eager steps bit for bit.
 
-All cases use one process group. A case that fails or exceeds its time ends it, and the next case starts another one.
+All cases share one process group. A case that fails or times out destroys the group; the next case creates another.
 """
 
 import time

@@ -43,8 +43,8 @@ WHOLE = ("whole step",)
 
 
 def train(flags: list[str], modules: tuple[str, ...] = (), num_steps: int = STEPS) -> dict[str, Tensor]:
-    """Losses and weights after a few steps, in which the routing changes with the weights and the data. An evaluation
-    runs between two replays."""
+    """Trains a few steps and returns losses and weights. The routing changes with the weights and the data, and an
+    evaluation runs between two replays."""
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
     graphs = CudaGraphConfig(
@@ -94,7 +94,7 @@ def test_many_replays_are_bitwise_equal_to_eager_steps(modules: tuple[str, ...])
 
 
 def test_graphs_reuse_memory_of_freed_outputs() -> None:
-    """Aliases of inputs and outputs keep no memory allocated, and replays find it at the same address."""
+    """Aliases of inputs and outputs do not keep their memory allocated, and replays use the same addresses."""
     recorder, source = CudaGraphRecorder(torch.device("cuda")), torch.ones(2**20, device="cuda")
     pool = recorder.pool()
     first = recorder.capture(lambda: [source * 2], pool)
@@ -151,11 +151,11 @@ def pool_sizes() -> Counter[tuple[int, int]]:
 
 @pytest.mark.parametrize("modules", [("attn", "moe_router"), ("attn", "mlp", "moe")], ids="+".join)
 def test_pools_do_not_grow_with_microbatches(modules: tuple[str, ...]) -> None:
-    """The microbatches of a step use the graphs of one microbatch in flight."""
+    """All microbatches of a step replay the same graphs, because one microbatch is in flight at a time."""
     flags = ["--recipe", "m8", *SMALL.split(), *LAYERS["m8"].split(), "--moe-expert-wgrad-interval", "1"]
     found = []
     for number in (2, 4, 8):
-        # cuBLAS keeps one workspace per stream in the pools of an earlier run, and each run takes other streams
+        # cuBLAS keeps one workspace per stream in the pools of earlier runs, and each run uses other streams
         torch._C._cuda_clearCublasWorkspaces()
         earlier = pool_sizes().keys()
         plan = read_plan([*flags, "--global-batch-size", f"{2 * number}"], os.environ, vocab_size_of=vocab_size_of)

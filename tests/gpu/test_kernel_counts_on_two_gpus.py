@@ -24,7 +24,7 @@ LIMIT_S = 240.0
 
 
 def kernels_of_a_step(context: ParallelContext, flags: str, num_layers: int) -> tuple[int, int]:
-    """(Kernels of a step, microbatches of this rank)."""
+    """Traces a step; returns (number of its kernels, number of microbatches on this rank)."""
     layers = f"--num-layers {num_layers} --moe-layer-freq ([0]*1+[1]*{num_layers - 1})"
     run = run_within(context, f"{flags} {layers}".split())
     try:
@@ -38,7 +38,7 @@ def kernels_of_a_step(context: ParallelContext, flags: str, num_layers: int) -> 
 
 
 def kernels_per_layer(context: ParallelContext, flags: str) -> float:
-    """Kernels per layer and microbatch."""
+    """Number of kernels per layer and microbatch."""
     few, many = (kernels_of_a_step(context, f"{EP2} {SMALL} {flags}", number) for number in (FEW, MANY))
     return (many[0] - few[0]) / (MANY - FEW) / many[1]
 

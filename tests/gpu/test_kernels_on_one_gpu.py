@@ -188,7 +188,7 @@ def test_query_key_value_matches_fp64(
 
 
 def test_norms_and_heads_are_bitwise_reproducible() -> None:
-    """Sizes at which every SM contributes a partial sum to the weight gradients."""
+    """The sizes are so large that every SM contributes a partial sum to the weight gradients."""
     kernels, _ = bundles(BF16)
     x, qkv = draw(1024, 4, 2048).to(BF16).cuda(), draw(1024, 4, 4, 10 * 128, seed=1).to(BF16).cuda()
     cos, sin = (torch.rand(1024, 1, 128, device="cuda") for _ in range(2))
@@ -241,14 +241,14 @@ def test_router_logits_are_accurate_to_fp32(tokens: int, width: int, experts: in
 def test_routing_matches_the_cpu(
     experts: int, topk: int, groups: tuple[int | None, int | None], score: Any, dtype: torch.dtype
 ) -> None:
-    """More tokens than all programs process in one iteration; two launches give identical bits."""
+    """There are more tokens than all programs process in one iteration. Two launches give identical bits."""
     num_groups, group_topk = groups
     config = RouterConfig(
         hidden_size=8, num_experts=experts, topk=topk, score_function=score, num_groups=num_groups,
         group_topk=group_topk, scaling_factor=1.7,
     )  # fmt: skip
     logits, bias = draw(9000, experts), draw(experts, seed=1).float()
-    logits = logits.float().double()  # so that fp32 chooses among the same
+    logits = logits.float().double()  # rounded to fp32, so that both dtypes select from the same values
     logits[7], logits[8, 3:] = 0.5, logits[8, 3]  # ties
     valid = torch.arange(9000) % 7 > 0
 
@@ -326,7 +326,7 @@ def test_bf16_weight_gradients_accumulate_in_fp32(accumulate: bool) -> None:
 def test_weight_gradients_of_several_microbatches_are_summed(
     number: int, sizes: tuple[int, int], accumulate: bool
 ) -> None:
-    """Some experts have no rows in some of them, the second in none; rows past the last offset hold nothing."""
+    """Some experts have no rows in some microbatches, the second in none of them. Rows past the last offset are NaN."""
     kernels, _ = bundles(BF16)
     parts, plain = [], []
     for microbatch in range(number):
@@ -358,7 +358,7 @@ def test_grouped_products_without_rows_have_zero_gradients() -> None:
 
 
 def test_bias_gradients_of_experts_in_bf16_are_summed_in_fp32() -> None:
-    num_rows = 400  # in bf16 a sum of ones stops at 256
+    num_rows = 400  # in bf16, a running sum of ones stops growing at 256
     bias = torch.zeros(2, 8, device="cuda", dtype=BF16, requires_grad=True)
     offsets = torch.tensor([num_rows, num_rows], device="cuda", dtype=torch.int32)
     _bias_of_rows(bias, offsets, num_rows).sum().backward()
@@ -451,7 +451,7 @@ def test_bf16_moe_layer_matches_fp64_without_host_sync(capacity: CapacityConfig 
     ids = exact.router(there, replace(mb_there, training=False)).chosen_TK
     mb = MicrobatchContext(tokens=TokenMeta(positions_BS=positions.cuda()))
     given = ids.cuda()
-    layer(here, mb, given).backward(push_here)  # warm up: libraries may allocate and read once
+    layer(here, mb, given).backward(push_here)  # warm-up, because libraries may allocate and synchronise at first use
     here.grad = None
     for parameter in layer.parameters():
         parameter.grad, parameter.grad_accumulator.used = None, False

@@ -1,7 +1,7 @@
-"""Every output and gradient of linear attention and its convolution on one GPU against fp64, at many shapes.
+"""Outputs and gradients of linear attention and its convolution on one GPU match fp64 at many shapes.
 
-Triton 3.4 to 3.7.0 miscompiles products with the transposed result of another product on Hopper, for tiles of 64; so
-each gradient is compared with the reference, not only their use in a model.
+On Hopper, Triton 3.4 to 3.7.0 miscompiles matmuls whose operand is the transposed result of another matmul, for tiles
+of 64. Therefore every gradient is compared with the reference, in addition to tests of whole models.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def test_results_and_gradients_match_fp64(shape, delta, documents):
     expected = results(reference, [None if x is None else x.double() for x in values], segments, shape[4] ** -0.5, eps)
     on_gpu = [None if x is None else x.cuda() for x in values]
     segments = None if segments is None else segments.cuda()
-    for _ in range(3):  # repeated, because races differ from run to run
+    for _ in range(3):  # repeated, because race conditions do not occur in every run
         actual = results(linear_attention, on_gpu, segments, shape[4] ** -0.5, eps)
         LINEAR_ATTENTION_BF16.check_all({name: x.double().cpu() for name, x in actual.items()}, expected)
 

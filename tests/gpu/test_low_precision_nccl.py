@@ -1,6 +1,6 @@
 """Emulated FP8 layouts of two ranks under NCCL give the loss, norm, gradients and weights of one CPU rank.
 
-As in tests/parity/test_low_precision.py, products are computed in double precision.
+As in tests/parity/test_low_precision.py, GEMMs are computed in double precision.
 """
 
 from concurrent.futures import ThreadPoolExecutor

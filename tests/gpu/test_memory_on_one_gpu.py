@@ -46,7 +46,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Enables deterministic algorithms, without which the attention backward sums in any order."""
+    """Enables deterministic algorithms; otherwise the order of sums in the attention backward varies."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield

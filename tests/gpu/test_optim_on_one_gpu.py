@@ -1,5 +1,6 @@
-"""Gradient buffers, norm, clipping and AdamW on one GPU: equality with the CPU, no host-device synchronisation,
-checkpoints.
+"""Gradient buffers, norm, clipping and AdamW on one GPU equal those on the CPU, without host-device synchronisation.
+
+Checkpoints of the optimizer are tested as well.
 """
 
 from pathlib import Path
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.gpu1
 def _train(
     device: str, *, num_steps: int = 3, precision=FP64, rule: str = "adam"
 ) -> tuple[dict[str, Tensor], Optimizer, dict[str, Tensor]]:
-    """Steps with gradients from autograd and in tokens; weights, optimizer and what the last step reports."""
+    """Runs steps with given gradients; returns weights, the optimizer and the last step's results."""
     context = ParallelContext.single(device=device)
     dtype = torch.float64 if precision is FP64 else torch.bfloat16
     parameters = make_parameters(dtype)
@@ -68,7 +69,7 @@ def _train(
 def test_optimizer_steps_match_the_cpu_without_host_sync(rule: str) -> None:
     on_gpu, _, gpu_report = _train("cuda", rule=rule)
     on_cpu, _, cpu_report = _train("cpu", rule=rule)
-    # the iterations of Muon amplify rounding errors in the directions of small singular values
+    # Muon's Newton-Schulz iterations amplify rounding errors in directions of small singular values
     tolerance = FP64_REF if rule == "adam" else FP64_LAYOUT
     tolerance.check_all({name: w.cpu() for name, w in on_gpu.items()}, on_cpu, "weights")
     tolerance.check_all({name: value.cpu() for name, value in gpu_report.items()}, cpu_report, "report")
@@ -98,7 +99,7 @@ def test_nonfinite_values_set_the_flag(what: str, ops) -> None:
     "formats", [("remainder", "fp8", "fp16"), ("fp16", "fp16", "fp8"), ("plain", "plain", "plain")], ids="-".join
 )
 def test_captured_steps_set_the_nonfinite_flag(formats: tuple[str, str, str]) -> None:
-    """In the Triton kernel, without a word to the host; the flag then stays set."""
+    """The Triton kernel sets the flag without host-device synchronisation, and the flag then stays set."""
     size, device = 5000, torch.device("cuda")
     roots = (False, False, True)
     states = [

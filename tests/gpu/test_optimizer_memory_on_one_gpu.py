@@ -52,7 +52,7 @@ def test_compiled_steps_match_the_cpu_reference(formats: tuple[str, str, str]) -
     step(reference, theirs, 7)
     got, expected = numbers(mine), numbers(theirs)
     for name, kind in zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True):
-        if kind in ("fp16", "fp8"):  # a last digit may push a number to the other side of a rounding
+        if kind in ("fp16", "fp8"):  # an error in the last bit may change the direction of rounding
             differ = float((got[name] != expected[name]).float().mean())
             assert differ < 0.01, f"{name}: {differ} of all differ"
             assert bool(((got[name] - expected[name]).abs() <= 0.13 * expected[name].abs() + 1e-6).all()), name
@@ -92,7 +92,7 @@ def test_host_state_matches_device_state(precision, away: str) -> None:
         return
     for name, value in here.items():
         off = float((there[name].float() - value.float()).abs().max() / value.float().abs().max())
-        # a bf16 weight, or a number of few bits, may be rounded in the other direction
+        # a bf16 weight, or state of few bits, may be rounded in the other direction
         bound = 2e-6 if value.dtype is torch.float32 and precision in (FP32, BF16, REMAINDERS) else 0.13
         assert off <= bound, f"{name}: {off}"
 

@@ -1,7 +1,7 @@
 """Layouts of 2 and 4 ranks under NCCL give the loss, metrics, norm, gradients and weights of one CPU rank.
 
-The cells are a cover: of 22 dimensions of parallelism and model, every pair of values that such a world allows occurs
-in one cell. All cells of a world run in one process group, while the CPU works out what is to come.
+The cells are a pairwise cover: for 22 dimensions of parallelism and model, every pair of values that a world size
+allows occurs in a cell. All cells of a world size run in one process group, while the CPU computes expected results.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.parity.dimensions import cell_of
 
 
 def pytest_generate_tests(metafunc):
-    """Generates the cells only for runs that select them: it takes seconds."""
+    """Generates the cells only for sessions that select them, because the generation takes seconds."""
     if "name" in metafunc.fixturenames:
         selected = [ranks for ranks in (2, 4) if f"not gpu{ranks}" not in metafunc.config.option.markexpr]
         cells = [
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc):
 
 
 def compared(name: str, run: Callable[..., RankRecord], dtype: torch.dtype, rtol: float) -> Comparison:
-    """The cell on one GPU per rank against one CPU rank in double precision."""
+    """Compares the cell on one GPU per rank with one CPU rank in double precision."""
     with ThreadPoolExecutor(1) as executor:
         oracle = executor.submit(oracle_of, name)
         ranks = on_gpus(plan_of(cell_of(name)).parallel, run, name, dtype=dtype)

@@ -36,8 +36,9 @@ CASES = [
 
 
 def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: bool = False):
-    """One microbatch with padding, and the update: routing, tally, router and input gradient. `ours`: uses the Triton
-    kernels, which also support fp64, although no run uses it.
+    """Routes a microbatch with padding and updates the router; returns routing, metrics, router and input gradient.
+
+    `ours`: uses the Triton kernels, which also support fp64, although no run uses them in fp64.
     """
     ctx = ParallelContext.single(device=device)
     router = make_router(ctx=ctx, capacity=capacity, **fields)

@@ -38,12 +38,12 @@ def test_choice_and_loss_of_the_indexer_match_fp64(sparse: bool) -> None:
         indexed(config, device, dtype) for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16))
     )
     BF16_KERNEL.check_all(actual, expected)
-    # products of bf16 values are exact in fp32, so only the order of sums differs
+    # a product of two bf16 values is exact in fp32, so only the order of sums differs
     assert torch.equal(on_gpu, chosen)
 
 
 def indexed(config: IndexerConfig, device: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    """Chosen keys, and the loss with its gradients."""
+    """Returns the selected keys, and the indexer loss with its gradients."""
     inputs = [draw(SEQ, BATCH, 3, 16), draw(SEQ, BATCH, 16, seed=1), draw(SEQ, BATCH, 3, seed=2)]
     shapes = (SEQ, BATCH, HEADS, 48), (SEQ, BATCH, 48)
     of_attention = [draw(*shape, seed=len(shape)).bfloat16().to(device, dtype) for shape in shapes]
@@ -63,8 +63,10 @@ def indexed(config: IndexerConfig, device: str, dtype: torch.dtype) -> tuple[Ten
 
 
 def causal_ids(seq: int, topk: int) -> Tensor:
-    """Random choice of up to `topk` keys of every query that the causal mask shows, ascending and then -1: int32 [seq,
-    1, topk]."""
+    """Selects for every query up to `topk` random keys that the causal mask allows: int32 [seq, 1, topk].
+
+    Ids are ascending and padded with -1.
+    """
     ids = torch.full((seq, topk), -1, device="cuda", dtype=torch.int32)
     for first in range(0, seq, 1024):
         last = min(first + 1024, seq)
@@ -82,7 +84,7 @@ def causal_ids(seq: int, topk: int) -> Tensor:
     [(4096, 128, 64), (4096, 64, 64), (8192, 64, 64), (32768, 128, 64), (4097, 20, 64), (4096, 64, 0)],
 )
 def test_attention_to_chosen_rows_matches_fp64(seq: int, heads: int, rest: int, sinks: bool) -> None:
-    """Gradients flow from a sample of the queries only, for which fp64 computes them."""
+    """Output gradients are zero except for a sample of the queries, because fp64 computes only that sample."""
     torch.manual_seed(1)
     ids, topk = causal_ids(seq, 2048), 2048
     q = torch.randn(seq, 1, heads, 512 + rest, device="cuda", dtype=torch.bfloat16)

@@ -39,7 +39,7 @@ def test_compiled_page_kernels_match_the_reference(num_host: int) -> None:
         expected = reference.pack_rows(given, count(used), theirs)
         EXACT.check(table.cpu(), expected, f"table {number}")
         waiting.append((table, expected, used, number))
-        if number % 3 == 2:  # not the oldest, not the youngest
+        if number % 3 == 2:  # frees a table in the middle of the queue, neither the oldest nor the newest
             old, same, kept, which = waiting.pop(len(waiting) // 2)
             got = triton_kernels.unpack_rows(old, ROWS, mine)[:kept].cpu()
             EXACT.check(got, rows(which)[:kept], f"rows {which}")

@@ -58,7 +58,7 @@ def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tup
     batches = run.loader.next_step()
     with no_host_sync():
         outcome = run.trainer.step(batches, run.state)
-        early = timers.take(run.trainer.context)  # all steps, if the device has kept up with the host
+        early = timers.take(run.trainer.context)  # has all steps if the device has already finished them
     assert torch.isfinite(outcome.loss)
     torch.cuda.synchronize()
     times = timers.take(run.trainer.context) or early
@@ -68,7 +68,7 @@ def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tup
 
 
 def test_traced_and_replayed_steps_run_without_host_sync(flags: list[str], tmp_path: Path) -> None:
-    """The replay's choices are the recorded ones, although its logits are others."""
+    """The replay selects the recorded experts although its logits differ."""
     learned = [*flags, "--no-moe-router-force-load-balancing"]
     traces = []
     for words in ((), ("--moe-routing-replay-path", str(tmp_path / "0"), "--moe-router-force-skew", "3")):
@@ -90,7 +90,7 @@ def test_traced_and_replayed_steps_run_without_host_sync(flags: list[str], tmp_p
 
 @pytest.mark.parametrize("interval", [2, 3, 6])
 def test_batched_expert_weight_gradients_match_separate_ones(flags: list[str], interval: int) -> None:
-    """One step of five microbatches."""
+    """Compares the gradients of one step of five microbatches."""
     found = []
     for number in (1, interval):
         more = ["--global-batch-size", "10", "--deterministic-mode", "--moe-expert-wgrad-interval", str(number)]

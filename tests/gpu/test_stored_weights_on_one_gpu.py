@@ -1,4 +1,4 @@
-"""Weights stored in FP8 on one GPU: kernels against the reference, and steps against those with plain weights."""
+"""Weights stored in FP8 on one GPU: kernels match the reference, and steps match those with plain weights."""
 
 from itertools import pairwise
 

@@ -32,7 +32,7 @@ CASES = {"tp2": DENSE, "tp2-sp": OVER_SEQUENCE, "tp2-sp-overlap": OVER_SEQUENCE}
 
 
 def step_without_waiting(ctx: ParallelContext) -> bool:
-    """Runs forward, backward and `finish_grads` of a bf16 model; the last round fails if the host waits."""
+    """Runs three steps of a bf16 model up to `finish_grads`; the last one fails if the host waits for the device."""
     config, kernels = SPARSE["shared"], select_kernels(KernelConfig(), ctx.device, ctx.dtype)
     model = GPT(config, ctx, kernels)
     init_parameters(model, 7, config.init)

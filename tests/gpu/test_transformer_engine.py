@@ -30,7 +30,8 @@ from tests.helpers.tolerances import BF16_KERNEL, FP8_KERNEL, FP8_SUM
 
 pytestmark = pytest.mark.gpu1
 
-# Imported before any test runs: if torch has loaded parts of its own cuDNN, the library fails to link to the machine's.
+# Imported before any test runs: once torch has loaded parts of its own cuDNN, Transformer Engine fails to link with
+# the system's cuDNN.
 if importlib.util.find_spec("transformer_engine") and torch.cuda.is_available():
     importlib.import_module("transformer_engine.pytorch")
 CUDA = torch.device("cuda")
@@ -113,7 +114,7 @@ def test_products_are_as_accurate_as_plain_torch(accumulate: bool) -> None:
 
 
 def low_precision_kernels(config: LowPrecisionConfig) -> Kernels:
-    """Plain torch with all FP8 and FP4 ops of Transformer Engine."""
+    """Kernel set of plain torch with all FP8 and FP4 ops of Transformer Engine."""
     requests = ((op, "transformer_engine") for op in ("quantize_rows", "quantize_weight", *QUANTIZED_PRODUCTS))
     kernels = KernelConfig(kernel_backend="reference", kernel_per_op=tuple(requests))
     return select_kernels(kernels, CUDA, torch.bfloat16, config)
@@ -122,8 +123,8 @@ def low_precision_kernels(config: LowPrecisionConfig) -> Kernels:
 @RECIPES
 @pytest.mark.parametrize("shape", [(256, 384), (96, 160), (2048, 1024), (50, 20)], ids=str)
 def test_operands_have_the_bytes_of_this_projects_kernels(shape: tuple[int, int], name: str) -> None:
-    """Copies of inputs, gradients and weights, in every combination; (50, 20) is quantised by the kernels of this
-    project.
+    """Compares the copies of inputs, gradients and weights in every combination. This project's kernels quantise the
+    shape (50, 20), which Transformer Engine does not support.
     """
     config = CONFIGS[name]
     theirs, ours = Operands(low_precision_kernels(config), config), Operands(REFERENCE, config)
@@ -163,7 +164,7 @@ def test_operands_and_linear_products_need_no_host_sync(name: str) -> None:
 
 
 def quantised(operands: Operands, *sizes: int, offsets_e: Tensor | None = None) -> tuple[QuantizedTensor, ...]:
-    """Input [R, I], gradient [R, O] and weight [..., O, I] of sizes R, I, O and, for experts, their number."""
+    """Quantises an input [R, I], gradient [R, O] and weight [..., O, I]. `sizes`: R, I, O and the number of experts."""
     num_rows, inputs, outputs, *experts = sizes
     x, grad = draw(num_rows, inputs).bfloat16().cuda(), draw(num_rows, outputs, seed=1).bfloat16().cuda()
     weight = draw(*experts, outputs, inputs, seed=2).bfloat16().cuda()
@@ -205,7 +206,7 @@ def test_grouped_products_match_dequantised_operands(accumulate: bool, counts: l
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
 def test_fp8_losses_match_those_of_this_projects_kernels(recipe: str) -> None:
-    """All operands of the first step have the same bytes; later steps differ because sums have another order."""
+    """All operands of the first step have equal bytes; later steps differ because the order of sums differs."""
     losses = []
     named = (
         "--kernel-backend",

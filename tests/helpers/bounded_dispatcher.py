@@ -1,4 +1,4 @@
-"""Token dispatcher whose tokens fc1 gathers, with a row bound, for tests of the dispatcher interface."""
+"""Token dispatcher with a row bound that leaves the gather of rows to fc1, for tests of the dispatcher interface."""
 
 from megatron_moe.config.transport import ExpertTransport, RowBound, SentCopies
 from megatron_moe.kernels.ops import Kernels
@@ -42,7 +42,7 @@ def bounded_comm(ctx: ParallelContext, kernels: Kernels, num_experts: int) -> Ex
 
 
 def gather_in_fc1(layer: MoELayer) -> None:
-    """Replaces the dispatcher of a layer."""
+    """Replaces the layer's dispatcher by a `BoundedDispatcher`."""
     comm = layer.expert_comm
     layer.expert_comm = bounded_comm(comm.ctx, comm.kernels, comm.num_experts)
     layer.dispatcher = layer.expert_comm.new_dispatcher()

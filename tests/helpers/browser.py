@@ -19,7 +19,7 @@ _HEIGHT = 900
 def evaluate(page: Path, width: int, expression: str) -> Any:
     """Value of a JavaScript expression once the page is loaded in a window of `width` pixels.
 
-    A process of its own shows the page, because Qt would otherwise stay loaded in the tests.
+    The page is shown by a separate process, because Qt would otherwise stay loaded in the test process.
     """
     assert find_spec("PyQt6"), f"no browser is installed; run: {INSTALL}"
     command = [sys.executable, "-m", "tests.helpers.browser", str(page), str(width), expression]

@@ -19,7 +19,7 @@ class Case(NamedTuple):
 
 
 def on_ranks(num_ranks: int, num_hosts: int = 1) -> dict[str, str]:
-    """Environment of rank 0 of a launch."""
+    """Environment variables that a launcher sets for rank 0."""
     local_size = num_ranks // num_hosts
     return {"RANK": "0", "WORLD_SIZE": f"{num_ranks}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{local_size}"}
 

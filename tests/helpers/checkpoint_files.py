@@ -23,15 +23,15 @@ from megatron_moe.train.train_state import TrainState
 
 
 class Killed(BaseException):
-    """Simulates the end of the process."""
+    """Raised where a process is killed in the simulation."""
 
 
 class FaultyStorage(Storage):
-    """Counts the moments at which a save can be interrupted: before every operation, and inside every write.
+    """Storage that can be interrupted before every operation and inside every write, and that counts these points.
 
     Args:
-        kill_at: raises `Killed` at this moment.
-        fail: asked at every moment with its number, operation and path; the OSError to raise, or None.
+        kill_at: number of the interruption point at which `Killed` is raised.
+        fail: called at every point with its number, operation and path; returns the OSError to raise, or None.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def stored_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a verified checkpoint, assembled from their pieces."""
+    """Reads all tensors of a verified checkpoint, assembled from their pieces."""
     reader, tensors = open_verified(path), {}
     for key, entry in reader.manifest.tensors.items():
         tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
@@ -133,7 +133,7 @@ def rewrite_text(checkpoint: Path, name: str, content: bytes) -> None:
 
 
 def saved_folder(folder: Path, *iterations: int, **settings: Any) -> Path:
-    """Save folder with checkpoints of these iterations."""
+    """Creates a save folder with checkpoints of these iterations."""
     saver = CheckpointSaver(folder, ParallelContext.single(), say=lambda line: None, **settings)
     for iteration in iterations:
         assert save_some(saver, iteration) is not None

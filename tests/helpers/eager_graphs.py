@@ -1,5 +1,5 @@
-"""Stand-ins for CUDA graphs on a CPU: a replay runs the work again and copies its outputs to those of the first run, or
-runs recorded torch ops again.
+"""Stand-ins for CUDA graphs on a CPU. A replay reruns the captured function and copies its outputs to the static ones,
+or reruns the recorded torch ops.
 
 As in torch, no graph can be captured into a pool whose graphs have all been destroyed.
 """
@@ -37,7 +37,7 @@ class EagerRecorder(CudaGraphRecorder):
         return tensor
 
     def empty_cache(self) -> None:
-        gc.collect()  # a destroyed graph and its work refer to each other
+        gc.collect()  # a destroyed graph and its captured function form a reference cycle
 
     def pool_bytes(self, pools: Sequence[Any]) -> int:
         return 0
@@ -69,12 +69,13 @@ class _EagerGraph(CapturedGraph):
 
 
 class TapeRecorder(EagerRecorder):
-    """Records the torch ops of captured work once. Like a CUDA graph, a replay runs them again on the same tensors and
-    no Python code. Stricter than a GPU, it fails
+    """Recorder of torch ops, which a replay reruns on the same tensors without Python code, like a CUDA graph.
 
-    - if captured work reads tensors on the host or copies constants from it,
-    - if a tensor that a graph reads or writes, and that it did not allocate itself, has been freed before a replay,
-    - by NaN results, if memory of a pool is still needed when a graph that may reuse it is replayed.
+    It detects more errors than a GPU does:
+
+    - An error is raised if captured work reads tensors on the host or copies constants from it.
+    - An error is raised if a graph's external input or output was freed before a replay.
+    - Results are NaN if memory of a pool is still needed when a graph that may reuse it is replayed.
     """
 
     def __init__(self) -> None:
@@ -95,8 +96,10 @@ class TapeRecorder(EagerRecorder):
 
 
 def _alias(tensor: Tensor, held: Counter[int]) -> Tensor:
-    """Alias whose reference is counted in `held`, and whose values autograd does not consider to be those of `tensor`,
-    like those of a tensor that was made from an address."""
+    """Creates an alias that autograd treats as unrelated to `tensor`, like a tensor made from an address.
+
+    The reference of the alias is counted in `held`.
+    """
     storage = tensor.untyped_storage()
     alias = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     held[storage._cdata] += 1
@@ -140,15 +143,15 @@ class _Tape(CapturedGraph, TorchDispatchMode):
         self._pooled.difference_update(self._own)
 
     def freed(self) -> list[Tensor]:
-        """Tensors of the graph's storages that nothing but tapes refer to."""
+        """Tensors of the graph's storages that only tapes refer to."""
         return [tensor for tensor in self._own.values() if not self._is_used(tensor)]
 
     def _is_used(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()  # is one more reference
+        storage = tensor.untyped_storage()  # holding this object adds a reference
         return torch._C._storage_Use_Count(storage._cdata) - 1 > self._held[storage._cdata]
 
     def _hold(self, tensor: Tensor, among: dict[int, Tensor]) -> Tensor:
-        """Alias of a tensor that keeps its storage alive, and no autograd graph and no Python object."""
+        """Creates an alias that keeps a tensor's storage alive, but not its autograd graph or Python object."""
         key, alias = tensor.untyped_storage()._cdata, tensor.detach()
         self._held[key] += 1
         self._references[key] += 1

@@ -1,4 +1,4 @@
-"""Proofs that the additions of `tests/examples/` share: layouts, FP8 products, replayed graphs, memory."""
+"""Checks shared by the tests of `tests/examples/`: layouts, FP8 GEMMs, graph replays and memory."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ COVER = (
 
 
 def covering(more: str) -> list[str]:
-    """`COVER` with more settings."""
+    """Appends settings to each layout of `COVER`."""
     return [f"{cell} {more}" for cell in COVER]
 
 
@@ -41,13 +41,13 @@ def check_layout(plan: RunPlan) -> None:
 
 
 def with_fp8(plan: RunPlan) -> RunPlan:
-    """Plan with emulated FP8 products."""
+    """Copies a plan with emulated FP8 GEMMs."""
     low = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
     return replace(plan, precision=replace(plan.precision, low_precision=low))
 
 
 def check_replay(plan: RunPlan, modules: tuple[str, ...] = ("attn", "mlp", "moe_router")) -> None:
-    """Compares three steps with recorded and replayed modules with eager steps on every rank, bit for bit."""
+    """Checks on every rank that three steps with captured modules equal eager steps bit for bit."""
     graphs = CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1)
 
     def replayed(context: ParallelContext) -> dict[str, torch.Tensor]:

@@ -19,10 +19,9 @@ _FOLLOW_SECONDS = 30.0
 
 
 class Ranks:
-    """One start of a run; the output of each rank goes to a file in `said`.
+    """One launch of a run; the output of each rank is written to a file in the folder `said`.
 
     The parent must have no threads when it forks.
-
     """
 
     def __init__(self, argvs: Sequence[Sequence[str]], said: Path) -> None:
@@ -41,7 +40,7 @@ class Ranks:
         return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(self._said.iterdir()))
 
     def wait_until_trained(self, run: Path, iteration: int) -> None:
-        """Returns when this start has reported the iteration or a rank has ended."""
+        """Waits until this launch has reported the iteration or a rank has ended."""
         while iteration and not self._look():
             metrics = run / "metrics.jsonl"
             if metrics.exists() and metrics.stat().st_mtime > self._begun and _last_iteration(metrics) >= iteration:
@@ -59,8 +58,10 @@ class Ranks:
                 os.kill(self._pids[rank], number)
 
     def wait(self, patience: float = _PATIENCE_SECONDS, follow: float = _FOLLOW_SECONDS) -> list[int] | None:
-        """Exit codes by rank. Kills the remaining ranks some time after the first has ended, as launchers do; None if
-        no rank ended in time."""
+        """Waits for all ranks and returns their exit codes; None if no rank ended in time.
+
+        Like launchers, kills the remaining ranks some time after the first has ended.
+        """
         until = time.monotonic() + patience
         ended, impatient = False, False
         while len(self._codes) < len(self._pids):

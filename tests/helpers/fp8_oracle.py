@@ -13,7 +13,7 @@ BLOCK = 128
 def quantized(
     x: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Elements [..., R, C] and inverse scales [..., ceil(R / block rows), ceil(C / block columns)] of x [..., R, C]."""
+    """Elements of x [..., R, C], and inverse scales [..., ceil(R / block rows), ceil(C / block columns)]."""
     height, width = block
     num_rows, num_columns = x.shape[-2:]
     wide, largest = x.float(), torch.finfo(dtype).max
@@ -44,7 +44,7 @@ def quantized_rows(x_RC: Tensor, ends: list[int] | None = None, **fmt: object) -
 
 
 def quantized_weight(weight: Tensor, **fmt: object) -> QuantizedTensor:
-    """Both copies of a weight [..., O, I] in blocks of 128x128."""
+    """Quantises both copies of a weight [..., O, I] in blocks of 128x128."""
     rowwise, scales = quantized(weight, (BLOCK, BLOCK), **fmt)  # type: ignore[arg-type]
     return QuantizedTensor(
         rowwise=rowwise, rowwise_scales=scales, columnwise=rowwise.mT.contiguous(),
@@ -77,7 +77,7 @@ def same_elements(actual: Tensor | None, expected: Tensor | None, what: str) -> 
 
 
 def same_scales(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
-    """Asserts equal scales, of which those of blocks with an inf or NaN are NaN."""
+    """Asserts equal scales. Scales of blocks with an inf or NaN must be NaN."""
     assert actual is not None and expected is not None
     assert torch.equal(actual.isnan(), expected.isnan()), f"{what}: NaN in other blocks"
     EXACT.check(actual.nan_to_num(-1.0), expected.nan_to_num(-1.0), what)

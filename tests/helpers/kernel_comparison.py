@@ -58,7 +58,7 @@ OVERFLOWS: Mapping[str, Overflow] = MappingProxyType(
 
 
 def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu") -> None:
-    """Checks that an applied step sets the flag if it stores one non-finite element, and that no other step sets it."""
+    """Checks that an applied step that stores one non-finite element sets the flag, and that no other step does."""
     size, case = 2500, OVERFLOWS[what]
     rounded = what == "rounded weight alone"
     for place in (0, size - 1):
@@ -86,7 +86,7 @@ def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu"
 def with_gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype, device: str = "cpu"
 ) -> list[Tensor]:
-    """Result and input gradients for a fixed output gradient, computed on `device` and returned on the CPU."""
+    """Computes result and input gradients for a fixed output gradient on `device`; returns them on the CPU."""
     leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in inputs]  # a backward may overwrite its input
     out = function(*leaves)
     grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
@@ -129,7 +129,7 @@ def route_and_pull(
     only: int | None = None,
     **fields: Any,
 ) -> tuple[RoutedTokens, Tensor]:
-    """Routing and the gradient of the logits for fixed output gradients, of all results or of result `only`."""
+    """Returns the routing and the logits' gradient, for output gradients of all results or of result `only`."""
     leaf = logits_TE.detach().requires_grad_()
     routed = kernels.route(leaf, bias_E, config, **fields)
     results = differentiable(routed)
@@ -143,8 +143,8 @@ def route_and_pull(
 def check_norm_with_input(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Checks that a norm that also returns its input adds the gradients of both as autograd would, bit for bit.
 
-    On a GPU, this holds for dtypes narrower than fp32: in fp32, the compiler fuses the last product with the sum, which
-    then is rounded once instead of twice.
+    On a GPU, this holds for dtypes narrower than fp32: in fp32, the compiler fuses the last multiplication and the sum
+    into an FMA, which rounds once instead of twice.
     """
     tolerance = FP32_REF if device.type == "cuda" and dtype == torch.float32 else EXACT
     shapes = [(6, 40), (40,), (6, 40), (6, 40)]

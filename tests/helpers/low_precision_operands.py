@@ -1,4 +1,4 @@
-"""Operands of FP8 and FP4 products, made by the ops of a kernel set, and their comparison."""
+"""Operands of FP8 and FP4 GEMMs, quantised by the ops of a kernel set, and their comparison."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Attention modules: built, run, and compared with the loop implementation."""
+"""Builds and runs attention modules, and compares them with the loop implementation."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def run(module: Attention | MLA, hidden_SBH: Tensor, mb: MicrobatchContext) -> T
 
 
 def check_against_loop(config: AttentionConfig | MLAConfig, mb: MicrobatchContext) -> None:
-    """Output, input gradient and weight gradients."""
+    """Compares output, input gradient and weight gradients with the loop implementation."""
     module, oracle = make(config), naive_layers.mla if isinstance(config, MLAConfig) else naive_layers.gqa
     weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
     batch, seq = mb.tokens.positions_BS.shape

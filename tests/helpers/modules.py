@@ -1,4 +1,4 @@
-"""Modules of components outside a model."""
+"""Builds modules of components outside a model."""
 
 from typing import Any
 
@@ -19,6 +19,6 @@ def module_of(
     layer: int = 0,
     quantizers: LinearQuantizers = NO_QUANTIZERS,
 ) -> Any:
-    """Module of a component with its own resources. `layer`: index under which it reports metrics."""
+    """Builds the module of a component with its own resources. `layer`: index under which it reports metrics."""
     resources = ModelResources.alone(ctx, kernels or reference.bundle())._replace(quantizers=quantizers)
     return new_module(config, Site("layer", layer), resources)

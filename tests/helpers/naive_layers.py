@@ -1,7 +1,7 @@
 """Attention, MLA and norms as loops over positions and heads: oracles for tests.
 
-Everything is one vector per position, so that a mistake in a reshape, a mask or a broadcast of the real modules cannot
-be repeated here. Gradients come from autograd.
+Every value is a list with one vector per position, so that errors of the real modules in a reshape, a mask or a
+broadcast cannot be repeated here. Gradients come from autograd.
 """
 
 import math

@@ -63,7 +63,7 @@ def make_buffers(
 
 
 def set_grads(buffers: GradBuffers, gradients: dict[str, Tensor]) -> None:
-    """Writes gradients into the buffers as those of one complete step."""
+    """Writes the gradients of one complete step into the buffers."""
     buffers.begin_step()
     for slot in buffers.slots:
         slot.main_grad.copy_(gradients[slot.name])

@@ -51,7 +51,7 @@ KINDS = {
 
 
 def stage_names(stage: int, num_stages: int) -> Iterator[str]:
-    """Parameters of a pipeline stage in order: even layers, the embedding on the first and on the last."""
+    """Yields the parameter names of a stage: layers divided evenly, the embedding on the first and the last stage."""
     first, last = stage == 0, stage == num_stages - 1
     for name in KINDS:
         if name.startswith("embedding"):
@@ -65,7 +65,7 @@ def stage_names(stage: int, num_stages: int) -> Iterator[str]:
 
 
 def make_parameters(context: ParallelContext) -> dict[str, Parameter]:
-    """This rank's parameters; values depend on the name alone and are exact in bf16."""
+    """Creates this rank's parameters; values depend on the name alone and are exact in bf16."""
     group = context.group("pp")
     parameters = {}
     for name in stage_names(group.rank, group.size):
@@ -84,7 +84,7 @@ def _share(name: str, step: int, part: tuple[int, ...]) -> Tensor:
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """Groups whose ranks compute partial gradients."""
+    """Process groups whose ranks compute partial gradients of a parameter."""
     meta = KINDS[name][1]
     axes = ("edp",) if meta.grid == "expert" else ("dp_cp",)
     return axes + (("tp",) if meta.partial_over_tp else ()) + (("embedding",) if meta.shared_stages else ())
@@ -166,7 +166,7 @@ def run(
     precision: PrecisionConfig = FP64,
     optimizer: OptimizerConfig = SPEC,
 ) -> Run:
-    """AdamW with clipping and groups of weight decay on every rank's own gradients."""
+    """Runs optimizer steps with clipping and weight-decay groups on every rank's own gradients."""
     stepped = make_optimizer(context, data_parallel, precision, optimizer)
     return Run(stepped, [step_with(stepped, my_gradients(stepped, step)) for step in range(num_steps)])
 
@@ -181,7 +181,7 @@ def run_alone(config: ParallelConfig, *, num_steps: int = 5, optimizer: Optimize
 
 
 def joined(runs: list[Run]) -> dict[str, Tensor]:
-    """Joins the shards to whole weights; ranks that own the same elements must have equal bits."""
+    """Joins the shards of all ranks to whole weights; ranks that own the same elements must have equal bits."""
     tensors = whole([each.weights for each in runs], EXACT)
     assert set(tensors) == set(KINDS), f"{set(KINDS) - set(tensors)} are on no rank"
     return tensors

@@ -19,7 +19,7 @@ KERNELS = reference.bundle()
 
 
 def laid_out(plan: RunPlan, layout: str, pp: int, **pipeline) -> RunPlan:
-    """Plan over `pp` pipeline ranks. The layout is in Megatron's syntax; "" divides the layers evenly."""
+    """Copies a plan for `pp` pipeline ranks. The layout is in Megatron's syntax; "" divides the layers evenly."""
     num_mtp = plan.model.mtp.num_layers if plan.model.mtp else 0
     placed = parse_layout(layout, pp=pp, num_layers=len(plan.model.layers), num_mtp=num_mtp)
     holders = placed.embedding_ranks(tied=plan.model.tied_embeddings)

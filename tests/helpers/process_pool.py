@@ -1,8 +1,8 @@
 """Pool of processes for one test session, started at first use.
 
-Starting a process with torch takes seconds, a job for an existing one only a rendezvous. CPU ranks are forked from a
-server that has imported torch; a forked process could not use CUDA. A job that times out is a deadlock: the stacks of
-all ranks are collected, the processes replaced, and the test fails with the stacks.
+A new process imports torch for seconds; a job in an existing process needs only a rendezvous. CPU ranks are forked from
+a server that has imported torch; a forked process could not use CUDA. A job that times out is a deadlock: the stacks of
+all ranks are collected, the processes are replaced, and the test fails with the stacks.
 """
 
 import atexit
@@ -53,7 +53,7 @@ def free_port(among: Sequence[int] = (0,)) -> int:
             holder.bind(("", port))
             holder.setsockopt(
                 socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # not before bind, or two sessions could share it
+            )  # set after bind; otherwise two sessions could share the port
             _RESERVED.append(holder)
             return holder.getsockname()[1]
         holder.close()

@@ -1,6 +1,6 @@
-"""Programs of the repository as processes forked from a server that has imported torch and the product.
+"""Runs programs of the repository in processes forked from a server that has imported torch and megatron_moe.
 
-A start takes milliseconds instead of three seconds of CPU time. Tests about the start itself (imports, launchers,
+Startup takes milliseconds instead of three seconds of CPU time. Tests of startup itself (imports, launchers,
 environment) use `run_program` and `run_torchrun` of `tests/helpers/ranks.py`.
 """
 
@@ -44,11 +44,11 @@ class Program:
         return "".join(path.read_text(errors="replace") for path in self._streams)
 
     def wait_until_printed(self, words: str) -> None:
-        """Returns when the output contains `words`. Raises AssertionError if the program ends without them."""
+        """Waits until the output contains `words`. Raises AssertionError if the program ends without them."""
         running = True
         while words not in self.output:
             assert running, f"ended without printing {words!r}: {self.output[-3000:]}"
-            running = self._process.is_alive()  # before the output is read for the last time
+            running = self._process.is_alive()  # checked before reading, so that the last output is not missed
             time.sleep(0.02)
 
     def send(self, number: int) -> None:

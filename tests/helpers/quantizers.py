@@ -1,4 +1,4 @@
-"""Sources of quantizers for modules that are built without a model."""
+"""Creates quantizers for modules that are built without a model."""
 
 import torch
 
@@ -8,6 +8,6 @@ from megatron_moe.precision.quantizer_factory import LinearQuantizers, Quantizer
 
 
 def quantizers(config: LowPrecisionConfig, kernels: Kernels, device: str = "cpu") -> LinearQuantizers:
-    """Source of quantizers with this recipe for all linear layers."""
+    """Creates a `LinearQuantizers` that applies this recipe to all linear layers."""
     precision = PrecisionConfig(low_precision=config)
     return LinearQuantizers(QuantizerFactory(precision, kernels, torch.device(device), num_decoder_layers=0))

@@ -1,8 +1,8 @@
 """Worker process of the pool: receives jobs, runs each as one rank, and returns the result.
 
 On the CPU every job has a fresh gloo group. On GPUs the process joins one group for its whole lifetime: NCCL, or gloo
-if ranks share GPUs because the machine has fewer. Then symmetric memory connects ranks of one GPU, so that its kernels
-can be tested on one GPU; collectives cannot be captured in CUDA graphs.
+if ranks share GPUs because the machine has fewer. In that case, kernels of symmetric memory can be tested with all
+ranks on one GPU, but collectives cannot be captured in CUDA graphs.
 
 Started by `tests/helpers/process_pool.py`, which has the other end of the pipe.
 """
@@ -57,13 +57,12 @@ def serve(job: Job, handles: Handles) -> Iterator[Answer]:
     """Yields an answer when all ranks have connected, then the result of the job's function; or the error instead.
 
     `handles` are the communicators of the GPUs' process group.
-
     """
     try:
         context = _on_gpu(job, handles) if job.on_gpu else _on_cpu(job)
         yield Answer()
         yield Answer(job.function(context, *job.arguments))
-    except BaseException:  # noqa: BLE001  told to the test, which fails with it
+    except BaseException:  # noqa: BLE001  sent to the test, which then fails
         yield Answer(trace=traceback.format_exc(), time=time.monotonic())
 
 
@@ -120,7 +119,7 @@ def main(pipe: Connection, output: Path) -> None:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        # Answer before leaving: the error arrives before those of the abandoned ranks.
+        # Answer before leaving, so that this error arrives before the resulting errors of other ranks.
         for answer in serve(job, handles):
             pipe.send_bytes(pickle.dumps(answer))
         leave(job)

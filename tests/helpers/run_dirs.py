@@ -8,7 +8,7 @@ from megatron_moe.resilience.run_status import STATUS, StatusReport
 
 
 def make_run(folder: Path, seconds: tuple[float, ...], *, state: str | None = "finished", **more: float) -> Path:
-    """Run folder with reports of the given iteration times."""
+    """Creates a run folder whose metrics have the given iteration times."""
     folder.mkdir(parents=True)
     rows = [
         {"iteration": i, "iteration-time": s, "world-size": 2, "lm loss": 5.0 - i, "throughput": 10 / s, **more}

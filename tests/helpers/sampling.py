@@ -37,8 +37,8 @@ def sample(cases: Sequence[frozenset[Hashable]], n: int) -> set[int]:
     """Indices of one in every n cases, or of all cases if there are at most n. A case is the set of its parameters'
     values.
 
-    Every n-th case could have the same value of a parameter. Cases with the most values that no earlier case has are
-    taken first, then evenly spaced ones.
+    Taking every n-th case could select only one value of a parameter. Therefore cases with the most values that are
+    not yet covered are selected first, then evenly spaced ones.
     """
     number = -(-len(cases) // n) if len(cases) > n else len(cases)
     order = [place for first in range(n) for place in range(first, len(cases), n)]

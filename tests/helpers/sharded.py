@@ -25,7 +25,7 @@ from tests.helpers.tiny_models import UNIT_GAIN
 from tests.helpers.tolerances import FP64_LAYOUT, Tolerance
 
 KERNELS = reference.bundle()
-# Adam normalises the gradient. A small eps would amplify pure rounding errors, such as the gradient of a bias on k.
+# Adam normalises gradients; a small eps would amplify gradients that are only rounding errors, as of a bias on k.
 STEADY = OptimizerConfig(adam_eps=1e-4)
 
 
@@ -64,7 +64,7 @@ def held(tensors: Iterable[tuple[str, Tensor]], module: nn.Module) -> dict[str, 
 
 
 def whole(of_ranks: Sequence[Mapping[str, Held]], same: Tolerance = FP64_LAYOUT) -> dict[str, Tensor]:
-    """Assembles tensors from the shards of all ranks. Copies must be equal, and every element must be on some rank."""
+    """Assembles tensors from the shards of all ranks. Replicas must be equal, and no element may be missing."""
     tensors: dict[str, Tensor] = {}
     for of_rank in of_ranks:
         for name, mine in of_rank.items():
@@ -91,7 +91,7 @@ class Trained:
 def train(
     config: ModelConfig, batches: Sequence[Sequence[MicroBatch]], ctx: ParallelContext, *, seed: int = 7
 ) -> Trained:
-    """AdamW on `batches` [step][microbatch], without clipping."""
+    """Trains with AdamW on `batches` [step][microbatch], without clipping."""
     model = GPT(config, ctx, KERNELS)
     init_parameters(model, seed, config.init)
     buffers = GradBuffers(named_parameters(model), FP64, ctx, KERNELS, optimizer=STEADY)
@@ -115,7 +115,7 @@ def train(
 
 
 def check_training(config: ModelConfig, batches: Sequence[Sequence[MicroBatch]], layout: ParallelConfig) -> None:
-    """Losses, gradients of the first step and weights after the last are those of one rank."""
+    """Checks that losses, gradients of the first step and final weights equal those of one rank."""
     check_equal(
         on_threads(layout, lambda ctx: train(config, batches, ctx)), train(config, batches, ParallelContext.single())
     )
@@ -137,7 +137,7 @@ def sum_partials(module: nn.Module, ctx: ParallelContext) -> None:
 
 @dataclass
 class Passed:
-    """One forward and backward of a module on one rank."""
+    """Results of one forward and backward of a module on one rank."""
 
     out: Tensor
     grad_x: Tensor
@@ -151,7 +151,7 @@ def run_module(
     ctx: ParallelContext,
     call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
 ) -> Passed:
-    """The module with unit-gain values on this rank's `x`, differentiated by the product with this rank's `probe`."""
+    """Runs a module with unit-gain weights forward and backward. `x`, `probe`: the rank's input and output gradient."""
     module = make(ctx)
     init_parameters(module, 5, UNIT_GAIN)
     x = x.clone().requires_grad_()

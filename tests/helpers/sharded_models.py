@@ -97,7 +97,7 @@ SPARSE = {
 
 
 def batches(num_steps=3, **fields):
-    """Batches of two microbatches of 12 positions per step, each with its own dropout masks."""
+    """Creates batches of two microbatches of 12 positions per step, each with its own dropout masks."""
     return [
         [microbatch(2, 12, seed=10 * step + i, rng=RNGKey(1, step, i), **fields) for i in range(2)]
         for step in range(num_steps)

@@ -23,7 +23,7 @@ SEQ, BATCH = 24, 2
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and masks of one attention."""
+    """Sizes and masks of an attention op."""
 
     heads: int = 4
     groups: int = 2
@@ -76,7 +76,7 @@ def _attend(
 
 
 def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Attention on one rank."""
+    """Computes attention on one rank."""
     mb = make_mb(BATCH, case.seq, segments_BS=case.segments_BS())
     return _attend(case, case.tensors(dtype), mb, ParallelContext.single(), case.config)
 
@@ -84,7 +84,7 @@ def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 def split(
     case: Case, parallel: ParallelConfig, exchange: Any, dtype: torch.dtype = torch.float64, kernels: Kernels = KERNELS
 ) -> dict[str, Tensor]:
-    """Attention on `parallel.cp` ranks, joined in sequence order; sink gradients are summed."""
+    """Computes attention on `parallel.cp` ranks; joins results in sequence order and sums sink gradients."""
     segments_BS = case.segments_BS()
     parts = split_positions(parallel.cp_split, case.seq, parallel.cp)
 

@@ -7,7 +7,7 @@ import pytest
 
 
 def thinned(cases: Iterable[Any], step: int = 2) -> list[Any]:
-    """Marks all cases but every `step`-th as slow. A tuple has one value per parameter name."""
+    """Marks all cases except every `step`-th one as slow. A tuple has one value per parameter name."""
     return [case if place % step == 0 else _slow(case) for place, case in enumerate(cases)]
 
 

@@ -48,7 +48,7 @@ def moe(router_config: RouterConfig | None = None, **changes: Any) -> MoEConfig:
 
 
 def model(*, num_layers: int = 3, moe_config: MoEConfig | None = None, **changes: Any) -> ModelConfig:
-    """One dense layer, then MoE layers."""
+    """Model config with one dense layer, followed by MoE layers."""
     dense = MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=48, activation=SWIGLU)
     feed_forwards = [dense] + [moe_config or moe()] * (num_layers - 1)
     layers = tuple(LayerConfig(mixer=attention(), feed_forward=f, norm=NORM) for f in feed_forwards)
@@ -66,7 +66,7 @@ def model(*, num_layers: int = 3, moe_config: MoEConfig | None = None, **changes
 
 
 def plan(**changes: Any) -> RunPlan:
-    """fp64 on mock data: 8 sequences a step in microbatches of 2, clipping and weight decay on."""
+    """fp64 plan on mock data: 8 sequences a step in microbatches of 2, clipping and weight decay on."""
     config = RunPlan(
         model=model(),
         parallel=ParallelConfig(),

@@ -1,4 +1,4 @@
-"""Tiny model configs and microbatches. All sizes differ, so that confused dims fail."""
+"""Tiny model configs and microbatches. All sizes differ, so that swapped dimensions cause errors."""
 
 from dataclasses import fields, replace
 from types import MappingProxyType
@@ -30,13 +30,13 @@ UNIT_GAIN = InitConfig(method="unit_gain")
 
 
 def attention_config(**changes: Any) -> AttentionConfig:
-    """Six query heads in two groups with RoPE. `core` changes fields of the core attention."""
+    """Attention with six query heads in two groups and RoPE. `core` changes fields of the core attention."""
     core = replace(tiny.attention().core, **changes.pop("core", {}))
     return tiny.attention(**{"num_heads": 6, "core": core, **changes})
 
 
 def mla_config(**changes: Any) -> MLAConfig:
-    """Three heads with q and kv latents."""
+    """Multi-latent attention with three heads and latents for q and kv."""
     core = changes.pop("core", {})
     config = MLAConfig(
         hidden_size=HIDDEN,
@@ -55,7 +55,7 @@ def mla_config(**changes: Any) -> MLAConfig:
 
 
 def dsa_config(*, indexer: Any = None, **changes: Any) -> DSAConfig:
-    """Multi-latent attention to the 3 keys that an indexer with 8 heads chooses. `indexer` changes its fields."""
+    """Multi-latent attention to the 3 keys that an indexer with 8 heads selects. `indexer` changes its fields."""
     config = IndexerConfig(
         num_heads=8,
         head_dim=8,
@@ -68,8 +68,8 @@ def dsa_config(*, indexer: Any = None, **changes: Any) -> DSAConfig:
 
 
 def compressed_config(ratio: int = 4, *, indexer: Any = None, **changes: Any) -> CompressedAttentionConfig:
-    """Four heads in two groups, a window of 3 tokens and, with ratio 4, two chosen entries. `indexer` changes the
-    indexer's fields; False leaves it out."""
+    """Attention with four heads in two groups, a window of 3 tokens and, with ratio 4, two selected entries. `indexer`
+    changes the indexer's fields; False leaves it out."""
     rope = RopeConfig(
         dim=4,
         base=500.0,
@@ -118,7 +118,7 @@ def mlp_config(**changes: Any) -> MLPConfig:
 
 
 def moe_config(**router: Any) -> MoEConfig:
-    """Eight experts, two per token, and a shared expert; no balancing loss."""
+    """MoE with eight experts, two per token, and a shared expert, without balancing loss."""
     router = {"balancing": ("none",), "aux_loss_coeffs": (0.0,), **router}
     return tiny.moe(tiny.router(**router), shared=SharedExpertsConfig(mlp=mlp_config(ffn_hidden_size=13)))
 
@@ -132,7 +132,7 @@ def layer_config(
 
 
 def model_config(*layers: LayerConfig, **changes: Any) -> ModelConfig:
-    """Two dense layers unless layers are given; RoPE, untied embeddings."""
+    """Model with RoPE and untied embeddings, and two dense layers unless layers are given."""
     return tiny.model(layers=layers or (layer_config(), layer_config()), **changes)
 
 
@@ -171,7 +171,10 @@ def build(config: ModelConfig, *, seed: int = 7, **stage: Any) -> GPT:
 
 
 def make_mb(batch: int, seq: int, *, positions_BS: Tensor | None = None, **changes: Any) -> MicrobatchContext:
-    """Positions 0 .. S-1 unless given; no dropout, no metrics. `changes`: fields of the context or of its tokens."""
+    """Context with positions 0 .. S-1 unless given, without dropout and metrics.
+
+    `changes`: fields of the context or of its tokens.
+    """
     if positions_BS is None:
         positions_BS = torch.arange(seq).repeat(batch, 1)
     names = {field.name for field in fields(TokenMeta)} & set(changes)

@@ -24,7 +24,7 @@ class Tolerance:
     why: str
 
     def check(self, actual: TensorLike, expected: TensorLike, what: str = "value") -> None:
-        """Asserts equal shapes and close values. NaN is never close, infinities only to themselves."""
+        """Asserts equal shapes and close values. NaN is never close; an infinity is close only to itself."""
         problem = self.problem(actual, expected, what)
         assert problem is None, problem
 

@@ -1,8 +1,8 @@
 """Public MoE architectures (data_files/zoo_models.tsv) as command lines and model configs.
 
 Models with unsupported components are omitted: linear attention, sparse-attention indexers, Mamba.
-Where a router is foreign (sparsemixer of Phi-3.5-MoE, corrected softmax of ERNIE, here sigmoid) its parameters are
-those of an ordinary one.
+Unsupported routers (the sparsemixer of Phi-3.5-MoE, the corrected softmax of ERNIE) are replaced by supported ones
+with the same parameters, ERNIE's by a sigmoid router.
 """
 
 import csv
