@@ -30,7 +30,7 @@ from tests.helpers.soak_faults import FAULTS, Fault, damage
 RANKS = 4
 SAVE_INTERVAL = 10
 MORE_ITERATIONS = 20
-"""Iterations of the last, undisturbed start after the newest checkpoint."""
+"""Iterations of the last, undisturbed launch after the newest checkpoint."""
 FLAGS = f"""
 --train-iters 1000000 --lr-decay-iters 2000 --eval-iters 0 --save-interval {SAVE_INTERVAL} --keep-last-checkpoints 3
 --exit-signal-handler --step-deadline 10 --check-weight-hash-across-dp-replicas-interval {SAVE_INTERVAL // 2}

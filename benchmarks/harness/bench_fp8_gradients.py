@@ -36,7 +36,7 @@ class LayerCosine(NamedTuple):
     """Cosine similarity between two gradients of a layer."""
 
     whole: float
-    """All parameters of the layer."""
+    """Cosine over all parameters of the layer together."""
     least: float
     """Smallest cosine of a parameter."""
     parameter: str

@@ -64,7 +64,7 @@ class PrecisionVariant:
     limit: float | None = None
     """Largest accepted relative gap of the smoothed loss to bf16."""
     is_reference: bool = False
-    """Whether the run is one of those whose mean is the reference."""
+    """Whether the run belongs to the bf16 runs whose mean is the reference."""
 
     @property
     def is_low_precision(self) -> bool:
@@ -96,7 +96,7 @@ class Curve:
     variant: PrecisionVariant
     losses: Mapping[int, float]
     ms_per_step: float
-    """Median of the log intervals."""
+    """Median step time of the log intervals."""
 
 
 def read_curve(model: str, variant: PrecisionVariant, run: Path, iterations: int) -> Curve | None:

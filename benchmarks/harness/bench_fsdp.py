@@ -66,7 +66,7 @@ _ZERO_3 = "--use-megatron-fsdp"
 _MILLION = "--global-batch-size 256"
 """1,048,576 tokens a step."""
 _CASE_TIMEOUT_S = 240.0
-"""Time limit of one case in seconds, including the start of its processes."""
+"""Time limit of one case in seconds, including the startup of its processes."""
 
 
 @dataclass(frozen=True, kw_only=True)

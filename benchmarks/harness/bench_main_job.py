@@ -56,7 +56,7 @@ class VariantResult:
     losses: dict[int, float]
     validation: float
     milliseconds: float
-    """Median step time of the reports after the first two."""
+    """Median step time of all logged intervals except the first two."""
 
 
 def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[str] = ()) -> VariantResult:

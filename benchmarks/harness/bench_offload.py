@@ -29,7 +29,7 @@ _WARMUP = 3
 _COPIED = 1 << 30
 """Bytes of the copies that measure the host link."""
 _FORWARD = 1 / 3
-"""Share of the forward in the computation of a step."""
+"""Fraction of a step's computation time that the forward takes."""
 
 
 @dataclass(frozen=True)

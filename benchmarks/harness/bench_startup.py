@@ -44,7 +44,7 @@ PHASES = {
     "log the summary": "build:log_run_summary",
     "first step": "train.trainer:Trainer.step",
 }
-"""Maps each phase of a start to the function of megatron_moe in which it runs. Calls inside another phase are not
+"""Maps each startup phase to the function of megatron_moe in which it runs. Calls inside another phase are not
 counted."""
 FIRST, LAST = ("launcher", "imports"), ("other", "total")
 _WORKER, _BEGIN, _FOLDER = "--measure-this-process", "BENCH_STARTUP_BEGIN", "BENCH_STARTUP_FOLDER"

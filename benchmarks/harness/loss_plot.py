@@ -14,7 +14,7 @@ class PlottedCurve:
     losses: Mapping[int, float]
     """Loss by iteration."""
     differences: Mapping[int, float] = field(default_factory=dict)
-    """Difference to the reference by iteration; empty for the reference itself."""
+    """Difference from the reference by iteration; empty for the reference itself."""
     width: float = 1.2
 
 

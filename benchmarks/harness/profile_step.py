@@ -69,14 +69,14 @@ class Profile:
     rows: tuple[float, ...]
     """Expert rows of the fullest rank over the mean; see `TimedRun.take_rows`."""
     kinds: tuple[Share, ...]
-    """Kernel times by kind; like `kernels` empty without a trace."""
+    """Kernel times by kind; empty without a trace, as is `kernels`."""
     kernels: tuple[Share, ...]
     communication: CommunicationTime | None = None
-    """None without a trace."""
+    """Overlapped and exposed communication time; None without a trace."""
     events: tuple[KernelEvent, ...] = ()
     """Kernels of the traced steps."""
     board: Reading | None = None
-    """Medians over the timed steps; None without readings."""
+    """Median power and clock over the timed steps; None without readings."""
     host: str = ""
     """Python functions by host time; empty if not requested."""
 

@@ -41,7 +41,7 @@ PAUSE = 20_000_000
 LASTING = 3000.0
 """Milliseconds after which the power limit has reduced the clock of a GPU."""
 SLOW = 20.0
-"""Time of a run, in milliseconds, from which on three runs after a warm-up run are enough."""
+"""Duration of a run in milliseconds above which only three runs are timed after the warm-up."""
 COMPILED = "compiled"
 NO_MEMORY, FAILED, NO_TIME = "out of memory", "failed", "no time"
 """Table cells for cases without a measured time."""

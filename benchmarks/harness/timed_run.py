@@ -222,7 +222,7 @@ class Marks:
         self._on_gpu = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
         self._seconds: list[float] = []
-        """Points in time on a CPU."""
+        """Time stamps on a CPU, where CUDA events do not exist."""
         self.add()
 
     def add(self) -> None:

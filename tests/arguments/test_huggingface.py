@@ -35,7 +35,7 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""The only scaling that --use-rope-scaling describes."""
+"""Llama 3's RoPE scaling, the only one that --use-rope-scaling can express."""
 ARCHITECTURES = (
     "--hidden-dropout 0 --attention-dropout 0 --apply-residual-connection-post-layernorm",
     "--normalization LayerNorm --apply-layernorm-1p --add-bias-linear --squared-relu --no-swiglu",

@@ -125,7 +125,7 @@ LAYOUTS = {
     "m27x4-vpp2-ep2": (1, 1, 2, 2, 2), "q24x4-vpp2-ep2": (1, 1, 2, 2, 2), "q24x4-pp4": (1, 1, 4, 1, 1),
     "m27x4-tp2-pp2": (2, 1, 2, 1, 2),
 }  # fmt: skip
-"""Case -> tp, cp, pp, vpp, ep."""
+"""Maps the name of a case to its tp, cp, pp, vpp and ep."""
 
 
 def test_cases_have_the_layouts_of_their_names():

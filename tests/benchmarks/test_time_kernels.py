@@ -11,7 +11,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import BACKENDS, discover
 
 OURS = ("triton", "hopper")
-"""Backends with own kernels; in these tests the Triton kernels are interpreted."""
+"""Backends with kernels of this project; in these tests the Triton kernels are interpreted."""
 SMALL = (
     "--tokens 64 --seq 32 --hidden 32 --ffn 24 --experts 4 --topk 2 --vocab 128 --heads 4 --groups 2 --head-dim 16 "
     "--weights 1000"

@@ -35,7 +35,7 @@ QWEN_NAMES = {
 }  # fmt: skip
 """Names of DeepSeek-V3, and those of Qwen3-Next, which has a single MTP layer."""
 QWEN_SHARED = ("mtp.layers.0.embed_tokens.weight", "mtp.layers.0.shared_head.head.weight")
-"""Copies that folders of Qwen3-Next do not have."""
+"""Copies of shared tensors, which folders of Qwen3-Next omit."""
 
 
 @dataclass

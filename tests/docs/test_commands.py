@@ -58,7 +58,7 @@ ON_A_GPU = "benchmarks/harness"
 DRY_RUN_CODES = (0, 15)
 """Exit code 15: the run is valid, but its data or GPUs are missing on this machine."""
 CODES = {"python tools/inspect_checkpoint.py runs/my --against": 12}
-"""Maps the beginning of a command to its expected exit code; it reports differences."""
+"""Maps the beginning of a command that reports differences to its expected exit code."""
 
 
 def commands_of(page: str) -> list[str]:

@@ -35,7 +35,7 @@ BALANCED = {
     "z_loss_coeff": 0.1,
 }
 LIMIT_S = 240.0
-"""Time of one job."""
+"""Time limit of one job in seconds."""
 WIDE = 256
 """Hidden size of layers with FP8 experts, whose kernels multiply blocks of 128."""
 ContextOf = Callable[[ParallelConfig, torch.dtype], ParallelContext]

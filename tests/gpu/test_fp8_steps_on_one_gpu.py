@@ -26,7 +26,8 @@ pytestmark = pytest.mark.gpu1
 
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"
 MOST_NOISE, LEAST_LIMIT = 2.0, 0.02
-"""Limit of the relative error of a gradient, in the Frobenius norm: a multiple of the noise, and the least limit."""
+"""Limit of the relative error of a gradient, in the Frobenius norm: a multiple of the noise, and a lower
+bound of the limit."""
 
 
 def start(recipe: str, *more: str, precision: str = FP8) -> TimedRun:

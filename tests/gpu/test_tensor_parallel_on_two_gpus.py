@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu2
 NUM_RANKS = 2
 OVER_SEQUENCE = DENSE | {f"sparse {name}": config for name, config in SPARSE.items()}
 CASES = {"tp2": DENSE, "tp2-sp": OVER_SEQUENCE, "tp2-sp-overlap": OVER_SEQUENCE}
-"""Models by layout."""
+"""Maps the name of a layout to the models that are trained with it."""
 
 
 def step_without_waiting(ctx: ParallelContext) -> bool:

@@ -15,7 +15,7 @@ from tests.helpers.ranks import free_port
 
 _PATIENCE_SECONDS = 60.0
 _FOLLOW_SECONDS = 30.0
-"""Time that torchrun gives the other ranks after a failure."""
+"""Seconds after which torchrun kills the other ranks after a failure."""
 
 
 class Ranks:

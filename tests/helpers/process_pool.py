@@ -28,12 +28,12 @@ from megatron_moe.config.parallel import ParallelConfig
 from tests.helpers.rank_worker import Answer, Job, main
 
 GRACE_SECONDS = 5.0
-"""Time for other ranks to end after one has failed."""
+"""Time limit in seconds for other ranks to end after one has failed."""
 START_SECONDS = 600.0
 MEETING_SECONDS = 300.0
-"""Time for ranks to connect on a busy machine; not part of a job's timeout."""
+"""Time limit in seconds for ranks to connect on a busy machine; not part of a job's timeout."""
 STACK_SECONDS = 30.0
-"""Time for a process to print its stacks."""
+"""Time limit in seconds for a process to print its stacks."""
 PRELOADED = ("tests.helpers.rank_worker", "arguments.read", "megatron_moe.build", "torch.utils.tensorboard")
 """Imports of the server from which processes are forked. One server serves a test session."""
 _RESERVED: list[socket.socket] = []

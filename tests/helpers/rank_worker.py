@@ -40,7 +40,7 @@ class Job:
     dtype: torch.dtype
     seed: int
     on_gpu: bool = False
-    """True if rank r uses GPU r modulo their number. All jobs of a pool then have the same number of ranks."""
+    """True if rank r uses GPU r modulo the number of GPUs. All jobs of a pool then have the same number of ranks."""
 
 
 @dataclass(frozen=True)

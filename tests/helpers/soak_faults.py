@@ -21,19 +21,19 @@ class Fault:
 
     name: str
     codes: frozenset[int] = frozenset()
-    """Allowed exit codes of ranks; negative: a signal."""
+    """Allowed exit codes of ranks; a negative code is a signal."""
     signal: int | None = None
-    """Signal sent from outside."""
+    """Signal that the soak test sends to ranks."""
     num_ranks: int = 1
     """Number of ranks that receive the signal."""
     anywhere: bool = False
-    """True if it is sent at any time including startup, otherwise during training."""
+    """True if the signal is sent at any time including startup; otherwise it is sent during training."""
     inject: str = ""
     """kind or kind:phase of `--inject`, on a random rank and iteration."""
     survives: bool = False
     """True if the run continues until it receives SIGTERM."""
     damage: Damage | None = None
-    """Damage to the checkpoint folder between two starts."""
+    """Damage to the checkpoint folder between two launches."""
     needs_checkpoint: bool = False
 
 
@@ -45,7 +45,7 @@ def _injected(name: str, own: int, *, inject: str = "", follow: bool = True) -> 
 _HANG = int(ExitCode.HANG)
 _BUG = int(ExitCode.BUG)
 _NUMERICS = frozenset({int(ExitCode.NUMERICS), int(ExitCode.RERUN_FAILED), FOLLOWED})
-"""RERUN_FAILED if an earlier start had the same values at the same iteration."""
+"""RERUN_FAILED if an earlier launch had the same values at the same iteration."""
 
 FAULTS = (
     Fault(name="SIGKILL of one rank", codes=frozenset({-9, FOLLOWED}), signal=signal.SIGKILL),
