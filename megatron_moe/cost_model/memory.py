@@ -108,9 +108,9 @@ class _StageBytes(NamedTuple):
     """Sizes that pipeline ranks with equal stages share, in bytes."""
 
     chunks: list[_ChunkActivations]
-    """By model chunk, before `delta_offload_bytes_across_pp_ranks`."""
+    """Activations of each model chunk, before `delta_offload_bytes_across_pp_ranks` is applied."""
     late: list[float]
-    """By model chunk, what it keeps after the backward of a microbatch for delayed expert weight gradients."""
+    """Bytes that each model chunk keeps after the backward of a microbatch for delayed expert weight gradients."""
     workspace: Workspace
     freed: dict[str, float]
     """Bytes by module that the backward has freed at the peak."""

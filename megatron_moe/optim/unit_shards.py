@@ -27,7 +27,6 @@ from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
 from megatron_moe.parallel.shared_shards import SharedRegion, SharedShards, aligned_bytes, can_share
 from megatron_moe.parallel.streams import Event, make_streams
 
-_ALIGN = 512
 Spec = tuple[int, torch.dtype]
 """Number of elements and dtype of a flat tensor."""
 
@@ -65,7 +64,7 @@ class UnitMemory:
 
 def num_bytes_of(specs: Sequence[Spec]) -> int:
     """Bytes of memory for flat tensors, each of which starts at a multiple of 512 bytes."""
-    return sum(-(-size * dtype.itemsize // _ALIGN) * _ALIGN for size, dtype in specs)
+    return sum(aligned_bytes(*spec) for spec in specs)
 
 
 class UnitBuffer(FlatBuffer):
@@ -379,7 +378,7 @@ class UnitSharding(Sharding):
             own = loads.setdefault(each.key.of_all_units, [0.0] * group.size)
             of_ranks = num_bytes.setdefault(each.key.grid, [0] * group.size)
             for rank, ((start, end),) in enumerate(each.owner_ranges(group.size, own)):
-                of_ranks[rank] += sum(aligned_bytes(*spec) for spec in _stored_specs(each, end - start))
+                of_ranks[rank] += num_bytes_of(_stored_specs(each, end - start))
         return {
             grid: SharedRegion(max(of_ranks), sharding_group(grid, context), context)
             for grid, of_ranks in num_bytes.items()

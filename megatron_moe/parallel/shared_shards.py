@@ -55,7 +55,7 @@ class SharedRegion:
 
 
 def aligned_bytes(size: int, dtype: torch.dtype) -> int:
-    """Bytes of a `SharedRegion` that a shard of `size` elements occupies."""
+    """Bytes that a flat tensor of `size` elements occupies in memory that several of them share."""
     return -(-size * dtype.itemsize // _ALIGN) * _ALIGN
 
 

@@ -61,7 +61,7 @@ class EchoDispatcher(AllToAllDispatcher):
     def serve(self, weights: Sequence[Parameter]) -> tuple[Parameter, ...]:
         self.weights = tuple(weights)
         for weight in self.weights:
-            weight.uses = 2  # products of the rank's own rows, and clones
+            weight.uses = 2  # GEMMs with the rows of this rank, and gradients from clones
         return self.weights if self.config.moe_echo_expert_dispatch_overlap else ()
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingEcho:
