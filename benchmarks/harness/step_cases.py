@@ -119,7 +119,8 @@ _NONE, _PARTS = (("", ""), ("", "")), (("92%", "97%"), ("92%", "97%"))
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 CP2 = "--context-parallel-size 2"
 SKEW3 = "--moe-router-force-skew 3"
-_M27_STAGES = "Et*7|t*7|t*7|t*6L"
+_M27_STAGES, _M14_STAGES, _Q12_STAGES = "Et*7|t*7|t*7|t*6L", "Et*4|t*4|t*4|t*2L", "Et*4|t*4|t*3|tL"
+"""Stages of equal time: the output head takes as long as two layers of M27 and as three to four of Q24."""
 
 
 _Row = tuple[str, str, str, str, str]
@@ -172,34 +173,39 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
     return _traced_rows("layout", "M27", base, rows, steps=6, step_seconds=1.2, num_gpus=2)
 
 
-def _over_four(name: str, target: str, aim: str, step_seconds: float, **pipelines: str) -> tuple[StepCase, ...]:
-    """Cases of a whole model on four GPUs: transports, FP8, overlap, graphs, unbalanced loads and four-rank layouts.
+def _over_four(
+    name: str, model: str, base: str, goals: tuple[str, str], step_seconds: float, **pipelines: str
+) -> tuple[StepCase, ...]:
+    """Cases of a model on four GPUs: transports, FP8, overlap, graphs, unbalanced loads and four-rank layouts.
 
-    `pipelines`: layout flags of PP2, of PP2 with VPP2, and of PP4.
+    `base`: flags of the shapes; `goals`: target and aim of the balanced bf16 cases; `pipelines`: layout flags of PP2,
+    of PP2 with VPP2, and of PP4. The row bound 2 suffices for the unbalanced loads, whose fullest rank has less than
+    1.4 times the mean.
     """
     flex = "--moe-token-dispatcher-type flex"
     pp2, pp4 = (f"{flex} --expert-model-parallel-size {4 // pp} --pipeline-model-parallel-size {pp}" for pp in (2, 4))
+    unbalanced = f"{flex} --moe-expert-rank-capacity-factor 2"
     rows = (
-        ("flex", "EP4, flex", flex, target, aim),
-        ("alltoall", "EP4, alltoall", "", target, aim),
+        ("flex", "EP4, flex", flex, *goals),
+        ("alltoall", "EP4, alltoall", "", *goals),
         ("flex-fp8", "EP4, flex, FP8 blockwise", f"{flex} {BOUND} {FP8_WGRAD}", "", ""),
         ("alltoall-fp8", "EP4, alltoall, FP8 blockwise", f"{BOUND} {FP8_WGRAD}", "", ""),
         ("flex-pairs", "EP4, flex, overlapped", f"{flex} {OVERLAPS['-pairs']}", "", ""),
         ("alltoall-pairs", "EP4, alltoall, overlapped", OVERLAPS["-pairs"], "", ""),
         ("flex-whole", "EP4, flex, whole steps as CUDA graphs", f"{flex} {WHOLE} {NO_OVERLAP}", "", ""),
         ("flex-graphs", "EP4, flex, attention and MoE layers as CUDA graphs", f"{flex} {MOE_GRAPHS}", "", ""),
-        ("flex-skew3", "EP4, flex, expert skew 3", f"{SKEW3} {flex} --moe-expert-rank-capacity-factor 4", "95%", ""),
-        ("flex-replayed", "EP4, flex, replayed choices", f"{flex} --moe-expert-rank-capacity-factor 4", "95%", ""),
+        ("flex-skew3", "EP4, flex, expert skew 3", f"{SKEW3} {unbalanced}", "95%", ""),
+        ("flex-replayed", "EP4, flex, replayed choices", unbalanced, "95%", ""),
         ("tp2-ep4", "TP2, EP4", f"{flex} {TP2}", "", ""),
+        ("tp2-ep4-whole", "TP2, EP4, whole steps as CUDA graphs", f"{flex} {TP2} {WHOLE} {NO_OVERLAP}", "", ""),
         ("cp2-ep4", "CP2, EP4", f"{flex} {CP2}", "", ""),
+        ("cp2-ep4-whole", "CP2, EP4, whole steps as CUDA graphs", f"{flex} {CP2} {WHOLE} {NO_OVERLAP}", "", ""),
         ("pp2-ep2", "PP2, EP2", f"{pp2} {pipelines['pp2']}", "", ""),
         ("vpp2-ep2", "PP2, VPP2, EP2", f"{pp2} {pipelines['vpp2']}", "", ""),
         ("pp4", "PP4", f"{pp4} {pipelines['pp4']}", "", ""),
         ("tp2-pp2", "TP2, PP2", f"{pp2} {TP2} {pipelines['pp2']}", "", ""),
     )
-    return _traced_rows(
-        f"{name}x4", name.upper(), f"--recipe {name}", rows, steps=4, step_seconds=step_seconds, num_gpus=4
-    )
+    return _traced_rows(f"{name}x4", model, base, rows, steps=4, step_seconds=step_seconds, num_gpus=4)
 
 
 def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
@@ -335,14 +341,44 @@ CASES = (
     *_layouts_of_two(),
     *_over_four(
         "m27",
-        "465",
-        "500",
+        "M27",
+        "--recipe m27",
+        ("465", "500"),
         2.5,
         pp2="--decoder-first-pipeline-num-layers 14",
         vpp2=f"--pipeline-model-parallel-layout {_M27_STAGES}",
         pp4=f"--pipeline-model-parallel-layout {_M27_STAGES}",
     ),
-    *_over_four("q24", "430", "465", 2.0, pp2="", vpp2="--num-layers-per-virtual-pipeline-stage 6", pp4=""),
+    *_over_four(
+        "q24",
+        "Q24",
+        "--recipe q24",
+        ("430", "465"),
+        2.0,
+        pp2="",
+        vpp2="--num-layers-per-virtual-pipeline-stage 6",
+        pp4="",
+    ),
+    *_over_four(
+        "m14",
+        "M27 with 14 layers",
+        "--recipe m27 --num-layers 14 --moe-layer-freq ([0]*1+[1]*13)",
+        ("465", "500"),
+        1.4,
+        pp2="--decoder-first-pipeline-num-layers 8",
+        vpp2=f"--pipeline-model-parallel-layout {_M14_STAGES}",
+        pp4=f"--pipeline-model-parallel-layout {_M14_STAGES}",
+    ),
+    *_over_four(
+        "q12",
+        "Q24 with 12 layers",
+        "--recipe q24 --num-layers 12",
+        ("430", "465"),
+        1.1,
+        pp2="--decoder-first-pipeline-num-layers 8",
+        vpp2=f"--pipeline-model-parallel-layout {_Q12_STAGES}",
+        pp4=f"--pipeline-model-parallel-layout {_Q12_STAGES}",
+    ),
     *_both("-learned", "learned routing on text", LEARNED, _PARTS, unbalanced=True, on_text=True, warmup=200, traced=2),
 )
 
