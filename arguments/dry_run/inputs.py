@@ -59,10 +59,10 @@ def data_prefixes(data: DataConfig) -> Iterator[tuple[str, Sequence[str]]]:
     """Yields the data flags and their file prefixes; nothing if the run has mock data."""
     if data.mock_data:
         return
-    yield "--data-path", _prefixes(data.data_path)
-    yield "--train-data-path", _prefixes(data.train_data_path)
-    yield "--valid-data-path", _prefixes(data.valid_data_path)
-    yield "--test-data-path", _prefixes(data.test_data_path)
+    yield "--data-path", prefixes_of(data.data_path)
+    yield "--train-data-path", prefixes_of(data.train_data_path)
+    yield "--valid-data-path", prefixes_of(data.valid_data_path)
+    yield "--test-data-path", prefixes_of(data.test_data_path)
 
 
 def _data_files(data: DataConfig) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _data_files(data: DataConfig) -> Iterator[str]:
             yield f"{len(missing)} of {len(files)} files of {flag} do not exist, such as {missing[0]}"
 
 
-def _prefixes(words: Sequence[str]) -> Sequence[str]:
+def prefixes_of(words: Sequence[str]) -> Sequence[str]:
     """Returns the file prefixes of a data flag. Each prefix may be preceded by a blend weight, which is left out."""
     try:
         float(words[0] if words else "")

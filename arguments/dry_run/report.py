@@ -39,6 +39,7 @@ def _of_layers(values: dict[str, Any]) -> tuple[Iterator[str], ...]:
         _schedule(values["schedule"]),
         _communication(communication, memory["heaviest"]["pipeline_rank"]),
         _experts(values["experts"]),
+        _padding(values["padding"]),
         _time(values["time"], communication, values["device"]),
     )
 
@@ -205,6 +206,25 @@ def _experts(experts: dict[str, Any] | None) -> Iterator[str]:
     yield f"  a rank's {held} experts receive {mean} rows, the fullest rank about {most:,.0f}"
     fmt = "  MB dispatched per rank, one row per choice or one copy per target rank: {} or {}; in fp8 {} or {}"
     yield fmt.format(*(f"{size:,.1f}" for size in experts["dispatch_mb"].values()))
+
+
+def _padding(padding: dict[str, Any]) -> Iterator[str]:
+    experts, packed = padding["expert_rows"], padding["packed_rows"]
+    if experts or packed:
+        yield "padding"
+    if experts:
+        yield "  rows of a rank's experts for one layer and microbatch, random balanced routing:"
+        listed = [
+            f"{experts[name]:,.0f} are {name}, {experts[f'padding_of_{name}']:.1%} of them padding"
+            for name in ("computed", "allocated")
+            if experts[f"padding_of_{name}"] > 1e-9
+        ]
+        yield f"  {experts['routed']:,.0f} have a token; {'; '.join(listed)}"
+    if packed:
+        yield (
+            f"  a step packs its documents into about {packed['rows']:,.0f} rows of {packed['positions']:,} positions, "
+            f"{packed['padding']:.1%} of them padding, {packed['padding_between_sequences']:.1%} between sequences"
+        )
 
 
 def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[str, Any]) -> Iterator[str]:

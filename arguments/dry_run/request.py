@@ -10,6 +10,7 @@ from arguments.checks.data import tokenizer_is_complete
 from arguments.checks.violation import RuleFlags
 from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
 from arguments.dry_run.inputs import random_start, unsupported_formats
+from arguments.dry_run.packing import packed_rows
 from arguments.dry_run.report import report
 from arguments.errors import Finished, FlagErrors
 from arguments.files import read_files
@@ -155,6 +156,7 @@ def _with_estimates(plan: RunPlan, gpu: GPU, settings: Settings) -> ReportValues
     values = report_values(plan, gpu)
     if plan.unknown_layers:
         return values
+    values["padding"]["packed_rows"] = packed_rows(plan)
     values["time"]["run"] = RunLength.of(settings).values(plan, values["time"]["estimate"]["step_ms"] / 1e3)
     if not values["memory"]["fits"]:
         values["memory"] |= ways_out(plan, planner_of(settings, gpu), settings)

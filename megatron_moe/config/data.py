@@ -1,5 +1,6 @@
 """Tokenizer and datasets."""
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,10 @@ from typing import Literal
 
 from megatron_moe.config.packing import PackingConfig
 
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Header of .idx files, which precedes the lengths of the sequences (`data/indexed.py`)."""
+MOCK_LENGTH_END = 4096
+"""Lengths of the documents of `--mock-data` are drawn uniformly from [1, this number)."""
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
     {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
 )

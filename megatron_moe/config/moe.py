@@ -392,6 +392,13 @@ class MoEConfig(FeedForwardConfig):
         times = 2 if self.echo.moe_echo_recompute_expert_dispatch else 1
         return float(self._clone_elements(parallel) * (times * sizes.activation + sizes.internal))
 
+    def expert_capacity(self, num_tokens: int) -> int | None:
+        """Largest number of a rank's `num_tokens` tokens that an expert accepts; None without a capacity."""
+        if self.capacity is None:
+            return None
+        even = num_tokens * self.router.topk / self.router.num_experts
+        return min(num_tokens, ceil(even * self.capacity.factor))
+
     def rows(self, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
         """Number of rows R (pairs of token and selected expert, and padding) that the experts of the most loaded rank
         process for one microbatch with `num_tokens` tokens per rank. With expert parallelism, R is `imbalance` times
@@ -401,9 +408,9 @@ class MoEConfig(FeedForwardConfig):
         """
         ranks, router = parallel.ep * parallel.etp, self.router
         local = router.num_experts // parallel.ep
-        if self.capacity is not None and self.capacity.pad:
-            even = num_tokens * router.topk / router.num_experts * self.capacity.factor
-            return ranks * local * min(num_tokens, ceil(even))
+        capacity = self.expert_capacity(num_tokens)
+        if capacity is not None and self.capacity is not None and self.capacity.pad:
+            return ranks * local * capacity
         most: float = ranks * num_tokens * min(router.topk, local)
         bound = self.transport(parallel).rows
         if bound is RowBound.ANY_ROUTING:

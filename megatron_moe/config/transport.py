@@ -62,6 +62,8 @@ class ExpertTransport:
     """Whether CUDA graphs can contain the exchange, which requires static shapes and excludes host reads."""
     pads_experts: bool = True
     """Whether it supports `--moe-pad-expert-input-to-capacity`: every expert receives as many rows as its capacity."""
+    computes_padding: bool = True
+    """Whether the rows that pad experts to their capacity are computed like the others."""
     delivers_tokens: bool = False
     """Whether ranks receive tokens, and sort the choices of their experts, instead of one row per choice."""
     has_channels: bool = False
@@ -210,6 +212,7 @@ HYBRIDEP = ExpertTransport(
     library="hybrid_ep_cpp",
     spans_hosts=True,
     is_captured=True,
+    computes_padding=False,
     has_channels=True,
 )
 NCCLEP = ExpertTransport(name="ncclep", dispatcher=None, copies=SentCopies.PER_RANK, rows=RowBound.BOUNDED)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_moe.config.data import DataConfig
+from megatron_moe.config.data import MOCK_LENGTH_END, DataConfig
 from megatron_moe.config.exit_codes import DataProblem, MemoryProblem, RunError
 from megatron_moe.config.text import counted
 from megatron_moe.config.training import BatchConfig, LoopConfig
@@ -25,7 +25,6 @@ from megatron_moe.parallel.context import ParallelContext
 SPLITS = ("train", "valid", "test")
 _MOST_DATASETS = 32767
 Share = tuple[float, float]
-_MOCK_LENGTH_END = 4096
 _MOST_SAMPLES = 2**48
 """Maximum number of samples per split, so that array sizes in bytes fit into 64 bits."""
 _ROUND_SECONDS = 30.0
@@ -107,7 +106,7 @@ class MockTokens:
         self._vocab_size = vocab_size
         self._eod = eod
         rng = np.random.default_rng(seed=0)
-        self.sequence_lengths = rng.integers(low=1, high=_MOCK_LENGTH_END, size=num_documents, dtype=np.int32)
+        self.sequence_lengths = rng.integers(low=1, high=MOCK_LENGTH_END, size=num_documents, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)

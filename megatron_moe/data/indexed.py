@@ -18,7 +18,6 @@
 import fcntl
 import os
 import re
-import struct
 import zlib
 from array import array
 from collections.abc import Mapping
@@ -29,12 +28,12 @@ from typing import Self
 
 import numpy as np
 
+from megatron_moe.config.data import INDEX_HEADER as HEADER
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.cache import crc32_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
 DTYPES: Mapping[int, np.dtype] = MappingProxyType(
     dict(enumerate(map(np.dtype, ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1))
 )

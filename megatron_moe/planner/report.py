@@ -5,7 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.expert_load import fullest
+from megatron_moe.cost_model.activations import activation_sizes
+from megatron_moe.cost_model.expert_load import expert_rows, fullest
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, groups_of_moments, heaviest
 from megatron_moe.cost_model.parameters import count_parameters
@@ -71,6 +72,7 @@ def report_values(plan: RunPlan, gpu: GPU) -> ReportValues:
         "schedule": sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
         "communication": [_traffic(each, gpu) for each in traffic.of_rank(heaviest(ranks).rank)],
         "experts": _experts(plan, traffic),
+        "padding": {"expert_rows": _expert_rows(plan), "packed_rows": None},
         "time": _time(plan, time, gpu) | {"estimate": estimate_values(plan, estimate)},
     }
 
@@ -230,6 +232,16 @@ def _experts(plan: RunPlan, communication: Communication) -> ReportValues | None
         },
         "combine_mb": megabytes,
     }
+
+
+def _expert_rows(plan: RunPlan) -> ReportValues | None:
+    """Rows of the first MoE layer's experts, with the shares of rows without a token; None if there are none."""
+    config = next(filter(None, (layer.feed_forward.routed_experts for layer in plan.model.layers)), None)
+    if config is None or "expert_choice" in config.router.balancing:
+        return None
+    rows = expert_rows(config, plan.parallel, activation_sizes(plan).residual)
+    shares = {f"padding_of_{name}": 1 - rows.routed / getattr(rows, name) for name in ("computed", "allocated")}
+    return asdict(rows) | shares if max(shares.values()) > 1e-9 else None
 
 
 def _time(plan: RunPlan, time: StepTime, gpu: GPU) -> ReportValues:
