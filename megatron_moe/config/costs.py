@@ -1,7 +1,8 @@
 """Value types of the cost model that the configs of components return: FLOPs, saved tensors, token counts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import ceil, exp, floor, lgamma, log, log1p, sqrt
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -16,6 +17,8 @@ FORWARD_FLOPS = 2
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 WHOLE_LAYER = "whole layer"
 """Entry in `SavedActivation.recomputed_by`: the tensor is in an MTP layer and is freed by uniform full recompute."""
+_DEVIATIONS = 8
+"""Standard deviations around the mean within which values of a random count are summed."""
 INDEX = 8
 """Bytes per index (int64)."""
 
@@ -40,6 +43,35 @@ def row_padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> 
 def most_rows(num_choices: int, num_experts: int, align: int) -> int:
     """Largest number of rows that any routing needs. Each used expert adds at most `align - 1` padding rows."""
     return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows:
+    """Expected numbers of rows of one rank's experts in one layer and microbatch, under random balanced routing."""
+
+    routed: float
+    """Rows with a token."""
+    computed: float
+    """Rows that the experts' GEMMs process: rows with a token, and rows that pad the experts to their capacity or to
+    whole blocks."""
+    allocated: float
+    """Rows of the buffers. The transport may bound them by the worst routing."""
+
+
+def binomial_mean(value: Callable[[int], float], num_tokens: int, share: float) -> float:
+    """Mean of `value(count)`, where `count` of `num_tokens` tokens make a choice that has probability `share`."""
+    mean = num_tokens * share
+    if share >= 1:
+        return value(num_tokens)
+    reach = _DEVIATIONS * sqrt(mean * (1 - share)) + _DEVIATIONS
+    first, last = max(0, floor(mean - reach)), min(num_tokens, ceil(mean + reach))
+    all_orders, chosen, other = lgamma(num_tokens + 1), log(share), log1p(-share)
+
+    def probability(count: int) -> float:
+        orders = all_orders - lgamma(count + 1) - lgamma(num_tokens - count + 1)
+        return exp(orders + count * chosen + (num_tokens - count) * other)
+
+    return sum(value(count) * probability(count) for count in range(first, last + 1))
 
 
 @dataclass(frozen=True, kw_only=True)

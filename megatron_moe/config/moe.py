@@ -11,7 +11,9 @@ from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec
 from megatron_moe.config.costs import (
     INDEX,
     ActivationSizes,
+    ExpertRows,
     SavedActivation,
+    binomial_mean,
     bytes_per_fp8_element,
     most_rows,
     num_bytes,
@@ -420,6 +422,23 @@ class MoEConfig(FeedForwardConfig):
             factor = self.expert_rank_capacity_factor
             rows = most if factor is None else min(most, int(factor * parallel.etp * num_tokens * router.topk))
         return most_rows(int(rows), local, self.row_alignment) if self.row_alignment > 1 else rows
+
+    def expected_rows(self, parallel: ParallelConfig, num_tokens: int) -> ExpertRows | None:
+        router, align, capacity = self.router, self.row_alignment, self.expert_capacity(num_tokens)
+        if "expert_choice" in router.balancing:
+            return None
+        ranks, local = parallel.ep * parallel.etp, router.num_experts // parallel.ep
+        share = router.topk / router.num_experts
+        per_rank, pads = num_tokens * share, self.capacity is not None and self.capacity.pad
+        if capacity is not None:
+            accepted = capacity
+            per_rank = accepted - binomial_mean(lambda count: max(accepted - count, 0), num_tokens, share)
+        routed = computed = ranks * local * per_rank
+        if capacity is not None and pads and self.transport(parallel).computes_padding:
+            computed = float(local * (ceil(ranks * capacity / align) * align))
+        elif align > 1 and not pads:
+            computed += local * binomial_mean(lambda count: -count % align, ranks * num_tokens, share)
+        return ExpertRows(routed=routed, computed=computed, allocated=max(computed, self.rows(parallel, num_tokens)))
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         yield from self.router.parameters(parallel)

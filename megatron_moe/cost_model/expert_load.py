@@ -5,19 +5,16 @@ selects g of G groups, then K experts of these groups. docs/communication-volume
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from math import ceil, comb, exp, floor, lcm, lgamma, log, log1p, sqrt
+from math import comb, exp, lcm, log, sqrt
 from statistics import NormalDist
 from typing import Protocol
 
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.grid import split_by_host
 
-_DEVIATIONS = 8
-"""Standard deviations around the mean within which values of a random count are summed."""
 _ROUNDING = 1e-12
 """A variance below this multiple of the squared mean is a rounding error."""
 
@@ -207,53 +204,3 @@ def _largest_share(quantiles: Sequence[float], std: float, topk: int) -> float:
 def fullest(spread: LoadSpread, num_parts: int) -> float:
     """Approximate mean of the maximum of `num_parts` row counts: mean + sqrt(2 ln num_parts) standard deviations."""
     return spread.mean + spread.std * sqrt(2 * log(num_parts)) if num_parts > 1 else spread.mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertRows:
-    """Expected numbers of rows of one rank's experts in one layer and microbatch, under random balanced routing."""
-
-    routed: float
-    """Rows with a token."""
-    computed: float
-    """Rows that the experts' GEMMs process: rows with a token, and rows that pad the experts to their capacity or to
-    whole blocks."""
-    allocated: float
-    """Rows of the buffers. The transport may bound them by the worst routing."""
-
-
-def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int) -> ExpertRows:
-    """Expected rows of a layer whose ranks have `num_tokens` tokens each."""
-    router, align, capacity = config.router, config.row_alignment, config.expert_capacity(num_tokens)
-    ranks, local, share = (
-        parallel.ep * parallel.etp,
-        router.num_experts // parallel.ep,
-        router.topk / router.num_experts,
-    )
-    per_rank = num_tokens * share
-    if capacity is not None:
-        accepted = capacity
-        per_rank = accepted - _expected(lambda count: max(accepted - count, 0), num_tokens, share)
-    routed = computed = ranks * local * per_rank
-    if capacity is not None and config.capacity is not None and config.capacity.pad:
-        if config.transport(parallel).computes_padding:
-            computed = float(local * (ceil(ranks * capacity / align) * align))
-    elif align > 1:
-        computed += local * _expected(lambda count: -count % align, ranks * num_tokens, share)
-    allocated = max(computed, config.rows(parallel, num_tokens))
-    return ExpertRows(routed=routed, computed=computed, allocated=allocated)
-
-
-def _expected(value: Callable[[int], float], num_tokens: int, share: float) -> float:
-    """Mean of `value(count)` for a binomial count of `num_tokens` independent choices with probability `share`."""
-    mean = num_tokens * share
-    if share >= 1:
-        return value(num_tokens)
-    reach = _DEVIATIONS * sqrt(mean * (1 - share)) + _DEVIATIONS
-    first, last = max(0, floor(mean - reach)), min(num_tokens, ceil(mean + reach))
-    whole, chosen, left = lgamma(num_tokens + 1), log(share), log1p(-share)
-    return sum(
-        value(count)
-        * exp(whole - lgamma(count + 1) - lgamma(num_tokens - count + 1) + count * chosen + (num_tokens - count) * left)
-        for count in range(first, last + 1)
-    )

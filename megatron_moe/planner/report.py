@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import activation_sizes
-from megatron_moe.cost_model.expert_load import expert_rows, fullest
+from megatron_moe.cost_model.expert_load import fullest
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, groups_of_moments, heaviest
 from megatron_moe.cost_model.parameters import count_parameters
@@ -236,10 +236,11 @@ def _experts(plan: RunPlan, communication: Communication) -> ReportValues | None
 
 def _expert_rows(plan: RunPlan) -> ReportValues | None:
     """Rows of the first MoE layer's experts, with the shares of rows without a token; None if there are none."""
-    config = next(filter(None, (layer.feed_forward.routed_experts for layer in plan.model.layers)), None)
-    if config is None or "expert_choice" in config.router.balancing:
+    num_tokens = activation_sizes(plan).residual
+    found = (layer.feed_forward.expected_rows(plan.parallel, num_tokens) for layer in plan.model.layers)
+    rows = next(filter(None, found), None)
+    if rows is None:
         return None
-    rows = expert_rows(config, plan.parallel, activation_sizes(plan).residual)
     shares = {f"padding_of_{name}": 1 - rows.routed / getattr(rows, name) for name in ("computed", "allocated")}
     return asdict(rows) | shares if max(shares.values()) > 1e-9 else None
 

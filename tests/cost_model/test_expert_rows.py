@@ -7,7 +7,6 @@ import torch
 
 from megatron_moe.config.moe import CapacityConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.cost_model.expert_load import expert_rows
 from megatron_moe.kernels.reference.routing import sort_rows
 from megatron_moe.moe.routing_methods import expert_capacity, within_capacity
 from tests.helpers.tiny_models import moe_config
@@ -56,7 +55,7 @@ def counted(config: MoEConfig, ep: int) -> tuple[float, float]:
 )
 def test_expected_rows_equal_counted_rows(changes, ep):
     config = replace(moe_config(), dispatcher="alltoall", **changes)
-    rows = expert_rows(config, ParallelConfig(ep=ep, world_size=ep), TOKENS)
+    rows = config.expected_rows(ParallelConfig(ep=ep, world_size=ep), TOKENS)
     routed, computed = counted(config, ep)
     SIMULATED_ROUTING.check(rows.routed, routed, "rows with a token")
     SIMULATED_ROUTING.check(rows.computed, computed, "computed rows")
@@ -65,24 +64,24 @@ def test_expected_rows_equal_counted_rows(changes, ep):
 
 def test_every_token_may_select_every_expert():
     config = replace(moe_config(), row_alignment=16, router=replace(moe_config().router, topk=EXPERTS))
-    rows = expert_rows(config, ParallelConfig(), TOKENS + 1)
+    rows = config.expected_rows(ParallelConfig(), TOKENS + 1)
     assert (rows.routed, rows.computed) == (EXPERTS * (TOKENS + 1), EXPERTS * (TOKENS + 16))
 
 
 def test_buffers_of_symmetric_memory_hold_any_routing():
     parallel = ParallelConfig(ep=4, world_size=4, shares_memory=True)
     config = replace(moe_config(), dispatcher="flex")
-    rows = expert_rows(config, parallel, TOKENS)
+    rows = config.expected_rows(parallel, TOKENS)
     assert rows.computed == rows.routed == TOKENS * TOPK
     assert rows.allocated == 4 * TOKENS * min(TOPK, EXPERTS // 4)
-    bounded = expert_rows(replace(config, expert_rank_capacity_factor=1.5), parallel, TOKENS)
+    bounded = replace(config, expert_rank_capacity_factor=1.5).expected_rows(parallel, TOKENS)
     assert bounded.allocated == 1.5 * TOKENS * TOPK
 
 
 def test_hybridep_does_not_compute_rows_without_a_token():
     parallel = ParallelConfig(ep=4, world_size=4)
     config = replace(moe_config(), dispatcher="flex", capacity=CapacityConfig(factor=1.5, pad=True))
-    symmetric = expert_rows(config, parallel, TOKENS)
-    hybridep = expert_rows(replace(config, transport_backend="hybridep"), parallel, TOKENS)
+    symmetric = config.expected_rows(parallel, TOKENS)
+    hybridep = replace(config, transport_backend="hybridep").expected_rows(parallel, TOKENS)
     assert symmetric.computed == symmetric.allocated == hybridep.allocated == 4 * 2 * 36
     assert hybridep.computed == hybridep.routed == symmetric.routed < symmetric.computed

@@ -202,8 +202,8 @@ def test_a_run_states_its_padding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("source", ["files", "blend", "mock"])
 def test_a_dry_run_estimates_the_padding_of_packed_rows(tmp_path: Path, source: str, alignment: int) -> None:
-    """Compares the estimate with rows that are counted over 24 steps of a run with the same flags. The bound of 0.012 is
-    three deviations of the estimate, which packs 16 steps."""
+    """Compares the estimate with rows that are counted over 24 steps of a run with the same flags. The bounds are
+    three deviations of the estimates, which pack 16 steps."""
     draw, parts = np.random.default_rng(4), []
     for name in ("a", "b"):
         lengths = draw.integers(1, 150, size=400) // (1 if name == "a" else 4)
@@ -232,8 +232,8 @@ def test_a_dry_run_estimates_the_padding_of_packed_rows(tmp_path: Path, source: 
     positions = number * 128
     assert estimate["rows"] == pytest.approx(number / 24, rel=0.04)
     assert estimate["padding"] == pytest.approx(1 - tokens / positions, abs=0.012)
-    assert estimate["padding_between_sequences"] == pytest.approx(between / positions, abs=0.003)
-    assert (estimate["padding_between_sequences"] > 0) == (alignment > 1)
+    assert estimate["padding_between_sequences"] == pytest.approx(between / positions, abs=0.006)
+    assert (estimate["padding_between_sequences"] > 0) == (alignment > 1 and source != "mock")
 
 
 def test_resuming_inside_an_epoch_continues_the_same_batches(tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ def test_ranks_without_samples_get_padding(tmp_path: Path) -> None:
 def test_blends_know_the_lengths_of_their_samples(tmp_path: Path) -> None:
     parts = [documents(tmp_path, lengths, size=20, name=name)[1] for name, lengths in (("x", [3, 9]), ("y", [5, 30]))]
     blend = BlendedSamples(parts, [0.7, 0.3], 20, None)
-    found = blend.lengths(np.arange(24))
-    assert found.tolist() == [len(blend.tokens(index)) - 1 for index in range(24)]
+    found = blend.lengths(np.arange(20))
+    assert found.tolist() == [len(blend.tokens(index)) - 1 for index in range(20)]
 
 
 def test_flags_select_the_packing() -> None:
