@@ -148,7 +148,8 @@ def _has_mtp(folder: Path, values: Mapping[str, Any]) -> bool:
             with (folder / "model.safetensors").open("rb") as file:
                 (size,) = struct.unpack("<Q", file.read(8))
                 names = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
-    return any(name.startswith(f"model.layers.{values.get('num_hidden_layers')}.") for name in names)
+    starts = f"model.layers.{values.get('num_hidden_layers')}.", "mtp."
+    return any(name.startswith(starts) for name in names)
 
 
 def _words(given: Given) -> tuple[str, ...]:

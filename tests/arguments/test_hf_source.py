@@ -100,6 +100,20 @@ def test_layers_without_weights_are_left_out(tmp_path):
     assert planned(f"--load hf:{folder}").model.num_mtp == deepseek["num_nextn_predict_layers"]
 
 
+def test_layers_with_names_of_their_own_are_found(tmp_path):
+    sizes = {"hidden_size": 64, "vocab_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_routed_experts": 8}
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
+    patterns = {"num_nextn_predict_layers": 1, "hybrid_override_pattern": "ME", "mtp_hybrid_override_pattern": "*E"}
+    nemotron = {"model_type": "nemotron_h", "mlp_hidden_act": "relu2", "num_hidden_layers": 2, **sizes, **patterns}
+    folder = folder_of(nemotron, tmp_path)
+    assert planned(f"--load hf:{folder}", 100).model.mtp is None
+    names = {"weight_map": {"mtp.layers.1.final_layernorm.weight": "model-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(names))
+    model = planned(f"--load hf:{folder}", 100).model
+    assert model.num_mtp == 1 and model.mtp_layer.mixer.registered_as == "attention" and model.mtp_layer.is_moe
+
+
 @pytest.mark.parametrize(("name", "state"), [("", "has no config.json"), ("/nowhere", "is not a folder")])
 def test_a_folder_without_a_config_is_missing(name, state, tmp_path, capsys):
     location, sentence = f"hf:{tmp_path}{name}", f"--load hf:{tmp_path}{name}: {tmp_path}{name} {state}"

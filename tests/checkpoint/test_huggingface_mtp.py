@@ -4,6 +4,7 @@ The transformers layer drafts one token at a time; called directly with a causal
 """
 
 import copy
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.config_write import generated_config
 from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.config.attention import AttentionConfig
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
@@ -143,6 +146,14 @@ def test_the_drafting_layer_of_transformers_gives_the_same_losses_and_gradients(
     FP32_MODEL.check(model.get_parameter("embedding.word_embeddings.weight").grad, embedding.grad, "embedding")
 
 
+@torch.no_grad()
+def write_tensors(weights: dict[str, Tensor], config: ModelConfig, hf_config: dict[str, Any], folder: Path) -> None:
+    """Exports the weights of a model to `folder`/out, with the other files of `folder`/hf."""
+    export = Export(weights, config, hf_config)
+    read = export.stream(lambda each: weights[each.name] if each.expert is None else weights[each.name][each.expert])
+    write_folder(folder / "out", export, read, folder / "hf")
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_next, odd"])
 def test_the_layer_of_qwen3_next_round_trips_exactly(name: str, tmp_path: Path):
     """In the second model, the MTP layer has attention but the last regular layer has a delta net."""
@@ -152,10 +163,7 @@ def test_the_layer_of_qwen3_next_round_trips_exactly(name: str, tmp_path: Path):
     model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())
     load_hf(tmp_path / "hf", model, config)
     weights = weight_tensors(model)
-    export = Export(weights, config, read_config(tmp_path / "hf"))
-    read = export.stream(lambda each: weights[each.name] if each.expert is None else weights[each.name][each.expert])
-    with torch.no_grad():
-        write_folder(tmp_path / "out", export, read, tmp_path / "hf")
+    write_tensors(weights, config, read_config(tmp_path / "hf"), tmp_path)
     written, given = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "hf"))
     assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_norm.weight"} <= written.keys()
     EXACT.check_all(written, given, "tensors")
@@ -178,9 +186,7 @@ def test_the_layer_of_deepseek_v4_has_names_and_projections_of_its_own(tmp_path:
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % (101 + number))
         if name.endswith(("word_embeddings.weight", "output_layer.weight", "expert_table")):
             tensor[61:] = 0
-    export = Export(weights, config, hf_config)
-    read = export.stream(lambda each: weights[each.name] if each.expert is None else weights[each.name][each.expert])
-    write_folder(tmp_path / "out", export, read, tmp_path / "hf")
+    write_tensors(weights, config, hf_config, tmp_path)
     written = load_file(tmp_path / "out/model.safetensors")
     own = {name.removeprefix("mtp.0.") for name in written if name.startswith("mtp.")}
     assert {"enorm.weight", "hnorm.weight", "norm.weight", "hc_head_fn", "hc_attn_scale", "ffn.gate.bias"} <= own
@@ -191,3 +197,79 @@ def test_the_layer_of_deepseek_v4_has_names_and_projections_of_its_own(tmp_path:
     assert written["layers.0.ffn.gate.tid2eid"].shape == (61, 3)
     load_hf(tmp_path / "out", copy, config)
     EXACT.check_all(copy.state_dict(), model.state_dict(), "state")
+
+
+def nemotron(folder: Path, name: str) -> tuple[transformers.PreTrainedModel, dict[str, Tensor]]:
+    """Writes a folder with the published names of Nemotron-3's multi-token prediction, which transformers ignores: its
+    attention and its experts are two layers, like those of the decoder. Returns the model with these as its last layers
+    and the tensors before and after them by name."""
+    main = CONFIGS[name]
+    kinds = ["full_attention", "moe"]
+    longer_config = copy.deepcopy(main)
+    longer_config.layers_block_type = [*main.layers_block_type, *kinds]
+    longer = hf_model(longer_config)
+    saved(longer, folder)
+    generator, hidden, first = torch.Generator().manual_seed(9), main.hidden_size, main.num_hidden_layers
+    own = {f"mtp.layers.0.{name}.weight": torch.rand(hidden, generator=generator) + 0.5 for name in ("enorm", "hnorm")}
+    own["mtp.layers.1.final_layernorm.weight"] = torch.rand(hidden, generator=generator) + 0.5
+    own["mtp.layers.0.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(2):
+        before = f"backbone.layers.{first + index}."
+        for old in [name for name in tensors if name.startswith(before)]:
+            tensors[old.replace(before, f"mtp.layers.{index}.")] = tensors.pop(old)
+    save_file(tensors | own, folder / "model.safetensors")
+    main = copy.deepcopy(main)
+    main.num_nextn_predict_layers, main.mtp_layers_block_type = 1, kinds
+    main.save_pretrained(folder)
+    return longer, own
+
+
+def nemotron_losses(longer: transformers.PreTrainedModel, own: dict[str, Tensor], tokens_BS: Tensor) -> Tensor:
+    """Loss [B, S - 2] of multi-token prediction: -log p(token t + 2 | tokens 0 .. t + 1)."""
+    main = longer.model
+    depth, main.layers = main.layers[-2:], main.layers[:-2]
+    hidden_BSH, ahead_BSH = main(tokens_BS).last_hidden_state[:, :-1], main.embeddings(tokens_BS[:, 1:])
+    eps = longer.config.layer_norm_epsilon
+
+    def norm(x_BSH: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x_BSH, x_BSH.shape[-1:], own[f"mtp.layers.{name}.weight"], eps)
+
+    joined_BSC = torch.cat([norm(ahead_BSH, "0.enorm"), norm(hidden_BSH, "0.hnorm")], dim=-1)
+    x_BSH = joined_BSC @ own["mtp.layers.0.eh_proj.weight"].T
+    mask = torch.full((x_BSH.shape[1],) * 2, float("-inf")).triu(1)[None, None]
+    for layer in depth:
+        x_BSH = layer(x_BSH, attention_mask=mask)
+    logits_BSV = longer.lm_head(norm(x_BSH, "1.final_layernorm")[:, :-1])
+    return F.cross_entropy(logits_BSV.transpose(1, 2), tokens_BS[:, 2:], reduction="none")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h, groups"])
+def test_the_layer_of_nemotron_has_the_losses_and_round_trips_exactly(name: str, tmp_path: Path):
+    longer, own = nemotron(tmp_path / "hf", name)
+    hf_config = read_config(tmp_path / "hf")
+    config = model_config_from_hf(hf_config, mtp=True)
+    assert isinstance(config.mtp_layer.mixer, AttentionConfig) and config.mtp_layer.is_moe
+    model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())
+    assert load_hf(tmp_path / "hf", model, config) == []
+    tokens_BS = tokens()
+    batch = MicroBatch(
+        tokens_BS=tokens_BS[:, :-1],
+        labels_BS=tokens_BS[:, 1:],
+        loss_mask_BS=torch.ones(2, 23),
+        context=MicrobatchContext(tokens=TokenMeta(positions_BS=torch.arange(23).expand(2, 23))),
+    )
+    ((loss_BS, _, _),) = model(batch).mtp_losses
+    FP32_MODEL.check(loss_BS[:, :-1], nemotron_losses(longer, own, tokens_BS), "losses")
+
+    weights = weight_tensors(model)
+    written_config = generated_config(config, config.vocab_size)
+    for values in (hf_config, written_config):
+        write_tensors(weights, config, values, tmp_path)
+        written, given = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "hf"))
+        EXACT.check_all(written, given, "tensors")
+        assert read_config(tmp_path / "out")["num_nextn_predict_layers"] == 1
+        shutil.rmtree(tmp_path / "out")
+    shared = replace(config, mtp=replace(config.mtp, num_layers=3, repeated_layer=True))
+    assert Export(weights, shared, hf_config).hf_config["num_nextn_predict_layers"] == 1

@@ -59,7 +59,7 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
             f"config.json has model type {hf_config.model_type}, which is not supported. "
             f"Supported model types: {known}."
         )
-    num_layers = hf_config.get("num_hidden_layers", 0)
+    num_layers = hf_config.get("num_hidden_layers", 0) or len(hf_config.get("layers_block_type", ()))
     hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
     layers = read_family(hf_config)
     layers, depth = layers[: num_layers or len(layers)], layers[num_layers or len(layers) :]
@@ -200,20 +200,37 @@ def nemotron_h(config: HFConfig) -> tuple[LayerConfig, ...]:
     default = [letters.get(letter, letter) for letter in config.get("hybrid_override_pattern", "")]
     kinds = _layer_kinds(config, "layers_block_type", tuple(modules), default)
     built = {kind: modules[kind]() for kind in dict.fromkeys(kinds)}
-    return tuple(LayerConfig(mixer=built[kind][0], feed_forward=built[kind][1], norm=norm) for kind in kinds)
+    layers = tuple(LayerConfig(mixer=built[kind][0], feed_forward=built[kind][1], norm=norm) for kind in kinds)
+    if not config.get("num_nextn_predict_layers", 0):
+        return layers
+    default = [letters.get(letter, letter) for letter in config.get("mtp_hybrid_override_pattern", "*E")]
+    kinds = _kinds(config, "mtp_layers_block_type", tuple(modules), default)
+    depth = [modules[kind]() for kind in kinds]
+    mixers, feed_forwards = ([each for each in of_depth if each.present] for of_depth in zip(*depth, strict=True))
+    config.refuse_if(
+        len(mixers) > 1 or len(feed_forwards) > 1 or not depth[0][0].present and bool(mixers),
+        f"has depths of multi-token prediction with the layers {', '.join(kinds)}; known are a mixer, an MLP, or both",
+    )
+    return *layers, LayerConfig(mixer=(*mixers, no_mixer)[0], feed_forward=(*feed_forwards, none)[0], norm=norm)
 
 
 _OLD_KINDS = MappingProxyType({"mamba": "linear_attention", "attention": "full_attention"})
 
 
 def _layer_kinds(config: HFConfig, key: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Kind of every layer of the decoder; see `_kinds`."""
+    kinds = _kinds(config, key, known, default)
+    num_layers = config.get("num_hidden_layers", len(kinds))
+    config.refuse_if(len(kinds) != num_layers, f"has {num_layers} layers and {len(kinds)} {key}")
+    return kinds
+
+
+def _kinds(config: HFConfig, key: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
     """Kind of every layer, from the list `key`. Raises CheckpointProblem if one is not `known`."""
     kinds = [_OLD_KINDS.get(kind, kind) for kind in config.get(key, default)]
     unknown = sorted({str(kind) for kind in kinds} - set(known))
     config.refuse_if(bool(unknown), f"has layers of the types {', '.join(unknown)} ({key})")
     config.refuse_if(not kinds, f"has no layers ({key})")
-    num_layers = config.get("num_hidden_layers", len(kinds))
-    config.refuse_if(len(kinds) != num_layers, f"has {num_layers} layers and {len(kinds)} {key}")
     return kinds
 
 

@@ -21,7 +21,7 @@ from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import MLPConfig
-from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.text import listed
@@ -203,18 +203,24 @@ def _qwen3_next(model: ModelConfig, moe: MoEConfig) -> Values:
     }
 
 
+def _module_kinds(layer: LayerConfig) -> list[str]:
+    """Nemotron's names of the modules of a layer."""
+    of_mixer = "linear_attention" if isinstance(layer.mixer, MambaConfig) else "full_attention"
+    of_feed_forward = "moe" if layer.is_moe else "mlp"
+    return [of_mixer] * layer.mixer.present + [of_feed_forward] * layer.feed_forward.present
+
+
 def _nemotron_h(model: ModelConfig, moe: MoEConfig) -> Values:
     mixer, mamba = _softmax_mixers(model)[0], _linear(model, MambaConfig)
     _, mlp = _dense(model)
     if not isinstance(mixer, AttentionConfig) or moe.shared is None:
         raise _NoFamily
-    kinds = []
-    for layer in model.layers:
-        of_mixer = "linear_attention" if isinstance(layer.mixer, MambaConfig) else "full_attention"
-        kinds.append(of_mixer if layer.mixer.present else "moe" if layer.is_moe else "mlp")
+    kinds = [kind for layer in model.layers for kind in _module_kinds(layer)]
+    depth = {"num_nextn_predict_layers": model.num_mtp, "mtp_layers_block_type": _module_kinds(model.mtp_layer)}
     return {
         **_heads(mixer),
         "layers_block_type": kinds,
+        **(depth if model.mtp else {}),
         "num_key_value_heads": mixer.num_query_groups,
         "head_dim": mixer.head_dim,
         "layer_norm_epsilon": model.norm.eps,

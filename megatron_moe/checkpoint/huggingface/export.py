@@ -218,7 +218,7 @@ def _copies(
     if not config.tied_embeddings:
         copies["output_layer.weight"] = weight_map.MTP_HEAD
     by_name = {mapping.name: mapping for mapping in mappings}
-    layers = range(len(published.layers), len(published.layers) + (config.mtp.num_layers if config.mtp else 0))
+    layers = range(len(published.layers), len(published.layers) + (config.mtp.num_distinct_layers if config.mtp else 0))
     return [
         changed(by_name[name], hf_names=(f"model.layers.{layer}.{suffix}",))
         for layer in layers
@@ -231,7 +231,8 @@ def _config(hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtyp
     result = {name: value for name, value in hf_config.items() if name != "quantization_config"}
     for name in [name for name in ("dtype", "torch_dtype") if name in result] or ["torch_dtype"]:
         result[name] = str(dtype).removeprefix("torch.")
-    num_layers, key = config.mtp.num_layers if config.mtp else 0, weight_map.names_of(hf_config["model_type"]).mtp_count
+    num_layers = config.mtp.num_distinct_layers if config.mtp else 0
+    key = weight_map.names_of(hf_config["model_type"]).mtp_count
     if num_layers or result.get(key):
         result[key] = num_layers
     return result

@@ -134,6 +134,9 @@ class Names(NamedTuple):
     only_mtp: str = ""
     """Start of the names of an MTP layer's norms and projection in families with a single MTP layer; empty if these
     names are relative to the layer."""
+    splits_mtp: bool = False
+    """Whether the mixer and the feed-forward module of an MTP layer have the names of two layers, the first of which
+    has the norms and the projection before it, and the last one the norm after it."""
     mtp_count: str = "num_nextn_predict_layers"
     """Key of config.json with the number of MTP layers."""
 
@@ -184,7 +187,15 @@ _NAMES: Mapping[str, Names] = MappingProxyType(
     {
         "qwen3_next": _QWEN_HYBRID,
         "qwen3_5_moe_text": _QWEN_HYBRID,
-        "nemotron_h": Names("backbone.layers", ("norm", "norm"), "backbone.embeddings", "backbone.norm_f"),
+        "nemotron_h": Names(
+            "backbone.layers",
+            ("norm", "norm"),
+            "backbone.embeddings",
+            "backbone.norm_f",
+            mtp_layers="mtp.layers",
+            mtp_final_norm="final_layernorm",
+            splits_mtp=True,
+        ),
         "deepseek_v4": Names(
             layers="layers",
             norms=("attn_norm", "ffn_norm"),
@@ -209,6 +220,8 @@ _MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(
 _MTP_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _ONLY_MTP_NAME = re.compile(r"mtp\.layers\.0\.(?P<rest>.+)")
 _MODEL_NAME = re.compile(r"(?P<rest>.+)")
+_LAST_MODULE = ("mlp.", "pre_mlp_layernorm.", "final_layernorm.")
+"""Starts of names, in an MTP layer, of the parameters of its last module and of the norm after it."""
 
 
 def names_of(model_type: str) -> Names:
@@ -228,11 +241,12 @@ def map_names(
     outside = (family.mtp_rules(model.residual, model_type), family.model_rules(model.residual, model_type))
     of_mtp, of_model = ({rule.name: rule for rule in rules} for rules in outside)
     mtp_name = _ONLY_MTP_NAME if family.only_mtp else _MTP_NAME
-    tables = ((mtp_name, of_mtp, num_layers), (_MODEL_NAME, of_model, 0))
+    tables = ((mtp_name, of_mtp), (_MODEL_NAME, of_model))
+    split = len(model.mtp_layer.sublayers) if family.splits_mtp else 1
     mappings: list[WeightMapping] = []
     unknown: list[str] = []
     for name in names:
-        found = _find_in_layer(name, by_layer, num_layers) or _find(name, tables)
+        found = _find_in_layer(name, by_layer, num_layers, split) or _find(name, tables, num_layers, split)
         if found is None:
             unknown.append(name)
         else:
@@ -240,15 +254,20 @@ def map_names(
     return mappings, unknown
 
 
+def _mtp_number(match: re.Match[str], num_layers: int, split: int) -> int:
+    """Hugging Face number of the layer with a parameter of an MTP layer, which consists of `split` layers there."""
+    return num_layers + int(match["layer"]) * split + (split - 1) * match["rest"].startswith(_LAST_MODULE)
+
+
 def _find(
-    name: str, tables: Iterable[tuple[re.Pattern[str], dict[str, NameRule], int]]
+    name: str, tables: Iterable[tuple[re.Pattern[str], dict[str, NameRule]]], num_layers: int, split: int
 ) -> tuple[NameRule, int | None] | None:
     """Returns the rule for a name and the Hugging Face layer number (None outside layers); None if no rule matches."""
-    for pattern, rules, offset in tables:
+    for pattern, rules in tables:
         match = pattern.fullmatch(name)
         if match and match["rest"] in rules:
-            layer = match.groupdict().get("layer")
-            return rules[match["rest"]], None if layer is None else int(layer) + offset
+            is_numbered = "layer" in match.groupdict()
+            return rules[match["rest"]], _mtp_number(match, num_layers, split) if is_numbered else None
     return None
 
 
@@ -265,16 +284,17 @@ def _layer_rules(model_type: str, layer: LayerConfig) -> dict[str, NameRule]:
 
 
 def _find_in_layer(
-    name: str, by_layer: Sequence[Mapping[str, NameRule]], num_layers: int
+    name: str, by_layer: Sequence[Mapping[str, NameRule]], num_layers: int, split: int
 ) -> tuple[NameRule, int | None] | None:
     """Finds the rule of a transformer layer's parameter; MTP layers have the last rules."""
-    for pattern, offset in ((_LAYER_NAME, 0), (_MTP_LAYER_NAME, num_layers)):
-        match = pattern.fullmatch(name)
-        if match:
-            layer = int(match["layer"])
-            rule = by_layer[-1 if offset else layer].get(match["rest"])
-            return None if rule is None else (rule, layer + offset)
-    return None
+    match = _LAYER_NAME.fullmatch(name)
+    if match:
+        layer = int(match["layer"])
+        rule = by_layer[layer].get(match["rest"])
+        return None if rule is None else (rule, layer)
+    match = _MTP_LAYER_NAME.fullmatch(name)
+    rule = by_layer[-1].get(match["rest"]) if match else None
+    return None if match is None or rule is None else (rule, _mtp_number(match, num_layers, split))
 
 
 def _expand(
