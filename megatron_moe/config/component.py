@@ -18,7 +18,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from megatron_moe.config.costs import TRAINING_FLOPS, ActivationSizes, ExpertRows, FlopCount, SavedActivation
+from megatron_moe.config.costs import TRAINING_FLOPS, ActivationSizes, ExpectedRows, FlopCount, SavedActivation
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta, local_boxes
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -253,7 +253,7 @@ class FeedForwardConfig(Component):
         """Exchange of tokens with other ranks; None if there is none. `low`: FP8 or FP4 recipe of the layer."""
         return None
 
-    def expected_rows(self, parallel: ParallelConfig, num_tokens: int) -> ExpertRows | None:
+    def expected_rows(self, parallel: ParallelConfig, num_tokens: int) -> ExpectedRows | None:
         """Rows of a rank's experts for one microbatch with `num_tokens` tokens per rank; None if there are no experts,
         or if experts choose their tokens."""
         return None

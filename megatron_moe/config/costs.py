@@ -46,7 +46,7 @@ def most_rows(num_choices: int, num_experts: int, align: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertRows:
+class ExpectedRows:
     """Expected numbers of rows of one rank's experts in one layer and microbatch, under random balanced routing."""
 
     routed: float

@@ -11,7 +11,7 @@ from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec
 from megatron_moe.config.costs import (
     INDEX,
     ActivationSizes,
-    ExpertRows,
+    ExpectedRows,
     SavedActivation,
     binomial_mean,
     bytes_per_fp8_element,
@@ -423,7 +423,7 @@ class MoEConfig(FeedForwardConfig):
             rows = most if factor is None else min(most, int(factor * parallel.etp * num_tokens * router.topk))
         return most_rows(int(rows), local, self.row_alignment) if self.row_alignment > 1 else rows
 
-    def expected_rows(self, parallel: ParallelConfig, num_tokens: int) -> ExpertRows | None:
+    def expected_rows(self, parallel: ParallelConfig, num_tokens: int) -> ExpectedRows | None:
         router, align, capacity = self.router, self.row_alignment, self.expert_capacity(num_tokens)
         if "expert_choice" in router.balancing:
             return None
@@ -438,7 +438,7 @@ class MoEConfig(FeedForwardConfig):
             computed = float(local * (ceil(ranks * capacity / align) * align))
         elif align > 1 and not pads:
             computed += local * binomial_mean(lambda count: -count % align, ranks * num_tokens, share)
-        return ExpertRows(routed=routed, computed=computed, allocated=max(computed, self.rows(parallel, num_tokens)))
+        return ExpectedRows(routed=routed, computed=computed, allocated=max(computed, self.rows(parallel, num_tokens)))
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         yield from self.router.parameters(parallel)
