@@ -7,7 +7,7 @@ otherwise. Differentiable ops include their backward; `autograd.py` adds the bac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -393,14 +393,15 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         scale: float,
         eps: float | None = None,
     ) -> Tensor:
-        """Causal linear attention with one decay per value head -> [S, B, M, E] in the dtype of v.
+        """Causal linear attention with one decay per value head, or per channel of its keys if `log_decay` has the
+        shape [S, B, M, D] -> [S, B, M, E] in the dtype of v.
 
-        A head has a state [D, E], 0 before each document. For every token, the state is multiplied by exp(log_decay), k
-        v^T is added to it, and the output is scale q^T state (state-space duality, arXiv 2405.21060). With `beta`, the
-        token adds beta k (v - state^T k)^T instead (gated delta rule, arXiv 2412.06464). M is a multiple of N:
-        consecutive M / N value heads share a head of q and k. `segments_BS`: ids of the documents, ascending; None
-        means one document per row. `eps`: each row x of q and k is first divided by sqrt(sum x^2 + eps); None means
-        that rows are not normalised. States and decays have the internal dtype."""
+        A head has a state [D, E], 0 before each document. For every token, the state is multiplied by exp(log_decay),
+        which is at most 1, k v^T is added to it, and the output is scale q^T state (state-space duality, arXiv
+        2405.21060). With `beta`, the token adds beta k (v - state^T k)^T instead (gated delta rule, arXiv 2412.06464,
+        2510.26692). M is a multiple of N: consecutive M / N value heads share a head of q and k. `segments_BS`: ids of
+        the documents, ascending; None means one document per row. `eps`: each row x of q and k is first divided by
+        sqrt(sum x^2 + eps); None means that rows are not normalised. States and decays have the internal dtype."""
         ...
 
     def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:
@@ -408,10 +409,18 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         last column of the weight multiplies the token itself. `segments_BS`: see `linear_attention`."""
         ...
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool) -> Tensor:
-        """RMSNorm of x over its last dim W with a SiLU gate; x and gate are [..., G, W], the weight is [W] or [G, W].
+    def gated_rms_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        norm_first: bool,
+        activation: Literal["silu", "sigmoid"] = "silu",
+    ) -> Tensor:
+        """RMSNorm of x over its last dim W with a gate; x and gate are [..., G, W], the weight is [W] or [G, W].
 
-        Returns norm(x) * weight * silu(gate) if `norm_first`, else norm(x * silu(gate)) * weight."""
+        Returns norm(x) * weight * activation(gate) if `norm_first`, else norm(x * activation(gate)) * weight."""
         ...
 
     # elementwise and loss: differentiable

@@ -20,10 +20,20 @@ SEGMENTS = {"one document": None, "documents": [5, 1, 1, 58, 64, 1, 3, 7], "a do
 """Lengths of the first documents of a sequence."""
 
 
-def inputs(length: int, batch: int, groups: int, heads: int, width: int, value_width: int, *, delta: bool):
+def inputs(
+    length: int,
+    batch: int,
+    groups: int,
+    heads: int,
+    width: int,
+    value_width: int,
+    *,
+    delta: bool,
+    channels: bool = False,
+):
     q, k = draw(length, batch, groups, width), draw(length, batch, groups, width, seed=1)
     k = k / k.norm(dim=-1, keepdim=True) if delta else k / width**0.5
-    decay = -0.2 * draw(length, batch, heads, seed=3).exp()
+    decay = -0.2 * draw(length, batch, heads, *([width] if channels else []), seed=3).exp()
     beta = draw(length, batch, heads, seed=4).sigmoid() if delta else None
     return [q, k, draw(length, batch, heads, value_width, seed=2), decay, beta]
 
@@ -45,7 +55,8 @@ def recurrence(q, k, v, decay, beta, segments_BS, scale):
         if segments_BS is not None and token:
             starts = segments_BS[:, token] != segments_BS[:, token - 1]
             state = torch.where(starts[:, None, None, None], 0, state)
-        state = state * decay[token, :, :, None, None].exp()
+        rate = decay[token] if decay.dim() == 4 else decay[token, :, :, None]
+        state = state * rate[..., None].exp()
         value, key = v[token], k[token]
         if beta is not None:
             value = beta[token, :, :, None] * (value - torch.einsum("bmde,bmd->bme", state, key))
@@ -65,9 +76,10 @@ def results(function, values, *rest):
 
 @pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
+@pytest.mark.parametrize("channels", [True, False], ids=["decay per channel", "decay per head"])
 @pytest.mark.parametrize("shape", [(130, 2, 1, 2, 8, 6), (64, 1, 2, 2, 4, 5), (3, 1, 1, 1, 2, 3)], ids=str)
-def test_chunks_equal_the_recurrence(shape, delta, lengths):
-    values = inputs(*shape, delta=delta)
+def test_chunks_equal_the_recurrence(shape, channels, delta, lengths):
+    values = inputs(*shape, delta=delta, channels=channels)
     rest = segments_of(lengths, shape[1], shape[0]), 0.3
     FP64_LAYOUT.check_all(results(linear_attention, values, *rest), results(recurrence, values, *rest))
 
@@ -79,6 +91,29 @@ def test_triton_kernels_equal_the_reference(shape, delta, lengths):
     values = [None if x is None else x.float() for x in inputs(*shape, delta=delta)]
     rest = segments_of(lengths, shape[1], shape[0]), 0.3, 0.1 if lengths is None else None
     FP32_REF.check_all(results(triton.linear_attention, values, *rest), results(linear_attention, values, *rest))
+
+
+def test_equal_decays_of_channels_are_the_decay_of_a_head():
+    values = inputs(130, 2, 1, 2, 8, 6, delta=True)
+    whole, rest = values[3][..., None].expand(-1, -1, -1, 8), (segments_of(SEGMENTS["documents"], 2, 130), 0.3, 1e-6)
+    FP64_LAYOUT.check(linear_attention(*values[:3], whole, values[4], *rest), linear_attention(*values, *rest))
+
+
+def test_fast_decays_of_channels_do_not_overflow():
+    """Decays by e^-2000 within a chunk: quotients of products of decays would be infinite."""
+    q, k, v, decay, beta = inputs(70, 1, 1, 1, 8, 6, delta=True, channels=True)
+    values = [q, k, v, torch.cat([150 * decay[..., :4], decay[..., 4:] / 100], dim=-1), beta]
+    FP64_LAYOUT.check_all(
+        results(linear_attention, values, None, 0.3), results(recurrence, values, None, 0.3), "results"
+    )
+
+
+def test_a_decay_of_channels_saves_only_the_inputs():
+    values = [x.requires_grad_() for x in inputs(70, 2, 1, 2, 8, 6, delta=True, channels=True)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        linear_attention(*values, None, 0.3, 1e-6)
+    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in values]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -168,17 +203,18 @@ def test_short_convolution_of_a_part_of_the_channels():
     FP32_REF.check_all(results(lambda x: short_conv(x[..., 3:10], weight[3:10], None, None), [whole]), expected)
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("per_group", [True, False])
 @pytest.mark.parametrize("shape", [(7, 2, 3, 20), (1, 1, 1, 1), (90, 1, 2, 64)], ids=str)
-def test_triton_gated_norm_equals_the_reference(shape, per_group, norm_first):
+def test_triton_gated_norm_equals_the_reference(shape, per_group, norm_first, activation):
     *outer, groups, width = shape
     x, packed = draw(*shape).float(), draw(*outer, groups * width + 5, seed=1).float()
     weight = draw(*(shape[-2:] if per_group else shape[-1:]), seed=2).float()
 
     def run(op):  # the gate is a part of a wider tensor
         def function(x, packed, weight):
-            return op(x, packed[..., 5:].unflatten(-1, (groups, width)), weight, 1e-5, norm_first=norm_first)
+            return op(x, packed[..., 5:].unflatten(-1, (groups, width)), weight, 1e-5, norm_first, activation)
 
         return results(function, [x, packed, weight])
 

@@ -1,11 +1,18 @@
 """Reference implementation of linear attention with decay, in chunks of tokens."""
 
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.ops import internal_dtype
+
+_BLOCK = 16
+"""Tokens of a block of a chunk. With a decay per channel, products of tokens of a block are sums of [16, 16, D]."""
 
 
 def linear_attention(
@@ -18,6 +25,10 @@ def linear_attention(
     scale: float,
     eps: float | None = None,
 ) -> Tensor:
+    if log_decay_SBM.dim() == 4:
+        inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
+        of_channels: Tensor = _ChannelDecay.apply(*inputs)  # type: ignore[no-untyped-call]
+        return of_channels
     wide, (length, batch, num_heads, _) = internal_dtype(q_SBND.dtype), v_SBME.shape
     if eps is not None:
         q_SBND, k_SBND = (x * torch.rsqrt(x.square().sum(-1, True) + eps) for x in (q_SBND.to(wide), k_SBND.to(wide)))
@@ -63,6 +74,125 @@ def linear_attention(
     return out.to(v_SBME.dtype)
 
 
+class _ChannelDecay(torch.autograd.Function):
+    """Linear attention with a decay per channel of k (Kimi delta attention, arXiv 2510.26692). Only the inputs are
+    saved: backward computes the states of the chunks again, and then each chunk with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+        eps: float | None,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, log_decay, beta, segments)
+        ctx.scale, ctx.eps = scale, eps
+        out, state = torch.empty_like(v, memory_format=torch.contiguous_format), _no_state(k, v)
+        for start, *inputs in _chunks(q, k, v, log_decay, beta, segments):
+            chunk, state = _chunk(*inputs, state, scale, eps)
+            out[start : start + len(chunk)] = chunk
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        chunks = list(_chunks(*tensors))
+        states = [_no_state(*tensors[1:3])]
+        for _, *inputs in chunks[:-1]:
+            states.append(_chunk(*inputs, states[-1], ctx.scale, ctx.eps)[1])
+        found, of_state = [torch.empty_like(x) for x in tensors[:5] if x is not None], torch.zeros_like(states[0])
+        for start, *inputs in reversed(chunks):
+            leaves = [x.detach().requires_grad_() for x in (*inputs[:5], states.pop()) if x is not None]
+            with torch.enable_grad():
+                values = iter(leaves)
+                again = [x if x is None else next(values) for x in (*inputs[:5], of_state)]
+                out, state = _chunk(*again[:5], *inputs[5:], again[5], ctx.scale, ctx.eps)
+            of_out = grads[0][start : start + len(out)]
+            *of_inputs, of_state = torch.autograd.grad([out, state], leaves, [of_out, of_state])
+            for whole, part in zip(found, of_inputs, strict=True):
+                whole[start : start + len(part)] = part
+        return *found, *[None] * (8 - len(found))
+
+
+def _no_state(k: Tensor, v: Tensor) -> Tensor:
+    return torch.zeros(*v.shape[1:3], k.shape[-1], v.shape[-1], dtype=internal_dtype(v.dtype), device=v.device)
+
+
+def _chunks(*inputs: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Yields each chunk's first token and its part of the inputs of `_chunk`: q, k, v, log decay, beta [L, B, ...], the
+    ids of its documents [B, L], and the id before it [B, 1]."""
+    *values, segments = inputs
+    assert values[0] is not None
+    length = len(values[0])
+    for start, end in pairwise((*range(0, length, CHUNK), length)):
+        of_chunk = None if segments is None else segments[:, start:end]
+        before = None if segments is None else segments[:, max(start - 1, 0), None]
+        yield start, *(x if x is None else x[start:end] for x in values), of_chunk, before
+
+
+def _chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    segments: Tensor | None,
+    before: Tensor | None,
+    state: Tensor,
+    scale: float,
+    eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Output [L, B, M, E] of a chunk, in the dtype of v, and the state [B, M, D, E] after it."""
+    wide, repeats = state.dtype, v.shape[2] // q.shape[2]
+    q, k = (x.to(wide).repeat_interleave(repeats, dim=2).movedim(0, 2) for x in (q, k))
+    if eps is not None:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, True) + eps) for x in (q, k))
+    values, total = v.to(wide).movedim(0, 2), log_decay.to(wide).movedim(0, 2).cumsum(-2)
+    scores = _decayed_products(scale * q, k, total)
+    from_state, to_end = total.exp(), (total[..., -1:, :] - total).exp()
+    carry = from_state[..., -1, :, None]
+    if segments is not None and before is not None:
+        last = segments[:, -1:]
+        scores = scores.masked_fill((segments[:, :, None] != segments[:, None])[:, None], 0)
+        from_state, to_end = (
+            x.masked_fill((segments != each)[:, None, :, None], 0) for x, each in ((from_state, before), (to_end, last))
+        )
+        carry = carry.masked_fill((before != last)[..., None, None], 0)
+    if beta is not None:
+        products = _decayed_products(k, k, total)
+        if segments is not None:
+            products = products.masked_fill((segments[:, :, None] != segments[:, None])[:, None], 0)
+        factor = beta.to(wide).movedim(0, 2)[..., None]
+        system = (factor * products).tril(-1) + torch.eye(len(v), device=v.device, dtype=wide)
+        values = factor * (values - (from_state * k) @ state)
+        values = torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
+    out = scale * (from_state * q) @ state + scores @ values
+    return out.movedim(2, 0).to(v.dtype), carry * state + (to_end * k).mT @ values
+
+
+def _decayed_products(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """Products sum_d x_id k_jd exp(total_id - total_jd) for j <= i, and 0 for j > i: [B, M, L, L].
+
+    The sums of log decays `total` fall, so both factors exp(total_i - total_s) and exp(total_s - total_j) of products
+    across the first token s of a block are at most 1."""
+    length, rows = k.shape[-2], []
+    for start in range(0, length, _BLOCK):
+        of_block = slice(start, min(start + _BLOCK, length))
+        own, first = total[..., of_block, :], total[..., start : start + 1, :]
+        earlier = k[..., :start, :] * (first - total[..., :start, :]).exp()
+        across = (x[..., of_block, :] * (own - first).exp()) @ earlier.mT
+        upper = torch.ones(own.shape[-2], own.shape[-2], dtype=torch.bool, device=k.device).triu(1)
+        between = (own[..., :, None, :] - own[..., None, :, :]).masked_fill(upper[..., None], -torch.inf).exp()
+        inside = (x[..., of_block, None, :] * k[..., None, of_block, :] * between).sum(-1)
+        rows.append(F.pad(torch.cat([across, inside], dim=-1), (0, length - of_block.stop)))
+    return torch.cat(rows, dim=-2)
+
+
 def short_conv(x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:
     wide, width = internal_dtype(x_SBC.dtype), weight_CK.shape[1]
     x, weight = x_SBC.to(wide), weight_CK.to(wide)
@@ -76,10 +206,17 @@ def short_conv(x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments
     return F.silu(total).to(x_SBC.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool) -> Tensor:
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    norm_first: bool,
+    activation: Literal["silu", "sigmoid"] = "silu",
+) -> Tensor:
     wide = internal_dtype(x.dtype)
-    total, silu = x.to(wide), F.silu(gate.to(wide))
+    total, factor = x.to(wide), gate.to(wide).sigmoid() if activation == "sigmoid" else F.silu(gate.to(wide))
     if not norm_first:
-        total = total * silu
+        total = total * factor
     out = total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps) * weight.to(wide)
-    return (out * silu if norm_first else out).to(x.dtype)
+    return (out * factor if norm_first else out).to(x.dtype)

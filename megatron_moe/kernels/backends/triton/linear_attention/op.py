@@ -25,9 +25,10 @@ def linear_attention(
     scale: float,
     eps: float | None = None,
 ) -> Tensor:
-    """See `Kernels.linear_attention`. Head dims above 128 use the reference implementation."""
+    """See `Kernels.linear_attention`. Head dims above 128 and decays per channel use the reference implementation."""
     inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
-    if max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD or not v_SBME.numel():
+    is_wide = max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD
+    if is_wide or log_decay_SBM.dim() == 4 or not v_SBME.numel():
         return reference.linear_attention(*inputs)
     out: Tensor = _ChunkScan.apply(*inputs)  # type: ignore[no-untyped-call]
     return out
