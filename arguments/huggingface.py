@@ -56,9 +56,9 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
 def _component_flags(kind: str, components: Sequence[Component]) -> dict[str, Any]:
     """Flags of the mixers or of the feed-forward modules of all layers. `kind`: the flag that selects them by name."""
     names = tuple(component.registered_as for component in components)
-    selections = [component.selected_by for component in components]
+    selections = [component.selecting_flags for component in components]
     if all(selections) and not _contradict(selections):
-        return _of_layers([{**each.as_flags(), **each.selected_by} for each in components])
+        return _of_layers([{**each.as_flags(), **each.selecting_flags} for each in components])
     period = next(n for n in range(1, len(names) + 1) if derive.repeated(names[:n], len(names)) == names)
     return {**_of_layers([component.as_flags() for component in components]), kind: names[:period]}
 

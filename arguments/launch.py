@@ -133,8 +133,8 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
 def _tasks_per_host(counts: str) -> list[int]:
     """Parses SLURM's task counts: `8(x3),4` -> [8, 8, 8, 4]. Returns [] for any other format."""
     found: list[int] = []
-    for piece in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             return []
         found += [int(match[1])] * int(match[2] or 1)

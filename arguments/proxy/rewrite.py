@@ -80,7 +80,7 @@ class Draft:
         """Current value of a flag."""
         return self.settings.setting(name).value
 
-    def put(self, name: str, value: object, reason: str) -> None:
+    def override(self, name: str, value: object, reason: str) -> None:
         """Replaces a value and adds a note, unless the value is pinned or already equal."""
         old = self.value(name)
         if name in self.pinned or old == value:
@@ -92,12 +92,12 @@ class Draft:
     def lower(self, name: str, limit: int, reason: str) -> None:
         """Lowers the value of a flag to `limit` if it is set and larger."""
         if self.value(name) is not None and self.value(name) > limit:
-            self.put(name, limit, reason)
+            self.override(name, limit, reason)
 
     def reset(self, reason: str, *names: str) -> None:
         """Replaces values by their defaults."""
         for name in names:
-            self.put(name, self.settings.registry.flags[name].default, reason)
+            self.override(name, self.settings.registry.flags[name].default, reason)
 
 
 def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -> tuple[Settings, list[str]]:
@@ -151,27 +151,27 @@ def fold_request(settings: Settings, pinned: Mapping[str, Setting]) -> FoldReque
 
 
 def _replace_inputs(draft: Draft) -> None:
-    draft.put("mock_data", True, _RANDOM_TOKENS)
+    draft.override("mock_data", True, _RANDOM_TOKENS)
     draft.reset(_RANDOM_TOKENS, *_INPUTS)
-    draft.put("tokenizer_type", "NullTokenizer", _RANDOM_TOKENS)
-    draft.put("num_workers", 0, _RANDOM_TOKENS)
+    draft.override("tokenizer_type", "NullTokenizer", _RANDOM_TOKENS)
+    draft.override("num_workers", 0, _RANDOM_TOKENS)
     if draft.value("dataloader_type") == "external":
         draft.reset(_RANDOM_TOKENS, "dataloader_type")
     if draft.value("moe_use_upcycling"):
         draft.reset("no dense checkpoint of this size", "moe_use_upcycling", "moe_upcycling_granularity")
     draft.reset("directories of the full-size run", *_FOLDERS)
     if "save" in draft.pinned:
-        draft.put("save_interval", ITERATIONS, "a checkpoint at the end of the run")
+        draft.override("save_interval", ITERATIONS, "a checkpoint at the end of the run")
 
 
 def _shorten_run(draft: Draft) -> None:
     draft.reset(_SHORT_RUN, *_LENGTHS)
-    draft.put("train_iters", ITERATIONS, _SHORT_RUN)
+    draft.override("train_iters", ITERATIONS, _SHORT_RUN)
     draft.lower("lr_warmup_iters", 1, _SHORT_RUN)
-    draft.put("lr_wsd_decay_iters", 2 if draft.value("lr_decay_style") == "WSD" else None, _SHORT_RUN)
+    draft.override("lr_wsd_decay_iters", 2 if draft.value("lr_decay_style") == "WSD" else None, _SHORT_RUN)
     draft.lower("eval_interval", ITERATIONS, _SHORT_RUN)
     draft.lower("eval_iters", 1, _SHORT_RUN)
-    draft.put("log_interval", 1, _SHORT_RUN)
+    draft.override("log_interval", 1, _SHORT_RUN)
 
 
 def _replace_hardware(draft: Draft) -> None:
@@ -179,12 +179,12 @@ def _replace_hardware(draft: Draft) -> None:
     draft.reset("kernels of this machine", "kernel_backend", "kernel_per_op")
     draft.reset("CUDA graphs need a GPU", "cuda_graph_impl", "cuda_graph_modules", "delay_offload_until_cuda_graph")
     if draft.value("moe_token_dispatcher_type") == "flex":
-        draft.put("moe_token_dispatcher_type", "alltoall", "the libraries of flex need GPUs")
+        draft.override("moe_token_dispatcher_type", "alltoall", "the libraries of flex need GPUs")
     if draft.value("fp16"):
-        draft.put("fp16", False, "a short run finds no loss scale")
-        draft.put("bf16", True, "replaces fp16")
+        draft.override("fp16", False, "a short run finds no loss scale")
+        draft.override("bf16", True, "replaces fp16")
     if draft.value("fp8_format") or draft.value("fp4_format"):
-        draft.put("emulate_low_precision", True, "the same numbers on any device")
+        draft.override("emulate_low_precision", True, "the same numbers on any device")
     fp64 = "fp64" in draft.pinned and draft.pinned["fp64"].value
     if fp64:
         draft.reset("double precision", "moe_router_padding_for_quantization")
@@ -210,7 +210,7 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
         num_mtp=min(draft.value("mtp_num_layers") or 0, 2),
         min_layers=draft.pinned["num_layers"].value if "num_layers" in draft.pinned else None,
     )
-    draft.put("num_layers", len(selected.layers), "one layer of every kind per stage")
+    draft.override("num_layers", len(selected.layers), "one layer of every kind per stage")
     by_id = patterns.pop("moe_n_hash_layers")
     draft.lower("moe_n_hash_layers", sum(by_id[layer] for layer in selected.layers), "fewer layers route by token id")
     for name, entries in patterns.items():
@@ -222,7 +222,7 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
     draft.lower("cpu_offloading_num_layers", 1, "stages have few layers")
     draft.reset("replaced by the layout" if selected.layout else "a single stage", *_PLACEMENT)
     reason = "the full-size stages with fewer layers" if selected.layout else "a single stage"
-    draft.put("pipeline_model_parallel_layout", selected.layout, reason)
+    draft.override("pipeline_model_parallel_layout", selected.layout, reason)
 
 
 def _patterns(draft: Draft, num_layers: int) -> dict[str, tuple[Any, ...]]:
@@ -251,7 +251,7 @@ def _put_pattern(draft: Draft, name: str, entries: tuple[Any, ...]) -> None:
     if isinstance(old, int) and (name != "no_rope_freq" or len(entries) % old == 0):
         if _patterns(draft, len(entries))[name] == entries:
             return
-    draft.put(name, entries, "the remaining layers")
+    draft.override(name, entries, "the remaining layers")
 
 
 def _reduce_heads(draft: Draft, sizes: Sizes) -> None:
@@ -272,17 +272,17 @@ def _reduce_heads(draft: Draft, sizes: Sizes) -> None:
         rotary = draft.value("rotary_percent") if draft.value("position_embedding_type") in ("rope", "yarn") else 1.0
         dims = [dim for dim in (_HEAD, 2 * _HEAD, 4 * _HEAD) if dim < full]
         even = [dim for dim in dims if int(dim * rotary) > 0 and int(dim * rotary) % 2 == 0]
-        draft.put("kv_channels", min(even, default=full), "narrower")
+        draft.override("kv_channels", min(even, default=full), "narrower")
     groups = draft.value("num_query_groups") if grouped else heads
     per_rank, per_group = min(max(groups // tp, 1), 2), min(heads // max(groups, tp), 2)
     a2a_ranks = sizes.cp if "a2a" in draft.value("cp_comm_type") else 1  # a2a+p2p exchanges heads between two ranks
     if a2a_ranks > 1:
         per_rank = per_rank if a2a_ranks % per_rank == 0 else 1
         per_group *= a2a_ranks // gcd(per_rank * per_group, a2a_ranks)
-    draft.put("num_attention_heads", sizes.tp * per_rank * per_group, "fewer heads")
+    draft.override("num_attention_heads", sizes.tp * per_rank * per_group, "fewer heads")
     if grouped:
         ranks_per_group = gcd(max(tp // groups, 1), sizes.tp)
-        draft.put("num_query_groups", sizes.tp * per_rank // ranks_per_group, "fewer heads")
+        draft.override("num_query_groups", sizes.tp * per_rank // ranks_per_group, "fewer heads")
 
 
 def _reduce_compressed_attention(draft: Draft) -> None:
@@ -291,11 +291,11 @@ def _reduce_compressed_attention(draft: Draft) -> None:
         draft.lower(name, limit, "smaller indexer")
     if not derive.has_compressed_attention(draft.settings.flags):
         return
-    draft.put("o_groups", gcd(draft.value("o_groups"), draft.value("num_attention_heads")), "fewer heads")
+    draft.override("o_groups", gcd(draft.value("o_groups"), draft.value("num_attention_heads")), "fewer heads")
     draft.lower("o_lora_rank", _LATENT, "narrower")
     draft.lower("csa_window_size", _TOKENS, "shorter sequences")
     ratios = tuple(min(ratio, _TOKENS) for ratio in draft.value("csa_compress_ratios"))
-    draft.put("csa_compress_ratios", ratios, "shorter sequences")
+    draft.override("csa_compress_ratios", ratios, "shorter sequences")
 
 
 def _reduce_linear_heads(draft: Draft, sizes: Sizes) -> None:
@@ -310,8 +310,8 @@ def _reduce_linear_heads(draft: Draft, sizes: Sizes) -> None:
         if used:
             per_rank, shared = min(draft.value(keys) // full, 2), min(num_values // draft.value(keys), 2)
             number = sizes.tp * sizes.cp * max(per_rank, 1)
-            draft.put(keys, number, "fewer heads")
-            draft.put(values, number * shared, "fewer heads")
+            draft.override(keys, number, "fewer heads")
+            draft.override(values, number * shared, "fewer heads")
             for dim in dims:
                 draft.lower(dim, _HEAD, "narrower")
 
@@ -323,10 +323,10 @@ def _reduce_widths(draft: Draft, sizes: Sizes) -> None:
     draft.lower("moe_shared_expert_intermediate_size", _multiple(_EXPERT, sizes.tp), "narrower")
     draft.lower("moe_latent_size", _LATENT, "narrower")
     size = _multiple(_VOCABULARY, sizes.tp)
-    draft.put("vocab_size", min(draft.value("vocab_size") or size, size), "a smaller vocabulary")
+    draft.override("vocab_size", min(draft.value("vocab_size") or size, size), "a smaller vocabulary")
     draft.lower("make_vocab_size_divisible_by", _VOCABULARY // 4, "a smaller vocabulary")
     if draft.value("padded_vocab_size") is not None:
-        draft.put("padded_vocab_size", size, "a smaller vocabulary")
+        draft.override("padded_vocab_size", size, "a smaller vocabulary")
 
 
 def _reduce_experts(draft: Draft, sizes: Sizes) -> None:
@@ -344,27 +344,27 @@ def _reduce_experts(draft: Draft, sizes: Sizes) -> None:
     experts = _multiple(max(_NUM_EXPERTS, per_rank * sizes.ep, 2 * topk, groups * -(-topk // (limit or groups))), unit)
     if full_topk == full or (full < experts and full % unit == 0):
         experts = full
-    draft.put("num_experts", experts, "fewer experts")
-    draft.put("moe_router_topk", experts if full_topk == full else topk, "fewer experts")
+    draft.override("num_experts", experts, "fewer experts")
+    draft.override("moe_router_topk", experts if full_topk == full else topk, "fewer experts")
     if draft.value("moe_num_echo_experts"):
-        draft.put("moe_num_echo_experts", sizes.ep, "fewer experts")
+        draft.override("moe_num_echo_experts", sizes.ep, "fewer experts")
     if draft.value("moe_router_num_groups"):
-        draft.put("moe_router_num_groups", groups, "fewer experts")
-        draft.put("moe_router_group_topk", limit, "fewer experts")
+        draft.override("moe_router_num_groups", groups, "fewer experts")
+        draft.override("moe_router_group_topk", limit, "fewer experts")
 
 
 def _fold_ranks(draft: Draft, sizes: Sizes) -> None:
     reason = "folded to the available ranks"
     for axis, name in _AXES.items():
         if axis != "etp" or draft.value(name) is not None:
-            draft.put(name, sizes.axes[axis], reason)
+            draft.override(name, sizes.axes[axis], reason)
     if draft.value("hierarchical_context_parallel_sizes") is not None:
         levels = (2, sizes.cp // 2) if sizes.cp % 2 == 0 else (1, sizes.cp)
-        draft.put("hierarchical_context_parallel_sizes", levels, reason)
+        draft.override("hierarchical_context_parallel_sizes", levels, reason)
     replicas = draft.value("num_distributed_optimizer_instances")
     if replicas > 1:
         replicas = gcd(replicas, sizes.dp, sizes.edp)
-        draft.put("num_distributed_optimizer_instances", replicas, reason)
+        draft.override("num_distributed_optimizer_instances", replicas, reason)
         if replicas == 1:
             draft.reset("one replica of the sharded weights", "outer_dp_sharding_strategy")
     alltoall = sizes.ep * sizes.etp > 1 and draft.value("moe_token_dispatcher_type") == "alltoall"
@@ -376,25 +376,25 @@ def _shorten_sequence(draft: Draft, sizes: Sizes) -> None:
     """Shortens the sequence, keeping it divisible among tp x cp ranks, and reduces windows and maximum positions."""
     reason, full = "a shorter sequence", draft.value("seq_length")
     unit = lcm(2 * sizes.cp if sizes.cp > 1 else 1, sizes.cp * sizes.tp)
-    draft.put("seq_length", _multiple(min(full, _SEQUENCE), unit), reason)
+    draft.override("seq_length", _multiple(min(full, _SEQUENCE), unit), reason)
     length = draft.value("seq_length")
     draft.lower("max_position_embeddings", length, reason)
     if draft.value("window_size") is not None:
-        draft.put("window_size", tuple(min(side, _WINDOW - 1) for side in draft.value("window_size")), reason)
+        draft.override("window_size", tuple(min(side, _WINDOW - 1) for side in draft.value("window_size")), reason)
     limit = draft.value("max_seqlen_per_dp_cp_rank")
     if limit is not None:
-        draft.put("max_seqlen_per_dp_cp_rank", max(1, limit * length // full), reason)
+        draft.override("max_seqlen_per_dp_cp_rank", max(1, limit * length // full), reason)
 
 
 def _reduce_batch(draft: Draft, sizes: Sizes) -> None:
     reason = "a smaller batch"
     draft.lower("micro_batch_size", 2, reason)
     if draft.value("global_batch_size") is not None or sizes.pp > 1:
-        draft.put("global_batch_size", 2 * sizes.pp * draft.value("micro_batch_size") * sizes.dp, reason)
+        draft.override("global_batch_size", 2 * sizes.pp * draft.value("micro_batch_size") * sizes.dp, reason)
     if draft.value("microbatch_group_size_per_virtual_pipeline_stage") is not None:
-        draft.put("microbatch_group_size_per_virtual_pipeline_stage", sizes.pp, reason)
+        draft.override("microbatch_group_size_per_virtual_pipeline_stage", sizes.pp, reason)
     if draft.value("overlap_grad_reduce") and draft.value("ddp_num_buckets") is None:
-        draft.put("ddp_bucket_size", _BUCKET_SIZE, "several buckets, as at full size")
+        draft.override("ddp_bucket_size", _BUCKET_SIZE, "several buckets, as at full size")
 
 
 def _multiple(number: int, unit: int) -> int:

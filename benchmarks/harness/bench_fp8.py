@@ -24,7 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels.backends.hopper import backend as hopper
-from megatron_moe.kernels.backends.hopper import fp8_linear, fp8_product, fp8_weight_grad, product, weight_grad
+from megatron_moe.kernels.backends.hopper import (
+    fp8_grouped_gemm,
+    fp8_linear,
+    fp8_weight_grad,
+    grouped_gemm,
+    weight_grad,
+)
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
@@ -75,7 +81,7 @@ def ceilings() -> None:
     source = torch.rand(1 << 28, device="cuda")
     target, square = torch.empty_like(source), draw(8192, 8192)
     row("copy of 1 GB", milliseconds(partial(target.copy_, source)), 2 * source.numel() * 4 / 1e9)
-    row("bf16 product 8192", milliseconds(partial(torch.mm, square, square)), teraflop=2 * 8192**3 / 1e12)
+    row("bf16 GEMM 8192", milliseconds(partial(torch.mm, square, square)), teraflop=2 * 8192**3 / 1e12)
     for rows, inputs, outputs in ((8192, 4096, 4096), (8192, 7168, 4096), (32768, 2048, 7168)):
         x, w = quantize.quantize_rows(draw(rows, inputs)), quantize.quantize_weight(draw(outputs, inputs))
         ends = torch.tensor([rows], device="cuda", dtype=torch.int32)
@@ -88,7 +94,7 @@ def ceilings() -> None:
         one = quantize.quantize_weight(draw(1, outputs, inputs))
         row(
             f"ours, {name}",
-            milliseconds(partial(fp8_product.quantized_grouped_forward, x, one, ends)),
+            milliseconds(partial(fp8_grouped_gemm.quantized_grouped_forward, x, one, ends)),
             teraflop=teraflop,
         )
 
@@ -136,23 +142,23 @@ def casts() -> None:
         row(f"permute {tokens} FP8 tokens, {topk} rows each, hidden {hidden}", time, size)
 
 
-def products() -> None:
+def gemms() -> None:
     for name, (rows, experts, inputs, outputs) in SHAPES.items():
         counts = torch.randint(0, experts, (rows,), device="cuda").bincount(minlength=experts)
         ends = counts.cumsum(0).to(torch.int32)
         x, grad, weight = draw(rows, inputs), draw(rows, outputs), draw(experts, outputs, inputs)
         teraflop = 2 * rows * inputs * outputs / 1e12
         plain = [
-            milliseconds(partial(product.grouped_forward, x, weight, ends)),
-            milliseconds(partial(product.grouped_input_grad, grad, weight, ends)),
+            milliseconds(partial(grouped_gemm.grouped_forward, x, weight, ends)),
+            milliseconds(partial(grouped_gemm.grouped_input_grad, grad, weight, ends)),
         ]
         rows_q, grad_q = quantize.quantize_rows(x), quantize.quantize_rows(grad)
         weight_q = quantize.quantize_weight(weight)
         row(f"{name} forward, bf16", plain[0], teraflop=teraflop)
-        time = milliseconds(partial(fp8_product.quantized_grouped_forward, rows_q, weight_q, ends))
+        time = milliseconds(partial(fp8_grouped_gemm.quantized_grouped_forward, rows_q, weight_q, ends))
         row(f"{name} forward", time, teraflop=teraflop)
         row(f"{name} input gradient, bf16", plain[1], teraflop=teraflop)
-        time = milliseconds(partial(fp8_product.quantized_grouped_input_grad, grad_q, weight_q, ends))
+        time = milliseconds(partial(fp8_grouped_gemm.quantized_grouped_input_grad, grad_q, weight_q, ends))
         row(f"{name} input gradient", time, teraflop=teraflop)
 
 
@@ -241,11 +247,11 @@ def transformer_engine() -> None:
         for name in ("Q6 fc1", "M8 fc1", "ds4 fc1"):
             rows, experts, inputs, outputs = SHAPES[name]
             teraflop = 2 * rows * inputs * outputs / 1e12
-            for layout, work in grouped_products(library, config, rows, experts, inputs, outputs).items():
+            for layout, work in grouped_gemms(library, config, rows, experts, inputs, outputs).items():
                 row(f"{recipe}, {name} {layout}", milliseconds(work), teraflop=teraflop)
 
 
-def grouped_products(
+def grouped_gemms(
     library: ModuleType, config: LowPrecisionConfig, rows: int, experts: int, inputs: int, outputs: int
 ) -> dict[str, Callable[[], object]]:
     """Times Transformer Engine's grouped GEMMs of operands that are already split by expert."""
@@ -276,7 +282,7 @@ def grouped_products(
 
 def main(argv: list[str]) -> None:
     optional = {"transformer_engine": transformer_engine}
-    parts = {"ceilings": ceilings, "casts": casts, "products": products, "weight_grads": weight_grads}
+    parts = {"ceilings": ceilings, "casts": casts, "gemms": gemms, "weight_grads": weight_grads}
     parts |= {"dense_weight_grads": dense_weight_grads, "activations": activations, "norms": norms}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*parts, *optional], default=list(parts))

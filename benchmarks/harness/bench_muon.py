@@ -5,7 +5,7 @@
 
 `loss` trains the models of `bench_fp8_loss.py` in bf16 on the corpus of `bash scripts/quickstart.sh`, each with several
 learning rates of both optimizers, all at the same time. For every run, the table has the iteration at which its
-smoothed loss reaches the final loss of the best AdamW run. `products` times `symmetric_product` with several tiles
+smoothed loss reaches the final loss of the best AdamW run. `products` times `syrk` with several tiles
 and as plain torch, at shapes of Moonlight and Kimi-K2.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.harness.bench_mixers import milliseconds  # noqa: E402
 from benchmarks.harness.loss_plot import PlottedCurve, draw_losses  # noqa: E402
 from benchmarks.harness.loss_runs import add_options, finish, run_together  # noqa: E402
 from megatron_moe.kernels.backends.triton.matrices import TILE, multiply_tiles  # noqa: E402
-from megatron_moe.kernels.reference.matrices import symmetric_product  # noqa: E402
+from megatron_moe.kernels.reference.matrices import syrk  # noqa: E402
 from tools._common import split_at_dashes, tool_parser  # noqa: E402
 
 COMMON = "--weight-decay 0.1 --adam-beta2 0.95 --lr-decay-style cosine"
@@ -105,12 +105,12 @@ def product_rows() -> list[str]:
     for number, rows_of, columns in SHAPES:
         x = torch.randn(number, rows_of, columns, device="cuda", dtype=torch.bfloat16)
         view = x.mT if rows_of > columns else x
-        gram = symmetric_product(view)
+        gram = syrk(view)
         for name, operand, base in (("x x^T", view, None), ("b A + c A A", gram, gram)):
             out, flops = torch.empty_like(gram), 2 * number * len(gram[0]) ** 2 * operand.shape[2]
 
             def torch_product(operand: torch.Tensor = operand, base: torch.Tensor | None = base) -> object:
-                return symmetric_product(operand, base, -1.0, 0.5)
+                return syrk(operand, base, -1.0, 0.5)
 
             runs: list[Callable[[], object]] = [torch_product]
             for tile in TILES:

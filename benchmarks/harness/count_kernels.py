@@ -33,7 +33,7 @@ from tools._common import split_at_dashes  # noqa: E402
 _WITHOUT_KERNEL = frozenset(
     ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "record_stream")
 )
-_LIBRARY_CALLS = ("_product_into", "_wide_product", "_grouped_mm", "_attend", "_differentiate")
+_LIBRARY_CALLS = ("_gemm_into", "_wide_gemm", "_grouped_mm", "_attend", "_differentiate")
 """Functions of backends that call a library; each is replaced by a fake."""
 LAYERS, MICROBATCHES = (2, 3), (2, 3)
 """Numbers of layers and of microbatches in the compared steps."""

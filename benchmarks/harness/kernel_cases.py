@@ -218,10 +218,4 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     )
     hidden, ffn = args.hidden, args.ffn
     x = draw.fixed(4, hidden, ffn).mT
-    yield KernelCase(
-        "symmetric_product",
-        lambda k: k.symmetric_product(x),
-        (),
-        draw.moved(4 * ffn * (hidden + ffn)),
-        8 * hidden * ffn**2 / 1e12,
-    )
+    yield KernelCase("syrk", lambda k: k.syrk(x), (), draw.moved(4 * ffn * (hidden + ffn)), 8 * hidden * ffn**2 / 1e12)

@@ -23,7 +23,7 @@ def moe_cases(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     yield from routing(args, draw)
     yield from rows_of_experts(args, draw)
     yield from pages(args, draw)
-    yield from grouped_products(args, draw)
+    yield from grouped_gemms(args, draw)
 
 
 def routing(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
@@ -96,7 +96,7 @@ def stash(rows_RW: Tensor, draw: Draw) -> Pages:
     return make_pages(-(-len(rows_RW) // size), size, rows_RW.shape[1], dtype=draw.dtype, device=draw.device)
 
 
-def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
+def grouped_gemms(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     """Cases of the experts' fc1 GEMMs. Plain torch multiplies expert by expert. torch.compile compiles torch's grouped
     GEMM if that supports the dtype (bf16), because a loop over 128 experts would become 128 kernels."""
     source = "torch_native" if draw.dtype is torch.bfloat16 else reference.NAME

@@ -46,7 +46,7 @@ KINDS: tuple[tuple[str, str], ...] = (
         "permute",
         r"permute|sort_rows|place_rows|pick_values|gather_rows|sum_choices|index_select|indexSelect|gather|scatter|index_elementwise",
     ),
-    ("expert matrices", r"grouped|GroupProblemShape|ptr_array|PtrArray|expert_grad|fp8_product"),
+    ("expert matrices", r"grouped|GroupProblemShape|ptr_array|PtrArray|expert_grad"),
     ("dense matrices", r"nvjet|gemm|cutlass|splitK|cublas"),
     ("head and loss", r"cross_entropy|log_softmax|LogSoftMax|nll_loss|SoftMaxForward|SoftMaxBackward"),
     ("optimizer", r"adamw|FusedAdam|sum_of_squares|NormTwoOps|multi_tensor"),
@@ -179,7 +179,7 @@ class TimedRun:
         call. Empty without peers, whose metrics are missing."""
         if self.context.is_fake:
             return ()
-        metric = self.trainer.metrics.take(self.context).get("moe/max_violation")
+        metric = self.trainer.metrics.reduce(self.context).get("moe/max_violation")
         figures = metric.layers.values() if metric else ()
         return tuple(1 + figure for figure in figures if isinstance(figure, float))
 

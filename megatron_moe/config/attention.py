@@ -62,10 +62,10 @@ class NormConfig:
 
         `input_by`: value of `--offload-modules` for the input; `output`: fields of `SavedActivation` for the output.
         """
-        count, size = sizes.residual * width, sizes.activation
+        count, size = sizes.residual * width, sizes.activation_itemsize
         numbers = 2 if self.kind == "LayerNorm" else 1
         yield saved_tensor(module, "input", "T H", count, size, {"offloaded_by": input_by})
-        yield saved_tensor(module, "statistics", "T", sizes.residual * numbers, sizes.internal)
+        yield saved_tensor(module, "statistics", "T", sizes.residual * numbers, sizes.internal_itemsize)
         yield saved_tensor(module, "output", "T H", count, size, output)
 
 
@@ -252,7 +252,7 @@ class SoftmaxMixerConfig(MixerConfig):
         """Bytes of k and v (for all-to-all: q, k, v and output) and their gradients."""
         cp, shard = parallel.cp, self.shard(parallel.tp)
         keys, heads = shard.keys_values_width, shard.q_width + shard.keys_values_width + shard.out_width
-        narrow, wide = sizes.inner * sizes.activation, sizes.inner * sizes.internal
+        narrow, wide = sizes.inner * sizes.activation_itemsize, sizes.inner * sizes.internal_itemsize
         match self.core.context_exchange:
             case "p2p":
                 sums = narrow if cp == 2 else wide  # key gradients are not summed in a ring of two ranks
@@ -277,9 +277,11 @@ class SoftmaxMixerConfig(MixerConfig):
         marks: dict[str, Any] = {"offloaded_by": "attn_proj"}
         if not self.saves_output_in_full:
             marks |= {"low": "attn_proj", "read_unless": "core_attn"}
-        yield saved_tensor("attention", "output", "U N E", sizes.inner * self.out_width, sizes.activation, marks)
+        yield saved_tensor(
+            "attention", "output", "U N E", sizes.inner * self.out_width, sizes.activation_itemsize, marks
+        )
         marks = {"recomputed_by": ("core_attn",)}
-        yield saved_tensor("attention", "log-sum-exp", "U N", rows, sizes.internal, marks)
+        yield saved_tensor("attention", "log-sum-exp", "U N", rows, sizes.internal_itemsize, marks)
 
     def pair_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Tensors that unfused attention on one rank's heads saves: q, k, v, and three [U, N, S]: softmax, dropout mask
@@ -287,10 +289,10 @@ class SoftmaxMixerConfig(MixerConfig):
         if not self.saves_pairs(parallel):
             return
         marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
-        rows, size = sizes.inner * self.num_heads, sizes.internal
+        rows, size = sizes.inner * self.num_heads, sizes.internal_itemsize
         pairs = 3 * rows * sizes.length
         yield saved_tensor("attention", "probabilities with dropout", "3 U N S", pairs, size, marks)
-        width = (1 if sizes.activation == size else 2) * self.q_head_dim + self.value_head_dim
+        width = (1 if sizes.activation_itemsize == size else 2) * self.q_head_dim + self.value_head_dim
         yield saved_tensor("attention", "q, k and v by head", "U N (2D+E)", rows * width, size, marks)
 
     def attention_workspace(
@@ -298,7 +300,7 @@ class SoftmaxMixerConfig(MixerConfig):
     ) -> float:
         """Peak bytes in the backward of the output projection, of attention, and of the projection of an input with
         `latent` channels to q, k and v."""
-        shard, size, tokens = self.shard(parallel.tp), sizes.activation, sizes.inner
+        shard, size, tokens = self.shard(parallel.tp), sizes.activation_itemsize, sizes.inner
         gathered, copies = sizes.gathered(parallel), LowCopies.of(low)
         projection = (gathered + tokens * copies.grad) * self.hidden_size + tokens * shard.out_width * size
         inputs = (gathered + (tokens * copies.column if gathered else 0)) * latent
@@ -312,28 +314,28 @@ class SoftmaxMixerConfig(MixerConfig):
         if self.core.window is None:
             # cuDNN's workspace: the gradient of q in the internal format, and the gradients of k and v expanded to all
             # heads if heads share them. Our sliding-window kernel needs no workspace of this size.
-            wide = q_width * sizes.internal
+            wide = q_width * sizes.internal_itemsize
             if self.shares_keys:
                 kv_copies = 2 * q_width
-        per_query = (self.out_width + q_width) * sizes.activation + wide
-        per_key = (self.keys_values_width + kv_copies) * sizes.activation
+        per_query = (self.out_width + q_width) * sizes.activation_itemsize + wide
+        per_key = (self.keys_values_width + kv_copies) * sizes.activation_itemsize
         exchange, tokens = self.core.context_exchange, sizes.inner
         if self.saves_pairs(parallel):
             pairs = _PAIR_GRADS * self.num_heads * sizes.length
-            return float(tokens * (pairs + 2 * q_width + self.out_width) * sizes.internal)
+            return float(tokens * (pairs + 2 * q_width + self.out_width) * sizes.internal_itemsize)
         if parallel.cp == 1 or exchange == "a2a":
             return float(tokens * (per_query + per_key))
         # with two ranks, one gradient is added to another, in the dtype of both
         is_one_sum = exchange != "allgather" and parallel.cp == 2 and self.core.window is None and not self.core.dropout
-        per_query += 0 if is_one_sum else q_width * sizes.internal
-        key_sums = self.keys_values_width * (sizes.activation if is_one_sum else sizes.internal)
+        per_query += 0 if is_one_sum else q_width * sizes.internal_itemsize
+        key_sums = self.keys_values_width * (sizes.activation_itemsize if is_one_sum else sizes.internal_itemsize)
         # with dropout, backward also recomputes the query-key pairs of one block
-        pairs = _PAIRS_OF_A_BLOCK * self.num_heads * sizes.length * sizes.internal if self.core.dropout else 0
+        pairs = _PAIRS_OF_A_BLOCK * self.num_heads * sizes.length * sizes.internal_itemsize if self.core.dropout else 0
         if exchange == "allgather":  # per chunk of queries, which may attend to the keys of all ranks
             chunk = tokens // 2 if parallel.cp_split == "zigzag" else tokens
             return float(chunk * (per_query + pairs) + tokens * parallel.cp * (per_key + key_sums))
         # a ring has three buffers of key gradients (accumulated, received, sent) and two of keys (received, sent)
-        per_token = per_query + per_key + 3 * key_sums + 2 * self.keys_values_width * sizes.activation
+        per_token = per_query + per_key + 3 * key_sums + 2 * self.keys_values_width * sizes.activation_itemsize
         return float(tokens * (per_token + pairs / parallel.cp))
 
 
@@ -376,7 +378,7 @@ class AttentionConfig(SoftmaxMixerConfig):
 
     module: ClassVar[str] = "megatron_moe.model.attention:Attention"
     registered_as: ClassVar[str] = "attention"
-    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+    selecting_flags: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"multi_latent_attention": False, "linear_attention_freq": False}
     )
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -509,7 +511,7 @@ class AttentionConfig(SoftmaxMixerConfig):
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Tensors saved by attention. The output of the QKV projection is saved because v is a view of it. If q and k
         have neither norm nor rotation, k is also a view of this output; with one query group, q is too."""
-        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation
+        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation_itemsize
         marks, several_groups = {"offloaded_by": "core_attn"}, shard.num_query_groups > 1
         # the fused kernel normalises, rotates and splits the projection's output, and reads it again in backward
         is_normed = self.qk_norm != "none" and not self.is_fused
@@ -521,7 +523,7 @@ class AttentionConfig(SoftmaxMixerConfig):
             yield saved_tensor("attention", "q before its norm", "U N D", tokens * shard.q_width, size)
         if is_normed:
             rows = tokens * (2 if self.qk_norm == "full" else shard.num_heads + shard.num_query_groups)
-            yield saved_tensor("attention", "statistics of q and k", "U (N+G)", rows, sizes.internal)
+            yield saved_tensor("attention", "statistics of q and k", "U (N+G)", rows, sizes.internal_itemsize)
         changed = self.qk_norm != "none" or self.rope is not None
         if changed or several_groups:
             yield saved_tensor("attention", "q", "U N D", tokens * shard.q_width, size, marks)
@@ -531,8 +533,8 @@ class AttentionConfig(SoftmaxMixerConfig):
         if self.output_gate:
             # the gate saves both factors in the internal format; if it equals the activation format, one factor is the
             # saved attention output
-            count, factors = tokens * shard.q_width, 1 if size == sizes.internal else 2
-            yield saved_tensor("attention", "gate and output", "U N D", factors * count, sizes.internal)
+            count, factors = tokens * shard.q_width, 1 if size == sizes.internal_itemsize else 2
+            yield saved_tensor("attention", "gate and output", "U N D", factors * count, sizes.internal_itemsize)
             yield saved_tensor("attention", "gated output", "U N D", count, size, {"low": "attn_proj"})
         yield from shard.pair_tensors(parallel, sizes)
 
@@ -543,7 +545,7 @@ class AttentionConfig(SoftmaxMixerConfig):
         if self.shares_groups(parallel.tp):
             # gradients of the local q, k and v, and of those of all heads before and after the reduce-scatter
             widths = self.shard(parallel.tp).qkv_width + 2 * self.qkv_width
-            peak = max(peak, sizes.inner * sizes.activation * widths)
+            peak = max(peak, sizes.inner * sizes.activation_itemsize * widths)
         return peak
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:

@@ -100,7 +100,7 @@ class Component:
     """Class of the module: "package.file:Class", imported when the model is built."""
     registered_as: ClassVar[str]
     """Name in registry `MIXERS` or `FEED_FORWARDS`, which is the value of `--mixer` or `--feed-forward`."""
-    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    selecting_flags: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Flags with which the value "auto" of `--mixer` or `--feed-forward` selects the component, in the form of
     `as_flags`; empty if "auto" never selects it."""
     present: ClassVar[bool] = True

@@ -63,7 +63,7 @@ class CompressedAttentionConfig(MixerConfig):
 
     module: ClassVar[str] = "megatron_moe.model.compressed_attention:CompressedAttention"
     registered_as: ClassVar[str] = "compressed_attention"
-    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+    selecting_flags: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {
             "multi_latent_attention": True,
             "linear_attention_freq": False,
@@ -221,7 +221,7 @@ class CompressedAttentionConfig(MixerConfig):
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Keys, and values and gates of entries, are those of all context-parallel ranks."""
-        tokens, size, wide = sizes.inner, sizes.activation, sizes.internal
+        tokens, size, wide = sizes.inner, sizes.activation_itemsize, sizes.internal_itemsize
         whole, heads = tokens * parallel.cp, tokens * self.num_heads
         tensor, core = partial(saved_tensor, "attention"), {"offloaded_by": "core_attn"}
         yield tensor("q latent", "T Q", tokens * self.q_lora_rank, size)
@@ -249,7 +249,7 @@ class CompressedAttentionConfig(MixerConfig):
     def _entry_tensors(self, width: int, name: str, whole: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Tensors saved for entries of `width` channels. `whole`: tokens of all context-parallel ranks."""
         tensor, core = partial(saved_tensor, "attention"), {"offloaded_by": "core_attn"}
-        size, wide, number = sizes.activation, sizes.internal, whole // self.ratio
+        size, wide, number = sizes.activation_itemsize, sizes.internal_itemsize, whole // self.ratio
         yield tensor(f"values and gates of {name}", "S B C", whole * 2 * self.group_width(width), size, core)
         yield tensor(f"{name} before their norm", "E B D", number * width, size, core)
         yield tensor(f"rotation and statistics of {name}", "E B P", number * (2 * self.rope.dim + 1), wide, core)
@@ -259,7 +259,7 @@ class CompressedAttentionConfig(MixerConfig):
     ) -> float:
         """Backward of the output projection, or of attention and of the norm of q: gradients of output, q and the keys
         of all ranks; or forward of the indexer's loss, which computes its gradients."""
-        tokens, size, wide = sizes.inner, sizes.activation, sizes.internal
+        tokens, size, wide = sizes.inner, sizes.activation_itemsize, sizes.internal_itemsize
         of_heads, copies = tokens * self.q_width * size, LowCopies.of(low)
         projection = tokens * (self.hidden_size * copies.grad + self.out_width * size) + 2 * of_heads
         keys = tokens * parallel.cp * self.head_dim * (size + wide)
@@ -272,7 +272,7 @@ class CompressedAttentionConfig(MixerConfig):
         if indexer is None or not indexer.indexer_loss_coeff:
             return 0.0
         most = max(self.num_heads, indexer.num_heads)
-        pairs = sizes.inner * (sizes.length // self.ratio) * sizes.internal
+        pairs = sizes.inner * (sizes.length // self.ratio) * sizes.internal_itemsize
         block = min(pairs * most, BLOCK_BYTES) / most
         return block * max(_TARGET_COPIES * self.num_heads, _SCORE_COPIES * indexer.num_heads)
 
@@ -280,7 +280,7 @@ class CompressedAttentionConfig(MixerConfig):
         """Bytes of keys, and of values and gates of entries, and their gradients; those of the indexer have none."""
         channels = self.head_dim + (2 * self.group_width(self.head_dim) if self.ratio else 0)
         of_indexer = 2 * self.group_width(self.indexer.head_dim) if self.indexer is not None else 0
-        return float((parallel.cp - 1) * sizes.inner * sizes.activation * (2 * channels + of_indexer))
+        return float((parallel.cp - 1) * sizes.inner * sizes.activation_itemsize * (2 * channels + of_indexer))
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
         yield "--q-lora-rank", self.q_lora_rank, 1

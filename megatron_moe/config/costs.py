@@ -122,9 +122,9 @@ class ActivationSizes:
     """Number of tokens in this rank's shard of the residual stream (dimension T)."""
     inner: int
     """Number of tokens inside attention and MLP, after the all-gather of sequence parallelism (dimension U)."""
-    activation: int
+    activation_itemsize: int
     """Bytes per activation element."""
-    internal: int
+    internal_itemsize: int
     """Bytes per element of values that are computed in fp32, or in fp64 if activations are fp64."""
     length: int
     """Full sequence length S, before context parallelism splits it."""
@@ -136,7 +136,7 @@ class ActivationSizes:
         at the same time; 0 without sequence parallelism."""
         if not parallel.sequence_parallel or parallel.tp == 1:
             return 0.0
-        return float(self.inner * self.activation * (2 if parallel.tp_comm_overlap else 1))
+        return float(self.inner * self.activation_itemsize * (2 if parallel.tp_comm_overlap else 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ class DSAConfig(MLAConfig):
 
     module: ClassVar[str] = "megatron_moe.model.dsa:DSA"
     registered_as: ClassVar[str] = "dsa"
-    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+    selecting_flags: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"multi_latent_attention": True, "linear_attention_freq": False, "experimental_attention_variant": "dsa"}
     )
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -162,7 +162,7 @@ class DSAConfig(MLAConfig):
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         yield from self.latent_tensors(parallel, sizes)
-        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation
+        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation_itemsize
         indexer, tensor = self.indexer, partial(saved_tensor, "attention")
         marks: dict[str, Any] = {"offloaded_by": "core_attn"}
         up = {"recomputed_by": ("mla_up_proj",)}
@@ -183,21 +183,26 @@ class DSAConfig(MLAConfig):
         keys = sizes.inner * parallel.cp
         yield tensor("gradient of the indexer's keys", "S B D", keys * indexer.head_dim, size, marks)
         yield tensor("key of the indexer before its norm", "T D", local * indexer.head_dim, size, marks)
-        yield tensor("statistics of the indexer's keys", "2 T", 2 * local, sizes.internal, marks)
+        yield tensor("statistics of the indexer's keys", "2 T", 2 * local, sizes.internal_itemsize, marks)
 
     def core_workspace(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """The backward of attention, or the forward of the indexer's loss, which computes its gradients."""
-        rows, pair = sizes.inner * parallel.cp * self.row_width, sizes.length * sizes.internal
+        rows, pair = sizes.inner * parallel.cp * self.row_width, sizes.length * sizes.internal_itemsize
         per_head = self.kv_lora_rank + self.row_width
-        of_attention = sizes.inner * self.num_heads * per_head * sizes.activation
-        of_attention += rows * (sizes.activation + sizes.internal)
+        of_attention = sizes.inner * self.num_heads * per_head * sizes.activation_itemsize
+        of_attention += rows * (sizes.activation_itemsize + sizes.internal_itemsize)
         indexer, parts = self.indexer, sizes.inner // sizes.residual
         trains = bool(indexer.indexer_loss_coeff)
         most = max(indexer.num_heads, parts * self.num_heads) if trains else indexer.num_heads
         block = min(sizes.residual * most * pair, BLOCK_BYTES) / most
         if not trains:
             return float(max(of_attention, block * (indexer.num_heads + _CHOICE_COPIES)))
-        grads = sizes.residual * indexer.num_heads * indexer.head_dim * (sizes.internal + sizes.activation)
+        grads = (
+            sizes.residual
+            * indexer.num_heads
+            * indexer.head_dim
+            * (sizes.internal_itemsize + sizes.activation_itemsize)
+        )
         of_loss = block * _CHOICE_COPIES + block * max(
             indexer.num_heads + _LOGIT_COPIES * parts * self.num_heads, _INDEXER_COPIES * indexer.num_heads
         )
@@ -213,7 +218,7 @@ class DSAConfig(MLAConfig):
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         keys = self.indexer.head_dim * (2 if self.indexer.indexer_loss_coeff else 1)
-        return float((2 * self.row_width + keys) * sizes.inner * sizes.activation * (parallel.cp - 1))
+        return float((2 * self.row_width + keys) * sizes.inner * sizes.activation_itemsize * (parallel.cp - 1))
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:
         # rows are gathered in place of the input of the up-projection of kv, for which 3 passes are counted

@@ -93,12 +93,20 @@ ACTIVATIONS.register("relu", Activation(function="torch.nn.functional:relu", fus
 ACTIVATIONS.register("squared_relu", Activation(function=f"{_NONLINEARITIES}:squared_relu", fused=True))
 
 for _name, _entry in {
-    "aux_loss": Balancing(function=f"{_LOSSES}:over_microbatch", metric="load_balancing_loss", is_partial=True),
+    "aux_loss": Balancing(
+        function=f"{_LOSSES}:BalancingLosses.aux_loss", metric="load_balancing_loss", is_partial=True
+    ),
     "seq_aux_loss": Balancing(
-        function=f"{_LOSSES}:over_sequences", metric="seq_load_balancing_loss", is_partial=True, per_sequence=True
+        function=f"{_LOSSES}:BalancingLosses.seq_aux_loss",
+        metric="seq_load_balancing_loss",
+        is_partial=True,
+        per_sequence=True,
     ),
     "global_aux_loss": Balancing(
-        function=f"{_LOSSES}:over_batch", metric="global_load_balancing_loss", is_partial=True, counts_batch=True
+        function=f"{_LOSSES}:BalancingLosses.global_aux_loss",
+        metric="global_load_balancing_loss",
+        is_partial=True,
+        counts_batch=True,
     ),
     "sinkhorn": Balancing(replaces_topk=True, allows_capacity=False),
     "quantile_balancing": Balancing(replaces_topk=True, allows_capacity=False),

@@ -20,7 +20,7 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
 
     module: ClassVar[str] = "megatron_moe.model.gated_delta_net:GatedDeltaNet"
     registered_as: ClassVar[str] = "gated_delta_net"
-    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+    selecting_flags: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": True}
     )
     solves_systems: ClassVar[bool] = True
@@ -54,8 +54,8 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
         return 4 * self.num_value_heads * self.value_head_dim**2
 
     def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        yield saved_tensor("attention", "decay and beta", "U N", 4 * heads, sizes.internal)
-        yield saved_tensor("attention", "inverse systems", "U N 64", heads * CHUNK, sizes.activation)
+        yield saved_tensor("attention", "decay and beta", "U N", 4 * heads, sizes.internal_itemsize)
+        yield saved_tensor("attention", "inverse systems", "U N 64", heads * CHUNK, sizes.activation_itemsize)
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
         names: tuple[str, ...]

@@ -91,11 +91,13 @@ class HyperConnectionsConfig(ResidualConfig):
     def saved_tensors(
         self, module: str, hidden_size: int, sizes: ActivationSizes, *, is_first: bool, offloaded_by: str
     ) -> Iterator[SavedActivation]:
-        tokens, n, size = sizes.residual, self.num_streams, sizes.activation
+        tokens, n, size = sizes.residual, self.num_streams, sizes.activation_itemsize
         marks: dict[str, Any] = {"offloaded_by": offloaded_by, "recomputed_by": () if is_first else ("mhc",)}
         yield saved_tensor(module, "streams", "T nH", tokens * n * hidden_size, size, marks)
         # the projection of the streams, its norm, and the weights of input, output and streams
-        yield saved_tensor(module, "stream weights", "T n(n+2)", tokens * (2 * self.num_weights + 1), sizes.internal)
+        yield saved_tensor(
+            module, "stream weights", "T n(n+2)", tokens * (2 * self.num_weights + 1), sizes.internal_itemsize
+        )
         yield saved_tensor(module, "written output", "T H", tokens * hidden_size, size)
 
     def input_fields(self) -> Mapping[str, Any]:
@@ -103,14 +105,14 @@ class HyperConnectionsConfig(ResidualConfig):
 
     def head_tensors(self, module: str, hidden_size: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         tokens, n = sizes.residual, self.num_streams
-        yield saved_tensor(module, "streams", "T nH", tokens * n * hidden_size, sizes.activation)
-        yield saved_tensor(module, "stream weights", "T 2n", tokens * (2 * n + 1), sizes.internal)
+        yield saved_tensor(module, "streams", "T nH", tokens * n * hidden_size, sizes.activation_itemsize)
+        yield saved_tensor(module, "stream weights", "T 2n", tokens * (2 * n + 1), sizes.internal_itemsize)
 
     def backward_workspace(self, hidden_size: int, sizes: ActivationSizes) -> float:
         # gradients of the streams before and after the connection, and of the sublayer's input or output
         width, tokens = self.num_streams * hidden_size, sizes.residual
-        gradients = tokens * (2 * width + hidden_size) * sizes.activation
-        return float(gradients + _WIDE_CHUNKS * min(CHUNK, tokens) * width * sizes.internal)
+        gradients = tokens * (2 * width + hidden_size) * sizes.activation_itemsize
+        return float(gradients + _WIDE_CHUNKS * min(CHUNK, tokens) * width * sizes.internal_itemsize)
 
     def name_rules(self, sublayer: str, model_type: str) -> Iterator[NameRule]:
         return _names("hc_attn" if sublayer == "self_attention" else "hc_ffn")

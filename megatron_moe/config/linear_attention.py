@@ -106,9 +106,9 @@ class LinearAttentionConfig(MixerConfig):
             transition = shard.num_value_heads * (self.key_head_dim**2 if self.solves_systems else 1)
             tokens = (self.conv_width - 1) * sum(shard.mixed_sections)
             rows = self._chunk_rows(parallel, sizes) * (parallel.cp - 1)
-            return float(rows * (state + transition + tokens) * sizes.activation)
+            return float(rows * (state + transition + tokens) * sizes.activation_itemsize)
         # the gate stays on the ranks of its positions; the output has its width
-        return 2 * sizes.inner * sum(shard.sections) * sizes.activation * (parallel.cp - 1) / parallel.cp
+        return 2 * sizes.inner * sum(shard.sections) * sizes.activation_itemsize * (parallel.cp - 1) / parallel.cp
 
     def _chunk_rows(self, parallel: ParallelConfig, sizes: ActivationSizes) -> int:
         """Number of chunks of a rank in all sequences of the microbatch."""
@@ -121,7 +121,7 @@ class LinearAttentionConfig(MixerConfig):
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Saved tensors. The output gate is a view of the output of the projection; q, k and v are views of that of the
         convolution."""
-        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation
+        shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation_itemsize
         tensor, heads = partial(saved_tensor, "attention"), tokens * shard.num_value_heads
         mixed = tokens * sum(shard.mixed_sections)
         yield tensor("projection", "U C", tokens * sum(shard.sections), size)
@@ -137,7 +137,7 @@ class LinearAttentionConfig(MixerConfig):
 
     def _chunk_tensors(self, shard: Self, rows: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Inputs of the ops on `rows` chunks, to which tokens that read or write the state are added."""
-        keys, heads, size = self.key_head_dim, shard.num_value_heads, sizes.activation
+        keys, heads, size = self.key_head_dim, shard.num_value_heads, sizes.activation_itemsize
         tensor, channels = partial(saved_tensor, "attention"), sum(shard.mixed_sections)
         yield tensor("chunks with tokens before", "U C", (sizes.inner + rows * (self.conv_width - 1)) * channels, size)
         reading = sizes.inner + rows * keys
@@ -163,4 +163,4 @@ class LinearAttentionConfig(MixerConfig):
         narrow = 2 * keys * values / CHUNK + 3 * values
         if self.solves_systems:
             narrow += 3 * keys + 4 * values
-        return heads * (narrow * sizes.activation + 2 * keys * sizes.internal)
+        return heads * (narrow * sizes.activation_itemsize + 2 * keys * sizes.internal_itemsize)

@@ -69,8 +69,10 @@ class MambaConfig(LinearAttentionConfig):
         return 7 * self.value_width * self.key_head_dim // 2
 
     def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        yield saved_tensor("attention", "time steps and decay", "U N", 3 * heads, sizes.internal)
-        yield saved_tensor("attention", "x times time step", "U N V", heads * self.value_head_dim, sizes.activation)
+        yield saved_tensor("attention", "time steps and decay", "U N", 3 * heads, sizes.internal_itemsize)
+        yield saved_tensor(
+            "attention", "x times time step", "U N V", heads * self.value_head_dim, sizes.activation_itemsize
+        )
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
         for name in _NAMES:

@@ -34,7 +34,7 @@ class MLAConfig(SoftmaxMixerConfig):
 
     module: ClassVar[str] = "megatron_moe.model.mla:MLA"
     registered_as: ClassVar[str] = "mla"
-    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType(
+    selecting_flags: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"multi_latent_attention": True, "linear_attention_freq": False}
     )
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -133,7 +133,7 @@ class MLAConfig(SoftmaxMixerConfig):
         computes them for all U tokens (`gathers_input`)."""
         shard, tokens = self.shard(parallel.tp), sizes.inner
         yield from self.latent_tensors(parallel, sizes)
-        tensor, size = partial(saved_tensor, "attention"), sizes.activation
+        tensor, size = partial(saved_tensor, "attention"), sizes.activation_itemsize
         marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
         yield tensor("q", "U N D", tokens * shard.q_width, size, marks)
         yield tensor("k", "U N D", tokens * shard.q_width, size, marks)
@@ -148,7 +148,7 @@ class MLAConfig(SoftmaxMixerConfig):
         if saved_whole:
             letter, local = "U", tokens
         is_shard = parallel.sequence_parallel and not saved_whole
-        normed, size = {"low": "" if is_shard else "qkv_linear"}, sizes.activation
+        normed, size = {"low": "" if is_shard else "qkv_linear"}, sizes.activation_itemsize
         if self.q_lora_rank is not None:
             yield tensor("q latent", "T Q", local * self.q_lora_rank, size)
             if self.qk_norm:
@@ -159,7 +159,7 @@ class MLAConfig(SoftmaxMixerConfig):
             if self.saves_normed_kv:
                 yield tensor("kv latent, normed", f"{letter} L", local * self.kv_lora_rank, size, normed)
             statistics = 2 if self.q_lora_rank is not None else 1
-            yield tensor("statistics of latents", letter, local * statistics, sizes.internal)
+            yield tensor("statistics of latents", letter, local * statistics, sizes.internal_itemsize)
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None

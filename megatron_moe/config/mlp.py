@@ -71,7 +71,7 @@ class MLPConfig(FeedForwardConfig):
 
     module: ClassVar[str] = "megatron_moe.layers.mlp:MLP"
     registered_as: ClassVar[str] = "mlp"
-    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_layer_freq": False})
+    selecting_flags: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_layer_freq": False})
 
     def as_flags(self) -> dict[str, Any]:
         width = {"ffn_hidden_size": self.ffn_hidden_size, "add_bias_linear": self.bias}
@@ -111,9 +111,9 @@ class MLPConfig(FeedForwardConfig):
         ffn, fan, mark = self.ffn_hidden_size // parallel.tp, self.activation.fan, {"recomputed_by": (recomputed_by,)}
         fused: dict[str, object] = {} if self.bias else {"fused_bytes": 0}
         shape, marks = "U 2F" if fan == 2 else "U F", {**mark, "is_activation_input": not self.bias}
-        yield saved_tensor(module, "first product", shape, sizes.inner * fan * ffn, sizes.activation, marks)
+        yield saved_tensor(module, "fc1 output", shape, sizes.inner * fan * ffn, sizes.activation_itemsize, marks)
         marks = {**mark, **fused, "low": recomputed_by}
-        yield saved_tensor(module, "activation", "U F", sizes.inner * ffn, sizes.activation, marks)
+        yield saved_tensor(module, "activation", "U F", sizes.inner * ffn, sizes.activation_itemsize, marks)
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
@@ -124,14 +124,14 @@ class MLPConfig(FeedForwardConfig):
         its columnwise copy, and the activation input if it was saved in FP8."""
         tokens, gathered, copies = sizes.inner, sizes.gathered(parallel), LowCopies.of(low)
         hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size // parallel.tp, self.activation.fan
-        products: float = tokens * (1 + fan) * ffn * sizes.activation
-        outer = (gathered + tokens * copies.grad) * hidden + tokens * ffn * sizes.activation
+        activation_grads: float = tokens * (1 + fan) * ffn * sizes.activation_itemsize
+        outer = (gathered + tokens * copies.grad) * hidden + tokens * ffn * sizes.activation_itemsize
         inner = (gathered + (tokens * copies.column if gathered else 0)) * hidden
         if low is not None and low.fused_block is not None and not self.bias:
-            products += outer + tokens * ffn * (copies.column + fan * copies.row)
+            activation_grads += outer + tokens * ffn * (copies.column + fan * copies.row)
             if low.activation_inputs:
-                products += tokens * fan * ffn * sizes.activation
-        return max(products, outer, inner + tokens * fan * ffn * (sizes.activation + copies.grad))
+                activation_grads += tokens * fan * ffn * sizes.activation_itemsize
+        return max(activation_grads, outer, inner + tokens * fan * ffn * (sizes.activation_itemsize + copies.grad))
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         return indivisible("--tensor-model-parallel-size", parallel.tp, self.ffn_hidden_size, "feed-forward channel")

@@ -144,12 +144,12 @@ class RouterConfig:
     def saved_tensors(self, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Tensors that the router saves, except its input, which is counted as the output of the norm."""
         tokens = sizes.residual
-        yield saved_tensor("router", "scores", "T E", tokens * self.num_experts, sizes.internal)
+        yield saved_tensor("router", "scores", "T E", tokens * self.num_experts, sizes.internal_itemsize)
         yield saved_tensor("router", "choices", "T K", tokens * self.topk, INDEX + self.probability_bytes(sizes))
 
     def probability_bytes(self, sizes: ActivationSizes) -> int:
         """Bytes per probability."""
-        return sizes.activation if self.dtype is None else num_bytes(self.dtype)
+        return sizes.activation_itemsize if self.dtype is None else num_bytes(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +218,8 @@ class SharedExpertsConfig:
         if self.gate:
             hidden = self.mlp.hidden_size
             mark = {"recomputed_by": ("shared_experts",)}
-            yield saved_tensor("shared", "output", "T H", sizes.residual * hidden, sizes.activation, mark)
-            yield saved_tensor("shared", "gate", "T", sizes.residual * 2, sizes.internal, mark)
+            yield saved_tensor("shared", "output", "T H", sizes.residual * hidden, sizes.activation_itemsize, mark)
+            yield saved_tensor("shared", "gate", "T", sizes.residual * 2, sizes.internal_itemsize, mark)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ class MoEConfig(FeedForwardConfig):
 
     module: ClassVar[str] = "megatron_moe.moe.moe_layer:MoELayer"
     registered_as: ClassVar[str] = "moe"
-    selected_by: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_layer_freq": True})
+    selecting_flags: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_layer_freq": True})
     whole_module: ClassVar[str] = "moe"
     memory_labels: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"": "mlp", "router": "router", "experts": "experts", "shared_experts": "shared"}
@@ -364,7 +364,11 @@ class MoEConfig(FeedForwardConfig):
         if num_ranks == 1:
             return None
         transport, router = self.transport(parallel), self.router
-        buffer = 0.0 if transport.buffer_bytes is None else transport.buffer_bytes(self, num_ranks, sizes.activation)
+        buffer = (
+            0.0
+            if transport.buffer_bytes is None
+            else transport.buffer_bytes(self, num_ranks, sizes.activation_itemsize)
+        )
         return TokenExchange(
             transport=transport,
             width=self.experts.hidden_size,
@@ -392,7 +396,7 @@ class MoEConfig(FeedForwardConfig):
         if self.echo is None:
             return 0.0
         times = 2 if self.echo.moe_echo_recompute_expert_dispatch else 1
-        return float(self._clone_elements(parallel) * (times * sizes.activation + sizes.internal))
+        return float(self._clone_elements(parallel) * (times * sizes.activation_itemsize + sizes.internal_itemsize))
 
     def expert_capacity(self, num_tokens: int) -> int | None:
         """Largest number of a rank's `num_tokens` tokens that an expert accepts; None without a capacity."""
@@ -460,7 +464,7 @@ class MoEConfig(FeedForwardConfig):
 
     def _saved_by_experts(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Tensors that routed experts save. The output of fc2 is saved only with `probs_on_output`."""
-        experts, size, tensor = self.experts, sizes.activation, partial(saved_tensor, "experts")
+        experts, size, tensor = self.experts, sizes.activation_itemsize, partial(saved_tensor, "experts")
         rows, hidden = self.rows(parallel, sizes.residual, sizes.imbalance), experts.hidden_size
         fan, ffn = experts.activation.fan, experts.ffn_hidden_size // parallel.etp
         clones = self._clone_elements(parallel)
@@ -479,13 +483,13 @@ class MoEConfig(FeedForwardConfig):
         marks = {**even, **padded, **gathered, "row_width": hidden, "offloaded_by": "expert_fc1"}
         yield tensor("rows", "R H", rows * hidden, size, marks)
         marks = {**even, "row_width": fan * ffn, "offloaded_by": "moe_act", "is_activation_input": experts.may_fuse}
-        yield tensor("first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, marks)
+        yield tensor("fc1 output", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, marks)
         marks = {**even, **padded, **fused, "row_width": ffn, "recomputed_by": ("moe_act",)}
         yield tensor("activation", "R F", rows * ffn, size, marks)
         if experts.probs_on_output:
             yield tensor("results before their probability", "R H", rows * hidden, size)
         if experts.probs_on_input:
-            yield tensor("rows before their probability", "R H", rows * hidden, sizes.internal)
+            yield tensor("rows before their probability", "R H", rows * hidden, sizes.internal_itemsize)
         if self.latent_size:
             yield tensor("latent sum", "T L", sizes.residual * self.latent_size, size, {"low": "experts"})
 
@@ -495,7 +499,7 @@ class MoEConfig(FeedForwardConfig):
         """Peak bytes in the backward of routed and shared experts, without the buffers of the token dispatcher. Clones
         add their weight gradients, as sent and as received by the home ranks of their experts."""
         shared = 0.0 if self.shared is None else self.shared.mlp.backward_workspace(parallel, sizes, low)
-        clones = 2.0 * self._clone_elements(parallel) * sizes.internal
+        clones = 2.0 * self._clone_elements(parallel) * sizes.internal_itemsize
         return max(self._workspace_of_experts(parallel, sizes, low) + clones, shared)
 
     def _workspace_of_experts(
@@ -505,7 +509,7 @@ class MoEConfig(FeedForwardConfig):
         input. With fused casts: the activation, gradients of the outputs of fc2, the activation and fc1, and their FP8
         copies. With FP8 weight gradients, most of them exist in FP8 only, on one rank also the gradient of fc2's
         output. Fused casts also restore an activation input that was saved in FP8."""
-        experts, size = self.experts, sizes.activation
+        experts, size = self.experts, sizes.activation_itemsize
         rows = self.rows(parallel, sizes.residual, sizes.imbalance)
         ffn, fan, hidden = experts.ffn_hidden_size // parallel.etp, experts.activation.fan, experts.hidden_size
         if low is None or low.fused_block is None or not experts.may_fuse:
@@ -524,12 +528,12 @@ class MoEConfig(FeedForwardConfig):
         ffn, tokens = (1 + experts.activation.fan) * (experts.ffn_hidden_size // parallel.etp), 0.0
         if low is not None and low.fused_block and experts.may_fuse and parallel.ep * parallel.etp == 1:
             # fc1's input and the gradient of fc2's output are kept as tokens
-            tokens, hidden = float(sizes.residual * hidden * sizes.activation), 0
+            tokens, hidden = float(sizes.residual * hidden * sizes.activation_itemsize), 0
         width = hidden + ffn
         if low is not None and low.of_experts.weight_grad:
             padding = row_padding(low, int(rows), self.router.num_experts // parallel.ep)
             return tokens + rows * width * bytes_per_fp8_element(low) * padding
-        return tokens + rows * width * sizes.activation
+        return tokens + rows * width * sizes.activation_itemsize
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         experts = self.experts

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from megatron_moe.config.exit_codes import ExitCode, RunError
@@ -138,4 +139,4 @@ def resolve(target: Any) -> Any:
 def _imported(target: str) -> Any:
     # cached: activations and score functions are resolved in every layer's forward
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return attrgetter(name)(importlib.import_module(module))

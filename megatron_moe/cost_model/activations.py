@@ -38,8 +38,8 @@ def activation_sizes(plan: RunPlan, imbalance: float = 1.0) -> ActivationSizes:
     return ActivationSizes(
         residual=inner // parallel.tp if parallel.sequence_parallel else inner,
         inner=inner,
-        activation=activation,
-        internal=max(activation, num_bytes("fp32")),
+        activation_itemsize=activation,
+        internal_itemsize=max(activation, num_bytes("fp32")),
         length=plan.data.seq_length,
         imbalance=imbalance,
     )
@@ -64,7 +64,7 @@ def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
         count = sizes.residual * layer.hidden_size
         for name, _, _ in layer.sublayers:
             module = {"self_attention": "attention"}.get(name, name)
-            saved.append(saved_tensor(module, "dropout mask", "T H", count, sizes.activation))
+            saved.append(saved_tensor(module, "dropout mask", "T H", count, sizes.activation_itemsize))
     return saved
 
 
@@ -115,24 +115,26 @@ def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -
     """Cos and sin tables that a stage saves: one pair per distinct RoPE config of its layers."""
     layers = [model.layers[index] for index in stage.layers] + [model.mtp_layer] * bool(stage.num_mtp)
     for rope in dict.fromkeys(rope for layer in layers for rope in layer.mixer.rotary_tables):
-        yield saved_tensor("positions", "cos and sin", "2 U D", 2 * sizes.inner * rope.dim, sizes.internal)
+        yield saved_tensor("positions", "cos and sin", "2 U D", 2 * sizes.inner * rope.dim, sizes.internal_itemsize)
 
 
 def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Tensors that output layer and loss save, except the final norm's output. A chunked loss saves no logits."""
     if model.loss_chunk is None:
-        yield saved_tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
-    yield saved_tensor("head", "labels and normaliser", "U", sizes.inner, INDEX + sizes.internal)
+        yield saved_tensor(
+            "head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation_itemsize
+        )
+    yield saved_tensor("head", "labels and normaliser", "U", sizes.inner, INDEX + sizes.internal_itemsize)
 
 
 def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Tensors that one MTP depth saves. Its input is already saved: as the final norm's output, or as several residual
     streams before it."""
     hidden, tokens, streams = model.hidden_size, sizes.residual, model.residual.num_streams
-    yield saved_tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
-    yield saved_tensor("mtp", "statistics", "T", (1 + streams) * tokens, sizes.internal)
+    yield saved_tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation_itemsize)
+    yield saved_tensor("mtp", "statistics", "T", (1 + streams) * tokens, sizes.internal_itemsize)
     low = "" if parallel.sequence_parallel else "mtp"
-    yield saved_tensor("mtp", "joined", "T 2H", 2 * tokens * streams * hidden, sizes.activation, {"low": low})
+    yield saved_tensor("mtp", "joined", "T 2H", 2 * tokens * streams * hidden, sizes.activation_itemsize, {"low": low})
     own_input, *others = layer_tensors(model.mtp_layer, parallel, sizes)
     yield replace(own_input, module="mtp")
     for each in others:

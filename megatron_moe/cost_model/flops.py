@@ -45,16 +45,16 @@ def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
 
 def _streams_head(model: ModelConfig, seq_length: int) -> FlopCount:
     """FLOPs of the head that makes one residual stream of several, for one sequence."""
-    return product_flops(model.final_norm_parameters(UNSHARDED), seq_length)
+    return gemm_flops(model.final_norm_parameters(UNSHARDED), seq_length)
 
 
 def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
     """FLOPs of one layer for one sequence, forward and backward."""
-    products = product_flops(layer.parameters(UNSHARDED), seq_length)
-    return products + layer.mixer.flops(seq_length) + layer.feed_forward.flops(seq_length)
+    projections = gemm_flops(layer.parameters(UNSHARDED), seq_length)
+    return projections + layer.mixer.flops(seq_length) + layer.feed_forward.flops(seq_length)
 
 
-def product_flops(parameters: Iterable[ParamSpec], num_tokens: int, *, forward_only: bool = False) -> FlopCount:
+def gemm_flops(parameters: Iterable[ParamSpec], num_tokens: int, *, forward_only: bool = False) -> FlopCount:
     """FLOPs of the GEMMs of tokens with weight matrices, in forward and backward or in forward only."""
     found: Counter[str] = Counter()
     for spec in parameters:

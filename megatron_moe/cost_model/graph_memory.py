@@ -131,5 +131,5 @@ class GraphMemory:
                     if spec.active_experts is not None:
                         rows, ranks = sizes.residual * spec.active_experts * parallel.etp, parallel.etp
                     width = spec.shape[outputs] // (ranks if spec.meta.tp_dim == outputs else 1)
-                    found.append(rows * width * (column if spec.low and column else sizes.activation))
+                    found.append(rows * width * (column if spec.low and column else sizes.activation_itemsize))
         return found

@@ -45,10 +45,10 @@ from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
 _FEW_GROUPS = 4
-"""Number of microbatch groups after which the counts in `Moment` repeat periodically."""
+"""Number of microbatch groups after which the counts in `MicrobatchCounts` repeat periodically."""
 LATE = "waiting for weight gradients"
 """Entry in `RankBytes.activations` for tensors that are kept after backward to compute weight gradients later."""
-Moment = tuple[tuple[int, ...], tuple[int, ...]]
+MicrobatchCounts = tuple[tuple[int, ...], tuple[int, ...]]
 """Numbers of microbatches at one point of the schedule: (in flight, delayed), each with one number per model chunk.
 In flight: between forward and backward. Delayed: backward has run, except for delayed expert weight gradients."""
 
@@ -139,7 +139,7 @@ class RankMemory:
         self._placed: dict[tuple[LayerConfig, bool], list[_Placed]] = {}
         self._layers: dict[LayerConfig, list[SavedActivation]] = {}
         self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
-        self._moments: dict[tuple[int, int, int], list[Moment]] = {}
+        self._microbatch_counts: dict[tuple[int, int, int], list[MicrobatchCounts]] = {}
         self._slots: dict[tuple[int, int], list[set[int]]] = {}
 
     def with_options(self, memory: MemoryConfig) -> "RankMemory":
@@ -163,7 +163,7 @@ class RankMemory:
         late, workspace = own.late, own.workspace
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
-        in_flight, delayed = _peak(self.moments(rank), sizes, late)
+        in_flight, delayed = _peak(self.microbatch_counts(rank), sizes, late)
         modules: dict[str, float] = defaultdict(float)
         for count, chunk in zip(in_flight, chunks, strict=True):
             for module, size in chunk.modules.items():
@@ -198,7 +198,7 @@ class RankMemory:
         """
         plan, stages = self.plan, self.plan.layout.chunks(rank)
         freed: dict[str, float] = defaultdict(float)
-        moments = list[tuple[Workspace, dict[str, float]]]()
+        candidates = list[tuple[Workspace, dict[str, float]]]()
         if any(stage.loss for stage in stages):
             arguments, low = (plan.model, plan.parallel, self.sizes), plan.precision.low_precision
             loss = in_loss(*arguments, low)
@@ -206,7 +206,7 @@ class RankMemory:
                 loss = loss.and_more(
                     self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
                 )
-            moments.append((loss, {}))
+            candidates.append((loss, {}))
             for each in head_tensors(*arguments):
                 freed[each.module] += each.bytes
         decoder = {plan.model.layers[index]: None for stage in stages for index in stage.layers}
@@ -216,8 +216,8 @@ class RankMemory:
         passes = (True, mtp, dict(freed)), (False, decoder, freed | ({"mtp": of_mtp} if mtp else {}))
         for is_mtp, layers, before in passes:
             spaces = (self._workspace(layer, longest, is_mtp=is_mtp)[0] for layer in layers)
-            moments += [(space.and_more(pair), before) for space in spaces]
-        return max(moments, key=lambda at: at[0].total - sum(at[1].values()), default=(Workspace(), {}))
+            candidates += [(space.and_more(pair), before) for space in spaces]
+        return max(candidates, key=lambda at: at[0].total - sum(at[1].values()), default=(Workspace(), {}))
 
     def _stage_bytes(self, rank: int) -> _StageBytes:
         rank = self._alike[rank]
@@ -237,20 +237,20 @@ class RankMemory:
             )
         return self._stages[rank]
 
-    def moments(self, rank: int) -> list[Moment]:
+    def microbatch_counts(self, rank: int) -> list[MicrobatchCounts]:
         """Distinct microbatch counts that occur in the schedule of a pipeline rank. Only a few microbatch groups are
         simulated, because the counts of a long step repeat."""
         interval, count = self.plan.memory.moe_expert_wgrad_interval, self._few_microbatches()
         key = rank, count, interval
-        if key not in self._moments:
+        if key not in self._microbatch_counts:
             entries = computations(self.plan.pipeline_schedule(count), rank)
-            self._moments[key] = _moments_of(entries, self.plan.layout.vpp, count, interval)
-        return self._moments[key]
+            self._microbatch_counts[key] = _counts_of(entries, self.plan.layout.vpp, count, interval)
+        return self._microbatch_counts[key]
 
     def _few_microbatches(self) -> int:
         """Number of microbatches after which the counts of a step repeat."""
         schedule = self.plan.pipeline_schedule(self.plan.num_microbatches)
-        groups = groups_of_moments(self.plan.memory.moe_expert_wgrad_interval)
+        groups = num_simulated_groups(self.plan.memory.moe_expert_wgrad_interval)
         return min(schedule.num_microbatches, groups * schedule.group)
 
     def state_of_rank(self, rank: int) -> StateBytes:
@@ -290,7 +290,7 @@ class RankMemory:
         if stash is None:
             return 0.0
         rows = sum(width * (num + 1) for width, num in _pages_of_rank(self, rank, host=True).items())
-        return rows * stash.moe_paged_stash_page_size * self.sizes.activation
+        return rows * stash.moe_paged_stash_page_size * self.sizes.activation_itemsize
 
     def tensors(self, layer: LayerConfig) -> list[SavedActivation]:
         """Tensors that a layer saves for one microbatch if nothing is recomputed or offloaded."""
@@ -448,7 +448,7 @@ class RankMemory:
         if self.plan.layout.pp == 1:
             return 0.0
         width = self.plan.model.residual.num_streams * self.plan.model.hidden_size
-        return 4.0 * self.sizes.residual * width * self.sizes.activation
+        return 4.0 * self.sizes.residual * width * self.sizes.activation_itemsize
 
 
 def _first_alike(plan: RunPlan) -> list[int]:
@@ -470,17 +470,19 @@ def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
     return recompute.recompute_method == "uniform" or place < recompute.recompute_num_layers
 
 
-def groups_of_moments(interval: int) -> int:
-    """Returns the number of microbatch groups that `RankMemory.moments` simulates. `interval`:
+def num_simulated_groups(interval: int) -> int:
+    """Returns the number of microbatch groups that `RankMemory.microbatch_counts` simulates. `interval`:
     `--moe-expert-wgrad-interval`."""
     return _FEW_GROUPS + interval - 1
 
 
-def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int) -> list[Moment]:
+def _counts_of(
+    entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int
+) -> list[MicrobatchCounts]:
     """Distinct microbatch counts after each entry of a schedule, in order of occurrence. Expert weight gradients are
     computed once per `interval` microbatches and at the end of the step."""
     now, done = [0] * num_chunks, [0] * num_chunks
-    found: dict[Moment, None] = {}
+    found: dict[MicrobatchCounts, None] = {}
     for entry in entries:
         for action in parts(entry):
             if action.kind == "forward":
@@ -493,10 +495,10 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
     return list(found)
 
 
-def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Moment with the most saved bytes. A microbatch in flight saves chunks[i] in chunk i, and one whose weight
+def _peak(counts: Iterable[MicrobatchCounts], chunks: Sequence[float], late: Sequence[float]) -> MicrobatchCounts:
+    """Counts with the most saved bytes. A microbatch in flight saves chunks[i] in chunk i, and one whose weight
     gradients are delayed late[i]."""
-    return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
+    return max(counts, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
 def _is_saved_in(config: LowPrecisionConfig, tensor: SavedActivation, recomputed: Sequence[str]) -> bool:
@@ -540,7 +542,7 @@ def _pages_of_rank(memory: RankMemory, rank: int, *, host: bool) -> dict[int, in
         return {}
     chunks = [_pages_of(layers, memory, config, factor) for layers in memory.layers_of_chunks(rank)]
     peak: Counter[int] = Counter()
-    for in_flight, _ in memory.moments(rank):
+    for in_flight, _ in memory.microbatch_counts(rank):
         now: Counter[int] = Counter()
         for count, pages in zip(in_flight, chunks, strict=True):
             now += Counter({width: count * each for width, each in pages.items()})

@@ -40,9 +40,9 @@ def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
     seq, batch, world = plan.data.seq_length, plan.batch.global_batch_size, plan.parallel.world_size
     flops = count_flops(plan.model, batch, seq)
     low = plan.precision.low_precision is not None
-    products = flops.attention + flops.dense_mlp + flops.experts + flops.shared
+    gemms = flops.attention + flops.dense_mlp + flops.experts + flops.shared
     rate, _ = gpu.rate(plan.precision.params)
-    seconds = (flops.total - products) / rate + products / (gpu.fp8 if low else rate)
+    seconds = (flops.total - gemms) / rate + gemms / (gpu.fp8 if low else rate)
     return StepTime(
         flops=flops,
         per_token=flops.total / (batch * seq),

@@ -110,7 +110,7 @@ def expert_traffic(
         copies_sent=tokens * ranks.mean * other,
         copies_between_domains=tokens * domains.mean * (num_domains - 1) / num_domains,
         rows_taken=choice.rows(num_ranks, num_ranks * tokens),
-        row_bytes=width * sizes.activation + _PROBABILITY,
+        row_bytes=width * sizes.activation_itemsize + _PROBABILITY,
         low_row_bytes=width + scale * (width // block) + _PROBABILITY,
     )
 
@@ -183,7 +183,7 @@ class Communication:
             passes = 3 * columns + 2 * (rows + other)
         else:
             passes = 2 * (columns + rows + other)
-        size = float(self._sizes.inner * passes * self._sizes.activation)
+        size = float(self._sizes.inner * passes * self._sizes.activation_itemsize)
         return ring(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
 
     def _context_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
@@ -221,7 +221,7 @@ class Communication:
             yield Traffic(group=group, what="clones of experts", bytes=sent, network_bytes=sent * far)
         if copies is SentCopies.PER_CHOICE:
             gathered_rows = float(parallel.etp * sizes.residual * exchange.topk)
-            size = gathered_rows * exchange.width * 2 * (sizes.activation + sizes.internal)
+            size = gathered_rows * exchange.width * 2 * (sizes.activation_itemsize + sizes.internal_itemsize)
             yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
 
     def _hierarchical_dispatch(self, exchange: TokenExchange) -> Iterator[Traffic]:
@@ -231,8 +231,11 @@ class Communication:
         sizes, topk = self._sizes, exchange.topk
         copies = token_copies(exchange, self.plan.parallel)
         domains = self.placements["etp_ep"].domains[1]
-        row, hidden = exchange.width * sizes.activation, self.plan.pipeline.overlap
-        for what, row_bytes in (("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal)), ("combine", 2 * row)):
+        row, hidden = exchange.width * sizes.activation_itemsize, self.plan.pipeline.overlap
+        for what, row_bytes in (
+            ("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal_itemsize)),
+            ("combine", 2 * row),
+        ):
             sent = copies.per_token * sizes.residual * row_bytes  # forward and backward
             between, far = sent * (1 - 1 / copies.num_hosts), sent * (1 - 1 / domains)
             yield Traffic(
@@ -247,9 +250,11 @@ class Communication:
         sizes, ranks = self._sizes, self.plan.parallel.ep * self.plan.parallel.etp
         elements = float(ranks * sizes.residual * exchange.width)
         placement = self.placements["etp_ep"]
-        size = elements * (sizes.activation + sizes.internal)
+        size = elements * (sizes.activation_itemsize + sizes.internal_itemsize)
         yield ring(ranks, size, placement, group="etp_ep", what="dispatch: tokens of all ranks")
-        yield ring(ranks, 2 * elements * sizes.internal, placement, group="etp_ep", what="combine: sums of all ranks")
+        yield ring(
+            ranks, 2 * elements * sizes.internal_itemsize, placement, group="etp_ep", what="combine: sums of all ranks"
+        )
 
     def _ends(self, rank: int) -> Iterator[Traffic]:
         """Yields the tensor-parallel traffic of embeddings and heads, including those of MTP, on the rank's stages."""
@@ -265,7 +270,9 @@ class Communication:
     def _loss(self) -> Traffic:
         """Traffic of the vocabulary-parallel loss: an all-gather of three numbers per token in forward."""
         tp, sizes = self.plan.parallel.tp, self._sizes
-        return ring(tp, float(3 * tp * sizes.inner * sizes.internal), self.placements["tp"], group="tp", what="loss")
+        return ring(
+            tp, float(3 * tp * sizes.inner * sizes.internal_itemsize), self.placements["tp"], group="tp", what="loss"
+        )
 
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
         """Yields the data-parallel traffic: gradient all-reduce; with ZeRO-1, reduce-scatter and weight all-gather."""
@@ -326,6 +333,6 @@ class Communication:
         last = len(layout.stages) - 1
         sent = sum((chunk < last) + (chunk > 0) for chunk in range(rank, last + 1, layout.pp))
         width = self.plan.model.residual.num_streams * self.plan.model.hidden_size
-        size = float(sent * self.plan.num_microbatches * sizes.residual * width * sizes.activation)
+        size = float(sent * self.plan.num_microbatches * sizes.residual * width * sizes.activation_itemsize)
         crosses = self.placements["pp"].domains[1] > 1
         yield Traffic(group="pp", what="hidden states", bytes=size, network_bytes=size if crosses else 0.0, hidden=True)

@@ -23,7 +23,7 @@ ATTENTION = ("input_norm", "attention")
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Temporary memory at one moment of a backward, in bytes."""
+    """Temporary memory at one point of a backward, in bytes."""
 
     dispatch: float = 0.0
     """Buffers of the token dispatcher."""
@@ -50,13 +50,13 @@ def in_feed_forward(
     layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
 ) -> Workspace:
     """Peak workspace in the backward of a layer's feed-forward module. `low`: FP8 or FP4 recipe of the layer."""
-    moments = [Workspace(other=layer.feed_forward.backward_workspace(parallel, sizes, low))]
+    candidates = [Workspace(other=layer.feed_forward.backward_workspace(parallel, sizes, low))]
     exchange = layer.feed_forward.exchange(parallel, sizes, low)
     if exchange is not None:
-        moments.append(_in_dispatch(exchange, parallel, sizes))
-    peak = max(moments, key=lambda moment: moment.total).and_more(stream_bytes(layer, sizes))
+        candidates.append(_in_dispatch(exchange, parallel, sizes))
+    peak = max(candidates, key=lambda space: space.total).and_more(stream_bytes(layer, sizes))
     connection = Workspace(other=layer.residual.backward_workspace(layer.hidden_size, sizes))
-    return max(peak, connection, key=lambda moment: moment.total)
+    return max(peak, connection, key=lambda space: space.total)
 
 
 def in_loss(
@@ -65,34 +65,34 @@ def in_loss(
     """Peak workspace of the loss: the gradient of the hidden state, because that of the logits overwrites them. A
     chunked loss also stores the logits of one chunk. `low`: FP8 or FP4 recipe, which may quantise the gradient of the
     logits."""
-    hidden, vocab = sizes.inner * model.hidden_size * sizes.activation, model.vocab_size // parallel.tp
+    hidden, vocab = sizes.inner * model.hidden_size * sizes.activation_itemsize, model.vocab_size // parallel.tp
     chunk = 0 if model.loss_chunk is None else min(model.loss_chunk, sizes.inner)
     copies = LowCopies.of(low if low is not None and low.output_layer else None)
-    return Workspace(other=float(hidden + vocab * (chunk * sizes.activation + sizes.inner * copies.grad)))
+    return Workspace(other=float(hidden + vocab * (chunk * sizes.activation_itemsize + sizes.inner * copies.grad)))
 
 
 def stream_bytes(layer: LayerConfig, sizes: ActivationSizes) -> float:
     """Bytes of gradients [T, H]: of every residual stream, and of the input of attention or MLP."""
-    return (1.0 + layer.residual.num_streams) * sizes.residual * layer.hidden_size * sizes.activation
+    return (1.0 + layer.residual.num_streams) * sizes.residual * layer.hidden_size * sizes.activation_itemsize
 
 
 def _in_dispatch(exchange: TokenExchange, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
     """Workspace of the token dispatcher: buffers for sent rows, for received rows and for rows sorted by expert."""
     width, tokens, copies = exchange.width, sizes.residual, exchange.transport.copies
-    held = exchange.rows * width * sizes.activation
+    held = exchange.rows * width * sizes.activation_itemsize
     if copies is SentCopies.ALL_RANKS:
         gathered = tokens * parallel.ep * parallel.etp
-        return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
+        return Workspace(dispatch=gathered * width * (sizes.activation_itemsize + sizes.internal_itemsize), other=held)
     if copies is SentCopies.PER_RANK:
         # sums, of this rank's tokens and, if they are computed before the push, of all tokens, as DeepEP receives them
         summed = tokens * (1 + parallel.ep * parallel.etp if exchange.sums_before_sending else 1)
-        return Workspace(dispatch=summed * width * sizes.activation, other=held)
+        return Workspace(dispatch=summed * width * sizes.activation_itemsize, other=held)
     if copies is SentCopies.PER_HOST:
         # sums of rows, sums that the forwarding rank receives, and its sums; the choices are sent in the forward
         of_token = token_copies(exchange, parallel)
         sums = tokens * (2 * of_token.forwarded + of_token.per_token)
-        return Workspace(dispatch=sums * width * sizes.activation, other=held)
-    sent = tokens * exchange.topk * width * sizes.activation
+        return Workspace(dispatch=sums * width * sizes.activation_itemsize, other=held)
+    sent = tokens * exchange.topk * width * sizes.activation_itemsize
     return Workspace(dispatch=sent + held, other=held)
 
 
@@ -117,7 +117,7 @@ def receive_slots(
         for content, in_backward, fmt in (
             ("tokens", False, tokens), ("tokens", True, grads), ("sums", False, None), ("sums", True, None)
         ):  # fmt: skip
-            row = width * sizes.activation if fmt is None else fmt.row_bytes(width)
+            row = width * sizes.activation_itemsize if fmt is None else fmt.row_bytes(width)
             key = content, in_backward and plan.pipeline.overlap, width, topk, fmt
-            channels[key] = row + topk * (4 + sizes.internal)
+            channels[key] = row + topk * (4 + sizes.internal_itemsize)
     return buffer + ranks * sizes.residual * sum(channels.values())

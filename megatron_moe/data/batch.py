@@ -41,9 +41,9 @@ class TokenMeta:
     max_seqlen: int | None = None
     """Number of tokens of the longest document. None means that attention is not limited to documents."""
 
-    def take(self, x_BS: Tensor) -> Tensor:
+    def select(self, x_BS: Tensor) -> Tensor:
         """Selects this context-parallel rank's part of `x_BS`, a tensor of the whole microbatch."""
-        return x_BS if self.part is None else self.part.take(x_BS)
+        return x_BS if self.part is None else self.part.select(x_BS)
 
 
 class GraphRunner(Protocol):
@@ -234,16 +234,16 @@ def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
     part = _part(batch, context)
     tokens = replace(
         meta,
-        positions_BS=part.take(meta.positions_BS),
-        segments_BS=None if meta.segments_BS is None else part.take(meta.segments_BS),
-        valid_BS=None if meta.valid_BS is None else part.take(meta.valid_BS),
+        positions_BS=part.select(meta.positions_BS),
+        segments_BS=None if meta.segments_BS is None else part.select(meta.segments_BS),
+        valid_BS=None if meta.valid_BS is None else part.select(meta.valid_BS),
         part=part,
-        whole_segments_BS=None if meta.segments_BS is None else part.take_sequences(meta.segments_BS),
+        whole_segments_BS=None if meta.segments_BS is None else part.select_sequences(meta.segments_BS),
     )
     return MicroBatch(
-        tokens_BS=part.take(batch.tokens_BS),
-        labels_BS=part.take(batch.labels_BS),
-        loss_mask_BS=part.take(batch.loss_mask_BS),
+        tokens_BS=part.select(batch.tokens_BS),
+        labels_BS=part.select(batch.labels_BS),
+        loss_mask_BS=part.select(batch.loss_mask_BS),
         context=replace(batch.context, tokens=tokens),
         whole=batch,
     )

@@ -97,10 +97,10 @@ class DocumentSamples:
         """Sample `index`, int64 [seq_length + 1], padded with `PADDING`. Raises `DataProblem` for negative ids."""
         out = np.full(self.seq_length + 1, PADDING, dtype=np.int64)
         place = 0
-        for document, offset, length in self._pieces(index):
-            piece = self.source.get(document, offset, length)
-            out[place : place + len(piece)] = piece
-            place += len(piece)
+        for document, offset, length in self._spans(index):
+            tokens = self.source.get(document, offset, length)
+            out[place : place + len(tokens)] = tokens
+            place += len(tokens)
         if place and out[:place].min() < 0:  # negative ids would be treated as padding
             position = int(out[:place].argmin())
             raise DataProblem(
@@ -116,20 +116,20 @@ class DocumentSamples:
     def locate(self, index: int, position: int) -> str:
         """File, document and offset of token `position` of sample `index`, as text for messages."""
         left = position
-        for document, offset, length in self._pieces(index):
+        for document, offset, length in self._spans(index):
             if left < length:
                 return f"{self.name}, document {document}, token {offset + left}"
             left -= length
         raise AssertionError(f"sample {index} has no token at position {position}; it has {position - left} tokens")
 
-    def _pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (document, token offset, length) of the pieces of documents that form sample `index`, in order."""
+    def _spans(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (document, token offset, length) of the document spans that form sample `index`, in order."""
         row = int(self.shuffle_index[index])
         (first, start), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
         for place in range(first, last + 1):
             document = int(self.document_index[place])
             offset = start if place == first else 0
-            # The last piece includes the first token of the next sample.
+            # The last span includes the first token of the next sample.
             stop = end + 1 if place == last else int(self.source.sequence_lengths[document])
             yield document, offset, stop - offset
 

@@ -376,7 +376,9 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
                 make = partial(_operand_of_rows, kernels, index=index, quantizer=quantizer, offsets_e=offsets_e)
                 operand = _rows_or_tokens(ctx.weight, rows.detach(), index, make)
             part = grad_q.only_columnwise() if low_weight_grad else values_of(grad), operand, offsets_e
-            grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(partial(_grouped_product, kernels), (part,)))
+            grad_weight = accumulate_grad(
+                ctx.weight, BatchedWeightGrad(partial(_grouped_weight_grad, kernels), (part,))
+            )
         return None, grad_rows, grad_weight, *(None,) * 5
 
 
@@ -463,7 +465,7 @@ class _QuantizedActivationLinear(torch.autograd.Function):
             def compute(out: Tensor, accumulate: bool) -> None:
                 kernels.linear_weight_grad(operand, rows, out, accumulate)
 
-            delayed = BatchedWeightGrad(partial(_grouped_product, kernels), ((operand, rows, offsets_e),))
+            delayed = BatchedWeightGrad(partial(_grouped_weight_grad, kernels), ((operand, rows, offsets_e),))
             grad_weight = accumulate_grad(ctx.weight, compute if offsets_e is None else delayed)
         return None, grad_x, found.grad_probs_R, grad_weight, *(None,) * 5
 
@@ -494,7 +496,7 @@ def _rows_or_tokens(
     return _Tokens(tokens.clone(), make) if _merges(weight, len(tokens), index) else make(tokens)
 
 
-def _grouped_product(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumulate: bool) -> None:
+def _grouped_weight_grad(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumulate: bool) -> None:
     """Computes an expert weight gradient from `parts`, tuples like `GroupedPart` whose operands may be `_Tokens`."""
 
     def operand(given: Any) -> Any:

@@ -96,7 +96,7 @@ class KernelSet(Kernels):
         kernels = cls()
         for op, function in functions.items():
             if op in MATRIX_PRODUCTS:
-                function = ends_reservation(_product(function, functions[f"quantized_{op}"]))
+                function = ends_reservation(_gemm(function, functions[f"quantized_{op}"]))
             setattr(kernels, op, function)
         kernels.choices = choices
         of_norms = {each.backend for each in choices if each.op in ("rms_norm", "add_rms_norm", "rms_norm_quantized")}
@@ -113,15 +113,15 @@ class KernelSet(Kernels):
         return "\n".join(aligned([(choice.op, choice.backend, choice.reason) for choice in self.choices]))
 
 
-def _product(plain: Callable[..., Any], quantized: Callable[..., Any]) -> Callable[..., Any]:
+def _gemm(plain: Callable[..., Any], quantized: Callable[..., Any]) -> Callable[..., Any]:
     """Function that calls `quantized` if an operand is a `QuantizedTensor`, and `plain` otherwise."""
 
     @wraps(plain)
-    def product(first: Any, *others: Any, **named: Any) -> Any:
+    def gemm(first: Any, *others: Any, **named: Any) -> Any:
         # the first argument of grouped_weight_grad is a sequence of `GroupedPart`s; a loop takes less host time than a
         # generator
         parts = first if isinstance(first, list | tuple) else ((first,),)
         operands = itertools.chain(*parts, others, named.values())
         return (quantized if QuantizedTensor in map(type, operands) else plain)(first, *others, **named)
 
-    return product
+    return gemm

@@ -31,12 +31,12 @@ def num_reserved_sms() -> int:
     return torch._C._get_sm_carveout_experimental() or 0
 
 
-def ends_reservation(product: Callable[..., Any]) -> Callable[..., Any]:
+def ends_reservation(gemm: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a GEMM so that the reservation ends after it."""
 
-    @wraps(product)
+    @wraps(gemm)
     def call(*args: Any, **named: Any) -> Any:
-        result = product(*args, **named)
+        result = gemm(*args, **named)
         end_reservation()
         return result
 

@@ -97,7 +97,7 @@ class UpdateOps(Protocol):
         weight_decay) - lr * factor * direction and, if given, `weights` to their rounded values."""
         ...
 
-    def symmetric_product(self, x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    def syrk(self, x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
         """Returns alpha * x x^T + beta * base for matrices x [n, M, K] and symmetric matrices `base` [n, M, M],
         accumulated in fp32 or wider and rounded to the dtype of x. x may have any strides."""
         ...

@@ -73,7 +73,7 @@ class Linear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [S, ..., inputs] to y [S, ..., outputs]. A sharded dim contains only this rank's shard."""
         if self.tp_dim == 0:
-            return column_product(x, self.weight, self.bias, self.ctx, self.kernels, self.quantizer)
+            return column_parallel_linear(x, self.weight, self.bias, self.ctx, self.kernels, self.quantizer)
         if self.tp_dim is None or self.ctx.group("tp").size == 1:
             return autograd.linear(self.kernels, x, self.weight, self.bias, quantizer=self.quantizer)
         partial_SBO = autograd.linear(self.kernels, x, self.weight, quantizer=self.quantizer)
@@ -119,7 +119,7 @@ def with_common_copy(x: Tensor, *linears: Linear) -> Tensor:
     return QuantizedActivation.of(x, x_q, first.formats[0])
 
 
-def column_product(
+def column_parallel_linear(
     hidden_SBH: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -139,7 +139,7 @@ def column_product(
     return autograd.linear(kernels, whole_SBH, weight, bias, sharded=sharded, quantizer=quantizer)
 
 
-def products_of_whole(hidden_SBH: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+def gathered_linears(hidden_SBH: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
     """Applies several linear layers to all positions of a sequence-parallel residual stream, which is gathered once for
     all of them. The weight gradients of a replicated layer must be partial sums over tp, as those of sequence
     parallelism are."""

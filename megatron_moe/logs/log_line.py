@@ -21,7 +21,7 @@ class StepResult:
     loss: float
     norms: Mapping[str, float]
     """L2 norms of the gradient before clipping, by parameter group; "all" is the global norm."""
-    extra: Mapping[str, float] = field(default_factory=dict)
+    extra_scalars: Mapping[str, float] = field(default_factory=dict)
     """Values that only some runs measure: "num_zeros" (number of gradient elements equal to 0) and "params_norm" (both
     only when the log needs them), "overflow" (expert rows beyond their bound, relative to it), "stash_overflow" (1 if
     a rank found too few free pages for expert rows, otherwise 0), and "loss_scale" (fp16).
@@ -158,12 +158,12 @@ def megatron_log_line(report: StepReport, config: LoggingConfig) -> str:
     # Megatron omits negative averages and NaN; NaN is shown here.
     parts += [f" {name}: {value:.6E}" for name, value in losses.items() if not value < 0.0]
     parts += [f" {name}: {value:.2f}" for name, value in recorded.items() if name not in losses]
-    parts.append(f" loss scale: {last.extra.get('loss_scale', 1.0):.1f}")
+    parts.append(f" loss scale: {last.extra_scalars.get('loss_scale', 1.0):.1f}")
     parts.append(f" grad norm: {last.norms['all']:.3f}")
-    if "num_zeros" in last.extra:
-        parts.append(f" num zeros: {last.extra['num_zeros']:.0f}")
-    if "params_norm" in last.extra:
-        parts.append(f" params norm: {last.extra['params_norm']:.3f}")
+    if "num_zeros" in last.extra_scalars:
+        parts.append(f" num zeros: {last.extra_scalars['num_zeros']:.0f}")
+    if "params_norm" in last.extra_scalars:
+        parts.append(f" params norm: {last.extra_scalars['params_norm']:.3f}")
     parts.append(f" number of skipped iterations: {report.skipped_iterations:3d}")
     parts.append(f" number of nan iterations: {report.nan_iterations:3d}")
     if config.log_throughput:

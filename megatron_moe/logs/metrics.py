@@ -1,6 +1,6 @@
 """Metrics that modules record on the device. They are reduced over ranks once per log interval.
 
-Recording adds to tensors on the device without synchronisation. `MetricAccumulator.take` runs one all-reduce for sums
+Recording adds to tensors on the device without synchronisation. `MetricAccumulator.reduce` runs one all-reduce for sums
 and one for maxima, and copies the results to the host once.
 """
 
@@ -129,7 +129,7 @@ class MetricAccumulator:
         entries, self.entries = self.entries, {}
         return MetricAccumulator(entries)
 
-    def take(self, context: ParallelContext) -> dict[str, Metric]:
+    def reduce(self, context: ParallelContext) -> dict[str, Metric]:
         """Returns all metrics by name and resets the accumulator. Collective over all ranks.
 
         All ranks of a pipeline stage must have recorded the same names with the same shapes, in any order. A metric

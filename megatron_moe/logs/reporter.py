@@ -179,7 +179,7 @@ class Reporter:
     def step(self, metrics: Mapping[str, Metric]) -> None:
         """Writes a report of all steps since the last report. Collective: gathers the timers of all ranks.
 
-        `metrics`: result of `MetricAccumulator.take`.
+        `metrics`: result of `MetricAccumulator.reduce`.
         """
         steps, self._steps = self._steps, []
         assert steps, "a report needs at least one step"
@@ -193,7 +193,7 @@ class Reporter:
             flops_per_step=self._flops_of(steps[-1].num_tokens / self._seq_length),
             peak_flops=self._peak_flops,
         )
-        timings = self.timers.take(self.context)
+        timings = self.timers.gather_seconds(self.context)
         if self.context.is_last:
             for line in (step_line(report, self.config), *timer_lines(timings, self.config.timing_log_option)):
                 self._detail(line)

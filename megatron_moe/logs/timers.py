@@ -15,7 +15,7 @@ Option = Literal["max", "minmax", "all"]
 _NAME_COLUMNS = 48
 
 
-class Moment:
+class Timestamp:
     """Timestamp taken at construction: host time on a CPU, an event recorded on the current stream on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -25,42 +25,42 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Blocks the host until the GPU has reached the event; returns immediately on a CPU."""
         if self._event is not None:
             self._event.synchronize()
 
-    def has_come(self) -> bool:
+    def has_completed(self) -> bool:
         """True if the GPU has reached the event (always on a CPU). Does not block."""
         return self._event is None or self._event.query()
 
-    def seconds_since(self, earlier: "Moment") -> float:
-        """Seconds from `earlier` to this moment. On a GPU, both events must have completed."""
+    def seconds_since(self, earlier: "Timestamp") -> float:
+        """Seconds from `earlier` to this timestamp. On a GPU, both events must have completed."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._time - earlier._time
 
 
 class Span:
-    """Named time between two moments. A backward span begins at the last call of `mark_begin` before the first call of
-    `mark_end`, and ends at the last call of `mark_end`. Without calls of both, it is not counted."""
+    """Named time between two timestamps. A backward span begins at the last call of `mark_begin` before the first call
+    of `mark_end`, and ends at the last call of `mark_end`. Without calls of both, it is not counted."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self._device = device
-        self._begin: Moment | None = None
-        self._end: Moment | None = None
+        self._begin: Timestamp | None = None
+        self._end: Timestamp | None = None
 
     def mark_begin(self, *_: object) -> None:
         if self._end is None:
-            self._begin = Moment(self._device)
+            self._begin = Timestamp(self._device)
 
     def mark_end(self, *_: object) -> None:
-        self._end = Moment(self._device)
+        self._end = Timestamp(self._device)
 
     def is_over(self) -> bool:
         """False if the device has not reached the end. Does not block."""
-        return self._end is None or self._end.has_come()
+        return self._end is None or self._end.has_completed()
 
     def seconds(self) -> float:
         """Duration in seconds; 0 for a backward that did not run."""
@@ -101,13 +101,13 @@ class Timers:
             self._steps[-1].append(span)
 
     def backward_span(self, name: str, level: int) -> Span | None:
-        """Returns a span of the current step whose moments the backward marks; None if `span` would do nothing."""
+        """Returns a span of the current step whose ends the backward marks; None if `span` would do nothing."""
         if level > self._level:
             return None
         self._steps[-1].append(Span(name, self._device))
         return self._steps[-1][-1]
 
-    def take(self, context: ParallelContext) -> dict[str, list[float]]:
+    def gather_seconds(self, context: ParallelContext) -> dict[str, list[float]]:
         """Returns the seconds per step of each rank, by span name, of the steps that ended since the last call.
 
         Does not wait for the device: steps that it has not completed are returned by the next call. Collective over all

@@ -73,10 +73,10 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
         for what, tensor in buffer.tensors():
             tracker.is_state(tensor, what)
     for state in trainer.optimizer.states:
-        kept = state.kept
-        named = [("moments", moment) for moment in kept.moments.values()]
-        if kept.master is not None:
-            named.append(("master weights", kept.master))
+        stored = state.stored
+        named = [("moments", each) for each in stored.states.values()]
+        if stored.master is not None:
+            named.append(("master weights", stored.master))
         for kind, packed in named:
             for tensor in packed.parts:
                 tracker.is_state(tensor, kind if state.placement == "device" else "host")

@@ -43,7 +43,7 @@ from megatron_moe.parallel.context_parallel import (
     joined,
     pack,
     scatter_heads,
-    take_positions,
+    select_positions,
     unpack,
 )
 from megatron_moe.parallel.exchange import Wait
@@ -176,7 +176,7 @@ class _CoreAttention:
         return _BlockAttention.apply(*heads, blocks)  # type: ignore[no-untyped-call,no-any-return]
 
     def _span(self, chunks: Chunks) -> PositionSpan:
-        segments_BS = None if self.segments_BS is None else take_positions(self.segments_BS, chunks)
+        segments_BS = None if self.segments_BS is None else select_positions(self.segments_BS, chunks)
         return PositionSpan(chunks=chunks, segments_BS=segments_BS)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.model.sparse_attention import best_keys, blocks, product
+from megatron_moe.model.sparse_attention import best_keys, blocks, bmm_in
 
 
 def chosen_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
@@ -60,7 +60,7 @@ class AttentionTarget:
         """Distribution over the allowed entries [B, C, E]; all 0 for queries without one."""
         wide, allowed_BC1E = self.lse_UBN.dtype, self.allowed_BUE[:, rows, None]
         q_BCND, lse_BCN1 = (x[rows].transpose(0, 1) for x in (self.q_UBND, self.lse_UBN[..., None]))
-        logits = _products(q_BCND, self.entries_EBD, wide).mul_(self.scale)
+        logits = _logits(q_BCND, self.entries_EBD, wide).mul_(self.scale)
         logits.masked_fill_(~allowed_BC1E, -torch.inf)
         if self.adds_entries:
             lse_BCN1 = torch.logaddexp(lse_BCN1, logits.logsumexp(dim=-1, keepdim=True))
@@ -104,19 +104,19 @@ class _IndexerLoss(torch.autograd.Function):
 def _scores(q_CBID: Tensor, k_EBD: Tensor, w_CBI: Tensor, relu: bool) -> Tensor:
     """Scores [B, C, E] in the internal dtype."""
     wide = internal_dtype(q_CBID.dtype)
-    products_BCIE = _products(q_CBID.transpose(0, 1), k_EBD, wide)
+    scores_BCIE = _logits(q_CBID.transpose(0, 1), k_EBD, wide)
     if relu:
-        products_BCIE = products_BCIE.relu_()
-    return (w_CBI.transpose(0, 1)[:, :, None].to(wide) @ products_BCIE).squeeze(2)
+        scores_BCIE = scores_BCIE.relu_()
+    return (w_CBI.transpose(0, 1)[:, :, None].to(wide) @ scores_BCIE).squeeze(2)
 
 
-def _products(q_BCND: Tensor, k_EBD: Tensor, dtype: torch.dtype) -> Tensor:
+def _logits(q_BCND: Tensor, k_EBD: Tensor, dtype: torch.dtype) -> Tensor:
     """q . k of every head and entry in `dtype`, [B, C, N, E]. (`q @ k` with broadcasting would copy k for every
     query.)"""
-    return product(q_BCND.flatten(1, 2), k_EBD.permute(1, 2, 0), dtype).unflatten(1, q_BCND.shape[1:3])
+    return bmm_in(q_BCND.flatten(1, 2), k_EBD.permute(1, 2, 0), dtype).unflatten(1, q_BCND.shape[1:3])
 
 
 def _blocks(q_UBID: Tensor, k_EBD: Tensor, heads: int = 0) -> Iterator[slice]:
-    """Blocks of queries in which products with `heads` heads, or with those of the indexer, take `BLOCK_BYTES`."""
+    """Blocks of queries in which the logits of `heads` heads, or those of the indexer, take `BLOCK_BYTES`."""
     num_queries, batch, own, _ = q_UBID.shape
     return blocks(num_queries, batch * max(own, heads) * len(k_EBD) * internal_dtype(q_UBID.dtype).itemsize)

@@ -288,13 +288,13 @@ class GPT(nn.Module):
         """Sets `Parameter.uses` of embedding and head. Tied weights and multi-token prediction can raise it above 1."""
         mtp = self.config.mtp
         depths = mtp.num_layers if mtp is not None and not mtp.detach_heads else 0
-        num_products = 1 + depths if self.output_layer is not None else 0
+        num_head_uses = 1 + depths if self.output_layer is not None else 0
         if self.output_layer is not None and self.output_layer.weight is not None:
-            self.output_layer.weight.uses = num_products
+            self.output_layer.weight.uses = num_head_uses
         if hasattr(self, "embedding"):
             num_lookups = sum(chunk.embedding + (depths if chunk.num_mtp else 0) for chunk in self.chunks)
             words, positions = self.embedding.word_embeddings, self.embedding.position_embeddings
-            words.weight.uses = num_lookups + (num_products if self.config.tied_embeddings else 0)
+            words.weight.uses = num_lookups + (num_head_uses if self.config.tied_embeddings else 0)
             if positions is not None:
                 positions.weight.uses = num_lookups
 

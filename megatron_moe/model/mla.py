@@ -18,7 +18,7 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import autograd
 from megatron_moe.layers.components import Site
 from megatron_moe.layers.declared import DeclaredParameters
-from megatron_moe.layers.linear import Linear, copy_format, products_of_whole, with_common_copy
+from megatron_moe.layers.linear import Linear, copy_format, gathered_linears, with_common_copy
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import SoftmaxAttention, rotate
@@ -103,7 +103,7 @@ class MLA(SoftmaxAttention):
         share)."""
         if self.gathers_input:
             # tp: all-gather of S * B * H elements in forward and in backward, reduce-scatter of as many in backward
-            q, kv_latent = products_of_whole(hidden_SBH, (self.linear_q_proj, self.linear_kv_down_proj))
+            q, kv_latent = gathered_linears(hidden_SBH, (self.linear_q_proj, self.linear_kv_down_proj))
             return q, hidden_SBH, kv_latent
         hidden_SBH = with_common_copy(hidden_SBH, *self.input_linears)
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)

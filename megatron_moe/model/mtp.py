@@ -155,7 +155,7 @@ class MTP(nn.Module):
 
     def _depths(self, batch: MicroBatch) -> Iterator["_Depth"]:
         whole = batch.whole or batch
-        meta, take = whole.context.tokens, batch.context.tokens.take
+        meta, select = whole.context.tokens, batch.context.tokens.select
         tokens_BS, segments_BS = whole.tokens_BS, meta.segments_BS
         positions_BS, valid_BS = meta.positions_BS, meta.valid_BS
         for number in range(self.config.num_layers):
@@ -163,11 +163,11 @@ class MTP(nn.Module):
             if valid_BS is not None:
                 # A position without a later token keeps its own validity, so that an all-true mask equals no mask.
                 valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
-            own_BS = take(tokens_BS)
-            mb = self._depth_context(batch.context, None if valid_BS is None else take(valid_BS), number)
+            own_BS = select(tokens_BS)
+            mb = self._depth_context(batch.context, None if valid_BS is None else select(valid_BS), number)
             if mb.tokens.ids_BS is not None:
                 mb = replace(mb, tokens=replace(mb.tokens, ids_BS=own_BS))
-            yield _Depth(number == 0, own_BS, take(positions_BS), mb)
+            yield _Depth(number == 0, own_BS, select(positions_BS), mb)
 
     def _depth_context(self, mb: MicrobatchContext, valid_BS: Tensor | None, depth: int) -> MicrobatchContext:
         forced = mb.forced_logits
@@ -203,7 +203,7 @@ def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor
     for _ in range(num_depths):
         labels_BS = shift(labels_BS, whole.context.tokens.segments_BS)
         weights_BS = shift(weights_BS, whole.context.tokens.segments_BS)
-        yield batch.context.tokens.take(labels_BS), batch.context.tokens.take(weights_BS), weights_BS.sum()
+        yield batch.context.tokens.select(labels_BS), batch.context.tokens.select(weights_BS), weights_BS.sum()
 
 
 def shift(x_BS: Tensor, segments_BS: Tensor | None, fill: int = 0) -> Tensor:

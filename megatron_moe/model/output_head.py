@@ -10,7 +10,7 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, VocabShard, internal_dtype
 from megatron_moe.kernels.reference.backend import store
-from megatron_moe.layers.linear import column_product
+from megatron_moe.layers.linear import column_parallel_linear
 from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
@@ -53,7 +53,7 @@ class Head(QuantizedModule):
         if labels_BS is not None and self.loss_chunk is not None:
             assert self.quantizer is None, "the chunked loss does not support FP8"
             return self._chunked_loss(hidden_SBH, weight_VH, bias_V, labels_BS, self.loss_chunk)
-        logits_SBV = column_product(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels, self.quantizer)
+        logits_SBV = column_parallel_linear(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels, self.quantizer)
         return logits_SBV if labels_BS is None else self.loss(logits_SBV, labels_BS)
 
     def _chunked_loss(

@@ -47,7 +47,7 @@ class SavedQueries:
 
     packed: PackedTensor | None = None
 
-    def take(self) -> Tensor:
+    def pop(self) -> Tensor:
         """The queries; they are not kept."""
         assert self.packed is not None
         output, self.packed = unpack(self.packed), None
@@ -77,7 +77,7 @@ class _RotatedQueries(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,), q_SBND, grad_SBND = ctx.saved_tensors, ctx.saved.take(), grads[0]
+        (scale,), q_SBND, grad_SBND = ctx.saved_tensors, ctx.saved.pop(), grads[0]
         of_normed = torch.empty_like(q_SBND)
         step = max(NORM_BLOCK_BYTES // (q_SBND[0].numel() * scale.element_size()), 1)
         for start in range(0, len(q_SBND), step):

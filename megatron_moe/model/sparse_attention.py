@@ -107,7 +107,7 @@ def raise_maxima_(maxima_N: Tensor, q_UBND: Tensor, rows_SBD: Tensor, ids_UBK: T
         maxima_N.copy_(torch.maximum(maxima_N, largest_N))
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def bmm_in(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b of 3-D tensors in `dtype`, which is at least as wide as theirs and in which products are summed."""
     if a.dtype == dtype:
         return torch.bmm(a, b)
@@ -217,7 +217,7 @@ def _attended(
     else:
         allowed = allowed_BCK
     q_BZD, heads = q_UBND[rows].permute(1, 2, 0, 3).flatten(1, 2), q_UBND.shape[2]
-    logits_BNCK = product(q_BZD, rows_SBD[:num_keys].permute(1, 2, 0), wide).unflatten(1, (heads, -1))
+    logits_BNCK = bmm_in(q_BZD, rows_SBD[:num_keys].permute(1, 2, 0), wide).unflatten(1, (heads, -1))
     logits_BNCK.mul_(job.softmax_scale).masked_fill_(~allowed[:, None], -torch.inf)
     total_BCK = logits_BNCK.softmax(dim=-1).sum(dim=1)
     # tp: one value per query and key; no gradient flows through the target of the loss

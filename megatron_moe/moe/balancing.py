@@ -149,16 +149,16 @@ class BalancingLosses:
                 self._whole_counts_GE = all_reduce_(own_GE, self._tokens.group)
         return self._whole_counts_GE
 
-    def over_microbatch(self) -> WeightedScores:
+    def aux_loss(self) -> WeightedScores:
         """Loss of `aux_loss`: load fractions f and mean scores P are both computed over this microbatch."""
         counts_GE = self._whole_counts()
         return self._mean_loss(counts_GE if len(counts_GE) == 1 else counts_GE.sum(dim=0, keepdim=True), self._topk)
 
-    def over_sequences(self) -> WeightedScores:
+    def seq_aux_loss(self) -> WeightedScores:
         """Loss of `seq_aux_loss`: mean of the losses of the individual sequences that have valid tokens."""
         return self._mean_loss(self._whole_counts(), self._topk)
 
-    def over_batch(self) -> WeightedScores:
+    def global_aux_loss(self) -> WeightedScores:
         """Loss of `global_aux_loss`: P is computed over this microbatch, f over the global batch so far."""
         return self._mean_loss(self._batch_counts(self._counts_GE.sum(dim=0))[None], None)
 
@@ -189,14 +189,6 @@ class BalancingLosses:
         num_held = (num_tokens_G > 0).sum().clamp(min=1)
         divisor_G = (num_tokens_G.clamp(min=1) * num_held).to(share_GE.dtype)
         return WeightedScores(self._scores_GE, share_GE * (num_experts / divisor_G)[:, None])
-
-
-over_microbatch, over_sequences, over_batch = (
-    BalancingLosses.over_microbatch,
-    BalancingLosses.over_sequences,
-    BalancingLosses.over_batch,
-)
-"""Built-in losses, which registry `BALANCING` refers to."""
 
 
 class BalancedRouter(Protocol):

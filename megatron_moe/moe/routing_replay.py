@@ -136,4 +136,4 @@ def _whole_shape(tokens: TokenMeta) -> tuple[int, int]:
 
 def _by_token(x_BS: Tensor, tokens: TokenMeta, context: ParallelContext) -> Tensor:
     """This rank's part of a tensor [B, S, ...] of the microbatch, with token t = s * B + b first: [T, ...]."""
-    return my_positions(tokens.take(x_BS), context).transpose(0, 1).flatten(0, 1).contiguous()
+    return my_positions(tokens.select(x_BS), context).transpose(0, 1).flatten(0, 1).contiguous()

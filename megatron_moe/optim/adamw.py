@@ -15,7 +15,7 @@ class AdamW:
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         """Updates weights, master weights and moments of a range of elements in place (`UpdateRule.step`)."""
-        key, stored, weights = operands.key, operands.stored, operands.weights
+        key, stored, weights = operands.buffer_key, operands.stored, operands.weights
         step = AdamWStep(
             lr=scalars.lr_of(key),
             beta1=self._config.adam_beta1,
@@ -31,7 +31,7 @@ class AdamW:
         if master is None:
             assert weights is not None, "neither weights nor master weights"
             master, rounded = PackedState("plain", weights), None
-        exp_avg, exp_avg_sq = stored.moments.values()
+        exp_avg, exp_avg_sq = stored.states.values()
         if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):
             kernels.adamw_(master.data, operands.grads, exp_avg.data, exp_avg_sq.data, step, rounded)
         else:

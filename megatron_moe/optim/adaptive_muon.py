@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.optim.muon import Muon
-from megatron_moe.optim.pieces import ParamPiece
+from megatron_moe.optim.param_slices import ParamSlice
 from megatron_moe.optim.state import StepScalars, UpdateOperands
 
 _BETA2 = 0.95
@@ -18,9 +18,9 @@ _EPS = 1e-8
 class AdaptiveMuon(Muon):
     """Update rule for matrices: Muon, divided element by element by the root of a second moment."""
 
-    def adapted(self, scalars: StepScalars, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor) -> Tensor:
+    def adapted(self, scalars: StepScalars, operands: UpdateOperands, param: ParamSlice, orthogonal: Tensor) -> Tensor:
         """Divides the orthogonal matrices by the root of the second moment, which it updates; see `Muon.adapted`."""
-        old = operands.values("moment2", piece)
+        old = operands.values("moment2", param)
         moment2 = torch.lerp(orthogonal.to(old.dtype).square(), old, _BETA2)
-        operands.commit_state(scalars, piece, moment2=moment2)
+        operands.commit_state(scalars, param, moment2=moment2)
         return orthogonal / (moment2.sqrt() + _EPS)

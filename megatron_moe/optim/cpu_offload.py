@@ -142,12 +142,12 @@ class StreamedStep(_OffloadedStep):
         for state in self.states:
             size = state.size
             if self.config.chunk_bytes:
-                size = self.config.chunk_bytes * state.size // sum(each.num_bytes for each in state.kept.all)
+                size = self.config.chunk_bytes * state.size // sum(each.num_bytes for each in state.stored.all)
             for start, end in state.chunks(size):
                 yield state, start, end
 
     def _load(self, state: OptimizerState, start: int, end: int) -> tuple[StoredState, Event]:
-        on_host = state.kept.part(start, end)
+        on_host = state.stored.part(start, end)
         on_device = on_host.like(state.weights.device)
         allocated = self.copies.record()
         event = None
@@ -160,7 +160,7 @@ class StreamedStep(_OffloadedStep):
         self.copies.wait(copied)
         state.rule.step(scalars, state.operands(start, end)._replace(stored=on_device), self.kernels)
         event = None
-        for into, source in zip(state.kept.part(start, end).tensors, on_device.tensors, strict=True):
+        for into, source in zip(state.stored.part(start, end).tensors, on_device.tensors, strict=True):
             event = self.copies.to_host(into, source)
         return event
 

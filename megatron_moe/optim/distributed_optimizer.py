@@ -287,17 +287,17 @@ class Optimizer:
         self._copies = []
         for state in self.states:
             flats = {kind: self._values(state, kind) for kind in state.kinds}
-            for piece in state.pieces:
+            for param in state.param_slices:
                 for kind, flat in flats.items():
-                    found = state.matrix_states.get((kind, piece.name))
+                    found = state.matrix_states.get((kind, param.name))
                     if found is None or found.spec.matrix_shape is None:
-                        data = flat[piece.start - state.start : piece.end - state.start]
-                        yield StateRange(piece.name, kind, piece.parameter, piece.start - piece.slot.start, data)
+                        data = flat[param.start - state.start : param.end - state.start]
+                        yield StateRange(param.name, kind, param.parameter, param.start - param.slot.start, data)
                         continue
-                    shape = found.spec.matrix_shape(*piece.whole_shape)
-                    data = flat[found.start : found.start + piece.num_matrices * prod(shape)]
-                    start = piece.first_matrix * prod(shape)
-                    yield StateRange(piece.name, kind, piece.parameter, start, data, shape)
+                    shape = found.spec.matrix_shape(*param.whole_shape)
+                    data = flat[found.start : found.start + param.num_matrices * prod(shape)]
+                    start = param.first_matrix * prod(shape)
+                    yield StateRange(param.name, kind, param.parameter, start, data, shape)
 
     def _values(self, state: OptimizerState, kind: str) -> Tensor:
         packed = state.kinds[kind]
@@ -337,8 +337,8 @@ def check_coverage(buffers: GradBuffers) -> None:
     index = {name: number for number, name in enumerate(sizes)}
     owned = [0] * len(sizes)
     for buffer in counted(buffers):
-        for piece in (piece for start, end in buffer.owned for piece in buffer.pieces(start, end)):
-            owned[index[piece.name]] += piece.end - piece.start
+        for param in (param for start, end in buffer.owned for param in buffer.param_slices(start, end)):
+            owned[index[param.name]] += param.end - param.start
     sums = torch.tensor(owned, dtype=torch.int64, device=buffers.device)
     # world: 8 bytes per parameter
     found = over_the_world(sums, buffers, buffers.context).tolist()

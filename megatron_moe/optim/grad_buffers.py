@@ -28,7 +28,7 @@ from megatron_moe.optim.param_layout import (
     place_parameters,
     reduction_order,
 )
-from megatron_moe.optim.pieces import ParamPiece
+from megatron_moe.optim.param_slices import ParamSlice
 from megatron_moe.parallel.collectives import Sizes, all_reduce_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, float_name, torch_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, WeightGradQueue
@@ -261,11 +261,11 @@ class FlatBuffer:
     def reduced(self) -> None:
         """Called when the gradients of a bucket have been reduced. A subclass may free their storage."""
 
-    def pieces(self, start: int, end: int) -> Iterator[ParamPiece]:
+    def param_slices(self, start: int, end: int) -> Iterator[ParamSlice]:
         """Yields the parameters, or parts of them, between two offsets."""
         for index in self.layout.within(start, end):
             param, parameter = self.layout.params[index], self.slots[index].parameter
-            yield ParamPiece(param, parameter, max(start, param.start), min(end, param.end), self._shards)
+            yield ParamSlice(param, parameter, max(start, param.start), min(end, param.end), self._shards)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields each parameter's global name and its view of `flat`, a tensor with this buffer's layout."""

@@ -22,7 +22,7 @@ class Lion:
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         """Updates weights, master weights and momentum of a range of elements in place (`UpdateRule.step`)."""
-        lr, decay = scalars.lr_of(operands.key), scalars.weight_decay_of(operands.key)
+        lr, decay = scalars.lr_of(operands.buffer_key), scalars.weight_decay_of(operands.buffer_key)
         for part in operands.chunks(_MOST_ELEMENTS):
             master, momentum = part.flat_master, part.flat_values("exp_avg")
             grad = part.grads.to(master.dtype) * scalars.grad_scale.to(master.dtype)

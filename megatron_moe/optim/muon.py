@@ -18,7 +18,7 @@ from megatron_moe.config.optimizer import MuonConfig, OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.kernels.update_ops import MatrixStep
-from megatron_moe.optim.pieces import ParamPiece
+from megatron_moe.optim.param_slices import ParamSlice
 from megatron_moe.optim.state import StepScalars, UpdateOperands
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ProcessGroup
@@ -93,95 +93,95 @@ class Muon:
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         """Updates weights, master weights and momentum of whole matrices in place (`UpdateRule.step`)."""
         move = MatrixStep(
-            lr=scalars.lr_of(operands.key),
-            weight_decay=scalars.weight_decay_of(operands.key),
+            lr=scalars.lr_of(operands.buffer_key),
+            weight_decay=scalars.weight_decay_of(operands.buffer_key),
             grad_scale=scalars.grad_scale,
             apply_update=scalars.apply_update,
             nonfinite=scalars.nonfinite,
         )
-        for pieces in self._batches(operands.pieces):
-            self._step(scalars, operands, pieces, move, kernels)
+        for params in self._batches(operands.param_slices):
+            self._step(scalars, operands, params, move, kernels)
 
-    def _batches(self, pieces: Iterable[ParamPiece]) -> Iterator[list[ParamPiece]]:
-        """Yields pieces whose matrices are orthogonalised together, because they have the same shape and shards."""
-        open_batches: dict[object, list[ParamPiece]] = {}
-        for whole in pieces:
-            for piece in whole.chunks(_MOST_ELEMENTS):
-                key = piece.shape, piece.whole_shape, piece.meta.tp_dim, piece.meta.splits, self._splits(piece)
+    def _batches(self, params: Iterable[ParamSlice]) -> Iterator[list[ParamSlice]]:
+        """Yields slices whose matrices are orthogonalised together, because they have the same shape and shards."""
+        open_batches: dict[object, list[ParamSlice]] = {}
+        for whole in params:
+            for param in whole.chunks(_MOST_ELEMENTS):
+                key = param.shape, param.whole_shape, param.meta.tp_dim, param.meta.splits, self._splits(param)
                 batch = open_batches.setdefault(key, [])
-                number = sum(each.num_matrices for each in (*batch, piece))
-                if batch and number * prod(piece.whole_shape) > _MOST_ELEMENTS:
+                number = sum(each.num_matrices for each in (*batch, param))
+                if batch and number * prod(param.whole_shape) > _MOST_ELEMENTS:
                     yield open_batches.pop(key)
-                open_batches.setdefault(key, []).append(piece)
+                open_batches.setdefault(key, []).append(param)
         yield from open_batches.values()
 
     def _step(
         self,
         scalars: StepScalars,
         operands: UpdateOperands,
-        pieces: Sequence[ParamPiece],
+        params: Sequence[ParamSlice],
         move: MatrixStep,
         kernels: Kernels,
     ) -> None:
         """Updates a batch of matrices of equal shape."""
         config, updates = self._config, []
-        for piece in pieces:
-            momentum = operands.values("momentum", piece)
+        for param in params:
+            momentum = operands.values("momentum", param)
             dtype = self._dtype or momentum.dtype
-            flat = operands.grad(piece).flatten(), momentum.flatten()
+            flat = operands.grad(param).flatten(), momentum.flatten()
             update = kernels.momentum_(*flat, config.muon_momentum, move, dtype, nesterov=config.muon_nesterov)
             updates.append(update.view(momentum.shape))
         update = updates[0] if len(updates) == 1 else torch.cat(updates)
-        orthogonal = self._orthogonal(pieces[0], update, kernels)
-        for piece, own in zip(pieces, orthogonal.split([each.num_matrices for each in pieces]), strict=True):
-            direction, factor = self._scaled(piece, self.adapted(scalars, operands, piece, own))
-            stored, weights = operands.stored_master(piece)
+        orthogonal = self._orthogonal(params[0], update, kernels)
+        for param, own in zip(params, orthogonal.split([each.num_matrices for each in params]), strict=True):
+            direction, factor = self._scaled(param, self.adapted(scalars, operands, param, own))
+            stored, weights = operands.stored_master(param)
             kernels.descend_(stored, direction.flatten(), factor, move, weights)
 
-    def adapted(self, scalars: StepScalars, operands: UpdateOperands, piece: ParamPiece, orthogonal: Tensor) -> Tensor:
+    def adapted(self, scalars: StepScalars, operands: UpdateOperands, param: ParamSlice, orthogonal: Tensor) -> Tensor:
         """Returns the unscaled direction of the update. Subclasses override it and store their additional state."""
         return orthogonal
 
-    def _orthogonal(self, piece: ParamPiece, update: Tensor, kernels: Kernels) -> Tensor:
+    def _orthogonal(self, param: ParamSlice, update: Tensor, kernels: Kernels) -> Tensor:
         """Orthogonalises the matrices of which `update`, [n, rows, columns], are this rank's shards; returns the shards
         of the result."""
-        mode = self._mode(piece)
+        mode = self._mode(param)
         if mode == "duplicated":
-            return piece.shard_of(self._of_parts(piece, piece.gathered(update), kernels))
-        return self._of_parts(piece, update, kernels, piece.shards if mode == "distributed" else None)
+            return param.shard_of(self._of_parts(param, param.gathered(update), kernels))
+        return self._of_parts(param, update, kernels, param.shards if mode == "distributed" else None)
 
     def _of_parts(
-        self, piece: ParamPiece, matrices: Tensor, kernels: Kernels, shards: ProcessGroup | None = None
+        self, param: ParamSlice, matrices: Tensor, kernels: Kernels, shards: ProcessGroup | None = None
     ) -> Tensor:
         """Orthogonalises each part of the matrices. `shards`: group over which the matrices are sharded."""
         made = []
-        for part in self._parts(piece, matrices):
+        for part in self._parts(param, matrices):
             # the Gram matrix is summed over the sharded dim
-            tall = part.shape[-2] > part.shape[-1] if shards is None else piece.meta.tp_dim == 0
+            tall = part.shape[-2] > part.shape[-1] if shards is None else param.meta.tp_dim == 0
             made.append(newton_schulz(part, self._coefficients, kernels, tall=tall, shards=shards))
-        return piece.join(made) if len(made) > 1 else made[0]
+        return param.join(made) if len(made) > 1 else made[0]
 
-    def _scaled(self, piece: ParamPiece, shard: Tensor) -> tuple[Tensor, float]:
+    def _scaled(self, param: ParamSlice, shard: Tensor) -> tuple[Tensor, float]:
         """Returns (direction, factor) of a shard, whose parts are multiplied by the scale of their whole matrix."""
-        shape = piece.shape if self._mode(piece) == "blockwise" else piece.whole_shape
-        parts = self._parts(piece, shard.new_empty(1, 1, 1).expand(1, *shape))
+        shape = param.shape if self._mode(param) == "blockwise" else param.whole_shape
+        parts = self._parts(param, shard.new_empty(1, 1, 1).expand(1, *shape))
         scales = [scale_of(self._config, *part.shape[-2:]) for part in parts]
         if len(parts) == 1:
             return shard, scales[0]
-        factors = piece.join([torch.full_like(part, scale) for part, scale in zip(parts, scales, strict=True)])
-        return shard * (factors if piece.shape == factors.shape[-2:] else piece.shard_of(factors)), 1.0
+        factors = param.join([torch.full_like(part, scale) for part, scale in zip(parts, scales, strict=True)])
+        return shard * (factors if param.shape == factors.shape[-2:] else param.shard_of(factors)), 1.0
 
-    def _parts(self, piece: ParamPiece, matrices: Tensor) -> list[Tensor]:
+    def _parts(self, param: ParamSlice, matrices: Tensor) -> list[Tensor]:
         """Parts of the matrices that are orthogonalised separately."""
-        return piece.split(matrices) if self._splits(piece) else [matrices]
+        return param.split(matrices) if self._splits(param) else [matrices]
 
-    def _splits(self, piece: ParamPiece) -> bool:
-        return self._config.muon_split_qkv and piece.name.endswith("linear_qkv.weight")
+    def _splits(self, param: ParamSlice) -> bool:
+        return self._config.muon_split_qkv and param.name.endswith("linear_qkv.weight")
 
-    def _mode(self, piece: ParamPiece) -> str:
-        if not piece.is_sharded:
+    def _mode(self, param: ParamSlice) -> str:
+        if not param.is_sharded:
             return "blockwise"
-        return "duplicated" if self._splits(piece) and piece.meta.even_shards else self._config.muon_tp_mode
+        return "duplicated" if self._splits(param) and param.meta.even_shards else self._config.muon_tp_mode
 
 
 def coefficients_of(name: str, num_steps: int) -> list[Coefficients]:
@@ -223,10 +223,10 @@ def newton_schulz(
         norms = all_reduce_(norms.square(), shards).sqrt()
     y = torch.div(x, norms.clamp(min=_EPS), out=torch.empty_like(x))
     for a, b, c in coefficients:
-        gram = kernels.symmetric_product(y.mT if tall else y)
+        gram = kernels.syrk(y.mT if tall else y)
         if shards is not None:
             # tp or etp: one Gram matrix per matrix
             all_reduce_(gram, shards)
-        polynomial = kernels.symmetric_product(gram, gram, b, c)
+        polynomial = kernels.syrk(gram, gram, b, c)
         y = torch.baddbmm(y, *((y, polynomial) if tall else (polynomial, y)), beta=a)
     return y

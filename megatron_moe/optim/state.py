@@ -16,7 +16,7 @@ from megatron_moe.config.update_rules import StateSpec, spec_of
 from megatron_moe.kernels.ops import Kernels, all_finite
 from megatron_moe.optim.grad_buffers import FlatBuffer
 from megatron_moe.optim.param_layout import BufferKey, Range
-from megatron_moe.optim.pieces import ParamPiece
+from megatron_moe.optim.param_slices import ParamSlice
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.streams import HostCopies
@@ -43,16 +43,16 @@ class MatrixState(NamedTuple):
 
 
 class StoredState(NamedTuple):
-    """Master weights and moments of consecutive elements."""
+    """Master weights and other optimizer state of consecutive elements."""
 
     master: PackedState | None
     """Master weights; None means that the parameters themselves are the master weights."""
-    moments: Mapping[str, PackedState]
-    """State of the update rule by name, in the order in which it declares them."""
+    states: Mapping[str, PackedState]
+    """State of the update rule by name ("exp_avg"), in the order of its declaration."""
 
     @property
     def all(self) -> tuple[PackedState, ...]:
-        return (*(() if self.master is None else (self.master,)), *self.moments.values())
+        return (*(() if self.master is None else (self.master,)), *self.states.values())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -60,19 +60,19 @@ class StoredState(NamedTuple):
 
     def part(self, start: int, end: int) -> "StoredState":
         """Views of elements `start` to `end`; `start` must be a multiple of `BLOCK` (elements that share a scale)."""
-        moments = {kind: moment.part(start, end) for kind, moment in self.moments.items()}
-        return StoredState(None if self.master is None else self.master.part(start, end), moments)
+        states = {kind: state.part(start, end) for kind, state in self.states.items()}
+        return StoredState(None if self.master is None else self.master.part(start, end), states)
 
     def like(self, device: torch.device) -> "StoredState":
         """Allocates uninitialised state of the same formats and sizes on another device."""
-        moments = {kind: moment.like(device) for kind, moment in self.moments.items()}
-        return StoredState(None if self.master is None else self.master.like(device), moments)
+        states = {kind: state.like(device) for kind, state in self.states.items()}
+        return StoredState(None if self.master is None else self.master.like(device), states)
 
 
 class UpdateOperands(NamedTuple):
     """All tensors that an update of consecutive elements of a flat buffer reads and writes."""
 
-    key: BufferKey
+    buffer_key: BufferKey
     start: int
     """Offset of the first element in the buffer."""
     weights: Tensor | None
@@ -84,40 +84,40 @@ class UpdateOperands(NamedTuple):
     """State that contains the elements."""
 
     @property
-    def pieces(self) -> Sequence[ParamPiece]:
+    def param_slices(self) -> Sequence[ParamSlice]:
         """Parameters, or parts of them, that the elements belong to."""
-        return self.state.pieces_of(self.start, self.start + len(self.grads))
+        return self.state.slices_of(self.start, self.start + len(self.grads))
 
-    def grad(self, piece: ParamPiece) -> Tensor:
-        """Gradient of a piece before clipping, as this rank's TP shard of each of its n matrices: [n, rows,
+    def grad(self, param: ParamSlice) -> Tensor:
+        """Gradient of a parameter slice before clipping, as this rank's TP shard of each of its n matrices: [n, rows,
         columns]."""
-        return piece.matrices(self.grads, self.start)
+        return param.matrices(self.grads, self.start)
 
-    def master(self, piece: ParamPiece) -> Tensor:
-        """Master weights of a piece in fp32 (fp64 in fp64 runs), in the shape of `grad`."""
-        values = unpack(*self.stored_master(piece))
-        return piece.matrices(values, piece.start)
+    def master(self, param: ParamSlice) -> Tensor:
+        """Master weights of a param in fp32 (fp64 in fp64 runs), in the shape of `grad`."""
+        values = unpack(*self.stored_master(param))
+        return param.matrices(values, param.start)
 
-    def values(self, kind: str, piece: ParamPiece) -> Tensor:
-        """Stored state of a piece in the shape of `grad`, or [n, *shape] if the declaration has a `matrix_shape`."""
-        spec, start, first_matrix = self.state.matrix_states[kind, piece.name]
-        data = self.stored.moments[kind].data
+    def values(self, kind: str, param: ParamSlice) -> Tensor:
+        """Stored state of a param in the shape of `grad`, or [n, *shape] if the declaration has a `matrix_shape`."""
+        spec, start, first_matrix = self.state.matrix_states[kind, param.name]
+        data = self.stored.states[kind].data
         if spec.matrix_shape is None:
-            return piece.matrices(data, self.start)
-        shape = spec.matrix_shape(*piece.whole_shape)
-        start += (piece.first_matrix - first_matrix) * prod(shape)
-        return data[start : start + piece.num_matrices * prod(shape)].view(-1, *shape)
+            return param.matrices(data, self.start)
+        shape = spec.matrix_shape(*param.whole_shape)
+        start += (param.first_matrix - first_matrix) * prod(shape)
+        return data[start : start + param.num_matrices * prod(shape)].view(-1, *shape)
 
-    def commit(self, scalars: "StepScalars", piece: ParamPiece, master: Tensor, **states: Tensor) -> None:
-        """Stores new master weights and state of a piece, in the shapes that `master` and `values` return.
+    def commit(self, scalars: "StepScalars", param: ParamSlice, master: Tensor, **states: Tensor) -> None:
+        """Stores new master weights and state of a param, in the shapes that `master` and `values` return.
 
         Nothing changes if the step is rejected. Otherwise `StepScalars.nonfinite` is set if a value is not finite.
         """
-        self.commit_state(scalars, piece, **states)
+        self.commit_state(scalars, param, **states)
         apply = scalars.apply_update
-        new = torch.where(apply, master, self.master(piece)).flatten()
+        new = torch.where(apply, master, self.master(param)).flatten()
         scalars.nonfinite.logical_or_(apply & ~all_finite(new))
-        stored, weights = self.stored_master(piece)
+        stored, weights = self.stored_master(param)
         rounded = new if weights is None else round_weights(new, weights.dtype)
         if weights is not None:
             weights.copy_(rounded)
@@ -141,7 +141,7 @@ class UpdateOperands(NamedTuple):
 
     def flat_values(self, kind: str) -> Tensor:
         """State of all elements in the dtype of `flat_master`, [n]."""
-        return unpack(self.stored.moments[kind]).to(self.flat_master.dtype)
+        return unpack(self.stored.states[kind]).to(self.flat_master.dtype)
 
     def commit_flat(self, scalars: "StepScalars", master: Tensor, **states: Tensor) -> None:
         """Stores new master weights and state of all elements, [n] each, as `commit` does for matrices."""
@@ -152,7 +152,7 @@ class UpdateOperands(NamedTuple):
         if rounded is not None and stored.format == "fp16":
             rounded = round_weights(unpack(new[0][1]), rounded.dtype)
         for salt, (kind, values) in enumerate(states.items()):
-            old = self.stored.moments[kind]
+            old = self.stored.states[kind]
             noise = dither(old.size, scalars.step, salt, self.start, values.device) if old.format == "fp8" else None
             new.append((old, pack(values, old, dither=noise)))
         for old, packed in new:
@@ -163,35 +163,35 @@ class UpdateOperands(NamedTuple):
         for values in (master, *states.values(), *(() if weights is None else (weights,))):
             scalars.nonfinite.logical_or_(apply & ~all_finite(values))
 
-    def commit_state(self, scalars: "StepScalars", piece: ParamPiece, **states: Tensor) -> None:
+    def commit_state(self, scalars: "StepScalars", param: ParamSlice, **states: Tensor) -> None:
         """Stores new state of whole matrices as `commit` does."""
         for kind, new in states.items():
-            old = self.values(kind, piece)
+            old = self.values(kind, param)
             old.copy_(torch.where(scalars.apply_update, new.to(old.dtype), old))
             scalars.nonfinite.logical_or_(scalars.apply_update & ~all_finite(old))
 
     def step(self, scalars: "StepScalars", kernels: Kernels) -> None:
         """Updates the elements by the rule of their state, then multiplies rows by `StepScalars.row_factors`."""
         self.state.rule.step(scalars, self, kernels)
-        for piece in self.pieces if scalars.row_factors else ():
-            if piece.parameter in scalars.row_factors:
-                self._multiply_rows(piece, scalars.row_factors[piece.parameter])
+        for param in self.param_slices if scalars.row_factors else ():
+            if param.parameter in scalars.row_factors:
+                self._multiply_rows(param, scalars.row_factors[param.parameter])
 
-    def _multiply_rows(self, piece: ParamPiece, factors: Tensor) -> None:
+    def _multiply_rows(self, param: ParamSlice, factors: Tensor) -> None:
         """Multiplies the weights of any elements of a parameter by the factors of their rows."""
-        stored, weights = self.stored_master(piece)
+        stored, weights = self.stored_master(param)
         old = unpack(stored, weights)
-        first = piece.start - piece.slot.start
+        first = param.start - param.slot.start
         place = torch.arange(first, first + len(old), device=old.device)
-        new = old * factors.to(old.dtype)[place // (piece.slot.parameter.numel // len(factors))]
+        new = old * factors.to(old.dtype)[place // (param.slot.parameter.numel // len(factors))]
         rounded = new if weights is None else round_weights(new, weights.dtype)
         _copy(stored, pack(new, stored, rounded))
         if weights is not None:
             weights.copy_(rounded)
 
-    def stored_master(self, piece: ParamPiece) -> tuple[PackedState, Tensor | None]:
-        """Stored master weights of a piece, and its weights if they are stored apart from them."""
-        part = slice(piece.start - self.start, piece.end - self.start)
+    def stored_master(self, param: ParamSlice) -> tuple[PackedState, Tensor | None]:
+        """Stored master weights of a param, and its weights if they are stored apart from them."""
+        part = slice(param.start - self.start, param.end - self.start)
         weights = None if self.weights is None else self.weights[part]
         if self.stored.master is None:
             assert weights is not None, "neither weights nor master weights"
@@ -246,7 +246,7 @@ class OptimizerState:
     end: int
     grads: Tensor
     """View of the buffer's gradients in the range."""
-    kept: StoredState
+    stored: StoredState
     placement: StatePlacement
     copies: HostCopies
     """Copies between the device and host memory."""
@@ -267,24 +267,27 @@ class OptimizerState:
         return self.buffer.owned_weights(self.start, self.end)
 
     @cached_property
-    def pieces(self) -> tuple[ParamPiece, ...]:
+    def param_slices(self) -> tuple[ParamSlice, ...]:
         """Parameters, or parts of them, in the range."""
-        return tuple(self.buffer.pieces(self.start, self.end))
+        return tuple(self.buffer.param_slices(self.start, self.end))
 
-    def pieces_of(self, start: int, end: int) -> Sequence[ParamPiece]:
+    def slices_of(self, start: int, end: int) -> Sequence[ParamSlice]:
         """Parameters, or parts of them, between two offsets in the buffer."""
-        return self.pieces if (start, end) == (self.start, self.end) else tuple(self.buffer.pieces(start, end))
+        return (
+            self.param_slices if (start, end) == (self.start, self.end) else tuple(self.buffer.param_slices(start, end))
+        )
 
     @property
     def kinds(self) -> dict[str, PackedState]:
-        """State that checkpoints contain, by kind: "master" for master weights, otherwise the name of the moment."""
-        moments = dict(self.kept.moments)
-        return {"master": self.kept.master, **moments} if self.saves_master and self.kept.master else moments
+        """State that checkpoints contain, by kind: "master" for master weights, otherwise the name in
+        `StoredState.states`."""
+        states = dict(self.stored.states)
+        return {"master": self.stored.master, **states} if self.saves_master and self.stored.master else states
 
     def operands(self, start: int = 0, end: int | None = None) -> UpdateOperands:
         """Views of elements `start` (a multiple of `BLOCK`) to `end`, counted from the start of this state."""
         end = self.size if end is None else end
-        stored = self.kept if (start, end) == (0, self.size) else self.kept.part(start, end)
+        stored = self.stored if (start, end) == (0, self.size) else self.stored.part(start, end)
         weights = None if self.buffer.codes else self.weights[start:end]
         return UpdateOperands(self.buffer.key, self.start + start, weights, self.grads[start:end], stored, self)
 
@@ -323,7 +326,7 @@ class OptimizerState:
 
     def weights_from_master(self) -> None:
         """Sets parameters to the rounded master weights or, if not `saves_master`, master weights to the parameters."""
-        master = self.kept.master
+        master = self.stored.master
         if master is None or master.format == "remainder":
             return
         if not self.saves_master:
@@ -337,13 +340,13 @@ class OptimizerState:
             self.weights[start : start + len(values)] = round_weights(values, self.weights.dtype)
 
     def masters(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yields the master weights in pieces: (index of the first element in this state, values).
+        """Yields the master weights in chunks: (index of the first element in this state, values).
 
-        A piece has at most `size` elements; without `size`, temporary tensors stay small. Values are fp32 (fp64 in fp64
+        A chunk has at most `size` elements; without `size`, temporary tensors stay small. Values are fp32 (fp64 in fp64
         runs) and on the device; the current stream waits for copies from host memory. Does not support the format
         "remainder", in which the parameters contain the high bits of the master weights.
         """
-        master = self.kept.master
+        master = self.stored.master
         assert master is not None, "the parameters are the master weights"
         most = _CHUNK
         if self.placement == "device":
@@ -359,7 +362,7 @@ class OptimizerState:
 
     def master_from_weights(self) -> None:
         """Sets the master weights from the parameters."""
-        master = self.kept.master
+        master = self.stored.master
         if master is None or self.weights.is_meta:
             return
         for start, end in self.chunks():
@@ -369,7 +372,7 @@ class OptimizerState:
 
     def sum_of_squares(self, kernels: Kernels) -> Tensor:
         """Sum of squares of the master weights, a scalar on the device."""
-        master = self.kept.master
+        master = self.stored.master
         if master is None:
             return kernels.sum_of_squares(self.weights)
         if master.format == "plain" and self.placement == "device":
@@ -433,14 +436,14 @@ def _new_state(
         parts = [copies.host_buffer(part.numel(), part.dtype, pinned=placement == "streamed") for part in state.parts]
         return PackedState(name, parts[0], parts[1] if len(parts) > 1 else None, state.root)
 
-    def moment(spec: StateSpec) -> PackedState:
+    def zero_state(spec: StateSpec) -> PackedState:
         size = end - start
         if spec_of(buffer.key.rule).alignment == "matrix":
             assert spec.format in ("fp32", "bf16"), f"{spec.name} of whole matrices in {spec.format}"
             size = 0 if spec.matrix_shape else size
-            for piece in buffer.pieces(start, end):
-                matrix_states[spec.name, piece.name] = MatrixState(spec, size, piece.first_matrix)
-                size += piece.num_matrices * spec.values_of(*piece.whole_shape) if spec.matrix_shape else 0
+            for param in buffer.param_slices(start, end):
+                matrix_states[spec.name, param.name] = MatrixState(spec, size, param.first_matrix)
+                size += param.num_matrices * spec.values_of(*param.whole_shape) if spec.matrix_shape else 0
         if spec.format in ("fp16", "fp8") and not fp64:
             return zeros(spec.format, torch.float32, size, root=spec.root)
         return zeros("plain", torch.bfloat16 if spec.format == "bf16" else torch.float32, size)
@@ -451,10 +454,12 @@ def _new_state(
         remainders = remainders and not buffer.codes
         name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
         master = zeros(name, torch.float32, end - start)
-    kept = StoredState(master, {spec.name: moment(spec) for spec in spec_of(buffer.key.rule).states(config, precision)})
+    stored = StoredState(
+        master, {spec.name: zero_state(spec) for spec in spec_of(buffer.key.rule).states(config, precision)}
+    )
     grads = buffer.owned_grads(start, end)
     state = OptimizerState(
-        buffer, start, end, grads, kept, placement, copies, saves_master, rule, MappingProxyType(matrix_states)
+        buffer, start, end, grads, stored, placement, copies, saves_master, rule, MappingProxyType(matrix_states)
     )
     state.master_from_weights()
     return state

@@ -69,17 +69,17 @@ class SequencePart:
         """Chunks of this rank."""
         return self.of_ranks[self.rank]
 
-    def take(self, x_BS: Tensor) -> Tensor:
+    def select(self, x_BS: Tensor) -> Tensor:
         """Selects this rank's sequences and positions from a tensor of the whole microbatch."""
-        return take_positions(self.take_sequences(x_BS), self.chunks)
+        return select_positions(self.select_sequences(x_BS), self.chunks)
 
-    def take_sequences(self, x_BS: Tensor) -> Tensor:
+    def select_sequences(self, x_BS: Tensor) -> Tensor:
         """Selects the sequences of this rank's group, with all positions, from a tensor of the whole microbatch."""
         index, number = self.share
         return x_BS if number == 1 else x_BS.chunk(number)[index]
 
 
-def take_positions(x_BS: Tensor, chunks: Chunks) -> Tensor:
+def select_positions(x_BS: Tensor, chunks: Chunks) -> Tensor:
     """Selects the positions of `chunks`, in the given order, from a tensor whose dim 1 is the whole sequence."""
     return torch.cat([x_BS[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
 

@@ -78,11 +78,11 @@ def expert_grid(config: ParallelConfig) -> Grid:
     return _grid(config, {"tp": config.etp, "cp": 1, "ep": config.ep, "pp": config.pp}, "etp {tp} x ep {ep} x pp {pp}")
 
 
-def _grid(config: ParallelConfig, sizes: dict[str, int], product: str) -> Grid:
+def _grid(config: ParallelConfig, sizes: dict[str, int], formula: str) -> Grid:
     ranks = prod(sizes.values())
     if config.world_size % ranks:
         raise FoldError(
-            f"{product.format(**sizes)} = {ranks} does not divide the world of {counted(config.world_size, 'rank')}"
+            f"{formula.format(**sizes)} = {ranks} does not divide the world of {counted(config.world_size, 'rank')}"
         )
     sizes["dp"] = config.world_size // ranks
     return Grid(tuple((axis, sizes[axis]) for axis in config.order.split("-")))

@@ -41,15 +41,15 @@ class BatchedWeightGrad:
     """Weight gradient that can be merged with later gradients of the same parameter and computed together with them.
     An accumulator that does not merge gradients can call the object directly."""
 
-    product: Callable[[Sequence[Any], Tensor, bool], None]
-    """`product(parts, out, accumulate)` (a GEMM) writes the sum of all parts' gradients to `out`, or adds it if
+    gemm: Callable[[Sequence[Any], Tensor, bool], None]
+    """`gemm(parts, out, accumulate)` writes the sum of all parts' gradients to `out`, or adds it if
     `accumulate`."""
     parts: tuple[Any, ...]
     """Operands of the deferred weight-gradient GEMMs, one entry per microbatch; they must stay unmodified until
-    `product` has run."""
+    `gemm` has run."""
 
     def __call__(self, out: Tensor, accumulate: bool) -> None:
-        self.product(self.parts, out, accumulate)
+        self.gemm(self.parts, out, accumulate)
 
     def with_later(self, later: "BatchedWeightGrad") -> "BatchedWeightGrad":
         return replace(self, parts=self.parts + later.parts)

@@ -8,7 +8,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import activation_sizes
 from megatron_moe.cost_model.expert_load import fullest
 from megatron_moe.cost_model.hardware import GIB, GPU
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, groups_of_moments, heaviest
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest, num_simulated_groups
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.shards import held_by_stage
@@ -29,7 +29,7 @@ def too_long_to_simulate(plan: RunPlan) -> str | None:
     """Message if simulating the plan's pipeline schedule would take longer than about a second, else None."""
     interval = plan.memory.moe_expert_wgrad_interval
     config = plan.pipeline_schedule(plan.num_microbatches)
-    groups = max(MANY_GROUPS, groups_of_moments(interval))
+    groups = max(MANY_GROUPS, num_simulated_groups(interval))
     simulated = min(config.num_microbatches, groups * config.group)
     if simulated * config.vpp * config.pp <= _MAX_COMPUTATIONS:
         return None

@@ -16,7 +16,7 @@ from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import activation_sizes, layer_tensors
-from megatron_moe.cost_model.flops import count_layer_flops, product_flops
+from megatron_moe.cost_model.flops import count_layer_flops, gemm_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.shards import held_by_layer
 
@@ -171,7 +171,7 @@ class LayerWork:
         num_logits = self.sizes.inner * (model.vocab_size // plan.parallel.tp) * (1 + model.num_mtp)
         return Work(
             dense=6 * model.hidden_size * num_logits / self.rates.head,
-            bandwidth=LOGIT_PASSES * num_logits * self.sizes.activation / self.rates.memory,
+            bandwidth=LOGIT_PASSES * num_logits * self.sizes.activation_itemsize / self.rates.memory,
         )
 
     def recompute(self, layer: LayerConfig, early: bool) -> float:
@@ -199,4 +199,4 @@ class LayerWork:
         parameters = layer.parameters(UNSHARDED)
         repeated = (spec for spec in parameters if modules & set(spec.recomputed_by))
         core = layer.mixer.flops(length).core_attention // 3 if modules & {"core_attn"} else 0
-        return product_flops(repeated, length, forward_only=True) + FlopCount(core_attention=core)
+        return gemm_flops(repeated, length, forward_only=True) + FlopCount(core_attention=core)

@@ -58,12 +58,12 @@ class Signals:
         """Makes Ctrl-C an exit signal. Before, Ctrl-C ends the process immediately, because there is nothing to
         save."""
         if signal.SIGINT not in self._before and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self.take)
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self.handle)
 
     def __enter__(self) -> "Signals":
         for number in self._numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self.take)
+                self._before[number] = signal.signal(number, self.handle)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -96,7 +96,7 @@ class Signals:
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
-    def take(self, number: int, frame: FrameType | None = None) -> None:
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
         """Signal handler: records the first signal and raises KeyboardInterrupt at the second. No-op in forks."""
         if os.getpid() != self._process:
             return

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_moe.logs.timers import Moment
+from megatron_moe.logs.timers import Timestamp
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
@@ -34,8 +34,8 @@ class Stragglers:
         self._group = context.host_group()
         self._num_named = num_named
         self._flops = flops
-        self._begun: list[Moment] = []
-        self._spans: dict[str, list[tuple[Moment, Moment]]] = {"forward": [], "backward": []}
+        self._begun: list[Timestamp] = []
+        self._spans: dict[str, list[tuple[Timestamp, Timestamp]]] = {"forward": [], "backward": []}
         self._seconds: dict[str, list[float]] = {"data": [], "step": []}
         if mixer is not None:
             mixer.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -56,8 +56,8 @@ class Stragglers:
         """Clears the completed measurements of this rank; returns their medians in ms by name, and TFLOP/s."""
         milliseconds: dict[str, list[float]] = {}
         for name, spans in self._spans.items():
-            milliseconds[name] = [end.seconds_since(begin) * 1e3 for begin, end in spans if end.has_come()]
-            self._spans[name] = [span for span in spans if not span[1].has_come()]
+            milliseconds[name] = [end.seconds_since(begin) * 1e3 for begin, end in spans if end.has_completed()]
+            self._spans[name] = [span for span in spans if not span[1].has_completed()]
         for name, seconds in self._seconds.items():
             milliseconds[name] = [each * 1e3 for each in seconds]
             self._seconds[name] = []
@@ -67,19 +67,19 @@ class Stragglers:
         return medians
 
     def _begin_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._begun.append(Moment(self._context.device))
+        self._begun.append(Timestamp(self._context.device))
 
     def _end_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self._spans["forward"].append((self._begun.pop(), Moment(self._context.device)))
+        self._spans["forward"].append((self._begun.pop(), Timestamp(self._context.device)))
         result, source = (value[0] if isinstance(value, tuple) else value for value in (output, inputs))
         if isinstance(result, Tensor) and result.requires_grad and isinstance(source, Tensor) and source.requires_grad:
-            begun: list[Moment] = []
-            result.register_hook(lambda gradient: begun.append(Moment(self._context.device)))
+            begun: list[Timestamp] = []
+            result.register_hook(lambda gradient: begun.append(Timestamp(self._context.device)))
             source.register_hook(lambda gradient: self._end_backward(begun))
 
-    def _end_backward(self, begun: list[Moment]) -> None:
+    def _end_backward(self, begun: list[Timestamp]) -> None:
         if begun:
-            self._spans["backward"].append((begun.pop(), Moment(self._context.device)))
+            self._spans["backward"].append((begun.pop(), Timestamp(self._context.device)))
 
 
 def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> list[str]:

@@ -103,7 +103,7 @@ class RankStage:
         batch, graph_instances = self._batches[microbatch], self._pipeline.graph_instances
         if self._gradients is None or graph_instances is None:
             return batch
-        graph_instance = graph_instances.take(microbatch, chunk)
+        graph_instance = graph_instances.acquire(microbatch, chunk)
         if graph_instance is None:
             return batch
         batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
@@ -148,7 +148,7 @@ class RankStage:
             self._buffers.queue.run()  # weight gradients of layers below the last exchange
         self._buffers.collect()
         if self._pipeline.graph_instances is not None:
-            self._pipeline.graph_instances.give_back(microbatch, chunk)
+            self._pipeline.graph_instances.release(microbatch, chunk)
 
     @property
     def _buffers(self) -> GradBuffers:

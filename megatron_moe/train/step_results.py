@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.config.training import StepSize
 from megatron_moe.logs.log_line import StepResult
-from megatron_moe.logs.timers import Moment
+from megatron_moe.logs.timers import Timestamp
 from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.collectives import all_reduce_
@@ -15,8 +15,8 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 def largest_overflows(context: ParallelContext, comm: ExpertComm | None, stash: PagedStash | None) -> dict[str, Tensor]:
-    """Overflows of a step that void it, as values of `StepOutcome.extra`: maxima over all ranks, fp32 scalars on the
-    device. Collective; called once per step."""
+    """Overflows of a step that void it, as values of `StepOutcome.extra_scalars`: maxima over all ranks, fp32 scalars
+    on the device. Collective; called once per step."""
     found: dict[str, Tensor] = {}
     if comm is not None and comm.overflow is not None:
         found["overflow"] = comm.overflow
@@ -36,7 +36,7 @@ class StepOutcome:
     loss: Tensor
     """Mean loss per token of this step over all ranks."""
     norms: dict[str, Tensor]
-    extra: dict[str, Tensor]
+    extra_scalars: dict[str, Tensor]
     apply_update: Tensor
     state_is_finite: Tensor
     size: StepSize
@@ -46,7 +46,13 @@ class StepOutcome:
 
     def scalars(self) -> Tensor:
         """Starts an asynchronous copy of all device values to host memory; returns the host tensor, fp64 [n]."""
-        values = (self.loss, self.apply_update, self.state_is_finite, *self.norms.values(), *self.extra.values())
+        values = (
+            self.loss,
+            self.apply_update,
+            self.state_is_finite,
+            *self.norms.values(),
+            *self.extra_scalars.values(),
+        )
         scalars = torch.stack([value.double() for value in values])
         if scalars.is_cuda:
             pinned = torch.empty_like(scalars, device="cpu", pin_memory=True)
@@ -60,7 +66,7 @@ class StepOutcome:
             iteration=self.iteration,
             loss=loss,
             norms=dict(zip(self.norms, others[: len(self.norms)], strict=True)),
-            extra=dict(zip(self.extra, others[len(self.norms) :], strict=True)),
+            extra_scalars=dict(zip(self.extra_scalars, others[len(self.norms) :], strict=True)),
             apply_update=bool(apply_update),
             state_is_finite=bool(state_is_finite),
             learning_rate=self.learning_rate,
@@ -76,15 +82,15 @@ class StepResultReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending: tuple[StepOutcome, Tensor, Moment, Moment] | None = None
+        self._pending: tuple[StepOutcome, Tensor, Timestamp, Timestamp] | None = None
         """Newest outcome, host tensor to which its values are being copied, begin and end of the step."""
-        self._last_end = Moment(device)
+        self._last_end = Timestamp(device)
 
     def push(self, outcome: StepOutcome) -> StepResult | None:
         """Takes a step's outcome and returns the results of the previous step; None for the first."""
         previous = self.flush()
         scalars = outcome.scalars()
-        begin, self._last_end = self._last_end, Moment(self._device)
+        begin, self._last_end = self._last_end, Timestamp(self._device)
         self._pending = outcome, scalars, begin, self._last_end
         return previous
 
@@ -93,7 +99,7 @@ class StepResultReader:
         if self._pending is None:
             return None
         (outcome, scalars, begin, end), self._pending = self._pending, None
-        end.wait()
+        end.synchronize()
         return outcome.result(scalars, end.seconds_since(begin))
 
     def drop(self) -> None:
@@ -102,4 +108,4 @@ class StepResultReader:
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the next step's time."""
-        self._last_end = Moment(self._device)
+        self._last_end = Timestamp(self._device)

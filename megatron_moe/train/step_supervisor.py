@@ -80,7 +80,7 @@ class StepSupervisor:
 
     def _handle(self, result: StepResult) -> bool:
         """Logs and checks a step. Returns False if it and the step after it were repeated instead."""
-        if result.extra.get("overflow") or result.extra.get("stash_overflow"):
+        if result.extra_scalars.get("overflow") or result.extra_scalars.get("stash_overflow"):
             self._repeat_from(result)
             return False
         comm = self._trainer.model.expert_comm
@@ -103,7 +103,7 @@ class StepSupervisor:
         the log interval start again at the repeated step."""
         self._reader.drop()
         self._log.drop_metrics()
-        overflow, stash_overflow = (result.extra.get(name, 0.0) for name in ("overflow", "stash_overflow"))
+        overflow, stash_overflow = (result.extra_scalars.get(name, 0.0) for name in ("overflow", "stash_overflow"))
         steps = self._trainer.prepare_repetition(result.iteration, overflow)
         model, at = self._trainer.model, f"iteration {result.iteration}"
         if overflow:

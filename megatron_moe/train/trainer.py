@@ -179,13 +179,13 @@ class Trainer:
         with self.timers.span("all-grads-sync", level=1):
             self._finish_grads(num_tokens)
         with self.timers.span("optimizer", level=1):
-            norms, extra, apply_update, state_is_finite = self._update(loss, lr, state.trained_samples)
+            norms, extra_scalars, apply_update, state_is_finite = self._update(loss, lr, state.trained_samples)
         if self.repeatability and trial is not None:
             self.repeatability.add(trial, torch.stack([local[0], norms["all"].double()]))
         return StepOutcome(
             loss=loss,
             norms=norms,
-            extra=extra,
+            extra_scalars=extra_scalars,
             apply_update=apply_update,
             state_is_finite=state_is_finite,
             size=size,
@@ -307,19 +307,19 @@ class Trainer:
         self, loss: Tensor, lr: float, samples: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
         """Clips gradients, applies the update and updates the routers. Returns values for the fields of `StepOutcome`
-        named `norms`, `extra`, `apply_update` (False: the update was not applied) and `state_is_finite`."""
-        extra = largest_overflows(self.context, self.model.expert_comm, self.model.saved_tensors.stash)
-        for overflow in extra.values():
+        named `norms`, `extra_scalars`, `apply_update` (False: the update was not applied) and `state_is_finite`."""
+        extra_scalars = largest_overflows(self.context, self.model.expert_comm, self.model.saved_tensors.stash)
+        for overflow in extra_scalars.values():
             self._may_continue = self._may_continue & (overflow == 0)
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         state_is_finite = norms.pop("nonfinite") == 0
         scale: Tensor | float = 1.0
         if self.loss_scaler is not None:
-            scale = extra["loss_scale"] = self.loss_scaler.scale.clone()
+            scale = extra_scalars["loss_scale"] = self.loss_scaler.scale.clone()
             self.loss_scaler.update(~torch.isfinite(norms["all"]), valid=self._may_continue)
             norms = {part: norm / scale for part, norm in norms.items()}
         if self.logging.log_num_zeros_in_grad:
-            extra["num_zeros"] = count_zeros(self.buffers)
+            extra_scalars["num_zeros"] = count_zeros(self.buffers)
         apply_update = self._accept(loss, norms["all"]) & state_is_finite
         if self.low_precision is not None:
             # called first, because the optimizer may quantise weights with the new scales
@@ -336,8 +336,8 @@ class Trainer:
             router.record_bias(self.metrics)
         update_routers(self.routers, self.context, apply_update=apply_update)
         if self.logging.log_params_norm:
-            extra["params_norm"] = self.optimizer.params_norm()
-        return norms, extra, apply_update, state_is_finite
+            extra_scalars["params_norm"] = self.optimizer.params_norm()
+        return norms, extra_scalars, apply_update, state_is_finite
 
     def _accept(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Checks loss and gradient norm for non-finite values and spikes. Returns a device bool: False if this step

@@ -62,7 +62,7 @@ class TrainingLog:
 
     def _report(self) -> None:
         trainer = self._trainer
-        metrics, self._metrics = self._metrics.take(trainer.context), MetricAccumulator()
+        metrics, self._metrics = self._metrics.reduce(trainer.context), MetricAccumulator()
         self._reporter.step(metrics)
         line = trainer.repeatability.line(trainer.context) if trainer.repeatability else None
         for each in [*([line] if line else []), *(self._stragglers.report() if self._stragglers else [])]:

@@ -143,8 +143,8 @@ def test_state_bytes_equal_those_of_the_built_tensors(name, sharded):
         made = {
             "weights": sum(buffer.weights.nbytes for buffer in buffers.buffers),
             "gradients": sum(buffer.grads.nbytes for buffer in buffers.buffers),
-            "master": sum(state.kept.master.num_bytes for state in states),
-            "moments": sum(each.num_bytes for state in states for each in state.kept.moments.values()),
+            "master": sum(state.stored.master.num_bytes for state in states),
+            "moments": sum(each.num_bytes for state in states for each in state.stored.states.values()),
         }
         for kind, size in made.items():
             CLOSED_FORM.check(getattr(expected, kind), float(size), f"{kind} of rank {rank}")
@@ -169,7 +169,7 @@ def test_the_state_of_a_rule_for_matrices_follows_its_declaration():
             states = Optimizer(buffers, BF16).states
         finally:
             context.stop()
-        sizes.append(sum(each.num_bytes for state in states for each in state.kept.moments.values()))
+        sizes.append(sum(each.num_bytes for state in states for each in state.stored.states.values()))
     state = RankMemory(changed).state_of_rank(0)
     CLOSED_FORM.check(state.moments, max(sizes), "state of the rules")
     adam = RankMemory(replace(changed, optimizer=OptimizerConfig())).state_of_rank(0)

@@ -42,14 +42,14 @@ class SoftMixtureConfig(FeedForwardConfig):
 
     def saved_tensors(self, parallel, sizes):
         count, mark = sizes.inner * self.num_mlps * self.ffn_hidden_size // parallel.tp, {"recomputed_by": ("mlp",)}
-        for name in ("first product", "activation"):
-            yield saved_tensor("mlp", name, "U nF", count, sizes.activation, mark)
-        yield saved_tensor("mlp", "scaled activation", "U nF", count, sizes.activation, mark | {"low": "mlp"})
-        yield saved_tensor("mlp", "shares", "U n", sizes.inner * self.num_mlps, sizes.activation, mark)
+        for name in ("fc1 output", "activation"):
+            yield saved_tensor("mlp", name, "U nF", count, sizes.activation_itemsize, mark)
+        yield saved_tensor("mlp", "scaled activation", "U nF", count, sizes.activation_itemsize, mark | {"low": "mlp"})
+        yield saved_tensor("mlp", "shares", "U n", sizes.inner * self.num_mlps, sizes.activation_itemsize, mark)
 
     def backward_workspace(self, parallel, sizes, low):
         width = self.num_mlps * self.ffn_hidden_size // parallel.tp
-        return 2.0 * sizes.inner * width * sizes.activation + sizes.gathered(parallel) * self.hidden_size
+        return 2.0 * sizes.inner * width * sizes.activation_itemsize + sizes.gathered(parallel) * self.hidden_size
 
     def layout_problem(self, parallel):
         if self.ffn_hidden_size % parallel.tp:

@@ -48,12 +48,14 @@ class ShortConvConfig(MixerConfig):
     def saved_tensors(self, parallel, sizes):
         count = sizes.inner * self.hidden_size // parallel.tp
         for name, width in (("gate and value", 2), ("value and its past", 1), ("silu of the gate", 1)):
-            yield saved_tensor("attention", name, "U C", width * count, sizes.activation)
-        yield saved_tensor("attention", "convolved", "U C", count, sizes.activation)
-        yield saved_tensor("attention", "product", "U C", count, sizes.activation, {"low": "attn_proj"})
+            yield saved_tensor("attention", name, "U C", width * count, sizes.activation_itemsize)
+        yield saved_tensor("attention", "convolved", "U C", count, sizes.activation_itemsize)
+        yield saved_tensor("attention", "product", "U C", count, sizes.activation_itemsize, {"low": "attn_proj"})
 
     def backward_workspace(self, parallel, sizes, low):
-        return 4.0 * sizes.inner * self.hidden_size // parallel.tp * sizes.activation + sizes.gathered(parallel)
+        return 4.0 * sizes.inner * self.hidden_size // parallel.tp * sizes.activation_itemsize + sizes.gathered(
+            parallel
+        )
 
     def layout_problem(self, parallel):
         if self.hidden_size % parallel.tp:
@@ -65,7 +67,7 @@ class ShortConvConfig(MixerConfig):
         tails = (
             num_chunks * (self.taps - 1) * self.hidden_size // parallel.tp * (sizes.inner * parallel.cp / sizes.length)
         )
-        return 2 * (parallel.cp - 1) * tails * sizes.activation
+        return 2 * (parallel.cp - 1) * tails * sizes.activation_itemsize
 
 
 class ShortConv(Mixer):

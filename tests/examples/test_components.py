@@ -90,7 +90,7 @@ def test_layouts_equal_one_rank(cell):
     check_layout(with_examples(cells.plan_of(cell_of(cell))))
 
 
-def test_layouts_with_fp8_products_equal_one_rank():
+def test_layouts_with_fp8_gemms_equal_one_rank():
     plan = with_fp8(with_examples(cells.plan_of(cell_of("tp=2 sp=on balance=none"))))
     check_layout(plan)
     names = {quantizer.name for quantizer in quantizers_of(build_model(plan, ParallelContext.single(), KERNELS))}

@@ -91,7 +91,7 @@ def test_layouts_equal_one_rank(cell):
     assert {"kl_loss", "moe/margin"} <= {name for name, _ in cells.record_one_rank(plan).metrics[0]}
 
 
-def test_layouts_with_fp8_products_equal_one_rank():
+def test_layouts_with_fp8_gemms_equal_one_rank():
     check_layout(with_fp8(with_examples(cells.plan_of(cell_of("tp=2 sp=on balance=none")))))
 
 

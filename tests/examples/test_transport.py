@@ -42,7 +42,7 @@ def test_layouts_equal_one_rank(cell):
     check_layout(plan_of_cell(cell))
 
 
-def test_layouts_with_fp8_products_equal_one_rank():
+def test_layouts_with_fp8_gemms_equal_one_rank():
     check_layout(with_fp8(plan_of_cell("dp=2 ep=2")))
 
 

@@ -52,7 +52,7 @@ def test_the_overlapped_step_equals_one_rank() -> None:
     check_layout(plan("dp=2 zero=on", overlapped=True))
 
 
-def test_layouts_with_fp8_products_equal_one_rank() -> None:
+def test_layouts_with_fp8_gemms_equal_one_rank() -> None:
     check_layout(with_fp8(plan("tp=2 sp=on dp=2 zero=on")))
 
 

@@ -19,17 +19,17 @@ class PreconditionedMomentum:
         self.beta, self.eps = config.adam_beta1, 1e-2
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
-        lr, decay = scalars.lr_of(operands.key), scalars.weight_decay_of(operands.key)
-        for piece in operands.pieces:
-            master, momentum = operands.master(piece), operands.values("momentum", piece)
-            grad = operands.grad(piece).to(master.dtype) * scalars.grad_scale
+        lr, decay = scalars.lr_of(operands.buffer_key), scalars.weight_decay_of(operands.buffer_key)
+        for param in operands.param_slices:
+            master, momentum = operands.master(param), operands.values("momentum", param)
+            grad = operands.grad(param).to(master.dtype) * scalars.grad_scale
             momentum = self.beta * momentum + grad
-            whole = piece.gathered(grad)
-            covariance = operands.values("covariance", piece) + whole @ whole.mT
+            whole = param.gathered(grad)
+            covariance = operands.values("covariance", param) + whole @ whole.mT
             eye = torch.eye(whole.shape[-2], dtype=whole.dtype, device=whole.device)
-            direction = torch.linalg.solve(covariance + self.eps * eye, piece.gathered(momentum))
-            new = master * (1 - lr * decay) - lr * piece.shard_of(direction)
-            operands.commit(scalars, piece, new, momentum=momentum, covariance=covariance)
+            direction = torch.linalg.solve(covariance + self.eps * eye, param.gathered(momentum))
+            new = master * (1 - lr * decay) - lr * param.shard_of(direction)
+            operands.commit(scalars, param, new, momentum=momentum, covariance=covariance)
 
 
 UPDATE_RULES.register(

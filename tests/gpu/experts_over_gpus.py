@@ -363,7 +363,7 @@ def trained(context: ParallelContext, recipe: str, name: str, num_steps: int) ->
     figures, num_repeated = {}, 0
     for step in range(num_steps):
         outcome = run.step()
-        while overflow := float(outcome.extra.get("overflow", 0)):
+        while overflow := float(outcome.extra_scalars.get("overflow", 0)):
             num_repeated += 1
             (retained,) = run.trainer.prepare_repetition(outcome.iteration, overflow)
             outcome = run.trainer.step(retained.batches, retained.state)

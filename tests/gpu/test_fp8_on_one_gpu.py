@@ -12,7 +12,7 @@ from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat, low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
-from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
+from megatron_moe.kernels.backends.hopper import fp8_grouped_gemm, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.backends.triton.backend import permute
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
@@ -126,7 +126,7 @@ def test_dequantised_copies_are_exact() -> None:
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "fp32 scales"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (80, 272), (512, 320), (208, 1408), (2048, 128)])
-def test_products_match_fp64(inputs: int, outputs: int, counts: list[int], power_of_two: bool) -> None:
+def test_gemms_match_fp64(inputs: int, outputs: int, counts: list[int], power_of_two: bool) -> None:
     ends, num_rows = offsets(counts), sum(counts)
     weight = quantized_weight(draw(len(counts), outputs, inputs, seed=1), power_of_two=power_of_two)
     behind = [torch.full((ROWS_BEHIND, width), torch.nan, device="cuda").bfloat16() for width in (inputs, outputs)]
@@ -134,15 +134,15 @@ def test_products_match_fp64(inputs: int, outputs: int, counts: list[int], power
         quantized_rows(torch.cat([draw(num_rows, tail.shape[1], seed=seed), tail]), power_of_two=power_of_two)
         for seed, tail in enumerate(behind, 2)
     )
-    forward = fp8_product.quantized_grouped_forward(rows, weight, ends)
-    backward = fp8_product.quantized_grouped_input_grad(grad, weight, ends)
+    forward = fp8_grouped_gemm.quantized_grouped_forward(rows, weight, ends)
+    backward = fp8_grouped_gemm.quantized_grouped_input_grad(grad, weight, ends)
     rows_RI, grad_RO, weight_eOI = values_of_rows(rows), values_of_rows(grad), values_of_weight(weight)
     for expert, part in slices(counts):
         what = f"expert {expert}"
         FP8_KERNEL.check(forward[part].double(), rows_RI[part] @ weight_eOI[expert].T, f"forward of {what}")
         FP8_KERNEL.check(backward[part].double(), grad_RO[part] @ weight_eOI[expert], f"gradient of {what}")
     EXACT.check(
-        fp8_product.quantized_grouped_forward(rows, weight, ends)[:num_rows], forward[:num_rows], "a second time"
+        fp8_grouped_gemm.quantized_grouped_forward(rows, weight, ends)[:num_rows], forward[:num_rows], "a second time"
     )
 
 
@@ -273,7 +273,7 @@ def test_activation_gradients_in_columns(counts: list[int], gated: bool, casts: 
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"), [(37, 80, 272), (256, 384, 640), (48, 128, 1408), (4096, 512, 256)]
 )
-def test_dense_products_match_fp64(rows: int, inputs: int, outputs: int, element: Literal["e4m3", "e5m2"]) -> None:
+def test_dense_gemms_match_fp64(rows: int, inputs: int, outputs: int, element: Literal["e4m3", "e5m2"]) -> None:
     x, bias = quantize.quantize_rows(draw(rows, inputs, seed=1), columnwise=True), draw(outputs, seed=2)
     fmt = replace(quantize.E4M3, element=element)
     grad = quantize.quantize_rows(draw(rows, outputs, seed=3), fmt, columnwise=True)
@@ -317,11 +317,11 @@ def test_kernels_are_selected_for_the_recipe_blockwise() -> None:
         }
 
 
-def test_products_without_rows() -> None:
+def test_gemms_without_rows() -> None:
     weight = quantized_weight(draw(3, 64, 128, seed=1))
     empty = quantize.quantize_rows(draw(0, 128, seed=1))
     ends = torch.zeros(3, device="cuda", dtype=torch.int32)
-    assert fp8_product.quantized_grouped_forward(empty, weight, ends).shape == (0, 64)
+    assert fp8_grouped_gemm.quantized_grouped_forward(empty, weight, ends).shape == (0, 64)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])

@@ -100,7 +100,7 @@ def test_runs_are_bitwise_reproducible(more: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(256, 512, 384), (4096, 2048, 576), (130, 256, 272), (132, 1408, 272)])
-def test_dense_products(shape: tuple[int, int, int]) -> None:
+def test_dense_gemms(shape: tuple[int, int, int]) -> None:
     """Rows, inputs and outputs that cuBLAS supports, and a number of rows that it does not."""
     rows, inputs, outputs = shape
     x, grad, weight = draw(rows, inputs, seed=1), draw(rows, outputs, seed=2), draw(outputs, inputs, seed=3)

@@ -46,7 +46,7 @@ def slices(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_products_match_fp64(inputs: int, outputs: int, counts: list[int]) -> None:
+def test_gemms_match_fp64(inputs: int, outputs: int, counts: list[int]) -> None:
     weight, ends, num_rows = draw(len(counts), outputs, inputs, seed=1), offsets(counts), sum(counts)
     rows, grad = held(counts, inputs, 2), held(counts, outputs, 3)
     forward = hopper_kernels.grouped_forward(rows, weight, ends)
@@ -97,7 +97,7 @@ def test_rows_of_a_wider_matrix_and_buffers_in_bf16() -> None:
         BF16_KERNEL.check(out[expert].double(), grad[rows].double().T @ part[rows].double(), f"expert {expert}")
 
 
-def test_products_without_rows() -> None:
+def test_gemms_without_rows() -> None:
     ends, weight = torch.zeros(3, device="cuda", dtype=torch.int32), draw(3, 64, 128, seed=1)
     empty = draw(0, 128, seed=1)
     assert hopper_kernels.grouped_forward(empty, weight, ends).shape == (0, 64)

@@ -287,7 +287,7 @@ def test_embedding_gradients_match_fp64(accumulate: bool, dtype: torch.dtype) ->
 
 @DTYPES
 @pytest.mark.parametrize("ends", [[2, 2, 25, 30], [0, 0, 0, 40], [40, 40, 40, 40], [0, 0, 0, 0]])
-def test_grouped_products_match_fp64_and_are_zero_for_empty_experts(ends: list[int], dtype: torch.dtype) -> None:
+def test_grouped_gemms_match_fp64_and_are_zero_for_empty_experts(ends: list[int], dtype: torch.dtype) -> None:
     offsets = torch.tensor(ends, dtype=torch.int32)
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
@@ -347,7 +347,7 @@ def test_weight_gradients_of_several_microbatches_are_summed(
     EXACT.check(second, actual, "the same product once more")
 
 
-def test_grouped_products_without_rows_have_zero_gradients() -> None:
+def test_grouped_gemms_without_rows_have_zero_gradients() -> None:
     kernels, _ = bundles(BF16)
     rows = torch.zeros(0, 16, device="cuda", dtype=BF16, requires_grad=True)
     weight = torch.ones(4, 8, 16, device="cuda", dtype=BF16, requires_grad=True)

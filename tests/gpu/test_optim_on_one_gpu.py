@@ -127,12 +127,12 @@ def test_captured_steps_set_the_nonfinite_flag(formats: tuple[str, str, str]) ->
 
 @pytest.mark.parametrize("shape", [(2, 1408, 2048), (3, 576, 2048), (1, 300, 1000), (2, 64, 2048)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_symmetric_products_on_tensor_cores(shape: tuple[int, int, int], transposed: bool) -> None:
+def test_syrk_on_tensor_cores(shape: tuple[int, int, int], transposed: bool) -> None:
     number, size, depth = shape
     x = torch.randn(number, depth, size, device="cuda").bfloat16().mT
     x = x if transposed else x.contiguous()
-    gram = triton_kernels.symmetric_product(x)
-    polynomial = triton_kernels.symmetric_product(gram, gram, -4.0, 0.01)
+    gram = triton_kernels.syrk(x)
+    polynomial = triton_kernels.syrk(gram, gram, -4.0, 0.01)
     expected = x.double() @ x.double().mT
     exact = 0.01 * gram.double() @ gram.double() - 4 * gram.double()
     for found, right in ((gram, expected), (polynomial, exact)):

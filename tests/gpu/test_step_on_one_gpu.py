@@ -58,10 +58,10 @@ def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tup
     batches = run.loader.next_step()
     with no_host_sync():
         outcome = run.trainer.step(batches, run.state)
-        early = timers.take(run.trainer.context)  # has all steps if the device has already finished them
+        early = timers.gather_seconds(run.trainer.context)  # has all steps if the device has already finished them
     assert torch.isfinite(outcome.loss)
     torch.cuda.synchronize()
-    times = timers.take(run.trainer.context) or early
+    times = timers.gather_seconds(run.trainer.context) or early
     parts = [times[f"{node}-{way}"][0] for node in ("attention", "experts") for way in ("forward", "backward")]
     assert min(parts) > 0 and sum(parts) < times["forward-backward"][0]
     run.close()

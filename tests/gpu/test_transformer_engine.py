@@ -94,7 +94,7 @@ def test_activations_and_loss_are_as_accurate_as_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_products_are_as_accurate_as_plain_torch(accumulate: bool) -> None:
+def test_gemms_are_as_accurate_as_plain_torch(accumulate: bool) -> None:
     kernels = transformer_engine()
     compare(lambda k: lambda x, w: autograd.linear(k, x, w), (draw(64, 2, 128), draw(256, 128, seed=1)))
     offsets, sizes = torch.tensor([32, 32, 112], dtype=torch.int32), (112, 128)
@@ -142,7 +142,7 @@ def test_operands_have_the_bytes_of_this_projects_kernels(shape: tuple[int, int]
 
 
 @RECIPES
-def test_operands_and_linear_products_need_no_host_sync(name: str) -> None:
+def test_operands_and_linear_gemms_need_no_host_sync(name: str) -> None:
     config = CONFIGS[name]
     operands = Operands(low_precision_kernels(config), config)
     x, grad, weight = (
@@ -173,7 +173,7 @@ def quantised(operands: Operands, *sizes: int, offsets_e: Tensor | None = None) 
 
 @RECIPES
 @pytest.mark.parametrize("sizes", [(1024, 2048, 1536), (96, 160, 224)], ids=str)
-def test_linear_products_match_dequantised_operands(sizes: tuple[int, int, int], name: str) -> None:
+def test_linear_gemms_match_dequantised_operands(sizes: tuple[int, int, int], name: str) -> None:
     config = CONFIGS[name]
     x_q, grad_q, weight_q = quantised(Operands(REFERENCE, config), *sizes)
     results = []
@@ -190,7 +190,7 @@ def test_linear_products_match_dequantised_operands(sizes: tuple[int, int, int],
 @RECIPES
 @pytest.mark.parametrize("counts", [[256, 0, 64, 192], [3, 250, 1, 0], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_grouped_products_match_dequantised_operands(accumulate: bool, counts: list[int], name: str) -> None:
+def test_grouped_gemms_match_dequantised_operands(accumulate: bool, counts: list[int], name: str) -> None:
     config, held = CONFIGS[name], sum(counts)
     ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
     x_q, grad_q, weight_q = quantised(Operands(REFERENCE, config), held + 5, 384, 512, 4, offsets_e=ends)

@@ -49,7 +49,7 @@ def run_steps(plan: RunPlan, trainer: Trainer, state: TrainState, steps: int) ->
         state.advance(outcome.size, build_train_state_config(plan))
         figures[f"loss {state.iteration}"] = outcome.loss
         figures |= {f"{name} norm {state.iteration}": norm for name, norm in outcome.norms.items()}
-    for name, metric in trainer.metrics.take(trainer.context).items():
+    for name, metric in trainer.metrics.reduce(trainer.context).items():
         figures[f"metric {name}"] = torch.tensor(metric.value)
         figures |= {f"metric {name} {layer}": torch.tensor(value) for layer, value in metric.layers.items()}
     with trainer.optimizer.plain_weights():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSpan, internal_dtype
-from megatron_moe.parallel.context_parallel import Chunks, take_positions
+from megatron_moe.parallel.context_parallel import Chunks, select_positions
 
 
 def blocks_of_a_ring(
@@ -49,4 +49,6 @@ def _places(chunks: Chunks, device: torch.device) -> Tensor:
 
 
 def _span(chunks: Chunks, segments_BS: Tensor | None) -> PositionSpan:
-    return PositionSpan(chunks=chunks, segments_BS=None if segments_BS is None else take_positions(segments_BS, chunks))
+    return PositionSpan(
+        chunks=chunks, segments_BS=None if segments_BS is None else select_positions(segments_BS, chunks)
+    )

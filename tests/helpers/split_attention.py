@@ -12,7 +12,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, split_positions, take_positions
+from megatron_moe.parallel.context_parallel import SequencePart, select_positions, split_positions
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import make_mb, randn
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -98,7 +98,7 @@ def split(
         mb = make_mb(
             BATCH,
             len(mine["q"]),
-            segments_BS=None if segments_BS is None else take_positions(segments_BS, chunks),
+            segments_BS=None if segments_BS is None else select_positions(segments_BS, chunks),
             whole_segments_BS=segments_BS,
             part=SequencePart(parts, rank),
         )

@@ -11,7 +11,7 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention.tiles import serves
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSpan
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.parallel.context_parallel import Chunks, split_positions, take_positions
+from megatron_moe.parallel.context_parallel import Chunks, select_positions, split_positions
 from tests.helpers.kernel_comparison import draw
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
@@ -48,7 +48,7 @@ def block(
     )
     segments_BS = (torch.arange(SEQ) * 3 // SEQ).expand(BATCH, SEQ) if documents else None
     of_both = (
-        PositionSpan(chunks=c, segments_BS=None if segments_BS is None else take_positions(segments_BS, c))
+        PositionSpan(chunks=c, segments_BS=None if segments_BS is None else select_positions(segments_BS, c))
         for c in (query, key)
     )
     given = AttentionBlock(q, k, v, config, *of_both)
@@ -115,7 +115,7 @@ def test_largest_logits_equal_the_reference_above_the_least(mask: str, part: str
     query, key = PARTS[part]
     segments_BS = (torch.arange(SEQ) * 3 // SEQ).expand(BATCH, SEQ) if documents else None
     spans = [
-        PositionSpan(chunks=each, segments_BS=None if segments_BS is None else take_positions(segments_BS, each))
+        PositionSpan(chunks=each, segments_BS=None if segments_BS is None else select_positions(segments_BS, each))
         for each in (query, key)
     ]
     sizes = (sum(map(len, query)), HEADS), (sum(map(len, key)), GROUPS), (sum(map(len, key)), GROUPS)

@@ -147,7 +147,7 @@ def test_linear_ops_match_the_reference(
 @pytest.mark.parametrize("sizes", [[2, 3, 1], [0, 4, 0], [0, 0, 0]])
 @pytest.mark.parametrize("past_the_end", [0, 2])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_grouped_products_match_the_reference(
+def test_grouped_gemms_match_the_reference(
     stand_ins: None, accumulate: bool, past_the_end: int, sizes: list[int], name: str
 ) -> None:
     kernels, dtype, held = bundle(name), torch.bfloat16, sum(sizes)
@@ -260,7 +260,7 @@ def test_operands_of_transformer_engine_have_the_bytes_of_this_projects_kernels(
 
 @TE_RECIPES
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
-def test_products_with_an_infinity_that_transformer_engine_saturates_are_nan(
+def test_gemms_with_an_infinity_that_transformer_engine_saturates_are_nan(
     stand_ins: None, value: float, config: LowPrecisionConfig
 ) -> None:
     """Rows after those of experts are undefined and mark no other row."""
@@ -296,7 +296,7 @@ def test_gradients_are_rounded_stochastically_by_key_instead_of_by_transformer_e
 
 @TE_RECIPES
 @pytest.mark.parametrize("num_rows", [96, 50, 0])
-def test_fp8_linear_products_of_transformer_engine_match_the_reference(
+def test_fp8_linear_gemms_of_transformer_engine_match_the_reference(
     stand_ins: None, monkeypatch: pytest.MonkeyPatch, num_rows: int, config: LowPrecisionConfig
 ) -> None:
     operands = Operands(REFERENCE, config)
@@ -319,7 +319,7 @@ def test_fp8_linear_products_of_transformer_engine_match_the_reference(
 @TE_RECIPES
 @pytest.mark.parametrize("sizes", [[32, 0, 64, 0], [3, 50, 1, 0], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_fp8_grouped_products_of_transformer_engine_match_the_reference(
+def test_fp8_grouped_gemms_of_transformer_engine_match_the_reference(
     stand_ins: None, monkeypatch: pytest.MonkeyPatch, accumulate: bool, sizes: list[int], config: LowPrecisionConfig
 ) -> None:
     """Rows of experts of any number, an empty expert, and rows after the last expert's."""
@@ -341,7 +341,7 @@ def test_fp8_grouped_products_of_transformer_engine_match_the_reference(
         BF16_KERNEL.check(theirs, ours, "grouped product")
 
 
-def test_fp8_grouped_products_of_transformer_engine_must_be_named(stand_ins: None, monkeypatch) -> None:
+def test_fp8_grouped_gemms_of_transformer_engine_must_be_named(stand_ins: None, monkeypatch) -> None:
     """The products synchronise with the device, so a request of the backend for all ops does not select them."""
     monkeypatch.setattr(registry, "check_device", lambda recipe, device: None)
     by_name = set(backend(TE).BY_NAME)

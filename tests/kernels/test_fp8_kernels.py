@@ -22,12 +22,12 @@ from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 LAUNCHES = """
 from dataclasses import replace
 from megatron_moe.config.mlp import ActivationConfig
-from megatron_moe.kernels.backends.hopper import casts, fp8_product, fp8_weight_grad
+from megatron_moe.kernels.backends.hopper import casts, fp8_grouped_gemm, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, launch, norm, quantize
 from megatron_moe.kernels.ops import GroupedPart, RowIndex
 
 launch._sum_shares = Compiled(launch._sum_shares)
-fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
+fp8_grouped_gemm._fp8_grouped_gemm = Compiled(fp8_grouped_gemm._fp8_grouped_gemm)
 fp8_weight_grad._fp8_expert_grads = Compiled(fp8_weight_grad._fp8_expert_grads)
 for name in ("_list_row_blocks", "_dequantize_columns", "_dequantize_rows", "_copy_quantized"):
     setattr(quantize, name, Compiled(getattr(quantize, name)))
@@ -38,11 +38,11 @@ for name in ("forward", "backward"):
 x, stack = torch.zeros(1024, 512, dtype=torch.bfloat16), torch.zeros(8, 768, 512, dtype=torch.bfloat16)
 ends = torch.zeros(8, dtype=torch.int32)
 weight = quantize.quantize_weight(stack)
-fp8_product.quantized_grouped_forward(quantize.quantize_rows(x), weight, ends)
+fp8_grouped_gemm.quantized_grouped_forward(quantize.quantize_rows(x), weight, ends)
 grad = quantize.quantize_rows(torch.zeros(1024, 768, dtype=torch.bfloat16), columnwise=True, offsets_e=ends)
-fp8_product.quantized_grouped_input_grad(grad, weight, ends)
+fp8_grouped_gemm.quantized_grouped_input_grad(grad, weight, ends)
 hybrid = replace(quantize.E4M3, element="e5m2")
-fp8_product.quantized_grouped_input_grad(quantize.quantize_rows(torch.zeros_like(x), hybrid), weight, ends)
+fp8_grouped_gemm.quantized_grouped_input_grad(quantize.quantize_rows(torch.zeros_like(x), hybrid), weight, ends)
 rows = quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
 for parts, accumulate in ((1, False), (2, True)):
     part = GroupedPart(grad, rows, ends)

@@ -16,16 +16,16 @@ from megatron_moe.kernels.registry import provided_ops
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
 LAUNCHES = """
-from megatron_moe.kernels.backends.hopper import product, weight_grad
+from megatron_moe.kernels.backends.hopper import grouped_gemm, weight_grad
 from megatron_moe.kernels.ops import GroupedPart
 
-product._grouped_product = Compiled(product._grouped_product)
+grouped_gemm._grouped_gemm = Compiled(grouped_gemm._grouped_gemm)
 weight_grad._expert_grads = Compiled(weight_grad._expert_grads)
 rows, offsets = torch.zeros(1024, 512, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
 for outputs in (768, 1408):
     weight, grad = torch.zeros(8, outputs, 512, dtype=torch.bfloat16), torch.zeros(1024, outputs, dtype=torch.bfloat16)
-    product.grouped_forward(rows, weight, offsets)
-    product.grouped_input_grad(grad, weight, offsets)
+    grouped_gemm.grouped_forward(rows, weight, offsets)
+    grouped_gemm.grouped_input_grad(grad, weight, offsets)
     for adds, parts in ((False, 1), (True, 2)):
         part = GroupedPart(rows, grad, offsets)
         weight_grad.grouped_weight_grad([part] * parts, torch.zeros(8, 512, outputs), adds)
@@ -50,9 +50,9 @@ def test_kernels_compile_and_fit_into_a_multiprocessor(kernels: list[dict[str, A
 def test_programs_count_the_tiles_of_earlier_experts(kernels: list[dict[str, Any]]) -> None:
     """Triton 3.6 drops a loop variable that only the bounds of an inner loop depend on; then every expert's tiles go
     to the same few programs."""
-    products = [code["ttgir"] for code in kernels if "_grouped_product" in code["ttgir"]]
-    assert len(products) == 4
-    for text in products:
+    gemms = [code["ttgir"] for code in kernels if "_grouped_gemm" in code["ttgir"]]
+    assert len(gemms) == 4
+    for text in gemms:
         over_experts = re.findall(r"scf\.for %\w+ = %\w+ to %\w+ step %\w+ iter_args\((.*?)\) -> \(i32, i32\)", text)
         assert len(over_experts) == 3, "two warpgroups and the loading warp"
 

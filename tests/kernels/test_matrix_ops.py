@@ -71,15 +71,15 @@ def test_overflows_are_marked(ops) -> None:
 @pytest.mark.parametrize("tile", [matrices.TILE, (64, 128, 64, 4, 3)])
 @pytest.mark.parametrize("shape", [(2, 256, 128), (1, 150, 70), (3, 20, 300)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_symmetric_products_match_the_reference(shape, transposed: bool, tile, monkeypatch) -> None:
+def test_syrk_match_the_reference(shape, transposed: bool, tile, monkeypatch) -> None:
     """Wide and tall inputs, with and without a base, of sizes that tiles divide or not."""
     monkeypatch.setattr(matrices, "TILE", tile)
     number, size, depth = shape
     x = draw(number, depth, size).bfloat16().mT if transposed else draw(number, size, depth).bfloat16()
-    gram = triton_kernels.symmetric_product(x)
+    gram = triton_kernels.syrk(x)
     close_in_bf16(gram, x.float() @ x.float().mT)
     EXACT.check(gram, gram.mT.contiguous(), "symmetry")
-    polynomial = triton_kernels.symmetric_product(gram, gram, -4.0, 2.0)
+    polynomial = triton_kernels.syrk(gram, gram, -4.0, 2.0)
     close_in_bf16(polynomial, 2 * gram.float() @ gram.float() - 4 * gram.float())
     EXACT.check(polynomial, polynomial.mT.contiguous(), "symmetry")
 
@@ -90,7 +90,7 @@ def close_in_bf16(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-3 * float(expected.abs().max()))
 
 
-def test_the_compiled_product_uses_tensor_cores_in_both_directions_without_spills() -> None:
+def test_the_compiled_gemm_uses_tensor_cores_in_both_directions_without_spills() -> None:
     found = compiled("""
 from megatron_moe.kernels.backends.triton import matrices
 matrices._symmetric = Compiled(matrices._symmetric)

@@ -125,7 +125,7 @@ def test_fp64_selects_the_reference_only() -> None:
     assert set(backend_of(select_kernels(KernelConfig(), CPU, torch.float64)).values()) == {"reference"}
 
 
-def test_bf16_grouped_products_on_gpus_keep_offsets_on_the_device() -> None:
+def test_bf16_grouped_gemms_on_gpus_keep_offsets_on_the_device() -> None:
     chosen = backend_of(select_kernels(KernelConfig(), torch.device("cuda"), torch.bfloat16))
     taken = {op: name for op, name in chosen.items() if op.startswith("grouped_")}
     assert taken == dict.fromkeys(("grouped_forward", "grouped_input_grad"), "torch_native") | {

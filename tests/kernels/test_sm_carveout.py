@@ -24,7 +24,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     end_reservation()
 
 
-def test_a_reservation_ends_with_the_next_product(libraries: list[str]) -> None:
+def test_a_reservation_ends_with_the_next_gemm(libraries: list[str]) -> None:
     seen: list[int] = []
 
     def linear_forward(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def test_attention_dropout_matches_the_reference() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("offsets", [[2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0]])
-def test_grouped_products_match_the_reference(offsets: list[int], dtype: torch.dtype) -> None:
+def test_grouped_gemms_match_the_reference(offsets: list[int], dtype: torch.dtype) -> None:
     ends = torch.tensor(offsets, dtype=torch.int32)
 
     def op(kernels) -> Callable[..., Tensor]:
@@ -66,7 +66,7 @@ def test_weight_gradients_accumulate_in_wider_buffers(accumulate: bool, wide: to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_mm_computes_all_three_grouped_products(dtype: torch.dtype) -> None:
+def test_grouped_mm_computes_all_three_grouped_gemms(dtype: torch.dtype) -> None:
     """The products of the CUDA path, which torch computes on the CPU as well; gradients may be expanded."""
     rows, weight = draw(9, 16).to(dtype), draw(4, 8, 16, seed=1).to(dtype)
     ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
@@ -82,7 +82,7 @@ def test_grouped_mm_computes_all_three_grouped_products(dtype: torch.dtype) -> N
     bar.check(weight_grad, expected, "weight gradient")
 
 
-def test_grouped_products_without_rows_have_zero_weight_gradients() -> None:
+def test_grouped_gemms_without_rows_have_zero_weight_gradients() -> None:
     rows, weight = torch.zeros(0, 16, requires_grad=True), draw(4, 8, 16).float().requires_grad_()
     out = autograd.grouped_linear(NATIVE, rows, weight, torch.zeros(4, dtype=torch.int32))
     out.sum().backward()

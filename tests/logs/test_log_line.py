@@ -31,7 +31,7 @@ def test_megatron_line():
 
 
 def test_megatron_line_with_all_optional_fields():
-    result = step_result(extra={"num_zeros": 7.0, "params_norm": 12.5}, apply_update=False)
+    result = step_result(extra_scalars={"num_zeros": 7.0, "params_norm": 12.5}, apply_update=False)
     line = megatron_log_line(step_report(result, peak_flops=1e13), LoggingConfig(log_throughput=True))
     names = [field.split(":")[0].strip() for field in line.split("|")[1:-1]]
     assert names == [

@@ -72,7 +72,7 @@ def test_nonfinite_values_become_null_and_vectors_are_rounded():
 
 
 def test_step_tags_are_megatrons_and_omit_missing_values():
-    report = step_report(step_result(extra={"num_zeros": 3.0, "params_norm": 2.0}), peak_flops=1e14)
+    report = step_report(step_result(extra_scalars={"num_zeros": 3.0, "params_norm": 2.0}), peak_flops=1e14)
     assert list(step_tags(report)) == [
         *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "grad-norm experts"),
         *("num-zeros", "params-norm", "iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu"),

@@ -36,7 +36,7 @@ def test_span_is_timed_on_the_stream_without_synchronising(context):
         torch.cuda.set_sync_debug_mode("default")
     assert running, "the host is ahead of the device when the span ends"
     torch.cuda.synchronize()
-    ((seconds,),) = timers.take(context).values()
+    ((seconds,),) = timers.gather_seconds(context).values()
     least = 50 * 2 * 8192**3 / 2e15
     assert seconds > least, f"50 products cannot take less than {least} s"
 
@@ -50,7 +50,7 @@ def test_recording_a_metric_does_not_synchronise(context):
             metrics.record("loss", value.sum())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    metrics = metrics.take(context)
+    metrics = metrics.reduce(context)
     assert (metrics["load"].layers[1], metrics["loss"].value) == ([3.0] * 8, 8.0)
 
 

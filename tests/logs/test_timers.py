@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.logs.timers import Moment, Timers, timer_lines
+from megatron_moe.logs.timers import Timers, Timestamp, timer_lines
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 
@@ -27,8 +27,8 @@ def test_spans_are_summed_and_divided_by_steps(clock):
         for _ in range(2):
             with timers.span("forward-backward", level=1):
                 pass
-    assert timers.take(ParallelContext.single()) == {"forward-backward": [2.0]}
-    assert timers.take(ParallelContext.single()) == {}
+    assert timers.gather_seconds(ParallelContext.single()) == {"forward-backward": [2.0]}
+    assert timers.gather_seconds(ParallelContext.single()) == {}
 
 
 def test_a_step_that_the_device_has_not_completed_is_left_for_the_next_report(clock, monkeypatch):
@@ -38,11 +38,11 @@ def test_a_step_that_the_device_has_not_completed_is_left_for_the_next_report(cl
         with timers.span(name, level=1):
             pass
     running = timers._steps[-1][-1]
-    monkeypatch.setattr(Moment, "has_come", lambda moment: moment is not running._end)
-    monkeypatch.setattr(Moment, "wait", None)
-    assert timers.take(ParallelContext.single()) == {"first": [1.0]}
+    monkeypatch.setattr(Timestamp, "has_completed", lambda moment: moment is not running._end)
+    monkeypatch.setattr(Timestamp, "synchronize", None)
+    assert timers.gather_seconds(ParallelContext.single()) == {"first": [1.0]}
     monkeypatch.undo()
-    assert timers.take(ParallelContext.single()) == {"second": [1.0]}
+    assert timers.gather_seconds(ParallelContext.single()) == {"second": [1.0]}
 
 
 def test_a_backward_lasts_from_its_last_begin_to_its_last_end(clock):
@@ -51,21 +51,21 @@ def test_a_backward_lasts_from_its_last_begin_to_its_last_end(clock):
     assert timers.backward_span("above", level=3) is None and other is not None
     for mark in (span.mark_begin, span.mark_begin, span.mark_end, span.mark_begin, span.mark_end):
         mark()
-    assert timers.take(ParallelContext.single()) == {"experts-backward": [2.0], "never-run": [0.0]}
+    assert timers.gather_seconds(ParallelContext.single()) == {"experts-backward": [2.0], "never-run": [0.0]}
 
 
 def test_spans_above_the_timing_level_are_not_measured(clock):
     timers = Timers(1, CPU)
     with timers.span("forward-compute", level=2), timers.span("forward-backward", level=1):
         pass
-    assert timers.take(ParallelContext.single()) == {"forward-backward": [1.0]}
+    assert timers.gather_seconds(ParallelContext.single()) == {"forward-backward": [1.0]}
 
 
 def test_failing_span_is_timed(clock):
     timers = Timers(1, CPU)
     with pytest.raises(ValueError), timers.span("optimizer", level=1):
         raise ValueError
-    assert timers.take(ParallelContext.single()) == {"optimizer": [1.0]}
+    assert timers.gather_seconds(ParallelContext.single()) == {"optimizer": [1.0]}
 
 
 def test_times_are_gathered_and_missing_spans_are_zero(clock):
@@ -74,7 +74,7 @@ def test_times_are_gathered_and_missing_spans_are_zero(clock):
         if context.rank == 1:
             with timers.span("send", level=2):
                 pass
-        return timers.take(context)
+        return timers.gather_seconds(context)
 
     results = on_threads(ParallelConfig(world_size=2), rank)
     assert all(list(result) == ["send"] and result["send"][0] == 0.0 < result["send"][1] for result in results)

@@ -95,7 +95,7 @@ def test_replayed_modules_are_timed_as_one_entry(config):
     taken = []
     for step in range(3):
         run_steps(plan, trainer, TrainState(iteration=step), 1)
-        taken.append(timers.take(trainer.context))
+        taken.append(timers.gather_seconds(trainer.context))
     modules = ("attn", "mlp", "moe-router", "moe-preprocess")
     parts = {f"{module}-graph-{way}" for module in modules for way in ("forward", "backward")}
     inside = {"attention-forward", "attention-backward", "router-forward", "dispatch-backward"}

@@ -89,7 +89,7 @@ def test_rows_that_do_not_fit_on_the_device_are_saved_on_the_host() -> None:
     host = pages_of_rank(spilled, 0, host=True)
     assert host == pages_of_rank(over_experts(PAGES), 0) and pages_of_rank(over_experts(PAGES), 0, host=True) == {}
     size = sum(width * (num + 1) for width, num in host.items()) * config.moe_paged_stash_page_size
-    number = RankMemory(spilled).sizes.activation
+    number = RankMemory(spilled).sizes.activation_itemsize
     assert RankMemory(spilled).of_rank(0).on_host == size * number
     emulated = {"emulation": EmulationConfig(), "kernels": KernelConfig()}
     on_device = over_experts(replace(config, moe_paged_stash_buffer_size_factor_cpu=0.0))
@@ -156,7 +156,7 @@ def test_a_step_that_runs_out_of_pages_changes_no_weight_on_any_rank() -> None:
     assert any(overflowed for *_, overflowed in found) and not all(overflowed for *_, overflowed in found)
     for outcome, same, _ in found:
         assert not outcome.apply_update and not outcome.norms["all"].isfinite() and same
-        assert outcome.extra["stash_overflow"] == 1
+        assert outcome.extra_scalars["stash_overflow"] == 1
 
 
 def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:

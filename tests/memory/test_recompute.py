@@ -144,17 +144,17 @@ def test_whole_steps_are_identical_to_the_bit(way, model, pipeline):
 def test_weight_gradients_are_computed_once(monkeypatch):
     """Every gradient accumulator is called once per microbatch, as without recompute."""
 
-    def num_products(recompute: RecomputeConfig) -> dict[str, int]:
+    def num_head_uses(recompute: RecomputeConfig) -> dict[str, int]:
         net, calls = build(models()["GQA"], saved_tensors=SavedTensorPolicy(recompute)), dict.fromkeys((), 0)
         for name, parameter in net.named_parameters():
             parameter.grad_accumulator = _Counting(name, parameter, calls)
         losses_of(net, batch()).loss_BS.sum().backward()
         return calls
 
-    plain = num_products(RecomputeConfig())
+    plain = num_head_uses(RecomputeConfig())
     assert len(plain) > 10 and set(plain.values()) == {1}
     for way in ("all together", "uniform, two at a time"):
-        assert num_products(WAYS[way]) == plain, way
+        assert num_head_uses(WAYS[way]) == plain, way
 
 
 class _Counting:

@@ -17,7 +17,7 @@ from megatron_moe.config.compressed_attention import CompressedAttentionConfig
 from megatron_moe.config.dsa import IndexerConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.cost_model.flops import product_flops
+from megatron_moe.cost_model.flops import gemm_flops
 from megatron_moe.kernels.reference import sparse_attention
 from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -304,7 +304,7 @@ def test_layouts_equal_one_rank(cell, sparse):
     check_layout(plan)
 
 
-def test_layouts_with_fp8_products_equal_one_rank():
+def test_layouts_with_fp8_gemms_equal_one_rank():
     plan = with_fp8(with_entries(cells.plan_of(cell_of("attention=mla cp=2 balance=none cpcomm=allgather"))))
     check_layout(plan)
     names = {quantizer.name for quantizer in quantizers_of(build_model(plan, ParallelContext.single(), KERNELS))}
@@ -376,7 +376,7 @@ def test_flops_count_the_visible_pairs():
 
 @pytest.mark.parametrize("coeff", [0.0, 0.5])
 @pytest.mark.parametrize("ratio", [0, 4, 8])
-def test_flops_are_those_of_the_products(ratio, coeff):
+def test_flops_are_those_of_the_gemms(ratio, coeff):
     """The cost model has areas in place of pairs, and leaves out logits and scores that are computed again, the second
     attention of a loss, and sums over the indexer's heads."""
     seq, changes = 24, {"indexer_loss_coeff": coeff, "rotate_activation": False}
@@ -384,7 +384,7 @@ def test_flops_are_those_of_the_products(ratio, coeff):
     module, mb = make(config), make_mb(1, seq)
     with FlopCounterMode(display=False) as counter:
         run(module, randn(seq, 1, HIDDEN).requires_grad_(), mb).sum().backward()
-    expected = product_flops(config.parameters(ParallelConfig()), seq).attention
+    expected = gemm_flops(config.parameters(ParallelConfig()), seq).attention
     window, chosen, found, indexer = config.csa_window_size, config.num_chosen(seq), config.flops(seq), config.indexer
     slots = seq * (window + chosen)
     assert found.core_attention == 6 * config.q_width * (2 * slots - window**2 - chosen**2 * ratio)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_moe.build import build_model
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.cost_model.flops import product_flops
+from megatron_moe.cost_model.flops import gemm_flops
 from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.layers.resources import ModelResources
@@ -249,7 +249,7 @@ def test_layouts_equal_one_rank(cell, sparse):
     check_layout(with_indexers(cells.plan_of(cell_of(cell)), sparse_indexer_loss=sparse))
 
 
-def test_layouts_with_fp8_products_equal_one_rank():
+def test_layouts_with_fp8_gemms_equal_one_rank():
     """The up-projection of kv, which is absorbed, and the indexer stay in the model's dtype."""
     plan = with_fp8(with_indexers(cells.plan_of(cell_of("attention=mla tp=2 sp=on balance=none"))))
     check_layout(plan)
@@ -305,13 +305,13 @@ def counted_products(config):
 
 
 @pytest.mark.parametrize("coeff", [0.0, 0.5])
-def test_flops_are_those_of_the_products(coeff, monkeypatch):
+def test_flops_are_those_of_the_gemms(coeff, monkeypatch):
     """The cost model has areas in place of pairs, and no recompute, norms or sums over the indexer's heads."""
     monkeypatch.setattr(sparse_attention, "BLOCK_BYTES", 1)
     config = dsa_config(indexer={"indexer_loss_coeff": coeff, "rotate_activation": False})
     found, indexer = config.flops(SEQ), config.indexer
     latents = SEQ * 6 * (config.q_lora_rank + config.kv_lora_rank)
-    projections = product_flops(config.parameters(ParallelConfig()), SEQ).attention + found.attention - latents
+    projections = gemm_flops(config.parameters(ParallelConfig()), SEQ).attention + found.attention - latents
     slots, pairs = SEQ * indexer.topk, SEQ * (SEQ + 1) // 2
     again = 2 * slots * config.num_heads * config.row_width
     core = found.core_attention * 2 * slots // (2 * slots - indexer.topk**2) + again

@@ -18,7 +18,7 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.model.linear_attention import LinearAttention
 from megatron_moe.model.linear_scan import ChunksOverRanks, WholeSequences
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, split_positions, take_positions
+from megatron_moe.parallel.context_parallel import SequencePart, select_positions, split_positions
 from tests.helpers.ranks import on_threads
 from tests.helpers.sharded import KERNELS, held, sum_partials, whole
 from tests.helpers.tiny_models import HIDDEN, LINEAR_ATTENTION, UNIT_GAIN, make_mb, randn
@@ -52,7 +52,7 @@ def run(config: LinearAttentionConfig, ctx: ParallelContext, segments_BS: Tensor
     cp, tp = ctx.group("cp"), ctx.group("tp")
     if cp.size > 1:
         parts = split_positions(ctx.config.cp_split, SEQ, cp.size)
-        positions = take_positions(positions, parts[cp.rank])
+        positions = select_positions(positions, parts[cp.rank])
         mb = make_mb(BATCH, positions.shape[1], whole_segments_BS=segments_BS, part=SequencePart(parts, cp.rank))
     if ctx.config.sequence_parallel:
         positions = positions.chunk(tp.size, dim=1)[tp.rank]
@@ -118,7 +118,7 @@ def test_states_pass_through_many_chunks(num_ranks: int, delta: bool):
     def results(ctx: ParallelContext) -> dict[str, Tensor]:
         group = ctx.group("cp")
         alone = group.size == 1
-        places = torch.arange(length) if alone else take_positions(torch.arange(length)[None], parts[group.rank])[0]
+        places = torch.arange(length) if alone else select_positions(torch.arange(length)[None], parts[group.rank])[0]
         own = {name: x[places].clone().requires_grad_() for name, x in inputs.items()}
         part = SequencePart(parts, group.rank)
         scan = (

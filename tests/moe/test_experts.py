@@ -103,7 +103,7 @@ def gradients(experts: Experts, rows: DispatchedTokens) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}, STANDARD])
-def test_sequential_products_equal_grouped_products(fields, ends) -> None:
+def test_sequential_gemms_equal_grouped_gemms(fields, ends) -> None:
     results = [gradients(make(grouped=grouped, **fields), rows_of(ends)) for grouped in (False, True)]
     FP64_REF.check_all(results[0], results[1], "looped against grouped")
 

@@ -16,7 +16,7 @@ ONE_RANK = ParallelContext.single().group("tp_cp")
 
 
 def _figures(metrics: MetricAccumulator) -> dict:
-    return {name: metric.layers[3] for name, metric in metrics.take(ParallelContext.single()).items()}
+    return {name: metric.layers[3] for name, metric in metrics.reduce(ParallelContext.single()).items()}
 
 
 def _load(*microbatches: list[int]) -> dict:

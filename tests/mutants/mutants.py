@@ -404,7 +404,7 @@ def train_samples_exclude_skipped_samples(original: Any) -> Any:
 
 @mutant(
     "precision.carried_copies:carried_copy",
-    "tests/kernels/test_quantized_products.py::test_layers_with_the_same_input_share_its_copy",
+    "tests/kernels/test_quantized_gemms.py::test_layers_with_the_same_input_share_its_copy",
 )
 def a_modified_input_keeps_its_quantised_copy(original: Any) -> Any:
     """A layer computes with the values before an in-place operation."""

@@ -62,7 +62,7 @@ def test_masters_exist_only_where_they_are_wider_than_the_weights() -> None:
         precision.params: {each.kind for each in Rig(precision).optimizer.named_state()} for precision in (FP64, BF16)
     }
     assert kinds == {"fp64": {"exp_avg", "exp_avg_sq"}, "bf16": {"master", "exp_avg", "exp_avg_sq"}}
-    assert all(state.kept.master is None for state in Rig(FP64).optimizer.states)
+    assert all(state.stored.master is None for state in Rig(FP64).optimizer.states)
 
 
 def test_embedding_and_head_use_the_decoupled_learning_rate() -> None:

@@ -29,7 +29,7 @@ class Momentum:
         pass
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
-        velocity, master = operands.stored.moments["velocity"].data, operands.stored.master
+        velocity, master = operands.stored.states["velocity"].data, operands.stored.master
         velocity.mul_(0.5).add_(operands.grads.to(velocity.dtype) * scalars.grad_scale)
         weights = operands.weights if master is None else master.data
         weights.sub_(scalars.lr * velocity)

@@ -95,7 +95,7 @@ class Rig:
     def bits(self) -> dict[str, Tensor]:
         """Returns all tensors that a step may change, in their storage format."""
         states = enumerate(self.optimizer.states)
-        kept = {f"{i} {j}": part.clone() for i, s in states for j, part in enumerate(s.kept.tensors)}
+        kept = {f"{i} {j}": part.clone() for i, s in states for j, part in enumerate(s.stored.tensors)}
         return {**kept, **self.weights(), "step": self.optimizer.step_count.clone()}
 
 

@@ -36,7 +36,7 @@ def test_zigzag_pairs_early_with_late_chunks_and_contiguous_does_not() -> None:
 def test_every_position_is_on_one_rank_and_rows_can_be_sorted_and_restored(num_ranks: int, split: str) -> None:
     positions = torch.arange(48)
     parts = split_positions(split, 48, num_ranks)
-    taken = [SequencePart(parts, rank).take(positions[None])[0] for rank in range(num_ranks)]
+    taken = [SequencePart(parts, rank).select(positions[None])[0] for rank in range(num_ranks)]
     assert len({len(part) for part in taken}) == 1
     assert torch.equal(in_order(torch.cat(taken), parts), positions)
     assert torch.equal(by_rank(positions, parts), torch.cat(taken))
@@ -66,9 +66,9 @@ def test_groups_of_dynamic_context_parallelism_share_the_sequences() -> None:
     x_BS = torch.arange(4 * 8).view(4, 8)
     parts = split_positions("zigzag", 8, 2)
     taken = [SequencePart(parts, rank, group="cp_2", share=(group, 2)) for group in (0, 1) for rank in (0, 1)]
-    assert taken[3].take(x_BS).tolist() == x_BS[2:, 2:6].tolist()
-    assert taken[0].take_sequences(x_BS).tolist() == x_BS[:2].tolist()
-    assert torch.equal(torch.cat([part.take(x_BS).flatten() for part in taken]).sort().values, x_BS.flatten())
+    assert taken[3].select(x_BS).tolist() == x_BS[2:, 2:6].tolist()
+    assert taken[0].select_sequences(x_BS).tolist() == x_BS[:2].tolist()
+    assert torch.equal(torch.cat([part.select(x_BS).flatten() for part in taken]).sort().values, x_BS.flatten())
     assert taken[0].num_parts == 4
 
 

@@ -28,12 +28,12 @@ def test_signal_is_recorded_and_its_handler_restored() -> None:
 def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
     now = [10.0]
     signals = Signals(("SIGINT",), clock=lambda: now[0])
-    signals.take(signal.SIGINT)
+    signals.handle(signal.SIGINT)
     now[0] += 1.9  # the launcher forwards the signal that the terminal sent to all processes
-    signals.take(signal.SIGINT)
+    signals.handle(signal.SIGINT)
     now[0] += 0.1
     with pytest.raises(KeyboardInterrupt, match="SIGTERM, the second signal"):
-        signals.take(signal.SIGTERM)
+        signals.handle(signal.SIGTERM)
 
 
 def test_ctrl_c_is_an_exit_signal_from_the_first_step_on(capfd: pytest.CaptureFixture) -> None:
@@ -96,5 +96,5 @@ def test_ignored_signal_stays_ignored() -> None:
 def test_forked_process_ignores_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     signals = Signals(("SIGTERM",))
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    signals.take(signal.SIGTERM)
+    signals.handle(signal.SIGTERM)
     assert signals.received is None

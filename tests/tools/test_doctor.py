@@ -85,7 +85,7 @@ def test_all_probes_pass_and_leave_no_process_group():
     assert not dist.is_initialized()
 
 
-def test_wrong_product_fails_its_probe(monkeypatch):
+def test_wrong_gemm_fails_its_probe(monkeypatch):
     monkeypatch.setattr(doctor.F, "grouped_mm", lambda rows, weights, offs: torch.zeros(32, 16))
     failed = {probe.name: probe.text for probe in probes(torch.device("cpu")) if not probe.works}
     assert failed == {"grouped_mm": "ValueError: computes 0.0 instead of 64.0"}

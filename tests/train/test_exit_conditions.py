@@ -64,7 +64,7 @@ def test_a_signal_to_one_rank_ends_all_ranks_after_the_same_iteration(signals, n
         conditions = ExitConditions(tiny.plan().loop, context, iteration=0, last_iteration=20, signals=received)
         for iteration in range(20):
             if context.rank == 1 and iteration == 7:
-                received.take(number)
+                received.handle(number)
             if conditions.now(iteration):
                 return iteration, conditions.reason, conditions.preempted
         return None

@@ -163,7 +163,7 @@ def test_batched_weight_gradients_reject_captured_expert_modules(module: str) ->
 @pytest.mark.parametrize(
     "number, interval, sizes", [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])]
 )
-def test_one_product_covers_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
+def test_one_gemm_covers_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
     """Counts products of two layers with two weight stacks each; evaluations add none."""
     calls: Counter[int] = Counter()
     each = every(interval, plan(number))

@@ -99,7 +99,7 @@ def test_repeated_steps_equal_steps_without_a_bound(factor: float, read_each: bo
         assert [(r.loss, r.norms, r.learning_rate) for r in results] == [
             (r.loss, r.norms, r.learning_rate) for r in others
         ]
-        assert all(r.apply_update and r.extra["overflow"] == 0 for r in results)
+        assert all(r.apply_update and r.extra_scalars["overflow"] == 0 for r in results)
         assert raised > factor
     notes = bound[0][0].notes
     assert notes and all("more expert rows than its bound, so the iteration is repeated with" in note for note in notes)
@@ -178,7 +178,7 @@ def test_steps_without_free_pages_on_one_rank_equal_steps_without_a_stash(
         EXACT.check_all(values, expected, "weights and expert biases")
         results, others = reports.results, expected_reports.results
         assert [(r.iteration, r.loss, r.norms) for r in results] == [(r.iteration, r.loss, r.norms) for r in others]
-        assert all(r.apply_update and r.extra["stash_overflow"] == 0 for r in results)
+        assert all(r.apply_update and r.extra_scalars["stash_overflow"] == 0 for r in results)
         notes = [note for note in reports.notes if "without the paged stash" in note]
         assert len(notes) == len(set(notes)) == sum(bypassed), "each step is repeated without the stash at most once"
 
@@ -189,7 +189,7 @@ def test_void_steps_do_not_change_the_loss_scale() -> None:
     def scales(plan: RunPlan, context: ParallelContext) -> tuple[list[float], list[str]]:
         reports, *_ = train(plan, context)
         assert all(math.isfinite(result.norms["all"]) for result in reports.results)
-        return [result.extra["loss_scale"] for result in reports.results], reports.notes
+        return [result.extra_scalars["loss_scale"] for result in reports.results], reports.notes
 
     scaling = LossScaleConfig(initial_loss_scale=8.0, loss_scale_window=2)
     base = plan(None)

@@ -26,7 +26,7 @@ def outcome(iteration):
     return StepOutcome(
         loss=torch.tensor(float(iteration)),
         norms={"all": torch.tensor(2.0)},
-        extra={"num_zeros": torch.tensor(7)},
+        extra_scalars={"num_zeros": torch.tensor(7)},
         apply_update=torch.tensor(True),
         state_is_finite=torch.tensor(True),
         size=StepSize(4, 128),
@@ -40,7 +40,7 @@ def test_step_is_read_after_the_next_one_starts():
     late = StepResultReader(CPU)
     assert late.push(outcome(1)) is None
     first = late.push(outcome(2))
-    assert (first.iteration, first.loss, first.norms, first.extra) == (1, 1.0, {"all": 2.0}, {"num_zeros": 7.0})
+    assert (first.iteration, first.loss, first.norms, first.extra_scalars) == (1, 1.0, {"all": 2.0}, {"num_zeros": 7.0})
     assert late.flush().iteration == 2
     assert late.flush() is None
 
@@ -78,18 +78,18 @@ def test_params_norm_and_num_zeros_belong_to_their_step():
     plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True))
     one, (first,), _ = run(1, plan)
     _, (earlier, later), _ = run(2, plan)
-    EXACT.check(earlier.extra["params_norm"], first.extra["params_norm"], "params norm after one step")
+    EXACT.check(earlier.extra_scalars["params_norm"], first.extra_scalars["params_norm"], "params norm after one step")
     flat = torch.cat([parameter.detach().flatten() for parameter in one.model.parameters()])
-    FP64_REF.check(first.extra["params_norm"], flat.norm(), "params norm")
-    assert later.extra["params_norm"] != earlier.extra["params_norm"]
+    FP64_REF.check(first.extra_scalars["params_norm"], flat.norm(), "params norm")
+    assert later.extra_scalars["params_norm"] != earlier.extra_scalars["params_norm"]
     # embedding gradients of unused tokens are zero
-    assert 0 < int(first.extra["num_zeros"]) < flat.numel()
+    assert 0 < int(first.extra_scalars["num_zeros"]) < flat.numel()
 
 
 def test_step_times_its_parts():
     timers = Timers(1, CPU)
     run(2, tiny.plan(), timers)
-    taken = timers.take(CONTEXT)
+    taken = timers.gather_seconds(CONTEXT)
     assert set(taken) == {"forward-backward", "all-grads-sync", "optimizer"}
     assert all(seconds > 0 for (seconds,) in taken.values())
 

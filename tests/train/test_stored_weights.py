@@ -127,7 +127,7 @@ def test_stored_weights_take_no_memory_for_values(config: LowPrecisionConfig, nu
         assert size == buffer.layout.size * (num_bytes if buffer.codes else 2)
         is_stored = {name in stored for name in (place.name for place in buffer.layout.params)}
         assert is_stored == {bool(buffer.codes)}
-    remainders = {state.kept.master.format: bool(state.buffer.codes) for state in trainer.optimizer.states}
+    remainders = {state.stored.master.format: bool(state.buffer.codes) for state in trainer.optimizer.states}
     assert remainders == {"plain": True, "remainder": False}
 
 
@@ -398,6 +398,6 @@ def test_only_non_finite_master_weights_are_reported() -> None:
     trainer = start(plan)
     assert [report.findings for report in diagnose_state(trainer)] == [()]
     state = next(state for state in trainer.optimizer.states if state.buffer.codes)
-    state.kept.master.data[0] = torch.nan
+    state.stored.master.data[0] = torch.nan
     ((finding,),) = (report.findings for report in diagnose_state(trainer))
     assert finding.kind == "weight" and finding.name == state.buffer.layout.params[0].name

@@ -41,7 +41,7 @@ def train(plan, context, steps=STEPS, spoil=None):
         state.advance(outcome.size, build.build_train_state_config(plan))
         figures[f"loss {step}"] = outcome.loss
         figures |= {f"norm {name} {step}": norm for name, norm in outcome.norms.items()}
-    figures |= {name: torch.tensor(metric.value) for name, metric in trainer.metrics.take(context).items()}
+    figures |= {name: torch.tensor(metric.value) for name, metric in trainer.metrics.reduce(context).items()}
     figures |= {name: value.detach().clone() for name, value in model.state_dict().items()}
     return figures
 
@@ -121,7 +121,7 @@ def test_timers_of_level_2_have_the_parts_of_a_step(overlap):
         trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels, timers)
         loader = build_train_loader(plan, context, build_data(plan, context))
         trainer.step(loader.next_step(), TrainState())
-        found = timers.take(context)
+        found = timers.gather_seconds(context)
         assert set(expected) <= set(found) if expected else not found, found
         assert all(found[part][0] > 0 for part in expected)
         spent = sum(found[part][0] for part in parts if level == 2)
@@ -157,7 +157,7 @@ def test_gradients_are_clipped_by_the_global_norm():
     share = (1 - plan.optimizer.adam_beta1) * clip / (norm + 1e-6)
     for state in trainer.optimizer.states:
         FP64_LAYOUT.check(
-            state.kept.moments["exp_avg"].data, share * state.grads, f"first moments of {state.buffer.key}"
+            state.stored.states["exp_avg"].data, share * state.grads, f"first moments of {state.buffer.key}"
         )
 
 

@@ -172,5 +172,5 @@ found.append([second[key] for key in second.keys() - first.keys()])
 def test_kernels_of_every_rank_are_recorded_without_a_gpu():
     """Triton and Gluon kernels of forward, backward, token exchange and optimizer; some depend on the rank."""
     both, second = map(set, compiled(RECORDING))
-    assert {"_grouped_product", "_expert_grads", "_count_experts", "route_backward", "_adamw"} <= both
+    assert {"_grouped_gemm", "_expert_grads", "_count_experts", "route_backward", "_adamw"} <= both
     assert second == {"_push_tokens", "_push_sums", "_acknowledge"}

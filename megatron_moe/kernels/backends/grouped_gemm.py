@@ -28,11 +28,11 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
-    return _product(rows, weight, offsets_e, trans_b=True)
+    return _grouped_gemm(rows, weight, offsets_e, trans_b=True)
 
 
 def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
-    return _product(grad, weight, offsets_e, trans_b=False)
+    return _grouped_gemm(grad, weight, offsets_e, trans_b=False)
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -46,13 +46,13 @@ def _weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Tensor, acc
     sizes_e = _sizes(offsets_e)
     held = int(sizes_e.sum())
     a, b = (x[:held].contiguous() for x in (grad, rows))
-    product = backend.gmm(a, b, sizes_e, trans_a=True, trans_b=False) if held else out.new_zeros(out.shape)
+    weight_grad = backend.gmm(a, b, sizes_e, trans_a=True, trans_b=False) if held else out.new_zeros(out.shape)
     # the package leaves the weight gradient of experts without rows undefined
     empty_e = (sizes_e == 0).to(out.device)[:, None, None]
-    reference.store(out, product.to(out.dtype).masked_fill(empty_e, 0), accumulate)
+    reference.store(out, weight_grad.to(out.dtype).masked_fill(empty_e, 0), accumulate)
 
 
-def _product(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, trans_b: bool) -> Tensor:
+def _grouped_gemm(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, trans_b: bool) -> Tensor:
     """Grouped GEMM of rows and expert weights; rows beyond `offsets_e[-1]` are 0 in the result."""
     sizes_e = _sizes(offsets_e)
     held = int(sizes_e.sum())

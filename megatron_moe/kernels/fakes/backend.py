@@ -83,11 +83,11 @@ _loader = cache(_BackendLoader)
 # cuBLAS matmuls with `out_dtype` have no `meta` kernel
 
 
-def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+def _gemm_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     """Fake of a matrix multiplication that writes its result to `out`. It allocates nothing."""
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+def _wide_gemm(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
@@ -148,8 +148,8 @@ class _FakeAttention(torch.autograd.Function):
 _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         f"{_BACKENDS}.torch_native.backend": {
-            "_product_into": _product_into,
-            "_wide_product": _wide_product,
+            "_gemm_into": _gemm_into,
+            "_wide_gemm": _wide_gemm,
             "_grouped_mm": _grouped_mm,
             "_dot_product_attention": _dot_product_attention,
         },

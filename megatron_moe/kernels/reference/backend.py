@@ -49,7 +49,7 @@ from megatron_moe.kernels.reference.low_precision import transpose_weight as tra
 from megatron_moe.kernels.reference.low_precision import weight_amax_ as weight_amax_
 from megatron_moe.kernels.reference.matrices import descend_ as descend_
 from megatron_moe.kernels.reference.matrices import momentum_ as momentum_
-from megatron_moe.kernels.reference.matrices import symmetric_product as symmetric_product
+from megatron_moe.kernels.reference.matrices import syrk as syrk
 from megatron_moe.kernels.reference.pages import free_pages as free_pages
 from megatron_moe.kernels.reference.pages import pack_rows as pack_rows
 from megatron_moe.kernels.reference.pages import unpack_rows as unpack_rows
@@ -96,8 +96,8 @@ def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
-    product = grad.flatten(0, -2).to(out.dtype).T @ x.flatten(0, -2).to(out.dtype)
-    store(out, product, accumulate)
+    weight_grad = grad.flatten(0, -2).to(out.dtype).T @ x.flatten(0, -2).to(out.dtype)
+    store(out, weight_grad, accumulate)
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     for (grad, rows, offsets_e), adds in one_by_one(parts, accumulate):
         for expert, held in enumerate(slices(offsets_e)):
-            product = grad[held].to(out.dtype).T @ rows[held].to(out.dtype)
-            store(out[expert], product, adds)
+            weight_grad = grad[held].to(out.dtype).T @ rows[held].to(out.dtype)
+            store(out[expert], weight_grad, adds)
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -35,8 +35,8 @@ def descend_(
         mark_nonfinite(move, weights)
 
 
-def symmetric_product(x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """See `Kernels.symmetric_product`."""
+def syrk(x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """See `Kernels.syrk`."""
     if base is None:
         return x @ x.mT if alpha == 1 else alpha * (x @ x.mT)
     return torch.baddbmm(base, x, x.mT, beta=beta, alpha=alpha)

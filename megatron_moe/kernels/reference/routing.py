@@ -18,11 +18,11 @@ EPSILON = 1e-20
 
 
 def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    logits_TE: Tensor = _ReferenceGateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _ReferenceRouterGemm.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
     return logits_TE
 
 
-class _ReferenceGateProduct(torch.autograd.Function):
+class _ReferenceRouterGemm(torch.autograd.Function):
     """Router GEMM with an explicit backward, so that copies of the inputs in a wider dtype are not saved."""
 
     @staticmethod

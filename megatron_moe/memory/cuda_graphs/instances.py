@@ -61,7 +61,7 @@ class GraphInstancePool:
         self._slots.clear()
         self._num_steps = min(self._num_steps, self._warmup - 1)
 
-    def take(self, microbatch: int, chunk: int) -> GraphInstance | None:
+    def acquire(self, microbatch: int, chunk: int) -> GraphInstance | None:
         """Returns the instance for the forward and backward of a microbatch, or None during warm-up."""
         if self._num_steps <= self._warmup:
             return None
@@ -81,7 +81,7 @@ class GraphInstancePool:
             )
         return slot.instances[chunk]
 
-    def give_back(self, microbatch: int, chunk: int) -> None:
+    def release(self, microbatch: int, chunk: int) -> None:
         """Frees the slot of a microbatch after its backward. Does nothing during warm-up."""
         if self._num_steps > self._warmup:
             slot = self._slots[self._assigned[microbatch, chunk]]

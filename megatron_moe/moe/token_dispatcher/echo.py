@@ -107,8 +107,8 @@ class EchoDispatcher(AllToAllDispatcher):
         assert rows_TK is not None, "sort_rows returns the row of each choice"
         here = self.etp.rank * self.ep.size + self.ep.rank
         ends = placement.rows_PEQ[here].flatten().cumsum(dim=0)
-        piece_TK = torch.searchsorted(ends, rows_TK.long(), right=True).clamp(max=len(ends) - 1)
-        return torch.where(rows_TK < 0, -1, placement.slots_EQ.flatten()[piece_TK])
+        entry_TK = torch.searchsorted(ends, rows_TK.long(), right=True).clamp(max=len(ends) - 1)
+        return torch.where(rows_TK < 0, -1, placement.slots_EQ.flatten()[entry_TK])
 
     def _clone_sizes(self, clones_Qc: list[list[int]], num_rows: int) -> CloneSizes:
         """Returns the clones that this rank sends and receives, given those of all ranks (-1: unused slot)."""

@@ -174,7 +174,7 @@ def on_one_rank(
         grads.append(hidden.grad)
     tensors = {"out": torch.cat(outs), "hidden": torch.cat(grads)}
     tensors |= {name: parameter.grad / dp for name, parameter in layer.named_parameters()}
-    return Result(tensors, {n: m.value for n, m in metrics.take(ctx).items()}, _state(layer))
+    return Result(tensors, {n: m.value for n, m in metrics.reduce(ctx).items()}, _state(layer))
 
 
 def over_ranks(config: MoEConfig, parallel: ParallelConfig, data: Data, change: Change = leave) -> Result:
@@ -195,7 +195,7 @@ def on_this_rank(
     layer, metrics = make_layer(config, ctx, change, kernels, quantizers), MetricAccumulator()
     out, hidden, place = forward_backward(layer, ctx, parallel, data, metrics)
     parts = {name: (p.grad.cpu(), p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
-    metrics = {n: m.value for n, m in metrics.take(ctx).items()}
+    metrics = {n: m.value for n, m in metrics.reduce(ctx).items()}
     return place, out.detach().cpu(), hidden.grad.cpu() / parallel.cp, parts, metrics, _state(layer)
 
 

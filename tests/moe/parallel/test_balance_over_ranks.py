@@ -92,7 +92,7 @@ def over(layout: ParallelConfig, data: Data, num_microbatches: int, **fields: An
 
 
 def figures(metrics: MetricAccumulator, ctx: ParallelContext) -> dict[str, Any]:
-    return {name: metric.value for name, metric in metrics.take(ctx).items()}
+    return {name: metric.value for name, metric in metrics.reduce(ctx).items()}
 
 
 @LAYOUTS

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.hopper import weight_grad
 from megatron_moe.kernels.backends.hopper.casts import quantize_activation_grad, quantize_permuted, quantize_rows
+from megatron_moe.kernels.backends.hopper.fp8_grouped_gemm import (
+    quantized_grouped_forward,
+    quantized_grouped_input_grad,
+)
 from megatron_moe.kernels.backends.hopper.fp8_linear import (
     quantized_linear_forward,
     quantized_linear_input_grad,
     quantized_linear_weight_grad,
 )
-from megatron_moe.kernels.backends.hopper.fp8_product import quantized_grouped_forward, quantized_grouped_input_grad
 from megatron_moe.kernels.backends.hopper.fp8_weight_grad import quantized_grouped_weight_grad
-from megatron_moe.kernels.backends.hopper.product import grouped_forward, grouped_input_grad
+from megatron_moe.kernels.backends.hopper.grouped_gemm import grouped_forward, grouped_input_grad
 from megatron_moe.kernels.backends.triton import experts
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import GroupedPart

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.kernels.backends.hopper.fp8_product import multiply
+from megatron_moe.kernels.backends.hopper.fp8_grouped_gemm import multiply
 from megatron_moe.kernels.backends.hopper.fp8_weight_grad import quantized_grouped_weight_grad
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
@@ -20,13 +20,13 @@ _WEIGHT, _ROWS = 16, 4
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     """See `Kernels.linear_forward`."""
-    out = _product(x, weight.row_copy)
+    out = _fp8_gemm(x, weight.row_copy)
     return out if bias is None else out + bias
 
 
 def quantized_linear_input_grad(grad: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
     """See `Kernels.linear_input_grad`."""
-    return _product(grad, weight.column_copy)
+    return _fp8_gemm(grad, weight.column_copy)
 
 
 def quantized_linear_weight_grad(grad: QuantizedTensor, x: QuantizedTensor, out: Tensor, accumulate: bool) -> None:
@@ -35,7 +35,7 @@ def quantized_linear_weight_grad(grad: QuantizedTensor, x: QuantizedTensor, out:
     quantized_grouped_weight_grad([part], out[None], accumulate)
 
 
-def _product(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
+def _fp8_gemm(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
     """GEMM of x [R, D] in blocks of 1x128 and a transposed weight [C, D] in blocks of 128x128 -> bf16 [R, C]."""
     data, scales, _ = x.row_copy
     e4m3 = data.dtype == weight.data.dtype == torch.float8_e4m3fn

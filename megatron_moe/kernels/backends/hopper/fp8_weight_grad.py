@@ -1,8 +1,8 @@
 """Expert weight gradients of block-scaled FP8 operands: both have 1x128 scales along the rows (tokens); fp32 results.
 
-Reads the columnwise (transposed) copies, in which block b of 128 rows, counted across all experts, starts at column
-128 b. As in `fp8_product`, each warpgroup multiplies one block of 128 rows into a fresh accumulator and adds the scaled
-partial result to sums in fp32 registers. TMA writes the result to the gradient buffer or adds it.
+Reads the columnwise (transposed) copies, in which block b of 128 rows, counted across all experts, starts at column 128
+b. As in `fp8_grouped_gemm`, each warpgroup multiplies one block of 128 rows into a fresh accumulator and adds the
+scaled partial result to sums in fp32 registers. TMA writes the result to the gradient buffer or adds it.
 """
 
 from collections.abc import Sequence

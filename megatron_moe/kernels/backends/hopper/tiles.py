@@ -150,7 +150,7 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def add_product(total, a, b, step, first, full, empty):
+def accumulate_mma(total, a, b, step, first, full, empty):
     """Waits for the operands of pipeline step `step`, starts total += a @ b, waits for the MMA of the previous step and
     frees its stage. `first`: True for a tile's first step, which frees no stage, because `finish` freed the previous
     one."""

@@ -11,8 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from megatron_moe.kernels.backends.hopper.tiles import (
+    accumulate_mma,
     add_block,
-    add_product,
     aligned,
     blocks_of,
     extent,
@@ -170,7 +170,7 @@ def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, tiles, PARTS: g
             stage = step % tiles.STAGES
             grad = tiles.grads.index(2 * stage + HALF_NUMBER).reshape((STEP, HALF)).permute((1, 0))
             rows = tiles.rows.index(stage).reshape((STEP, tiles.INPUTS))
-            total = add_product(total, grad, rows, step, k == 0, tiles.full, tiles.empty)
+            total = accumulate_mma(total, grad, rows, step, k == 0, tiles.full, tiles.empty)
             step += 1
         total = finish(total, step, num_steps > 0, tiles.full, tiles.empty)
         left, right = halves(total)

@@ -94,7 +94,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
-    _product_into(out, grad.flatten(0, -2).T, x.flatten(0, -2), accumulate)
+    _gemm_into(out, grad.flatten(0, -2).T, x.flatten(0, -2), accumulate)
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """See `Kernels.grouped_weight_grad`. `F.grouped_mm` rounds results to the operands' dtype before they are added."""
     for (grad, rows, offsets_e), adds in reference.one_by_one(parts, accumulate):
-        product = _grouped_mm(grad.contiguous().T, rows, offsets_e)
-        reference.store(out, product, adds)
+        weight_grad = _grouped_mm(grad.contiguous().T, rows, offsets_e)
+        reference.store(out, weight_grad, adds)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=offsets_e)
 
 
-def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+def _gemm_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     """Writes a @ b to `out`, or adds it if `accumulate`; the sum is computed in the dtype of `out`."""
     if a.dtype is out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
@@ -353,29 +353,29 @@ def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> T
     exact = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not exact or hidden_TH.device.type == "cpu":
         return reference.router_logits(hidden_TH, weight_EH, dtype)
-    logits_TE: Tensor = _NativeGateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _NativeRouterGemm.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
 
 
-class _NativeGateProduct(torch.autograd.Function):
+class _NativeRouterGemm(torch.autograd.Function):
     """Router GEMM with fp32 accuracy on bf16 tensor cores. Products of bf16 operands are exact in fp32. Backward splits
     the fp32 gradient into three bf16 summands, because GEMMs with fp32 operands would not use tensor cores."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_EH)
-        return _wide_product(hidden_TH, weight_EH.T)
+        return _wide_gemm(hidden_TH, weight_EH.T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_EH = ctx.saved_tensors
         parts_T3E = bf16_parts(grads[0])
         grad_hidden_TH = parts_T3E @ weight_EH.repeat(3, 1)
-        grad_weight_EH = _wide_product(parts_T3E.T, hidden_TH).view(3, *weight_EH.shape).sum(dim=0)
+        grad_weight_EH = _wide_gemm(parts_T3E.T, hidden_TH).view(3, *weight_EH.shape).sum(dim=0)
         return grad_hidden_TH, grad_weight_EH.to(weight_EH.dtype)
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+def _wide_gemm(a: Tensor, b: Tensor) -> Tensor:
     """Multiplies two bf16 matrices on a GPU with an fp32 result."""
     return torch.mm(a, b, out_dtype=torch.float32)
 

@@ -75,11 +75,11 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _product(weight, x, "TN", weight.shape[0], bias=bias)
+    return _gemm(weight, x, "TN", weight.shape[0], bias=bias)
 
 
 def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
-    return _product(weight, grad, "NN", weight.shape[1], grad=True)
+    return _gemm(weight, grad, "NN", weight.shape[1], grad=True)
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -90,7 +90,7 @@ def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -
     general_gemm(rows, grads, out_dtype=out.dtype, accumulate=accumulate, layout="NT", out=out, grad=True)
 
 
-def _product(
+def _gemm(
     weight: Tensor, x: Tensor, layout: str, width: int, *, bias: Tensor | None = None, grad: bool = False
 ) -> Tensor:
     """Multiplies x [..., I] by the weight (layout "TN": transposed, "NN": as it is) -> [..., width]."""
@@ -102,11 +102,11 @@ def _product(
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
-    return _grouped_product(rows, weight, offsets_e, "TN")
+    return _grouped_gemm(rows, weight, offsets_e, "TN")
 
 
 def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
-    return _grouped_product(grad.contiguous(), weight, offsets_e, "NN")
+    return _grouped_gemm(grad.contiguous(), weight, offsets_e, "NN")
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -134,7 +134,7 @@ def _grouped_weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Ten
         )
 
 
-def _grouped_product(rows: Tensor, weight: Tensor, offsets_e: Tensor, layout: str) -> Tensor:
+def _grouped_gemm(rows: Tensor, weight: Tensor, offsets_e: Tensor, layout: str) -> Tensor:
     """Grouped GEMM of rows and expert weights; rows beyond `offsets_e[-1]` are uninitialised in the result."""
     splits = _splits(offsets_e)
     out = rows.new_empty(rows.shape[0], weight.shape[1 if layout == "TN" else 2])

@@ -104,14 +104,14 @@ def quantized_grouped_forward(rows: QuantizedTensor, weight: QuantizedTensor, of
     if not _can_multiply(rows.block, *_sizes(weight.row_copy)):
         return reference_low_precision.quantized_grouped_forward(rows, weight, offsets_e)
     matrices = [_storage(copy, weight, columnwise=False) for copy in _matrices(weight.row_copy)]
-    return _grouped_product(rows, matrices, weight.row_copy.data.shape[1], offsets_e, "TN")
+    return _gemm_per_expert(rows, matrices, weight.row_copy.data.shape[1], offsets_e, "TN")
 
 
 def quantized_grouped_input_grad(grad: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
     if not _can_multiply(grad.block, *_sizes(weight.column_copy)):
         return reference_low_precision.quantized_grouped_input_grad(grad, weight, offsets_e)
     matrices = [_storage(copy, weight, columnwise=True) for copy in _matrices(weight.column_copy)]
-    return _grouped_product(grad, matrices, weight.column_copy.data.shape[1], offsets_e, "NN")
+    return _gemm_per_expert(grad, matrices, weight.column_copy.data.shape[1], offsets_e, "NN")
 
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[Any]], out: Tensor, accumulate: bool) -> None:
@@ -132,10 +132,10 @@ def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[Any]], out: Tensor
             _grouped_gemm(inputs, grads, [out[expert] for expert in held], "NT", accumulate=True)
 
 
-def _grouped_product(
+def _gemm_per_expert(
     rows: QuantizedTensor, matrices: list[_Storage], width: int, offsets_e: Tensor, layout: str
 ) -> Tensor:
-    """Product [R, width] of the rows of each expert and its matrix; undefined beyond `offsets_e[-1]`. Rows of an expert
+    """Multiplies the rows of each expert by its matrix: [R, width], undefined beyond `offsets_e[-1]`. Rows of an expert
     are padded to a size that the kernels support."""
     ends = offsets_e.tolist()
     out = rows.row_copy.data.new_empty(len(rows.row_copy.data), width, dtype=rows.dtype)
@@ -145,15 +145,15 @@ def _grouped_product(
         return out
     outs = [out[end - len(copies[expert].data) : end] for expert, end in enumerate(ends) if expert in held]
     padded = [_padded_rows(copies[expert], rows.block) for expert in held]
-    products = [
+    padded_outs = [
         out_rows if len(out_rows) == len(copy.data) else out_rows.new_empty(len(copy.data), width)
         for out_rows, copy in zip(outs, padded, strict=True)
     ]
     operands = [_storage(copy, rows, columnwise=False) for copy in padded]
-    _grouped_gemm([matrices[expert] for expert in held], operands, products, layout, accumulate=False)
-    for out_rows, product in zip(outs, products, strict=True):
-        if out_rows is not product:
-            out_rows.copy_(product[: len(out_rows)])
+    _grouped_gemm([matrices[expert] for expert in held], operands, padded_outs, layout, accumulate=False)
+    for out_rows, padded_out in zip(outs, padded_outs, strict=True):
+        if out_rows is not padded_out:
+            out_rows.copy_(padded_out[: len(out_rows)])
     return out
 
 

@@ -20,7 +20,7 @@ from megatron_moe.kernels.backends.triton.heads import query_key_value
 from megatron_moe.kernels.backends.triton.latent import latent_key_value
 from megatron_moe.kernels.backends.triton.layer_norm import layer_norm
 from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention
-from megatron_moe.kernels.backends.triton.matrices import descend_, momentum_, symmetric_product
+from megatron_moe.kernels.backends.triton.matrices import descend_, momentum_, syrk
 from megatron_moe.kernels.backends.triton.norm import add_rms_norm, rms_norm, rms_norm_quantized
 from megatron_moe.kernels.backends.triton.optimizer import adamw_, adamw_packed_
 from megatron_moe.kernels.backends.triton.pages import free_pages, pack_rows, unpack_rows
@@ -76,7 +76,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "linear_attention": "chunks of 64 tokens as matmuls; torch for heads wider than 128 and decays per channel",
         "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
         "embedding_grad": "adds the summed gradient of each id to the gradient buffer",
-        "symmetric_product": "computes half of the tiles and stores them twice",
+        "syrk": "computes half of the tiles and stores them twice",
         "adamw_": "one pass that also writes the rounded weights",
         "adamw_packed_": "one pass that also unpacks and packs the state",
         "router_logits": "fp32 on bf16 tensor cores, both gradients in one pass",

@@ -58,11 +58,11 @@ def descend_(
     )  # fmt: skip
 
 
-def symmetric_product(x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """See `Kernels.symmetric_product`."""
+def syrk(x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """See `Kernels.syrk`."""
     number, size, depth = x.shape
     if x.dtype not in (torch.bfloat16, torch.float16) or (size < _SMALLEST and not INTERPRETED):
-        return reference.symmetric_product(x, base, beta, alpha)
+        return reference.syrk(x, base, beta, alpha)
     out = x.new_empty(number, size, size)
     multiply_tiles(x, base, beta, alpha, out, TILE)
     return out
@@ -71,7 +71,7 @@ def symmetric_product(x: Tensor, base: Tensor | None = None, beta: float = 0.0, 
 def multiply_tiles(
     x: Tensor, base: Tensor | None, beta: float, alpha: float, out: Tensor, tile: tuple[int, int, int, int, int]
 ) -> None:
-    """Launches the kernel of `symmetric_product` with a given `TILE`."""
+    """Launches the kernel of `syrk` with a given `TILE`."""
     number, size, depth = x.shape
     rows, columns, step, num_warps, num_stages = tile
     given = out if base is None else base

@@ -73,10 +73,10 @@ class _GatheredAttention(torch.autograd.Function):
         return grad_q, grad_kv.to(kv.dtype), None, grad_sinks, None, None
 
 
-def _widths(value_width: int, rest: int, pieces: int) -> dict[str, int]:
-    """Tile widths of the channels of values, in equal pieces, and of the other channels of keys."""
-    name = "VALUE" if pieces == 1 else "PIECE"
+def _widths(value_width: int, rest: int, num_chunks: int) -> dict[str, int]:
+    """Tile widths of the channels of values, in equal chunks, and of the other channels of keys."""
+    name = "VALUE" if num_chunks == 1 else "CHUNK"
     return {
-        name: max(power_of_two(value_width) // pieces, 16), "REST": max(power_of_two(rest), 16),
+        name: max(power_of_two(value_width) // num_chunks, 16), "REST": max(power_of_two(rest), 16),
         "VALUE_WIDTH": value_width, "REST_WIDTH": rest,
     }  # fmt: skip

@@ -59,7 +59,7 @@ def multiply(rows: QuantizedTensor, weight: QuantizedCopy, offsets_e: Tensor) ->
     out = torch.empty(len(data), columns, device=data.device, dtype=torch.bfloat16)
     if out.numel() == 0 or depth == 0:
         return out.zero_()
-    _fp8_product[(num_sms(out.device),)](
+    _fp8_grouped_gemm[(num_sms(out.device),)](
         blocks_of(aligned(data, "rows"), [CHUNK.value, DEPTH.value]), scales.contiguous(),
         blocks_of(aligned(weight.data.flatten(0, 1), "weights"), [HALF.value, DEPTH.value]), weight.scales.contiguous(),
         rows_by_slice(aligned(out, "results"), [CHUNK.value, HALF.value]), offsets_e,
@@ -69,7 +69,7 @@ def multiply(rows: QuantizedTensor, weight: QuantizedCopy, offsets_e: Tensor) ->
 
 
 @gluon.jit(do_not_specialize=("num_rows", "num_experts", "depth", "columns"))
-def _fp8_product(
+def _fp8_grouped_gemm(
     rows, row_scales_ptr, weight, weight_scales_ptr, out, offsets_ptr, num_rows, num_experts, depth, columns,
     STAGES: gl.constexpr,
 ):  # fmt: skip

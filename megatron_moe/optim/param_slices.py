@@ -1,4 +1,4 @@
-"""Pieces of parameters in ranges of flat buffers, as matrices with their role, splits and shards."""
+"""Slices of parameters in ranges of flat buffers, as matrices with their role, splits and shards."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from megatron_moe.parallel.parameter import Parameter
 
 
 @dataclass(frozen=True)
-class ParamPiece:
+class ParamSlice:
     """Elements of one parameter in a range of a flat buffer.
 
     The matrices of a parameter are the experts of a stack, or the parameter itself; a vector is a matrix of one row.
@@ -52,7 +52,7 @@ class ParamPiece:
 
     @cached_property
     def first_matrix(self) -> int:
-        """Index of the first matrix of this piece among those of this rank's shard of the parameter."""
+        """Index of the first matrix of this slice among those of this rank's shard of the parameter."""
         rows, columns = self.shape
         index, rest = divmod(self.start - self.slot.start, rows * columns)
         assert rest == 0, f"{self.name}: a range starts {rest} elements after the start of a matrix"
@@ -60,25 +60,25 @@ class ParamPiece:
 
     @cached_property
     def num_matrices(self) -> int:
-        """Number of matrices in this piece."""
+        """Number of matrices in this slice."""
         rows, columns = self.shape
         number, rest = divmod(self.end - self.start, rows * columns)
         assert rest == 0, f"{self.name}: a range ends {rest} elements after the start of a matrix"
         return number
 
-    def chunks(self, most_elements: int) -> Iterator["ParamPiece"]:
-        """Yields pieces of whole matrices of this piece that have at most `most_elements` elements before tensor
+    def chunks(self, most_elements: int) -> Iterator["ParamSlice"]:
+        """Yields slices of whole matrices of this slice that have at most `most_elements` elements before tensor
         parallelism, but at least one matrix."""
         number = max(1, most_elements // prod(self.whole_shape)) * prod(self.shape)
         for start in range(self.start, self.end, number):
             yield replace(self, start=start, end=min(start + number, self.end))
 
     def matrices(self, flat: Tensor, first: int) -> Tensor:
-        """View [n, rows, columns] of this piece in `flat`, whose first element has the offset `first` in the buffer."""
+        """View [n, rows, columns] of this slice in `flat`, whose first element has the offset `first` in the buffer."""
         return flat[self.start - first : self.end - first].view(self.num_matrices, *self.shape)
 
     def gathered(self, shard: Tensor) -> Tensor:
-        """All-gathers shards of n matrices like those of this piece into whole matrices [n, rows, columns]. Collective
+        """All-gathers shards of n matrices like those of this slice into whole matrices [n, rows, columns]. Collective
         over `shards`."""
         if not self.is_sharded:
             return shard

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from megatron_moe.kernels.backends.hopper.tiles import (
-    add_product,
+    accumulate_mma,
     aligned,
     blocks_of,
     finish,
@@ -50,7 +50,7 @@ def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, transposed: bo
     tile_columns, stages = (256, 3) if columns % 256 == 0 else (128, 5)
     matrices = weight.view(-1, weight.shape[2]) if weight.is_contiguous() else weight.flatten(0, 1)
     block = [tile_columns, DEPTH] if transposed else [DEPTH, tile_columns]
-    _grouped_product[(num_free_sms(rows.device),)](
+    _grouped_gemm[(num_free_sms(rows.device),)](
         blocks_of(rows, [ROWS_OF_HALF.value, DEPTH]), blocks_of(matrices, block),
         rows_by_slice(aligned(out, "results"), [ROWS_OF_HALF.value, tile_columns]), offsets_e,
         num_experts, depth, columns, TRANSPOSED=transposed, STAGES=stages, num_warps=4,
@@ -59,7 +59,7 @@ def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, transposed: bo
 
 
 @gluon.jit(do_not_specialize=("num_experts", "depth", "columns"))
-def _grouped_product(
+def _grouped_gemm(
     rows, weight, out, offsets_ptr, num_experts, depth, columns, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr
 ):
     rows_stages = gl.allocate_shared_memory(rows.dtype, [2 * STAGES] + rows.block_type.shape, rows.layout)
@@ -138,7 +138,9 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.c
                     matrix = weight_stages.index(stage)
                     if TRANSPOSED:
                         matrix = matrix.permute((1, 0))
-                    total = add_product(total, rows_stages.index(2 * stage + HALF), matrix, step, k == 0, full, empty)
+                    total = accumulate_mma(
+                        total, rows_stages.index(2 * stage + HALF), matrix, step, k == 0, full, empty
+                    )
                     step += 1
                 total = finish(total, step, True, full, empty)
                 tma.store_wait(0)  # waits until the previous store has read this buffer
