@@ -179,7 +179,7 @@ class SoftmaxMixerConfig(MixerConfig):
     def forward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Rowwise copy of the input of `linear_proj`."""
+        """Bytes of the rowwise copy of the input of `linear_proj`."""
         return sizes.inner * self.shard(parallel.tp).out_width * LowCopies.of(low).row
 
     @property
@@ -340,8 +340,8 @@ class SoftmaxMixerConfig(MixerConfig):
 
 
 def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
-    """Twice the number of query-key pairs of one sequence, as an integer. The number of pairs is approximated by an
-    area: S^2 / 2 for causal attention, and w S - w^2 / 2 with a window of w tokens."""
+    """Twice the number of query-key pairs of one sequence, as an integer. The number of pairs is approximated: S^2 / 2
+    for causal attention, and w S - w^2 / 2 with a window of w tokens."""
     if not core.causal:
         return 2 * seq_length * seq_length
     left = core.window[0] if core.window else -1

@@ -93,7 +93,7 @@ class NameRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Base of the configs of mixers and feed-forward modules. The default of a method describes a module without the
+    """Base of the configs of mixers and feed-forward modules. Methods have defaults for modules without the respective
     feature."""
 
     module: ClassVar[str]
@@ -244,7 +244,8 @@ class FeedForwardConfig(Component):
         yield from ()
 
     def without_host_reads(self) -> "FeedForwardConfig":
-        """Config of an equal module that reads no tensor on the host, so that it runs on the `meta` device."""
+        """Returns a config with the same costs whose module reads no tensor on the host, so that it runs on the `meta`
+        device."""
         return self
 
     def exchange(
@@ -264,15 +265,15 @@ class FeedForwardConfig(Component):
 
 
 def indivisible(option: str, num_ranks: int, size: int, noun: str) -> str | None:
-    """Returns an error message if the number of ranks does not divide `size`, else None. `option`: flag of the ranks;
-    `noun`: what `size` counts."""
+    """Returns an error message if the number of ranks does not divide `size`, else None. `option`: flag that sets the
+    number of ranks; `noun`: what `size` counts."""
     if size % num_ranks == 0:
         return None
     return f"{num_ranks} ranks ({option}) do not divide {counted(size, noun)}; divisors: {divisors(size)}"
 
 
 class _Absent(Component):
-    """Base of configs for absent modules, without parameters or costs."""
+    """Base of the configs of absent modules, which have no parameters and no costs."""
 
     present: ClassVar[bool] = False
     registered_as: ClassVar[str] = "none"

@@ -22,17 +22,19 @@ from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig
 
 OVERLAPPING_RATIO = 4
-"""Compression ratio whose entries also summarise the group before, and among which an indexer chooses."""
+"""Compression ratio at which each entry also summarises the previous group, and an indexer selects among the
+entries."""
 NORM_BLOCK_BYTES = 1 << 26
-"""Maximum number of bytes of queries that the backward of their norm converts at once; one position is the minimum."""
+"""Maximum bytes of queries per block in the backward of the q norm; a block has at least one position."""
 _NORM_COPIES = 3
-"""Values per query and channel in a block of that backward: query, gradient, product."""
+"""Temporary values per query and channel in a block of the q norm's backward: query, gradient and their product."""
 _TARGET_COPIES = 2
-"""Values per query, entry and head of attention in a block of the indexer's loss: logits and their exponentials."""
+"""Temporary values per query, entry and attention head in a block of the indexer loss: logits and exponentials."""
 _SCORE_COPIES = 4
-"""Values per query, entry and head of the indexer in that block: dot products, results of ReLU, and their gradients."""
+"""Temporary values per query, entry and indexer head in a block of the indexer loss: dot products, ReLU outputs and
+their gradients."""
 _INDEX_BYTES = 4
-"""Bytes of the number of a row that a query attends to."""
+"""Bytes of the index of a key row that a query attends to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +50,10 @@ class CompressedAttentionConfig(MixerConfig):
     csa_window_size: int
     """Size of the sliding window in tokens, including the query's own (`--csa-window-size`)."""
     ratio: int
-    """Number of tokens per compressed entry (`--csa-compress-ratios`); 0: sliding window only."""
+    """Number of tokens per compressed entry (`--csa-compress-ratios`); 0 means a sliding window only."""
     indexer: IndexerConfig | None
-    """Indexer that selects the entries of each query, scored by keys that are compressed in the same way. None: queries
-    attend to all entries of complete earlier groups, as with `--csa-dense-mode`."""
+    """Indexer that selects the entries of each query, scored by keys that are compressed in the same way. None means
+    that queries attend to all entries of complete earlier groups, as with `--csa-dense-mode`."""
     o_groups: int
     """Number of groups of heads that the output projection compresses separately (`--o-groups`)."""
     o_lora_rank: int
@@ -59,7 +61,7 @@ class CompressedAttentionConfig(MixerConfig):
     rope: RopeConfig
     """Rotary embedding of the last `rope.dim` channels. The output is rotated back by the position of its query."""
     norm: NormConfig
-    """Kind and epsilon of all norms; that of q is per head and has no weight."""
+    """Kind and epsilon of all norms. The norm of q is per head and has no weight."""
 
     module: ClassVar[str] = "megatron_moe.model.compressed_attention:CompressedAttention"
     registered_as: ClassVar[str] = "compressed_attention"
@@ -145,7 +147,7 @@ class CompressedAttentionConfig(MixerConfig):
         return ("mla_up_proj",)
 
     def group_width(self, width: int) -> int:
-        """Channels per token from which entries of `width` channels are made."""
+        """Projected channels per token from which the compressor computes entries of `width` channels."""
         return 2 * width if self.overlaps else width
 
     def num_chosen(self, seq_length: int) -> int:
@@ -193,8 +195,8 @@ class CompressedAttentionConfig(MixerConfig):
         yield from self.norm.parameters(f"{name}.norm", width, parallel)
 
     def flops(self, seq_length: int) -> FlopCount:
-        """Attention counts the pairs of queries and the tokens and entries that they see, the indexer all entries that
-        end at or before a query."""
+        """FLOPs of attention over the visible pairs of query and token or entry, and of the indexer over all pairs of a
+        query and an entry that ends at or before it."""
         window = min(self.csa_window_size, seq_length)
         doubled_pairs = 2 * window * seq_length - window * window
         of_indexer = 0
@@ -220,7 +222,8 @@ class CompressedAttentionConfig(MixerConfig):
         return {"low": "" if self.ratio else "qkv_linear", "shared": True}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """Keys, and values and gates of entries, are those of all context-parallel ranks."""
+        """Tensors saved by attention. Keys, and the compressor's values and gates, are saved for the tokens of all
+        context-parallel ranks."""
         tokens, size, wide = sizes.inner, sizes.activation_itemsize, sizes.internal_itemsize
         whole, heads = tokens * parallel.cp, tokens * self.num_heads
         tensor, core = partial(saved_tensor, "attention"), {"offloaded_by": "core_attn"}
@@ -247,7 +250,8 @@ class CompressedAttentionConfig(MixerConfig):
         yield tensor("compressed output", "U G R", tokens * self.out_width, size, marks)
 
     def _entry_tensors(self, width: int, name: str, whole: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """Tensors saved for entries of `width` channels. `whole`: tokens of all context-parallel ranks."""
+        """Tensors that the compressor saves for entries of `width` channels. `whole`: number of tokens on all
+        context-parallel ranks."""
         tensor, core = partial(saved_tensor, "attention"), {"offloaded_by": "core_attn"}
         size, wide, number = sizes.activation_itemsize, sizes.internal_itemsize, whole // self.ratio
         yield tensor(f"values and gates of {name}", "S B C", whole * 2 * self.group_width(width), size, core)
@@ -257,8 +261,9 @@ class CompressedAttentionConfig(MixerConfig):
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Backward of the output projection, or of attention and of the norm of q: gradients of output, q and the keys
-        of all ranks; or forward of the indexer's loss, which computes its gradients."""
+        """Largest workspace of three phases: the backward of the output projection, the backward of attention and of
+        the q norm (gradients of the output, q and the keys of all ranks), and the forward of the indexer loss, which
+        computes its gradients."""
         tokens, size, wide = sizes.inner, sizes.activation_itemsize, sizes.internal_itemsize
         of_heads, copies = tokens * self.q_width * size, LowCopies.of(low)
         projection = tokens * (self.hidden_size * copies.grad + self.out_width * size) + 2 * of_heads
@@ -277,7 +282,8 @@ class CompressedAttentionConfig(MixerConfig):
         return block * max(_TARGET_COPIES * self.num_heads, _SCORE_COPIES * indexer.num_heads)
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        """Bytes of keys, and of values and gates of entries, and their gradients; those of the indexer have none."""
+        """Bytes of keys, of the compressor's values and gates, and of their gradients. Tensors of the indexer have no
+        gradients to send."""
         channels = self.head_dim + (2 * self.group_width(self.head_dim) if self.ratio else 0)
         of_indexer = 2 * self.group_width(self.indexer.head_dim) if self.indexer is not None else 0
         return float((parallel.cp - 1) * sizes.inner * sizes.activation_itemsize * (2 * channels + of_indexer))
@@ -291,7 +297,7 @@ class CompressedAttentionConfig(MixerConfig):
             yield "--dsa-indexer-head-dim", self.indexer.head_dim, 1
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
-        """Names in the published folders; those of transformers' modules differ."""
+        """Names in the published Hugging Face folders, which differ from the module names in transformers."""
         for name, hf_name in (
             ("linear_q_down_proj.weight", "wq_a.weight"),
             ("q_layernorm.weight", "q_norm.weight"),

@@ -1,4 +1,4 @@
-"""Value types of the cost model that the configs of components return: FLOPs, saved tensors, token counts."""
+"""Value types that component configs return to the cost model: FLOPs, saved tensors and token counts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ WHOLE_LAYER = "whole layer"
 _DEVIATIONS = 8
 """Standard deviations around the mean within which values of a random count are summed."""
 INDEX = 8
-"""Bytes per index (int64)."""
+"""Bytes of an int64 index."""
 
 
 def num_bytes(name: str) -> int:
@@ -50,7 +50,7 @@ class ExpectedRows:
     """Expected numbers of rows of one rank's experts in one layer and microbatch, under random balanced routing."""
 
     routed: float
-    """Rows with a token."""
+    """Rows that hold a token, without padding rows."""
     computed: float
     """Rows that the experts' GEMMs process: rows with a token, and rows that pad the experts to their capacity or to
     whole blocks."""
@@ -101,7 +101,7 @@ class FlopCount(CostSum[int]):
     """Work of a mixer outside its projections; for attention, the GEMMs of queries times keys and of probabilities
     times values."""
     indexer: int = 0
-    """Scores that an indexer gives to keys, and the probabilities of attention with which its loss compares them."""
+    """Scores of a sparse-attention indexer, and the attention probabilities that its loss needs."""
     dense_mlp: int = 0
     experts: int = 0
     """Routed experts (`topk` per token) and the projections into and out of their latent space."""

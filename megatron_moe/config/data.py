@@ -39,11 +39,11 @@ class TokenizerConfig:
     null_tokenizer_eod_id: int | None = None
     """NullTokenizer only: id of the end-of-document token. None means the last id of the vocabulary."""
     null_tokenizer_pad_id: int = -1
-    """NullTokenizer only: id of the padding token. -1: no padding token."""
+    """NullTokenizer only: id of the padding token; -1 means that there is none."""
     vocab_size: int | None = None
     """NullTokenizer: vocabulary size. TikTokenizer: maximum vocabulary size. Other tokenizers ignore it."""
     tiktoken_pattern: str | None = None
-    """TikTokenizer only: pre-tokenization pattern, "v1" or "v2". None: "v2"."""
+    """TikTokenizer only: pre-tokenization pattern, "v1" or "v2"; None means "v2"."""
     tiktoken_num_special_tokens: int = 1000
     """TikTokenizer only: number of ids at the start of the vocabulary that are special tokens."""
     tokenizer_special_tokens: tuple[str, ...] = ()
@@ -54,8 +54,8 @@ class DataConfig:
     """Datasets, batch contents and data loader."""
 
     train_data_path: tuple[str, ...] = ()
-    """Path prefixes of the training datasets, or alternating blend weights and prefixes (`--train-data-path`). Empty:
-    the training part of `data_path` is used."""
+    """Path prefixes of the training datasets, or alternating blend weights and prefixes (`--train-data-path`). If
+    empty, the training part of `data_path` is used."""
     valid_data_path: tuple[str, ...] = ()
     """Validation datasets, in the form of `train_data_path` (`--valid-data-path`)."""
     test_data_path: tuple[str, ...] = ()
@@ -69,7 +69,8 @@ class DataConfig:
     mock_documents: int = 100_000
     """Number of synthetic documents. The default equals Megatron's and gives 205 million tokens."""
     data_cache_path: Path | None = None
-    """Directory for cached dataset indices (`--data-cache-path`). None: PREFIX/cache/GPTDataset_indices per dataset."""
+    """Directory for cached dataset indices (`--data-cache-path`); None means PREFIX/cache/GPTDataset_indices of each
+    dataset."""
     seq_length: int
     seed: int = 1234
     tokenizer: TokenizerConfig
@@ -94,7 +95,7 @@ class DataConfig:
     mid_level_dataset_surplus: float = 0.005
     """Number of spare samples per dataset of a blend, divided by the number needed (`--mid-level-dataset-surplus`)."""
     packing: PackingConfig | None = None
-    """Packing of whole documents into rows (`--use-varlen-dataset`); None: samples of `seq_length` tokens are cut from
-    the concatenated documents."""
+    """Packing of whole documents into rows (`--use-varlen-dataset`). None means that samples of `seq_length` tokens are
+    cut from the concatenated documents."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: reads samples in index order; cyclic: reshuffles them in each epoch (`--dataloader-type`)."""

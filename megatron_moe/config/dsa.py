@@ -1,4 +1,5 @@
-"""Sparse attention with a lightning indexer (DSA): multi-latent attention to the best-scored tokens of each query."""
+"""DeepSeek sparse attention (DSA): multi-latent attention in which a lightning indexer selects the keys of each
+query."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -20,19 +21,20 @@ from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.parallel import ParallelConfig
 
 BLOCK_BYTES = 1 << 28
-"""Largest number of bytes of the scores that are computed at once; the scores of one query are the minimum."""
+"""Maximum bytes of the scores in one block of queries; a block has at least one query."""
 ID_BYTES = 4
 """Bytes of the id of a chosen key."""
 _CHOICE_COPIES = 7
-"""Values per query and key in a block of the choice: scores, masks, ids."""
+"""Temporary values per query and key in a block of the top-k selection: scores, masks and ids."""
 _LOGIT_COPIES = 2
-"""Values per query, key and head of attention in a block of the indexer's loss: logits, probabilities."""
+"""Temporary values per query, key and attention head in a block of the indexer loss: logits and probabilities."""
 _INDEXER_COPIES = 2.25
-"""Values per query, key and head of the indexer in a block: dot products, their gradients, a mask of one byte."""
+"""Temporary values per query, key and indexer head in a block of the indexer loss: dot products, their gradients, and a
+mask of one byte."""
 
 
 def has_hadamard_matrix(size: int) -> bool:
-    """Whether the Hadamard matrix of the indexer exists in this size: a power of two."""
+    """Whether a Hadamard matrix of this size exists for the indexer, which is the case for powers of two."""
     return size & (size - 1) == 0
 
 
@@ -55,20 +57,22 @@ class IndexerConfig:
     """Multiplies q and k by an orthogonal Hadamard matrix, which keeps their dot products
     (`--no-dsa-indexer-rotate-activation` switches it off)."""
     indexer_loss_coeff: float = 0.0
-    """Weight of the divergence of the scores from attention; 0: the indexer is not trained."""
+    """Coefficient of the KL divergence between indexer scores and attention probabilities; 0 means that the indexer is
+    not trained."""
     sparse_indexer_loss: bool = False
-    """Compares both distributions over the chosen keys only (`--dsa-indexer-use-sparse-loss`), otherwise over all keys
+    """Computes the indexer loss over the selected keys only (`--dsa-indexer-use-sparse-loss`) instead of over all keys
     that the mask allows."""
 
     @property
     def projection_flops(self) -> int:
-        """Training FLOPs per token and element of the projections of q, key and weights: forward and, if there is a
-        loss, weight gradients. Their inputs have no gradients."""
+        """Training FLOPs per token and weight element of the indexer's projections to q, key and head weights: forward
+        and, if the indexer has a loss, weight gradients. Their inputs have no gradients."""
         return 2 * FORWARD_FLOPS if self.indexer_loss_coeff else FORWARD_FLOPS
 
     def pair_flops(self, attention_width: int) -> int:
-        """Training FLOPs per pair of a query and a key: scores and, if there is a loss, their gradients and the logits
-        of attention, which have none. `attention_width`: number of channels of the keys of attention over all heads."""
+        """Training FLOPs per query-key pair: indexer scores and, if the indexer has a loss, their gradients and the
+        attention logits, which are constants in that loss. `attention_width`: number of channels of the keys of
+        attention over all heads."""
         scores = self.num_heads * self.head_dim
         if not self.indexer_loss_coeff:
             return scores * FORWARD_FLOPS
@@ -101,7 +105,7 @@ class DSAConfig(MLAConfig):
 
     @classmethod
     def of(cls, latent: MLAConfig, indexer: IndexerConfig) -> "DSAConfig":
-        """Multi-latent attention with an indexer."""
+        """Creates the config of `latent` (multi-latent attention) with an indexer."""
         return cls(**{field.name: getattr(latent, field.name) for field in fields(latent)}, indexer=indexer)
 
     def as_flags(self) -> dict[str, Any]:
@@ -129,7 +133,7 @@ class DSAConfig(MLAConfig):
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         for spec in super().parameters(parallel):
-            # its products with q and with the output of attention are computed in the model's dtype
+            # kv_up is multiplied by q and by the attention output in the model's dtype
             yield replace(spec, low="") if spec.name == "linear_kv_up_proj.weight" else spec
         indexer = self.indexer
         linear = partial(
@@ -146,8 +150,8 @@ class DSAConfig(MLAConfig):
         yield from linear("indexer.linear_weights_proj", (indexer.num_heads, self.hidden_size))
 
     def flops(self, seq_length: int) -> FlopCount:
-        """FLOPs in absorbed form: queries and keys have `row_width` channels, values `kv_lora_rank`. Attention counts
-        chosen pairs only, the indexer all pairs inside the causal mask."""
+        """FLOPs in absorbed form, in which queries and keys have `row_width` channels and values `kv_lora_rank`.
+        Attention counts only the selected query-key pairs, the indexer counts all pairs inside the causal mask."""
         chosen = min(self.indexer.topk, seq_length)
         doubled_pairs = 2 * chosen * seq_length - chosen * chosen
         per_pair = self.num_heads * (self.row_width + self.kv_lora_rank) * TRAINING_FLOPS
@@ -186,7 +190,8 @@ class DSAConfig(MLAConfig):
         yield tensor("statistics of the indexer's keys", "2 T", 2 * local, sizes.internal_itemsize, marks)
 
     def core_workspace(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        """The backward of attention, or the forward of the indexer's loss, which computes its gradients."""
+        """Larger workspace of the backward of attention and of the forward of the indexer loss, which computes its
+        gradients."""
         rows, pair = sizes.inner * parallel.cp * self.row_width, sizes.length * sizes.internal_itemsize
         per_head = self.kv_lora_rank + self.row_width
         of_attention = sizes.inner * self.num_heads * per_head * sizes.activation_itemsize

@@ -9,7 +9,7 @@ class EmulationConfig:
     """Options of a memory emulation."""
 
     ranks: tuple[int, ...] = ()
-    """Global ranks to emulate, one after the other. Empty: one rank of every pipeline stage."""
+    """Global ranks to emulate, one after the other. If empty, one rank of every pipeline stage is emulated."""
     emulate_imbalance: float = 1.0
     """Number of tokens routed to the emulated rank's experts, as a multiple of the number at a balanced load."""
     gpu: str = "h100"
@@ -34,7 +34,7 @@ class RoutedLoad:
     """Expert-parallel size."""
     busiest_ep_rank: int
     imbalance: float = 1.0
-    """Load of `busiest_ep_rank` over the mean load."""
+    """Load of `busiest_ep_rank` divided by the mean load of all expert-parallel ranks."""
 
     def __post_init__(self) -> None:
         assert 0.0 <= self.imbalance <= self.num_ranks, f"imbalance {self.imbalance} over {self.num_ranks} ranks"

@@ -35,7 +35,7 @@ _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<pha
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """One fault for one rank. It is injected every time the rank reaches `iteration`, including after a restart."""
+    """Fault to inject on one rank, every time the rank reaches `iteration`, including after a restart."""
 
     kind: str
     rank: int

@@ -33,8 +33,8 @@ class FSDPConfig:
     """Gathers weights into two buffers at fixed addresses (`--fsdp-double-buffer`) instead of newly allocated
     memory."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """"optim" also shards the optimizer state over the replicas of the shards
-    (`--num-distributed-optimizer-instances`)."""
+    """"optim" also shards the optimizer state over the replicas of the weight shards (hybrid FSDP with
+    `--num-distributed-optimizer-instances`); "no_shard" replicates it."""
     gathers_from_peers: bool = False
     """Gathers weights inside a host by copies from the memory of the other GPUs (`--fsdp-gather-backend`). The first
     gather after an update remains a collective."""

@@ -23,12 +23,12 @@ class FunctionEntry:
 
     function: Function | None = None
     options: tuple[str, ...] = ()
-    """Names of flags, with underscores, whose values the function receives as keyword arguments."""
+    """Flags, written with underscores, whose values the function receives as keyword arguments."""
     fused: bool = False
     """Whether fused kernels of `kernels/backends` compute the function; otherwise plain torch computes it."""
 
     def bound(self, values: Options) -> Callable[..., Any]:
-        """The function with its options as keyword arguments, taken from `values`."""
+        """Returns the function with its options bound as keyword arguments, taken from `values`."""
         function: Callable[..., Any] = resolve(self.function)
         return partial(function, **{n: v for n, v in values if n in self.options}) if self.options else function
 

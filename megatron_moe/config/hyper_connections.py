@@ -14,7 +14,7 @@ from megatron_moe.config.residual import ResidualConfig
 CHUNK = 256
 """Number of tokens whose streams are processed together in fp32, which bounds temporary memory."""
 _WIDE_CHUNKS = 4
-"""Number of chunks in fp32 that exist at the same time in backward: streams, their gradient, and two products."""
+"""Number of fp32 chunks that exist at the same time in backward: streams, their gradient, and two temporary results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ class HyperConnectionsConfig(ResidualConfig):
 
     @property
     def num_weights(self) -> int:
-        """Number of weights per token of one connection: n of the input, n of the output and n^2 of the streams."""
+        """Number of mixing coefficients per token of one connection: n for the sublayer's input, n for its output and
+        n^2 between streams."""
         return self.num_streams * (2 + self.num_streams)
 
     def parameters(self, hidden_size: int, parallel: ParallelConfig) -> Iterator[ParamSpec]:
@@ -94,7 +95,7 @@ class HyperConnectionsConfig(ResidualConfig):
         tokens, n, size = sizes.residual, self.num_streams, sizes.activation_itemsize
         marks: dict[str, Any] = {"offloaded_by": offloaded_by, "recomputed_by": () if is_first else ("mhc",)}
         yield saved_tensor(module, "streams", "T nH", tokens * n * hidden_size, size, marks)
-        # the projection of the streams, its norm, and the weights of input, output and streams
+        # projection of the streams, its norm, and mixing coefficients
         yield saved_tensor(
             module, "stream weights", "T n(n+2)", tokens * (2 * self.num_weights + 1), sizes.internal_itemsize
         )
@@ -122,6 +123,6 @@ class HyperConnectionsConfig(ResidualConfig):
 
 
 def _names(prefix: str) -> Iterator[NameRule]:
-    """Names of a projection of the streams in the published folders."""
+    """Hugging Face names of the projection of one connection."""
     for name, suffix in (("mapping_proj.weight", "fn"), ("scale", "scale"), ("bias", "base")):
         yield NameRule(name, (f"{prefix}_{suffix}",))

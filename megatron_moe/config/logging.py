@@ -42,7 +42,8 @@ class LoggingConfig:
     moe_routing_trace_max_training_iters: int | None = None
     """Number of iterations after which tracing ends. None means that all iterations are traced."""
     log_progress: bool = False
-    """Appends a line to progress.txt in the checkpoint directory at each start of the run and each checkpoint."""
+    """Appends a line to progress.txt in the checkpoint directory whenever the run is launched and at each
+    checkpoint."""
     timing_log_level: Literal[0, 1, 2] = 0
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     moe_per_layer_logging: bool = False
@@ -62,7 +63,7 @@ class ProfileConfig:
     profile_step_end: int = 12
     """Last profiled iteration (`--profile-step-end`)."""
     profile_ranks: tuple[int, ...] = ()
-    """Global ranks to profile. Empty: all ranks."""
+    """Global ranks to profile; empty means all ranks."""
     pytorch_profiler_collect_shapes: bool = False
     """Records the shapes of op inputs in the trace."""
     pytorch_profiler_collect_callstack: bool = False

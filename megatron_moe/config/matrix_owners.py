@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 _MEMORY_BOUND = 300
-"""Smaller dim at which the matmuls of an update take as long as its memory-bound operations. Five Newton-Schulz
-iterations take about 25 multiply-adds per element and unit of the dim; the other operations move about 60 bytes per
-element (H100: 500 TFLOP/s and 4 TB/s)."""
+"""Size of a matrix's smaller dim at which the matmuls of a Muon update take as long as its memory-bound operations.
+Five Newton-Schulz iterations take about 25 multiply-adds per element and unit of the dim; the other operations move
+about 60 bytes per element (H100: 500 TFLOP/s and 4 TB/s)."""
 
 
 def update_cost(rows: int, columns: int) -> int:
@@ -16,7 +16,7 @@ def update_cost(rows: int, columns: int) -> int:
 
 
 def first_matrices(costs: Sequence[int], loads: list[float]) -> list[int]:
-    """Divides consecutive matrices among owners: index of the first matrix of each owner.
+    """Divides consecutive matrices among owner ranks and returns the index of the first matrix of each owner.
 
     `loads` contains the cost that each owner already has from earlier buckets, and is increased. An owner's share is
     the difference between its load and the mean, so owners without a matrix of one bucket get matrices of the next one.

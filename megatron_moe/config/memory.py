@@ -50,7 +50,8 @@ class PagedStashConfig:
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
     """Capacity of the stash, divided by the peak number of rows that are saved if the expert load is even."""
     moe_paged_stash_buffer_size_factor_cpu: float = 0.0
-    """Capacity of the host memory that is used when the stash is full, divided by the same number of rows."""
+    """Capacity of the overflow stash in host memory, divided by the peak number of rows that are saved if the expert
+    load is even."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,7 @@ class MLAConfig(SoftmaxMixerConfig):
         yield from shard.pair_tensors(parallel, sizes)
 
     def latent_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """The part of `saved_tensors` before the up-projections."""
+        """Tensors of `saved_tensors` that are saved before the up-projections."""
         tokens, local, tensor = sizes.inner, sizes.residual, partial(saved_tensor, "attention")
         letter, saved_whole = "T", self.gathers_input(parallel)
         if saved_whole:

@@ -70,7 +70,7 @@ class LayerConfig:
         return tuple(each for each in both if each.component.present)
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
-        """Parameters by their name in the layer."""
+        """Yields the parameters of the layer with names relative to it."""
         for name, norm, component in self.sublayers:
             connection = f"{name}_{self.residual.submodule}"
             yield from _within(connection, self.residual.parameters(self.hidden_size, parallel))
@@ -132,7 +132,7 @@ class ModelConfig:
     """Number of rows of the embedding, including padding."""
     layers: tuple[LayerConfig, ...]
     norm: NormConfig
-    """Norm after the last layer."""
+    """Final norm, after the last decoder layer."""
     position_embedding: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     max_positions: int = 4096
     """Number of rows of the learned position embedding (`--max-position-embeddings`)."""
@@ -148,7 +148,7 @@ class ModelConfig:
 
     @property
     def residual(self) -> ResidualConfig:
-        """Residual connections of all layers."""
+        """Config of the residual connections, which is the same for all layers."""
         return self.layers[0].residual
 
     @property

@@ -114,7 +114,7 @@ def _has_tables(values: list[Any]) -> bool:
 
 
 def _kind(table: Mapping[str, Any]) -> str:
-    """Class name of a recorded config, without the suffix Config (in older checkpoints: Spec)."""
+    """Class name of a recorded config without the suffix "Config", which is "Spec" in older checkpoints."""
     return str(table["type"]).removesuffix("Config").removesuffix("Spec")
 
 

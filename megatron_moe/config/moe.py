@@ -132,7 +132,8 @@ class RouterConfig:
         return next((option for option, is_on in options.items() if is_on), "")
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
-        """Weight [E, H] and bias [E]. The expert bias of balancing without auxiliary loss is a buffer."""
+        """Yields the router's weight [E, H] and bias [E]. The expert bias of balancing without auxiliary loss is a
+        buffer, not a parameter."""
         # with sequence parallelism, every rank routes its own tokens, so gradients are partial
         meta = ParamMeta(role="router", fan_in=self.hidden_size, partial_over_tp=parallel.sequence_parallel)
         shape = (self.num_experts, self.hidden_size)
@@ -185,7 +186,7 @@ class ExpertsConfig(MLPConfig):
         return self.grouped and not self.bias and not self.probs_on_output
 
     def parameters_as(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
-        """Weights [E, outputs, inputs] and biases [E, outputs]."""
+        """Yields the weights [E, outputs, inputs] and biases [E, outputs] of the routed experts."""
         num = self.num_experts
         for name, shape, options in self.matrices():
             meta = ParamMeta(role="matrix", grid="expert", num_experts=num, fan_in=shape[1], **options)
@@ -310,8 +311,8 @@ class MoEConfig(FeedForwardConfig):
     def exchange_formats(
         self, low_precision: LowPrecisionConfig | None
     ) -> tuple[OperandFormat | None, OperandFormat | None]:
-        """FP8 formats in which the flex dispatcher sends tokens and gradients of a layer with this recipe; None means
-        the format of the activations."""
+        """FP8 formats in which the flex dispatcher sends tokens and gradients of a layer with the recipe `low`; None
+        means the format of the activations."""
         if low_precision is None or low_precision.fused_block is None:
             return None, None
         tokens, grads = low_precision.inputs, low_precision.grads

@@ -45,8 +45,8 @@ class MuonConfig:
     """Precision of the matmuls in an iteration: bf16 operands (low, medium) or fp32 operands (high)."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
     """Orthogonalisation of matrices that are sharded by tensor parallelism. blockwise: every rank orthogonalises its
-    shard separately. duplicated: every rank orthogonalises the gathered matrix. distributed: the ranks sum the products
-    of their shards."""
+    shard separately. duplicated: every rank orthogonalises the gathered matrix. distributed: ranks all-reduce the
+    partial matmul results of their shards."""
     muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
     """Update rule of the parameters that Muon does not cover."""
 
@@ -90,14 +90,14 @@ class OptimizerConfig:
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     lion_beta1: float = 0.95
-    """Lion: share of the momentum in the update's sign."""
+    """Lion: weight of the momentum in its interpolation with the gradient, whose sign is the update."""
     lion_beta2: float = 0.98
     clip_grad: float = 1.0
     """Maximum global L2 norm of the gradient; 0 disables clipping."""
     apply_wd_to_qk_layernorm: bool = False
     """Applies weight decay to q and k norms (`--apply-wd-to-qk-layernorm`)."""
     decoupled_lr: float | None = None
-    """Maximum learning rate of embedding and output layer; None: `LRConfig.max_lr`."""
+    """Maximum learning rate of embedding and output layer; None means `LRConfig.max_lr`."""
     decoupled_min_lr: float | None = None
     muon: MuonConfig = MuonConfig()
     qk_clip: QKClipConfig | None = None
@@ -131,7 +131,7 @@ class LRConfig:
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Curve of the weight decay between its start value and its end value (`--weight-decay-incr-style`)."""
     weight_decay_samples: int | None = None
-    """Number of samples over which weight decay changes. Flags set it to the run length. None: `decay_samples`."""
+    """Number of samples over which weight decay changes. Flags set it to the run length; None means `decay_samples`."""
     override_opt_param_scheduler: bool = False
     """Uses the command line's schedule if the checkpoint has another one (`--override-opt-param-scheduler`)."""
     use_checkpoint_opt_param_scheduler: bool = False

@@ -6,13 +6,13 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class PackingConfig:
-    """How the sequences of a global batch are packed into rows of `seq_length` positions (`--use-varlen-dataset`)."""
+    """Packing of the sequences of a global batch into rows of `seq_length` positions (`--use-varlen-dataset`)."""
 
     sequence_packing_scheduler: Literal["dp_balanced", "default_dynamic_cp"] = "dp_balanced"
     """dp_balanced: packs sequences in their order. default_dynamic_cp: packs them by decreasing length, so that rows
     with long sequences share microbatches, and other microbatches need fewer context-parallel ranks."""
     thd_max_packed_sequences: int | None = None
-    """Maximum number of sequences per row, including the padding sequence that `append_dummy_seq` adds. None: no
+    """Maximum number of sequences per row, including the padding sequence that `append_dummy_seq` adds; None means no
     maximum."""
     thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] = "append_dummy_seq"
     """Whether padding at the end of a row forms a separate sequence or extends the last one."""
@@ -21,7 +21,7 @@ class PackingConfig:
 
     @property
     def most_sequences(self) -> int | None:
-        """Maximum number of sequences with tokens per row; None: no maximum."""
+        """Maximum number of sequences per row, without the padding sequence; None means no maximum."""
         if self.thd_max_packed_sequences is None:
             return None
         return self.thd_max_packed_sequences - (self.thd_tail_padding_policy == "append_dummy_seq")

@@ -21,8 +21,8 @@ class ProcessInfo:
     """True if the parent process is a launcher such as torchrun or srun; the rank then exits when the launcher dies.
     False if the user set the environment variables of the rank in a shell."""
     start_id: str = ""
-    """Name of this start of the run, equal on all its ranks. It differs from the names of earlier starts, whose ranks
-    may still be alive. Empty if the launcher provides no such name."""
+    """Id of this launch of the run, equal on all ranks. Earlier launches, whose ranks may still be alive, have other
+    ids. Empty if the launcher provides no such id."""
     parent: int = 0
     """Process id of the parent when this process started; 0 if unknown."""
     missing_libraries: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class DataParallelConfig:
     overlap_param_gather: bool = False
     """Gathers updated weights bucket by bucket, overlapped with the next forward."""
     ddp_bucket_size: int | None = None
-    """Elements per bucket. None: `ddp_num_buckets` determines it; if both are None, Megatron's default is used."""
+    """Elements per bucket. If None, `ddp_num_buckets` determines it; if both are None, Megatron's default is used."""
     ddp_num_buckets: int | None = None
     """Approximate number of buckets per rank, as an alternative to `ddp_bucket_size`."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False

@@ -36,7 +36,8 @@ class ParamMeta:
     matrix is sharded separately (gate and up). If they add up to less, this sequence of matrices repeats along `tp_dim`
     (q, k, v of each query group), and each rank holds whole repetitions."""
     even_shards: bool = False
-    """True if each rank has an equal range of `tp_dim`, whatever `splits` are: ranks that share a query group."""
+    """True if each rank has an equal range of `tp_dim` regardless of `splits`, as for ranks that share a query
+    group."""
     mixed_rows: bool = False
     """True if the rows are inputs of unrelated operations (gate, state and time steps of Mamba). Update rules for whole
     matrices do not update it, but leave it to their fallback rule, as in Megatron-LM."""

@@ -14,13 +14,14 @@ class ScheduleConfig:
     vpp: int = 1
     """Model chunks per rank (`StageMap`)."""
     group_size: int | None = None
-    """Number of microbatches that a rank runs in one chunk before the next chunk; None: `pp`. Used only if vpp > 1."""
+    """Number of microbatches that a rank runs in one chunk before the next chunk; None means `pp`. Used only if vpp >
+    1."""
     overlap: bool = False
     """Pairs forwards with backwards in the steady phase (`OverlappedPair`), to hide expert communication."""
     split_backward: bool = False
     """Computes and sends the input gradient before the weight gradients are computed."""
     forward_only: bool = False
-    """Schedules no backwards, for evaluation."""
+    """Schedules forwards only, for evaluation."""
 
     @property
     def group(self) -> int:

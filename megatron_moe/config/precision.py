@@ -15,7 +15,7 @@ LinearRole = ActivationModule | Literal["expert_latent", "head"]
 "expert_latent": a projection into or out of the latent space of routed experts."""
 
 WHOLE = (0, 0)
-"""Block shape of tensors that have one scale per matrix."""
+"""Value of `OperandFormat.block` for formats with one scale per matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class OperandFormat:
     hadamard: bool = False
     """Applies a 16x16 random Hadamard transform to the columnwise copy before it is quantised (nvfp4)."""
     stochastic: bool = False
-    """Rounds elements up with the probability of their fraction, instead of to nearest (nvfp4)."""
+    """Rounds stochastically instead of to nearest (nvfp4)."""
 
     @property
     def bits(self) -> int:
@@ -173,7 +173,7 @@ class PrecisionConfig:
     """Stores only the low 16 bits of fp32 master weights; the bf16 parameters are the high 16 bits. This is lossless
     (`--store-param-remainders`). Weights stored in FP8 or FP4 have whole master weights."""
     low_precision: LowPrecisionConfig | None = None
-    """FP8 or FP4 GEMMs (`--fp8-format`, `--fp4-format`); None: GEMMs use the format `params`."""
+    """FP8 or FP4 GEMMs (`--fp8-format`, `--fp4-format`); None means that GEMMs use the format `params`."""
     module_precision: tuple[ModulePrecision, ...] = ()
     """Recipes of single modules; the first matching pattern decides."""
     low_precision_params: bool = False
@@ -181,7 +181,7 @@ class PrecisionConfig:
 
     @property
     def recipe(self) -> str | None:
-        """Scaling recipe of FP8 or FP4 GEMMs; None: GEMMs use the format `params`."""
+        """Scaling recipe of FP8 or FP4 GEMMs; None means that GEMMs use the format `params`."""
         return None if self.low_precision is None else self.low_precision.recipe
 
 

@@ -19,8 +19,8 @@ from megatron_moe.config.parallel import ParallelConfig
 class ResidualConfig:
     """Base of the configs of residual connections. The default of a method describes one stream without parameters.
 
-    Several streams [S, B, n H] start as copies of the embedding, and a module with parameters, the head, makes one of
-    them before the final norm. All layers of a model have equally many streams.
+    Several streams [S, B, n H] start as copies of the embedding, and a module with parameters, the head, reduces them
+    to one before the final norm. All layers of a model have the same number of streams.
     """
 
     module: ClassVar[str]

@@ -11,11 +11,13 @@ class ResilienceConfig:
     """Reactions of a run to signals, hangs, numerical problems and failures."""
 
     exit_signals: tuple[str, ...] = ()
-    """Names of signals that make all ranks save a checkpoint and exit; empty: default signal handling."""
+    """Names of signals that make all ranks save a checkpoint and exit. If empty, signals keep Python's default
+    handlers."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a non-finite loss or gradient: end the run or skip the update. Weights are unchanged either way."""
     watchdog: tuple[tuple[str, float], ...] = ()
-    """(phase, timeout in seconds). Phases: start, step, evaluation, save, exit. A phase not listed has no timeout."""
+    """(phase, timeout in seconds). Phases: start, step, evaluation, save, exit. A phase that is not listed has no
+    timeout."""
     check_weight_hash_across_dp_replicas_interval: int | None = None
     """Iterations between checks that all data-parallel replicas have equal weights; None means never
     (`--check-weight-hash-across-dp-replicas-interval`)."""

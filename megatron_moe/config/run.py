@@ -21,7 +21,7 @@ from megatron_moe.config.training import BatchConfig, LoopConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Selection of kernel backends, and kernel compilation."""
+    """Kernel backends and kernel compilation."""
 
     kernel_backend: str = "auto"
     """Kernel backend of ops that `kernel_per_op` does not list (`--kernel-backend`)."""

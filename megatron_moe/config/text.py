@@ -1,10 +1,10 @@
-"""Helpers of texts for the user: counts, lists, divisors and tables."""
+"""Formats counts, lists, divisors and tables in messages to the user."""
 
 from collections.abc import Collection, Sequence
 from math import isqrt
 
 _LARGEST_DIVISOR_TRIED = 10_000
-"""Enough to find all divisors of numbers up to 10^8. Larger flag values are likely typos."""
+"""Largest divisor that `divisors` tries, which suffices for numbers up to 10^8. Larger flag values are likely typos."""
 _MAX_DIVISORS_SHOWN = 12
 _MAX_LISTED = 20
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "bytes"))

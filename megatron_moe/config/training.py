@@ -19,7 +19,7 @@ class BatchConfig:
     ramp-up."""
     step_sizes: tuple[tuple[int, int], ...] = ()
     """(number of consumed samples, global batch size from there on), ascending from 0 (`--step-batch-size-schedule`).
-    `global_batch_size` is the largest of the sizes. Empty: the size does not change in steps."""
+    `global_batch_size` is the largest of the sizes. Empty without that flag."""
     eval_micro_batch_size: int | None = None
     """Sequences per microbatch and rank in evaluations; None means as in training."""
     eval_global_batch_size: int | None = None
@@ -90,7 +90,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class StepSize:
-    """What one step processes, over all ranks."""
+    """Numbers of samples and tokens that one step processes over all ranks."""
 
     num_samples: int
     """Number of sequences."""
@@ -106,14 +106,14 @@ class LoopConfig:
     """Number of training iterations. If `train_samples` is set, this number is valid only for runs that start at
     sample 0; a resumed run uses `TrainState.last_iteration` instead."""
     train_samples: int | None = None
-    """Number of training samples (sequences); None: `train_iters` determines the length."""
+    """Number of training samples (sequences). If None, `train_iters` determines the length."""
     eval_interval: int | None = None
     eval_iters: int = 100
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
     seed: int = 1234
     use_cpu_initialization: bool = True
-    """Draws the initial weights on the CPU (`--use-cpu-initialization`); If False, draws them on the device, which
+    """Draws the initial weights on the CPU (`--use-cpu-initialization`). If False, draws them on the device, which
     gives other values."""
     moe_routing_replay_path: Path | None = None
     """Folder with a routing trace whose expert choices replace those of the routers in training

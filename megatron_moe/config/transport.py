@@ -52,16 +52,17 @@ class ExpertTransport:
     """Whether fc1 can gather its rows from the tokens (`RowFormats.gathers_in_fc1`); otherwise the transport delivers
     rows."""
     sends_fp8: bool = False
-    """Whether it can send tokens and the gradient of combine in FP8 (`RowFormats`)."""
+    """Whether the transport can send tokens and the gradient of combine in FP8 (`RowFormats`)."""
     host_reads: int = 0
     """Maximum number of host synchronisations per dispatch."""
     library: str | None = None
-    """Python module that must be installed."""
+    """Python module of the library that the transport requires; empty if it requires none."""
     spans_hosts: bool = False
     is_captured: bool = False
     """Whether CUDA graphs can contain the exchange, which requires static shapes and excludes host reads."""
     pads_experts: bool = True
-    """Whether it supports `--moe-pad-expert-input-to-capacity`: every expert receives as many rows as its capacity."""
+    """Whether the transport supports `--moe-pad-expert-input-to-capacity`, with which every expert receives as many
+    rows as its capacity."""
     computes_padding: bool = True
     """Whether the rows that pad experts to their capacity are computed like the others."""
     delivers_tokens: bool = False
@@ -106,7 +107,8 @@ class PushConfig:
     """Options of symmetric memory and of DeepEP."""
 
     num_sms: int | None = None
-    """Number of SMs of an exchange (`--moe-flex-dispatcher-num-sms`); None means all, or the default of DeepEP."""
+    """Number of SMs that dispatch and combine kernels use (`--moe-flex-dispatcher-num-sms`); None means all SMs, or
+    DeepEP's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ class HybridEPConfig:
     `deep_ep.HybridEPBuffer`. None means the library's default."""
 
     num_sms: int | None = None
-    """Number of SMs of a dispatch or combine (`--moe-flex-dispatcher-num-sms`)."""
+    """Number of SMs that a dispatch or combine kernel uses (`--moe-flex-dispatcher-num-sms`)."""
     fuse_permute: bool = False
     """Sorts rows in the kernels that send and receive them (`--moe-permute-fusion-into-hybridep`)."""
     num_blocks_permute: int | None = None
@@ -131,7 +133,7 @@ LOCAL = ExpertTransport(
     rows=RowBound.RECEIVED,
     is_captured=True,
 )
-"""Transport of a single rank, which has all experts and sends nothing."""
+"""Transport of an expert-parallel group of one rank, which has all experts and sends nothing."""
 ALLGATHER = ExpertTransport(
     name="allgather",
     dispatcher=_MODULES + "allgather:AllGatherDispatcher",
@@ -181,8 +183,8 @@ HIERARCHICAL = ExpertTransport(
 DEEPEP_SMS = 20
 """Default number of SMs of DeepEP's kernels."""
 _DEEPEP_SLOTS, _DEEPEP_SLOT_BYTES = 256, 8 + 128 * (8 + 4 + 4)
-"""Tokens that a channel of DeepEP 1.2 receives from one rank at a time, and the bytes of each in addition to its row:
-its source, and up to 128 expert ids, weights and scales (`Config::get_nvl_buffer_size_hint`)."""
+"""Tokens that a channel of DeepEP 1.2 can buffer per source rank, and bytes of each token in addition to its row:
+source, and up to 128 expert ids, weights and scales (`Config::get_nvl_buffer_size_hint`)."""
 
 
 def _deepep_buffer(config: Any, num_ranks: int, element_bytes: float) -> float:
@@ -216,7 +218,7 @@ HYBRIDEP = ExpertTransport(
     has_channels=True,
 )
 NCCLEP = ExpertTransport(name="ncclep", dispatcher=None, copies=SentCopies.PER_RANK, rows=RowBound.BOUNDED)
-"""Library that Megatron-LM supports, for which this program has no backend."""
+"""NCCL EP, which Megatron-LM supports and for which this program has no backend."""
 for _transport in (SYMMETRIC, HIERARCHICAL, DEEPEP, HYBRIDEP, NCCLEP):
     TRANSPORTS.register(_transport.name, _transport)
 
@@ -234,7 +236,7 @@ class TransportChoice(NamedTuple):
     note: str | None = None
     """Log line with the reason, if the transport is not the one that a flag names or is one of several candidates."""
     replaces_request: bool = False
-    """The transport replaces the one that `--moe-flex-dispatcher-backend` names."""
+    """True if the transport differs from the one that `--moe-flex-dispatcher-backend` names."""
 
 
 def choose_transport(

@@ -52,7 +52,7 @@ class UpdateRuleSpec:
     """Function that returns the `optim.state.UpdateRule`, or its name "package.module:name", which is imported when the
     optimizer is built."""
     states: Callable[[OptimizerConfig, PrecisionConfig], tuple[StateSpec, ...]]
-    """Function that returns the state that the rule stores."""
+    """Function (optimizer config, precision config) -> declarations of the state that the rule stores."""
     alignment: OwnerAlignment = "element"
     """Smallest part of a matrix that the rule can update independently of the rest."""
     covers: Callable[[str, ParamMeta], bool] = lambda name, meta: True
