@@ -211,8 +211,8 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     )
     master = PackedState("plain", flat[2])
     yield KernelCase(
-        "descend_",
-        lambda k: k.descend_(master, update, 0.2, plain, weights),
+        "apply_direction_",
+        lambda k: k.apply_direction_(master, update, 0.2, plain, weights),
         (),
         (2 * FP32 + update.itemsize + weights.itemsize) * size / 1e9,
     )

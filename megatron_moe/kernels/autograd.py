@@ -46,7 +46,7 @@ class ExpertRows(NamedTuple):
     offsets_e: Tensor
     """Index after the last row of each expert, int [e]."""
     probs_R: Tensor | None
-    """Probability by which each row is multiplied, [R]; None for no factor."""
+    """Probability by which each row is multiplied, [R]; None means that rows are not multiplied."""
     sums: RowIndex | None
     """Index of the rows of each token, by which the output rows of a token are summed (see `Kernels.unpermute`). If
     None, the output has one row per expert row."""
@@ -471,8 +471,8 @@ class _QuantizedActivationLinear(torch.autograd.Function):
 
 
 class _Tokens(NamedTuple):
-    """Operand of a delayed weight gradient, stored as tokens. Its expert rows are gathered when the gradient is
-    computed."""
+    """Operand of a delayed weight gradient that stores tokens instead of expert rows. The rows are gathered when the
+    gradient is computed."""
 
     tokens: Tensor
     make: Callable[[Tensor], MatrixOperand]
@@ -536,7 +536,7 @@ def _save_input(ctx: Any, x: Tensor | QuantizedTensor, *others: Tensor) -> None:
 
 
 def _saved_input(ctx: Any, first: int = 0) -> Tensor | QuantizedTensor:
-    """Returns the input that `_save_input` saved; it follows `first` other saved tensors."""
+    """Returns the input that `_save_input` saved after `first` other tensors."""
     x, *scales = ctx.saved_tensors[first:]
     if not scales:
         saved: Tensor = x

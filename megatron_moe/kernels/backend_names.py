@@ -1,4 +1,5 @@
-"""Names of kernel backends, which are those of their files. Loads without torch, so that flags are checked at start."""
+"""Names of kernel backends, derived from their file names. Loads without torch, so that flags can be checked before
+torch is imported."""
 
 from pathlib import Path
 
@@ -13,5 +14,5 @@ def backend_files(folder: Path) -> dict[str, Path]:
 
 
 def requestable() -> tuple[str, ...]:
-    """Values of `--kernel-backend`."""
+    """Returns the values that `--kernel-backend` accepts."""
     return (AUTO, REFERENCE, *backend_files(BACKENDS))

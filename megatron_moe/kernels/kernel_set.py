@@ -15,7 +15,7 @@ from megatron_moe.kernels.update_ops import UpdateOps
 from megatron_moe.precision.linear_quantizer import Quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
-MATRIX_PRODUCTS = (
+MATMUL_OPS = (
     "linear_forward",
     "linear_input_grad",
     "linear_weight_grad",
@@ -23,8 +23,8 @@ MATRIX_PRODUCTS = (
     "grouped_input_grad",
     "grouped_weight_grad",
 )
-"""Matrix multiplication ops. Their interface allows `QuantizedTensor` operands."""
-QUANTIZED_PRODUCTS = tuple(f"quantized_{op}" for op in MATRIX_PRODUCTS)
+"""Matrix multiplication ops, whose operands may be `QuantizedTensor`s."""
+QUANTIZED_MATMUL_OPS = tuple(f"quantized_{op}" for op in MATMUL_OPS)
 """Names of the matrix multiplications of `QuantizedTensor`s, under which backends implement them and `--kernel-per-op`
 selects them."""
 LOW_PRECISION_OPS = (
@@ -39,12 +39,12 @@ LOW_PRECISION_OPS = (
     "quantize_activation",
     "quantize_activation_grad",
     "rms_norm_quantized",
-    *QUANTIZED_PRODUCTS,
+    *QUANTIZED_MATMUL_OPS,
 )
 """Ops that are needed only with FP8 or FP4 GEMMs."""
 OPS: tuple[str, ...] = (
     *(name for name in (*vars(Kernels), *vars(UpdateOps), *vars(Quantizers)) if not name.startswith("_")),
-    *QUANTIZED_PRODUCTS,
+    *QUANTIZED_MATMUL_OPS,
 )
 """Names of all ops in the order of the `Kernels` interface, followed by quantisation ops and multiplications of
 quantised operands."""
@@ -95,7 +95,7 @@ class KernelSet(Kernels):
         assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
         kernels = cls()
         for op, function in functions.items():
-            if op in MATRIX_PRODUCTS:
+            if op in MATMUL_OPS:
                 function = ends_reservation(_gemm(function, functions[f"quantized_{op}"]))
             setattr(kernels, op, function)
         kernels.choices = choices

@@ -47,7 +47,8 @@ class RowIndex:
     token_R: Tensor
     """Token index of each row, int64; -1 for padding rows."""
     choice_R: Tensor
-    """Index of each row's probability in flattened probs_TK (t * K + k) or probs_TE (t * E + e), int64; -1: padding."""
+    """Index of each row's probability in flattened probs_TK (t * K + k) or probs_TE (t * E + e), int64; -1 for
+    padding."""
     offsets_E: Tensor
     """End of each expert's rows, int32; rows from `offsets_E[-1]` on are padding."""
     rows_TK: Tensor | None
@@ -310,7 +311,7 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         the gradients of all tokens with id v, in the dtype of `out`; 0 if there are none."""
         ...
 
-    # norms, RoPE, attention: differentiable
+    # norms, RoPE and attention; these ops are differentiable
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         """RMSNorm over the last dim: x / sqrt(mean(x^2) + eps) * w; w is weight [H], plus 1 if `zero_centered`."""
         ...
@@ -318,7 +319,8 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     def add_rms_norm(
         self, residual: Tensor | None, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
-        """Returns the sum residual + x, rounded to the dtype of x (None: x), and `rms_norm` of the rounded sum."""
+        """Returns the sum residual + x, rounded to the dtype of x, or x if `residual` is None, and `rms_norm` of the
+        rounded sum."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -346,7 +348,7 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         ...
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
-        """Attention over a whole sequence -> [S, B, N, E]."""
+        """Computes attention over a whole sequence -> [S, B, N, E]."""
 
     def sparse_attention(
         self, q_UBND: Tensor, kv_SBD: Tensor, ids_UBK: Tensor, sinks_N: Tensor | None, value_width: int, scale: float
@@ -381,7 +383,7 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         or more."""
         ...
 
-    # linear attention: differentiable
+    # linear attention and gates; these ops are differentiable
     def linear_attention(
         self,
         q_SBND: Tensor,
@@ -423,7 +425,7 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         Returns norm(x) * weight * activation(gate) if `norm_first`, else norm(x * activation(gate)) * weight."""
         ...
 
-    # elementwise and loss: differentiable
+    # elementwise ops and losses; these ops are differentiable
     def activation(self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
         """Returns the activation [..., F] of x [..., F] (gated: x [..., 2F], gate first), multiplied by probs [...] if
         given. Padding rows have probability 0 and may contain any values, even nan. In these rows, the result and the

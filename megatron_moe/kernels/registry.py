@@ -32,7 +32,7 @@ EMULATED = "--emulate-low-precision: dequantises the operands"
 
 @dataclass(frozen=True)
 class Backend:
-    """Constants of a backend file, read without importing it."""
+    """Kernel backend with the constants of its file, which are read without importing it."""
 
     name: str
     needs: tuple[str, ...]

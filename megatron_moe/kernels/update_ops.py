@@ -1,4 +1,4 @@
-"""Ops of the optimizer's update rules, a part of `kernels.ops.Kernels`."""
+"""Kernel ops of the optimizer's update rules, inherited by `kernels.ops.Kernels`."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -48,7 +48,7 @@ class MatrixStep:
 
 
 class UpdateOps(Protocol):
-    """Ops over flat buffers, and ops over whole matrices."""
+    """Kernel ops over flat buffers and over whole matrices that the optimizer needs."""
 
     # elementwise, over flat buffers
     def sum_of_squares(self, flat: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class UpdateOps(Protocol):
         `nesterov`, returns beta * momentum + (1 - beta) * grad_scale * grad with the new momentum."""
         ...
 
-    def descend_(
+    def apply_direction_(
         self, master: PackedState, direction: Tensor, factor: float, move: MatrixStep, weights: Tensor | None = None
     ) -> None:
         """Applies an update direction: sets flat master weights (plain or remainder) to master * (1 - lr *

@@ -136,7 +136,7 @@ class Muon:
         for param, own in zip(params, orthogonal.split([each.num_matrices for each in params]), strict=True):
             direction, factor = self._scaled(param, self.adapted(scalars, operands, param, own))
             stored, weights = operands.stored_master(param)
-            kernels.descend_(stored, direction.flatten(), factor, move, weights)
+            kernels.apply_direction_(stored, direction.flatten(), factor, move, weights)
 
     def adapted(self, scalars: StepScalars, operands: UpdateOperands, param: ParamSlice, orthogonal: Tensor) -> Tensor:
         """Returns the unscaled direction of the update. Subclasses override it and store their additional state."""

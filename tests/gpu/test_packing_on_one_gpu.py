@@ -10,7 +10,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tiny_models import microbatch
 from tests.helpers.tolerances import FP32_LAYOUT
-from tests.model.test_context_parallel_gpt import MIXERS, hybrid, model, one_by_one, run
+from tests.model.test_context_parallel_gpt import MIXERS, hybrid, model, run, with_accumulate
 
 LENGTHS = (1, 130, 64, 255, 62)
 MODELS = {name: model(mixer, "p2p") for name, mixer in MIXERS.items()} | {"hybrid": hybrid("headwise")}
@@ -29,7 +29,7 @@ def test_packed_documents_equal_separate_ones(name: str) -> None:
     found = run(config, packed, gpu, per_token=True, kernels=kernels)
     apart = [
         run(config, alone, ParallelContext.single(), per_token=True)
-        for alone in one_by_one(packed, list(pairwise(ends)))
+        for alone in with_accumulate(packed, list(pairwise(ends)))
     ]
     FP32_LAYOUT.check(found.sums.cpu(), sum(each.sums for each in apart), "sum of losses, tokens")
     for weight, grad in found.gradients.items():

@@ -17,7 +17,7 @@ from megatron_moe.config.precision import LowPrecisionConfig, low_precision_conf
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels import autograd
-from megatron_moe.kernels.kernel_set import QUANTIZED_PRODUCTS
+from megatron_moe.kernels.kernel_set import QUANTIZED_MATMUL_OPS
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
 from megatron_moe.kernels.registry import check_device, select_kernels
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
@@ -115,7 +115,7 @@ def test_gemms_are_as_accurate_as_plain_torch(accumulate: bool) -> None:
 
 def low_precision_kernels(config: LowPrecisionConfig) -> Kernels:
     """Kernel set of plain torch with all FP8 and FP4 ops of Transformer Engine."""
-    requests = ((op, "transformer_engine") for op in ("quantize_rows", "quantize_weight", *QUANTIZED_PRODUCTS))
+    requests = ((op, "transformer_engine") for op in ("quantize_rows", "quantize_weight", *QUANTIZED_MATMUL_OPS))
     kernels = KernelConfig(kernel_backend="reference", kernel_per_op=tuple(requests))
     return select_kernels(kernels, CUDA, torch.bfloat16, config)
 

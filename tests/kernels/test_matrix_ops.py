@@ -49,7 +49,7 @@ def test_descent_matches_the_reference(name: str, apply_update: bool) -> None:
         form = "remainder" if name == "remainder" else "plain"
         master = pack(start, PackedState.zeros(1300, form, torch.float32, start.device, root=False), weights)
         before = master.data.clone()
-        ops.descend_(master, draw(1300, seed=2).bfloat16(), 0.3, move(apply_update=apply_update), weights)
+        ops.apply_direction_(master, draw(1300, seed=2).bfloat16(), 0.3, move(apply_update=apply_update), weights)
         assert torch.equal(before, master.data) != apply_update
         found.append({"master": master.data.double(), "weights": (start if weights is None else weights).double()})
     if name == "remainder":  # its values differ by rounding of the sum's last digit
@@ -64,7 +64,7 @@ def test_overflows_are_marked(ops) -> None:
     ops.momentum_(torch.full((3,), torch.inf), huge.clone(), 0.5, flags, torch.float32)
     assert flags.nonfinite
     flags = move()
-    ops.descend_(PackedState("plain", huge), -torch.full((3,), 3e38), 10.0, flags)
+    ops.apply_direction_(PackedState("plain", huge), -torch.full((3,), 3e38), 10.0, flags)
     assert flags.nonfinite
 
 

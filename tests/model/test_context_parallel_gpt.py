@@ -82,7 +82,7 @@ def documents(batch: int = 2, seq: int = SEQ) -> dict[str, Tensor]:
     return {"segments_BS": torch.stack(segments), "positions_BS": torch.stack(positions)}
 
 
-def one_by_one(packed: MicroBatch, spans: Sequence[tuple[int, int]]) -> list[MicroBatch]:
+def with_accumulate(packed: MicroBatch, spans: Sequence[tuple[int, int]]) -> list[MicroBatch]:
     """Microbatch of each document of a packed sequence. `spans`: (first position, end) of the documents."""
     return [
         MicroBatch(
@@ -151,7 +151,7 @@ def test_packed_documents_are_separate_sequences(config: ModelConfig, parallel: 
     over_ranks = on_threads(parallel, lambda ctx: run(config, packed, ctx, per_token=True))
     apart = [
         run(config, alone, ParallelContext.single(), per_token=True)
-        for alone in one_by_one(packed, ((0, 1), (1, 7), (7, 16)))
+        for alone in with_accumulate(packed, ((0, 1), (1, 7), (7, 16)))
     ]
     for result in over_ranks:
         FP64_LAYOUT.check(result.sums, sum(each.sums for each in apart), "sum of losses, tokens")

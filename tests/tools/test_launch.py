@@ -96,8 +96,8 @@ def test_paths_of_every_kind_must_be_mounted(here, capsys, tmp_path_factory):
     mounts = message.partition("add --mounts ")[2].split()
     assert sorted(mounts) == sorted(f"{each}:{each}" for each in (code, recipes, logs))
     assert all(f",{each}" in printed(capsys, *words, "--mounts", *mounts) for each in mounts)
-    one_by_one = [word for mount in [*mounts, mounts[0]] for word in ("--mounts", mount)]
-    script = printed(capsys, *words, *one_by_one, "--slurm", "time=1:00", "--slurm", "partition=big")
+    with_accumulate = [word for mount in [*mounts, mounts[0]] for word in ("--mounts", mount)]
+    script = printed(capsys, *words, *with_accumulate, "--slurm", "time=1:00", "--slurm", "partition=big")
     assert f":{here},{','.join(mounts)}'" in script, "every mount once, in order"
     assert "--time=1:00\n" in script and "--partition=big\n" in script
 

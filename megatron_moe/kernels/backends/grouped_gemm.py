@@ -38,7 +38,7 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """See `Kernels.grouped_weight_grad`. The package returns bf16, so the result is rounded to bf16 before it is added
     to `out`."""
-    for part, adds in reference.one_by_one(parts, accumulate):
+    for part, adds in reference.with_accumulate(parts, accumulate):
         _weight_grad(*part, out, adds)
 
 

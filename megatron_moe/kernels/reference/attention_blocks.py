@@ -19,7 +19,7 @@ def attention_block(
     block: AttentionBlock, out_SBNE: Tensor | None = None, lse_SBN: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if out_SBNE is None or lse_SBN is None:
-        out_SBNE, lse_SBN = nothing_seen(block.q_SBND, block.v_SBGE.shape[3])
+        out_SBNE, lse_SBN = empty_result(block.q_SBND, block.v_SBGE.shape[3])
     logits_BNSS = _logits(block)
     lse_BNS = logits_BNSS.logsumexp(dim=-1)
     probs_BNSS = _probabilities(logits_BNSS, lse_BNS)
@@ -30,7 +30,7 @@ def attention_block(
     return out_SBNE if wide_SBNE is out_SBNE else out_SBNE.copy_(wide_SBNE), lse_SBN
 
 
-def nothing_seen(q_SBND: Tensor, value_width: int) -> tuple[Tensor, Tensor]:
+def empty_result(q_SBND: Tensor, value_width: int) -> tuple[Tensor, Tensor]:
     """Initial values for queries that have seen no key: (output 0, log-sum-exp -inf), in the layouts of the kernels."""
     wide, (seq, batch, heads) = internal_dtype(q_SBND.dtype), q_SBND.shape[:3]
     out_SBNE = q_SBND.new_zeros(seq, batch, heads, value_width, dtype=wide)

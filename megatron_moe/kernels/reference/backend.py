@@ -47,7 +47,7 @@ from megatron_moe.kernels.reference.low_precision import quantized_linear_input_
 from megatron_moe.kernels.reference.low_precision import quantized_linear_weight_grad as quantized_linear_weight_grad
 from megatron_moe.kernels.reference.low_precision import transpose_weight as transpose_weight
 from megatron_moe.kernels.reference.low_precision import weight_amax_ as weight_amax_
-from megatron_moe.kernels.reference.matrices import descend_ as descend_
+from megatron_moe.kernels.reference.matrices import apply_direction_ as apply_direction_
 from megatron_moe.kernels.reference.matrices import momentum_ as momentum_
 from megatron_moe.kernels.reference.matrices import syrk as syrk
 from megatron_moe.kernels.reference.pages import free_pages as free_pages
@@ -115,7 +115,7 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    for (grad, rows, offsets_e), adds in one_by_one(parts, accumulate):
+    for (grad, rows, offsets_e), adds in with_accumulate(parts, accumulate):
         for expert, held in enumerate(slices(offsets_e)):
             weight_grad = grad[held].to(out.dtype).T @ rows[held].to(out.dtype)
             store(out[expert], weight_grad, adds)
@@ -127,8 +127,8 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
     out.index_put_((ids_T,), grad_TH.to(out.dtype), accumulate=True)  # deterministic, unlike index_add_ on a GPU
 
 
-def one_by_one(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[GroupedPart, bool]]:
-    """Yields each part and the `accumulate` of its GEMM: the given value for the first part, True for the others."""
+def with_accumulate(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[GroupedPart, bool]]:
+    """Yields (part, `accumulate` flag of its GEMM): the given flag for the first part, True for the others."""
     for number, part in enumerate(parts):
         yield part, accumulate or number > 0
 

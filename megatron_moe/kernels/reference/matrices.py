@@ -20,10 +20,10 @@ def momentum_(
     return (torch.lerp(grad, new, beta) if nesterov else new).to(dtype)
 
 
-def descend_(
+def apply_direction_(
     master: PackedState, direction: Tensor, factor: float, move: MatrixStep, weights: Tensor | None = None
 ) -> None:
-    """See `Kernels.descend_`."""
+    """See `Kernels.apply_direction_`."""
     old = unpack(master, weights)
     new = old * (1 - move.lr * move.weight_decay) - move.lr * factor * direction.to(old.dtype)
     new = torch.where(move.apply_update, new, old)

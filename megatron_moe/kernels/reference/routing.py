@@ -139,7 +139,8 @@ def sqrtsoftplus(logits_TE: Tensor) -> Tensor:
 
 
 def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Sets all but the best `group_topk` groups to -inf. A group's score: sum of its topk // group_topk best values."""
+    """Sets all but the best `group_topk` groups to -inf. A group's score is the sum of its topk // group_topk best
+    values."""
     if config.group_topk is None:
         return ranking_TE
     assert config.num_groups is not None and config.group_topk <= config.topk, (
@@ -153,7 +154,7 @@ def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest values per row, in descending order; ties: the lowest id wins."""
+    """Ids of the k largest values per row, in descending order; the lowest id wins ties."""
     return ranking_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
@@ -222,7 +223,7 @@ def assign_rows(
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
     wide = tokens_TH.to(internal_dtype(tokens_TH.dtype))  # widened first, so that backward sums in the internal dtype
-    return or_nothing(wide)[index.token_R].to(tokens_TH.dtype)
+    return with_zero_row(wide)[index.token_R].to(tokens_TH.dtype)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
@@ -234,9 +235,9 @@ def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
 
 
 def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
-    return or_nothing(probs.flatten()[:, None])[index.choice_R].squeeze(-1)
+    return with_zero_row(probs.flatten()[:, None])[index.choice_R].squeeze(-1)
 
 
-def or_nothing(values: Tensor) -> Tensor:
+def with_zero_row(values: Tensor) -> Tensor:
     """Appends a row of zeros, so that index -1 selects zeros."""
     return torch.cat([values, values.new_zeros(1, *values.shape[1:])])

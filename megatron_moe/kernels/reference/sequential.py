@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 from megatron_moe.kernels.ops import GroupedPart, Kernels
-from megatron_moe.kernels.reference.backend import one_by_one, slices
+from megatron_moe.kernels.reference.backend import slices, with_accumulate
 
 REASON = "loop over experts"
 
@@ -27,7 +27,7 @@ def sequential(kernels: Kernels) -> KernelSet:
         return out_RI
 
     def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-        for (grad, rows, offsets_e), adds in one_by_one(parts, accumulate):
+        for (grad, rows, offsets_e), adds in with_accumulate(parts, accumulate):
             for expert, held in enumerate(slices(offsets_e)):
                 kernels.linear_weight_grad(grad[held], rows[held], out[expert], adds)
 

@@ -1,4 +1,4 @@
-"""Reference implementation of attention to chosen rows of one key-value head, in blocks of queries."""
+"""Reference implementation of sparse attention to selected rows of one key-value head, in blocks of queries."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels.ops import internal_dtype
 
 BLOCK_BYTES = 1 << 28
-"""Largest number of bytes of the gathered rows of a block of queries; the rows of one query are the minimum."""
+"""Maximum bytes of the rows gathered for one block of queries; a block has at least one query."""
 
 
 def sparse_attention(
@@ -72,10 +72,10 @@ def _gathered(kv_SBD: Tensor, ids_UBK: Tensor) -> Iterator[tuple[slice, Tensor, 
 
 
 def _logits(q: Tensor, rows: Tensor, found: Tensor, scale: float) -> Tensor:
-    """[C, B, N, K]: -inf where an id is -1."""
+    """Attention logits [C, B, N, K]; -inf where an id is -1."""
     return (q @ rows.mT * scale).masked_fill(~found[:, :, None], -torch.inf)
 
 
 def _probs(logits: Tensor, lse: Tensor) -> Tensor:
-    """0 for queries without a row, whose log-sum-exp is -inf."""
+    """Attention probabilities; 0 for queries without a row, whose log-sum-exp is -inf."""
     return (logits - lse[..., None]).exp().nan_to_num(nan=0.0)

@@ -57,7 +57,7 @@ def columnwise_copy(
 quantize_rows = partial(quantize.quantize_rows, make_columns=columnwise_copy)
 quantize_permuted = partial(quantize.quantize_permuted, make_columns=columnwise_copy)
 quantize_activation_grad = partial(activation.quantize_activation_grad, make_columns=columnwise_copy)
-"""Op of the Triton backend, with columnwise copies made by the kernel of this module."""
+"""The Triton backend's op, with the columnwise copies made by this module's kernel."""
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 _WEIGHT, _ROWS = 16, 4
-"""Divisors that cuBLAS requires: of both dimensions of the weight, and of the number of rows."""
+"""Numbers of which cuBLAS requires multiples: for both weight dims, and for the number of rows."""
 
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -55,5 +55,5 @@ def _fp8_gemm(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
 
 
 def _one_group(num_rows: int, device: torch.device) -> Tensor:
-    """Row offsets with which a grouped kernel processes all rows as one group."""
+    """Offsets that make a grouped kernel process all rows as one group."""
     return torch.full((1,), num_rows, device=device, dtype=torch.int32)

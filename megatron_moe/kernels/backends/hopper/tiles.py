@@ -98,7 +98,7 @@ def in_slice(row, end, column):
 
 @gluon.jit
 def extent(offsets_ptr, expert):
-    """Returns (first row of an expert, end of its rows)."""
+    """Returns (first row of an expert, row after its last one)."""
     return gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0), gl.load(offsets_ptr + expert)
 
 

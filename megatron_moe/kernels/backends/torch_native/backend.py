@@ -37,7 +37,7 @@ from megatron_moe.kernels.ops import (
 )
 from megatron_moe.kernels.permute import RowCopies
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.reference.attention_blocks import merge_, no_gradients, nothing_seen
+from megatron_moe.kernels.reference.attention_blocks import empty_result, merge_, no_gradients
 from megatron_moe.precision.optimizer_state import PackedState, round_weights
 
 NAME = "torch_native"
@@ -107,7 +107,7 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
     """See `Kernels.grouped_weight_grad`. `F.grouped_mm` rounds results to the operands' dtype before they are added."""
-    for (grad, rows, offsets_e), adds in reference.one_by_one(parts, accumulate):
+    for (grad, rows, offsets_e), adds in reference.with_accumulate(parts, accumulate):
         weight_grad = _grouped_mm(grad.contiguous().T, rows, offsets_e)
         reference.store(out, weight_grad, adds)
 
@@ -215,7 +215,7 @@ def attention_block(
     if out_SBNE is None or lse_SBN is None:
         if (alone := cudnn.block_forward(block, rectangles)) is not None:
             return alone
-        out_SBNE, lse_SBN = nothing_seen(block.q_SBND, block.v_SBGE.shape[3])
+        out_SBNE, lse_SBN = empty_result(block.q_SBND, block.v_SBGE.shape[3])
     wide_SBNE = out_SBNE.to(lse_SBN.dtype)
     for pair in rectangles:
         part_SBNE, lse_BNS = cudnn.forward_pair(block, pair)

@@ -88,7 +88,7 @@ def backward_pair(
 
 
 def block_forward(block: AttentionBlock, rectangles: Sequence[MaskBlock]) -> tuple[Tensor, Tensor] | None:
-    """Output and log-sum-exp of a block that is one rectangle; None if it is not."""
+    """Output and log-sum-exp of a block whose mask is one rectangle that cuDNN supports; None for other blocks."""
     if not _is_whole(block, rectangles):
         return None
     out_SBNE, lse_BNS = forward_pair(block, rectangles[0])
@@ -98,7 +98,7 @@ def block_forward(block: AttentionBlock, rectangles: Sequence[MaskBlock]) -> tup
 def block_backward(
     block: AttentionBlock, found: AttentionResult, rectangles: Sequence[MaskBlock]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Gradients of q, k and v of a block that is one rectangle; None if it is not."""
+    """Gradients of q, k and v of a block whose mask is one rectangle that cuDNN supports; None for other blocks."""
     if not _is_whole(block, rectangles):
         return None
     (pair,), scale = rectangles, block.config.softmax_scale

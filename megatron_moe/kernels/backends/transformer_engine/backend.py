@@ -110,7 +110,7 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    for part, adds in reference.one_by_one(parts, accumulate):
+    for part, adds in reference.with_accumulate(parts, accumulate):
         _grouped_weight_grad(*part, out, adds)
 
 

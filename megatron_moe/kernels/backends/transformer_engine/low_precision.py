@@ -28,7 +28,7 @@ from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTens
 _FP4 = torch.uint8
 _E8M0_NAN = 255
 _Storage = Any
-"""One of Transformer Engine's `QuantizedTensorStorage`s."""
+"""Any subclass of Transformer Engine's `QuantizedTensorStorage`."""
 
 
 def quantize_rows(
@@ -174,7 +174,7 @@ def _grouped_gemm(a: list[_Storage], b: list[_Storage], out: list[Tensor], layou
 
 
 def _length(block: tuple[int, int]) -> int:
-    """Number that must divide the sizes of a GEMM with blocks of shape `block`."""
+    """Number of which GEMM sizes must be multiples if operands have scale blocks of shape `block`."""
     return 16 if block == WHOLE or block[1] == triton_quantize.BLOCK else 32
 
 
@@ -256,8 +256,8 @@ def _quantized(
 
 
 def _marked(copy: QuantizedCopy, x: Tensor, fmt: OperandFormat) -> QuantizedCopy:
-    """Sets the scales of each row of `x` [R, C] that contains inf or NaN to NaN, so that it stays visible. If rows
-    share scales, all scales become NaN."""
+    """Sets the scales of each row of `x` [R, C] that contains inf or NaN to NaN, so that non-finite inputs are detected
+    later. If rows share scales, all scales become NaN."""
     is_lost = ~torch.linalg.vector_norm(x, torch.inf, dim=-1).isfinite()
     if copy.factor is not None:
         return copy._replace(factor=copy.factor.masked_fill(is_lost.any(), torch.nan))

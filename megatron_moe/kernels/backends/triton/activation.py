@@ -286,8 +286,9 @@ def _gradients(
     grad_ptr, x_ptr, probs, rows, columns, mask, width, grad_stride, x_stride, offset, clamp,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Returns tiles of (gradient of the gate, or of x if not gated; gradient of the other half; result; gradient times
-    result without probabilities, whose sum over columns is the gradient of a probability)."""
+    """Returns four tiles: the gradient of the gate (of x if the activation is not gated), the gradient of the up
+    projection, the result, and the gradient times the result before multiplication by the probability, whose sum over
+    columns is the gradient of the probability."""
     grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     pointers = x_ptr + rows[:, None] * x_stride + columns[None, :]
     x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)

@@ -135,8 +135,8 @@ def _gate_backward(
     WIDEN: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Columns are the first dimension of every product, so the split gradient is always the second operand. That operand
-    # is read from shared memory; a first operand would be transposed in registers for each product.
+    # Columns are the first dimension of every matmul, so the split gradient is always the second operand. That operand
+    # is read from shared memory; a first operand would be transposed in registers for each matmul.
     tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held_columns = columns < width

@@ -43,10 +43,10 @@ def momentum_(
     return update
 
 
-def descend_(
+def apply_direction_(
     master: PackedState, direction: Tensor, factor: float, move: MatrixStep, weights: Tensor | None = None
 ) -> None:
-    """See `Kernels.descend_`."""
+    """See `Kernels.apply_direction_`."""
     assert master.exponents is None, f"whole matrices with master weights in {master.format}"
     as_bits = weights is not None and weights.dtype is torch.bfloat16
     rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights

@@ -47,7 +47,7 @@ def rms_norm_quantized(
 
 
 _Cast = tuple[QuantizedCopy, OperandFormat]
-"""Rowwise copy of a norm's result that the kernel also writes, and its format."""
+"""Quantised rowwise copy of a norm's result, which the kernel also writes, and its format."""
 
 
 class _RMSNorm(torch.autograd.Function):

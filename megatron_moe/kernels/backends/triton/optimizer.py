@@ -186,7 +186,8 @@ def bf16_bits(wide):
 
 @triton.jit
 def joined(remainder_ptr, weights_ptr, each, mask):
-    """fp32 master weights from bf16 weights, as int16 bits, and the remainders of `store_remainder`."""
+    """Returns fp32 master weights, composed of bf16 weights (int16 bits) and the remainders that `store_remainder`
+    stored."""
     high = tl.load(weights_ptr + each, mask=mask, other=0).to(tl.int32) << 16
     rest = tl.load(remainder_ptr + each, mask=mask, other=0).to(tl.int32)
     return (high + rest).to(tl.float32, bitcast=True)
@@ -194,7 +195,8 @@ def joined(remainder_ptr, weights_ptr, each, mask):
 
 @triton.jit
 def store_remainder(master, remainder_ptr, each, mask):
-    """Stores what the bf16 weights lack of the fp32 master weights: the difference of their bits, as int16."""
+    """Stores the remainder of fp32 master weights, which is the difference between their bits and those of the bf16
+    weights, as int16."""
     rest = master.to(tl.int32, bitcast=True) - (bf16_bits(master) << 16)
     tl.store(remainder_ptr + each, rest.to(tl.int16), mask=mask)
 

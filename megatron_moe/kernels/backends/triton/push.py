@@ -17,7 +17,7 @@ from megatron_moe.parallel.push_channel import FLAG_STRIDE, PushChannel
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 ROWS, ROWS_OF_FEW = 4, 16
-"""Number of rows for which a program has loads in flight: if the kernel runs on all SMs, and if on few. Two H200
+"""Number of rows for which a program has loads in flight, for kernels on all SMs and for kernels on few SMs. Two H200
 exchange 8192 rows of 4 KB, 4 in flight, in 98 us on 132 SMs and 120 us on 16, but in 240 us on 8, where the latency of
 loads decides."""
 COLUMNS = 2048
@@ -142,7 +142,8 @@ def _is_late(flags_ptr, epoch, rank, STRIDE: tl.constexpr):
 def _wait(
     flags_ptr, epoch, missing_ptr, timeout_ns, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Waits until the flags of all ranks have reached the epoch; after the timeout stores the late rank and returns."""
+    """Waits until the flags of all ranks have reached the epoch. After the timeout, stores the id of a late rank and
+    returns."""
     if not INTERPRETED:
         start = tl.extra.cuda.globaltimer()
         for rank in tl.static_range(NUM_RANKS):

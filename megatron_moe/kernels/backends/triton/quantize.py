@@ -64,7 +64,7 @@ def columnwise_copy(
 
 
 MakeColumns = Callable[[Tensor, Tensor | None, int, QuantizedCopy | None, OperandFormat, Tensor | None], QuantizedCopy]
-"""Type of `columnwise_copy`."""
+"""Signature of `columnwise_copy`, which other backends implement too."""
 
 
 def quantize_rows(

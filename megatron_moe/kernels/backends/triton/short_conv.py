@@ -14,7 +14,7 @@ from megatron_moe.kernels.backends.triton.launch import cdiv, sum_of_shares
 from megatron_moe.kernels.reference import linear_attention as reference
 
 _ROWS, _COLUMNS = 32, 64
-"""Tokens and channels of a tile."""
+"""Tokens and channels of a forward tile."""
 _TOKENS, _CHANNELS = 128, 256
 """Tokens and channels of a program of the backward."""
 _MAX_WIDTH = 4
@@ -88,7 +88,7 @@ def _convolved(
 
 @triton.jit
 def _seen(segments_ptr, tokens, earlier, exists, row, length):
-    """Mask of the tokens that exist and whose `earlier` token exists in the same document."""
+    """Mask of the tokens that exist and whose predecessor `earlier` is in the same document."""
     seen = exists & (earlier >= 0)
     if segments_ptr is not None:
         ids = tl.load(segments_ptr + row * length + tokens, mask=seen, other=0)
@@ -124,7 +124,8 @@ def _short_conv_backward(
     grad_ptr, x_ptr, weight_ptr, bias_ptr, segments_ptr, grad_x_ptr, shares_ptr, length, batch, channels,
     grad_stride, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of x for `TOKENS` tokens, and their sums for the gradients of weight (rows 0 .. WIDTH - 1) and bias.
+    """Computes the gradient of x for `TOKENS` tokens, and these tokens' contributions to the gradients of weight (rows
+    0 to WIDTH - 1) and bias.
 
     Reads one token after the other: a thread keeps the last three inputs of its channels, and the unfinished gradients
     of the last three tokens, in registers.

@@ -11,7 +11,7 @@ from megatron_moe.kernels.backends.triton.attention.merge import merge
 from megatron_moe.kernels.backends.triton.attention.tiles import Segments, Shape, serves, strided
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.reference.attention_blocks import no_gradients, nothing_seen
+from megatron_moe.kernels.reference.attention_blocks import empty_result, no_gradients
 
 
 def attention_block(
@@ -25,7 +25,7 @@ def attention_block(
     if out_SBNE is None or lse_SBN is None:
         if (alone := cudnn.block_forward(block, [pair for pair, _ in rectangles])) is not None:
             return alone
-        out_SBNE, lse_SBN = nothing_seen(block.q_SBND, block.v_SBGE.shape[3])
+        out_SBNE, lse_SBN = empty_result(block.q_SBND, block.v_SBGE.shape[3])
     lse_BNS = lse_SBN.permute(1, 2, 0)
     merges_once = len(rectangles) == 1 and rectangles[0][1]
     total_SBNE = out_SBNE if merges_once else out_SBNE.to(lse_SBN.dtype)

@@ -1,4 +1,4 @@
-"""Backward of attention to chosen rows of one key-value head.
+"""Backward of sparse attention, in which each query attends to selected rows of one key-value head.
 
 One program computes the gradients of up to 64 heads of one query from the output's log-sum-exp. All matmuls have the
 chosen rows as their first dimension: logits [KEYS, HEADS], gradients of rows [KEYS, width], and the transposed gradient

@@ -1,4 +1,5 @@
-"""Forward of attention to chosen rows of one key-value head that all query heads share.
+"""Forward of sparse attention, in which each query attends to selected rows of one key-value head that all query heads
+share.
 
 One program computes up to 64 heads of one query: the heads are the rows of the matmuls, so every chosen row is
 read once per 64 heads. Rows are gathered by index, with an online softmax over blocks of them.
@@ -22,7 +23,7 @@ def attend_to_chosen(
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUE: tl.constexpr, REST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # the longest rows, those of the last queries, are processed first
+    # the last queries, which have the most ids, are processed first
     query = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     u, b = query // batch, query % batch
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

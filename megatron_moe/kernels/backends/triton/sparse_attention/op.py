@@ -1,4 +1,4 @@
-"""Attention of each query to chosen rows of one key-value head, with gathers inside the kernels."""
+"""Sparse attention of each query to selected rows of one key-value head, gathered inside the kernels."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ HEADS, KEYS = 64, 64
 def sparse_attention(
     q_UBND: Tensor, kv_SBD: Tensor, ids_UBK: Tensor, sinks_N: Tensor | None, value_width: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See `Kernels.sparse_attention`. Wider heads, fp32 on a GPU and deterministic mode, because of the atomics of
-    backward, use the reference implementation."""
+    """See `Kernels.sparse_attention`. The reference implementation computes wider heads, fp32 on a GPU, and
+    deterministic mode (the backward kernel uses atomics)."""
     inputs = q_UBND, kv_SBD, ids_UBK, sinks_N, value_width, scale
     rest = q_UBND.shape[-1] - value_width
     narrow = value_width <= WIDEST_VALUE and rest <= WIDEST_REST
@@ -74,7 +74,8 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 def _widths(value_width: int, rest: int, num_chunks: int) -> dict[str, int]:
-    """Tile widths of the channels of values, in equal chunks, and of the other channels of keys."""
+    """Tile widths of the value channels, which are divided into `num_chunks` chunks, and of the remaining key
+    channels."""
     name = "VALUE" if num_chunks == 1 else "CHUNK"
     return {
         name: max(power_of_two(value_width) // num_chunks, 16), "REST": max(power_of_two(rest), 16),
