@@ -1,5 +1,4 @@
-"""Base config of linear-attention mixers: input projection, short convolution, recurrence, gated norm, output
-projection."""
+"""Base of mixers with linear attention: a projection, a short convolution, a recurrence, a gated norm, a projection."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,8 +34,8 @@ class LinearAttentionConfig(MixerConfig):
     norm: NormConfig
     """Norm of the gated output, without a bias. Its weight is never stored zero-centred."""
     cp_mode: CPMode = "headwise"
-    """Context parallelism (`--linear-cp-mode`): headwise: all-to-all exchanges give each rank some heads for all
-    positions. chunkwise: each rank computes all heads for its positions, and ranks pass the recurrent states on."""
+    """Context parallelism (`--linear-cp-mode`): all-to-all exchanges make each rank compute some heads on all positions
+    (headwise), or each rank computes all heads on its positions and passes on their states (chunkwise)."""
 
     mixed_rows: ClassVar[bool] = False
     """`ParamMeta.mixed_rows` of the input projection."""
@@ -99,8 +98,8 @@ class LinearAttentionConfig(MixerConfig):
         )
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        """Bytes that context parallelism exchanges. headwise: inputs and output of the recurrence. chunkwise: recurrent
-        states and transitions, and the tokens that the short convolution needs from the previous rank."""
+        """headwise: bytes of the recurrence's inputs, whose heads are scattered, and of its output, gathered again.
+        chunkwise: bytes of the states and transitions that are gathered, and of the last tokens of chunks."""
         shard = self.shard(parallel.tp)
         if self.cp_mode == "chunkwise":
             state = shard.num_value_heads * self.key_head_dim * self.value_head_dim
@@ -112,7 +111,7 @@ class LinearAttentionConfig(MixerConfig):
         return 2 * sizes.inner * sum(shard.sections) * sizes.activation_itemsize * (parallel.cp - 1) / parallel.cp
 
     def _chunk_rows(self, parallel: ParallelConfig, sizes: ActivationSizes) -> int:
-        """Number of chunks that a rank has in all sequences of the microbatch."""
+        """Number of chunks of a rank in all sequences of the microbatch."""
         batch_size = max(1, sizes.inner * parallel.cp // sizes.length)
         return batch_size * (2 if parallel.cp_split == "zigzag" else 1)
 
@@ -120,8 +119,8 @@ class LinearAttentionConfig(MixerConfig):
         return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """Tensors saved by the mixer. The output gate is a view of the input projection's output; q, k and v are views
-        of the convolution's output."""
+        """Saved tensors. The output gate is a view of the output of the projection; q, k and v are views of that of the
+        convolution."""
         shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation_itemsize
         tensor, heads = partial(saved_tensor, "attention"), tokens * shard.num_value_heads
         mixed = tokens * sum(shard.mixed_sections)
@@ -152,15 +151,13 @@ class LinearAttentionConfig(MixerConfig):
         yield tensor("states", "N K V", rows * heads * keys * (keys + self.value_head_dim), size)
 
     def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """Tensors that the recurrence saves in addition to q, k, v and its output. `heads`: local tokens times value
-        heads."""
+        """Saved tensors besides q, k, v and output. `heads`: local tokens times value heads."""
         raise NotImplementedError
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Workspace of the backward of the recurrence: states, stored values, solutions of the triangular systems (if
-        any), and all gradients."""
+        """Backward of the recurrence: states, stored values and, with systems, their solutions, and all gradients."""
         keys, values = self.key_head_dim, self.value_head_dim
         heads = sizes.inner * self.shard(parallel.tp).num_value_heads
         narrow = 2 * keys * values / CHUNK + 3 * values

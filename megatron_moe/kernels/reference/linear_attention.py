@@ -12,8 +12,7 @@ from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.ops import internal_dtype
 
 _BLOCK = 16
-"""Tokens per block of a chunk. With a decay per channel, scores within a block are computed from a tensor [16, 16,
-D]."""
+"""Tokens of a block of a chunk. With a decay per channel, products of tokens of a block are sums of [16, 16, D]."""
 
 
 def linear_attention(
@@ -154,7 +153,7 @@ def _chunk(
     if eps is not None:
         q, k = (x * torch.rsqrt(x.square().sum(-1, True) + eps) for x in (q, k))
     values, total = v.to(wide).movedim(0, 2), log_decay.to(wide).movedim(0, 2).cumsum(-2)
-    scores = _decayed_scores(scale * q, k, total)
+    scores = _decayed_products(scale * q, k, total)
     from_state, to_end = total.exp(), (total[..., -1:, :] - total).exp()
     carry = from_state[..., -1, :, None]
     if segments is not None and before is not None:
@@ -165,7 +164,7 @@ def _chunk(
         )
         carry = carry.masked_fill((before != last)[..., None, None], 0)
     if beta is not None:
-        products = _decayed_scores(k, k, total)
+        products = _decayed_products(k, k, total)
         if segments is not None:
             products = products.masked_fill((segments[:, :, None] != segments[:, None])[:, None], 0)
         factor = beta.to(wide).movedim(0, 2)[..., None]
@@ -176,10 +175,11 @@ def _chunk(
     return out.movedim(2, 0).to(v.dtype), carry * state + (to_end * k).mT @ values
 
 
-def _decayed_scores(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """Scores sum_d x_id k_jd exp(total_id - total_jd) for j <= i, and 0 for j > i: [B, M, L, L]. The cumulative log
-    decays `total` are non-increasing. For tokens j < s <= i, where s is the first token of a block, both factors
-    exp(total_i - total_s) and exp(total_s - total_j) are therefore at most 1."""
+def _decayed_products(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """Products sum_d x_id k_jd exp(total_id - total_jd) for j <= i, and 0 for j > i: [B, M, L, L].
+
+    The sums of log decays `total` fall, so both factors exp(total_i - total_s) and exp(total_s - total_j) of products
+    across the first token s of a block are at most 1."""
     length, rows = k.shape[-2], []
     for start in range(0, length, _BLOCK):
         of_block = slice(start, min(start + _BLOCK, length))

@@ -32,7 +32,7 @@ class ScanShape:
     value_width: int
 
     strides: tuple[int, int, int]
-    """Numbers of elements between consecutive rows, for q, k and v."""
+    """Elements between consecutive rows of q, k and v."""
     eps: float | None
     """Epsilon of the L2 normalisation of the rows of q and k; None for no normalisation."""
 
@@ -111,8 +111,8 @@ def grad_of_keys(
     grad, ptr, stride, eps, chunk, head, length, batch, groups, heads, width,
     NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of rows of q or k before normalisation. `grad`: gradient of the rows that `load_keys` returns, fp32
-    [CHUNK, WIDTH]."""
+    """Gradient of the rows of q or k in memory, from `grad`, fp32 [CHUNK, WIDTH], the gradient of the rows that
+    `load_keys` returns."""
     if NORMS:
         x = load_keys(ptr, stride, eps, chunk, head, length, batch, groups, heads, width, False, CHUNK, WIDTH).to(
             tl.float32
@@ -127,7 +127,7 @@ def grad_of_keys(
 def load_values(
     ptr, stride, chunk, head, length, batch, heads, width, first, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Loads the rows of v of value head `head` (index in [B, heads]), from channel `first` on; see `load_keys`."""
+    """Loads the rows of v of value head `head` of [B, heads], channels `first` and following; see `load_keys`."""
     rows, mask = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
     dims = first + tl.arange(0, WIDTH)
     ptr += (head % heads) * width
@@ -138,8 +138,8 @@ def load_values(
 
 @triton.jit
 def load_tile(ptr, rows, mask, width, first, WIDTH: tl.constexpr):
-    """Loads a tile [CHUNK, WIDTH] from channel `first` on, padded with 0. `rows`: offsets of the rows in units of
-    `width` elements."""
+    """Loads a tile [CHUNK, WIDTH] of channels `first` and following; padded with 0. `rows`: offsets of the rows in
+    units of `width` elements."""
     dims = first + tl.arange(0, WIDTH)
     return tl.load(ptr + rows[:, None] * width + dims[None, :], mask=mask[:, None] & (dims < width)[None, :], other=0.0)
 
