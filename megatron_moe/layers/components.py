@@ -72,7 +72,7 @@ class FeedForward(nn.Module):
 
 
 class SublayerInput(NamedTuple):
-    """Input of a sublayer, and what is needed to write its output to the residual stream."""
+    """Input of a sublayer, and the state that is needed to write its output to the residual stream."""
 
     stream: Tensor
     """Residual stream to which the output is written."""

@@ -11,7 +11,8 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
 class DeclaredParameters:
-    """Creates what `Component.parameters` declares, so that a module does not repeat shapes, shards and roles."""
+    """Creates parameters and linear layers from `Component.parameters`, so that a module does not repeat shapes, shards
+    and roles."""
 
     def __init__(self, specs: Iterable[ParamSpec], resources: ModelResources[Any]) -> None:
         self._resources = resources
@@ -23,7 +24,7 @@ class DeclaredParameters:
         return cls(config.parameters(resources.ctx.config), resources)
 
     def parameter(self, name: str) -> Parameter:
-        """This rank's shard of a parameter."""
+        """Creates this rank's shard of a parameter."""
         return new_parameter(self._specs[name].shape, self._specs[name].meta, self._resources.ctx)
 
     def optional(self, name: str) -> Parameter | None:

@@ -121,8 +121,8 @@ class Node:
     """Store from which `run_nodes` acquires `units` before it calls `run`; None if parameters are always available."""
     units: tuple[str, ...] = ()
     acquiring: Callable[[UnitStore | None], "Node"] | None = None
-    """Function that returns a copy of this node in which the nodes inside it acquire their units; None if it contains
-    no nodes."""
+    """Function that returns a copy of this node whose inner nodes acquire their units; None if it has no inner
+    nodes."""
 
 
 def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
@@ -165,8 +165,8 @@ def _run_timed(nodes: Iterable[Node], state: Any, mb: MicrobatchContext, timers:
 
 
 def _mark(span: Span, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-    """Registers hooks that begin a span at the gradients of `outputs` and end it at the gradients of `inputs`, or at
-    the end of the backward if there are no inputs."""
+    """Registers gradient hooks that begin a timer span at the gradients of `outputs` and end it at the gradients of
+    `inputs`, or at the end of the backward if there are no inputs."""
 
     def begin_last(grad: Tensor) -> None:
         span.mark_begin()
@@ -399,7 +399,7 @@ def schedule_steps(chain: Iterable[BoundNodes], *, exchange_steps: bool = True) 
         for node, following in itertools.zip_longest(nodes, nodes[1:]):
             kind = node.kind
             if kind is not None and stream_of(kind) == "communication" and not exchange_steps:
-                # only the last node of the exchange, the finish, has a following node of another kind
+                # only the node that finishes an exchange is followed by a node of another kind
                 kind = None if following.kind == kind else following.kind
             if kind is None or groups and groups[-1][0] == kind and stream_of(kind) == "compute":
                 groups[-1][1].append(node)

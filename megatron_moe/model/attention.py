@@ -63,7 +63,8 @@ class SoftmaxAttention(Mixer):
         self._least_logit = -math.inf
 
     def track_max_logits(self, least: float) -> None:
-        """Makes training forwards record the largest logits. `least`: maxima below it may be missing."""
+        """Makes training forwards record the largest logits. `least`: smallest logit of interest; maxima below it may
+        not be recorded."""
         self._least_logit, dtype = least, internal_dtype(self.ctx.dtype)
         self.max_logits = torch.full((self.num_heads,), -math.inf, dtype=dtype, device=self.ctx.device)
 
@@ -73,7 +74,7 @@ class SoftmaxAttention(Mixer):
         raise NotImplementedError
 
     def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
-        """Output of core attention, [S, B, N, E]."""
+        """Computes core attention and returns its output [S, B, N, E]."""
         maxima = None
         if self.max_logits is not None and mb.training:
             maxima = LogitMaxima(self.max_logits, self._least_logit)

@@ -49,7 +49,8 @@ class VisibleTokens:
     """Document ids of all tokens of the sequences; None if every sequence is one document."""
 
     def window(self, width: int) -> Tensor:
-        """Positions of the last `width` tokens of each token's document up to it, int32 [U, B, width]; -1 for none."""
+        """Sliding window of each token: positions of the last `width` tokens of its document, itself included, int32
+        [U, B, width]; -1 for none."""
         ids_UW = self.own_U[:, None] - torch.arange(width, device=self.own_U.device)
         ids_UBW = ids_UW[:, None].expand(-1, len(self.positions_BS), -1)
         if self.segments_BS is not None:
@@ -59,7 +60,7 @@ class VisibleTokens:
 
 
 class Compressor(nn.Module):
-    """Makes the entries of groups of tokens."""
+    """Compresses groups of tokens into entries."""
 
     frequencies: Tensor
 
@@ -77,11 +78,11 @@ class Compressor(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def projections(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and gates of this rank's tokens."""
+        """Projects hidden states to the values and gates of this rank's tokens."""
         return self.linear_wkv(hidden_SBH), self.linear_wgate(hidden_SBH)
 
     def forward(self, values_SBC: Tensor, gates_SBC: Tensor, groups: TokenGroups, positions_BS: Tensor) -> Tensor:
-        """Entries [E, B, width] from the projections of all tokens."""
+        """Computes the entries [E, B, width] from the projections of all tokens."""
         make = partial(entries, groups=groups, width=self.width)
         pooled_EBD = self.norm(checkpoint(make, make, values_SBC, gates_SBC, self.ape))
         assert isinstance(pooled_EBD, Tensor)
@@ -103,14 +104,14 @@ class EntryIndexer(nn.Module):
         self.compressor = Compressor(config, "indexer.compressor", config.indexer.head_dim, resources)
 
     def queries(self, hidden_SBH: Tensor, latent_SBQ: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor]:
-        """Queries [U, B, I, D] and weights [U, B, I] of the I heads, for this rank's tokens."""
+        """Returns queries [U, B, I, D] and head weights [U, B, I] of this rank's tokens, for I indexer heads."""
         q_UBID = self.linear_wq_b(latent_SBQ).unflatten(-1, (self.config.num_heads, -1))
         q_UBID = self.rotated(rotate(self.kernels, q_UBID, self.rope, mb, start=self.config.head_dim - self.rope.dim))
         scale = (self.config.num_heads * self.config.head_dim) ** -0.5
         return q_UBID, self.linear_weights_proj(hidden_SBH) * scale
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Queries or keys times the Hadamard matrix, if it is enabled."""
+        """Multiplies queries or keys by the Hadamard matrix, if this is enabled."""
         return x @ hadamard(self.config.head_dim, x) if self.config.rotate_activation else x
 
 
@@ -155,7 +156,7 @@ class CompressedAttention(Mixer):
     def _attend(
         self, mb: MicrobatchContext, hidden_SBH: Tensor, latent_SBQ: Tensor, q_SBND: Tensor, kv_SBD: Tensor
     ) -> Tensor:
-        """Output of attention [S, B, N, D]. `kv_SBD`: keys of this rank's tokens."""
+        """Computes attention and returns its output [S, B, N, D]. `kv_SBD`: keys of this rank's tokens."""
         tokens, rows_SBD = self._tokens(mb), self._whole(kv_SBD, mb)
         window = tokens.window(min(self.config.csa_window_size, len(rows_SBD)))
         if self.compressor is None:
@@ -194,7 +195,7 @@ class CompressedAttention(Mixer):
         entries_EBD: Tensor | None = None,
         chosen_UBK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of attention to the tokens `window` and, if given, to the entries `chosen_UBK`."""
+        """Output and log-sum-exp of attention to the tokens in `window` and, if given, to the entries `chosen_UBK`."""
         ids = window
         if entries_EBD is not None and chosen_UBK is not None:
             ids = torch.cat([window, torch.where(chosen_UBK < 0, chosen_UBK, chosen_UBK + len(rows_SBD))], dim=-1)
@@ -206,7 +207,7 @@ class CompressedAttention(Mixer):
         """Records the indexer's loss and attaches its gradients to the output of attention."""
         assert self.config.indexer is not None
         if mb.metrics is not None:
-            # the mean over ranks of the recorded values is the sum of the summands
+            # scaled so that the mean over ranks of the recorded values is the sum of the ranks' terms
             mb.metrics.record("indexer_loss", loss.detach() * self.ctx.group("cp").size, layer=self.layer)
         if not torch.is_grad_enabled():
             return context_SBND
@@ -214,7 +215,8 @@ class CompressedAttention(Mixer):
         return AttachLosses.apply(context_SBND, coeffs, mb.aux_loss_scale, loss)  # type: ignore[no-untyped-call,no-any-return]
 
     def _weights(self, mb: MicrobatchContext, lse_UBN: Tensor) -> Tensor:
-        """Weight in the loss of every query [U, B]: 1 / number of valid tokens of the microbatch, 0 for padding."""
+        """Weight of every query in the indexer loss, [U, B]: 1 / number of valid tokens of the microbatch; 0 for
+        padding."""
         (rows, batch), valid_BS = lse_UBN.shape[:2], mb.tokens.valid_BS
         valid_T = None if valid_BS is None else valid_BS.t().reshape(-1)
         number = BatchTokens(valid_T, rows * batch, batch, self.ctx.group("cp")).number()
@@ -241,11 +243,11 @@ class CompressedAttention(Mixer):
         return VisibleTokens(own_U, positions_BS, meta.whole_segments_BS)
 
     def _whole(self, x_SBC: Tensor, mb: MicrobatchContext) -> Tensor:
-        """Rows of all context-parallel ranks, in order of their positions."""
+        """Gathers the rows of all context-parallel ranks and orders them by position."""
         part = mb.tokens.part
         if part is None or len(part.of_ranks) == 1:
             return x_SBC
-        # cp: all rows to every rank; backward: reduce-scatter of as many
+        # cp: all-gather of all rows; backward: reduce-scatter of their gradients
         return in_order(all_gather(x_SBC, self.ctx.group(part.group)), part.of_ranks)
 
     def _entries(
@@ -263,7 +265,7 @@ class CompressedAttention(Mixer):
         mb: MicrobatchContext,
         tokens: VisibleTokens,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the indexer, its keys for all entries, and the weights of its heads."""
+        """Returns the indexer's queries, its keys for all entries, and its head weights."""
         with torch.no_grad():
             latent = self.q_layernorm.unquantized(latent_SBQ.detach())
             assert isinstance(latent, Tensor)

@@ -137,7 +137,7 @@ class _CoreAttention:
     def _gathered(self, cp: ProcessGroup, part: SequencePart, heads: Heads) -> Tensor:
         """All-gathers keys and values, then computes the attention of each local query chunk to all unmasked keys."""
         own, everywhere = part.chunks, part.of_ranks
-        # cp: S * B * G * (D + E) elements to every rank; backward: reduce-scatter of as many
+        # cp: all-gather of S * B * G * (D + E) elements per rank; backward: reduce-scatter of their gradients
         k_SBGD = in_order(all_gather(heads.k_SBGD, cp), everywhere)
         v_SBGE = in_order(all_gather(heads.v_SBGE, cp), everywhere)
         keys = (self._span(joined(everywhere)),)
@@ -304,7 +304,8 @@ class _BlockAttention(torch.autograd.Function):
 def _before_keys(
     q_SBND: Tensor, value_width: int, sinks_N: Tensor | None, config: CoreAttentionConfig
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Initial output and log-sum-exp [S, B, N] of the online softmax, computed from the sinks; None without sinks."""
+    """Initial output and log-sum-exp [S, B, N] of the online softmax, with the sinks as the only logits; None without
+    sinks."""
     if sinks_N is None and not config.off_by_one:
         return None, None
     wide, (seq, batch, heads) = internal_dtype(q_SBND.dtype), q_SBND.shape[:3]
@@ -315,7 +316,7 @@ def _before_keys(
 
 
 def _of_all_rows(part: Tensor, rows: slice, like: Tensor) -> Tensor:
-    """Expands `part`, the given rows of a tensor shaped like `like`, with zeros for the other rows."""
+    """Returns a tensor shaped like `like` with `part` in the given rows and zeros in the others."""
     if len(part) == len(like):
         return part
     whole = part.new_zeros(like.shape)

@@ -74,7 +74,7 @@ def hadamard(size: int, like: Tensor) -> Tensor:
 
 
 class DSA(MLA):
-    """Multi-latent self-attention to the keys that an indexer chooses."""
+    """Multi-latent self-attention in which each query attends to the keys that an indexer selects."""
 
     config: DSAConfig
 
@@ -109,7 +109,7 @@ class DSA(MLA):
         own: tuple[range, ...] = (range(len(q_UBND)),)
         if part is not None and is_split:
             group, own, segments_BS = self.ctx.group(part.group), part.chunks, mb.tokens.whole_segments_BS
-            # cp: S * B * (L + P) elements to every rank; backward: reduce-scatter of as many
+            # cp: all-gather of S * B * (L + P) elements per rank; backward: reduce-scatter of their gradients
             rows_SBD = in_order(all_gather(rows_SBD, group), part.of_ranks)
         queries = QueryRows(own, segments_BS, q_UBND.device)
         trains = bool(coeff) and mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
@@ -122,14 +122,14 @@ class DSA(MLA):
         if not trains:
             return context_UBNE
         if mb.metrics is not None:
-            # the mean over ranks of the recorded values is the sum of the summands
+            # scaled so that the mean over ranks of the recorded values is the sum of the ranks' terms
             mb.metrics.record("indexer_loss", loss.detach() * self._token_group().size, layer=self.layer)
         if not torch.is_grad_enabled():
             return context_UBNE
         return AttachLosses.apply(context_UBNE, (coeff,), mb.aux_loss_scale, loss)  # type: ignore[no-untyped-call,no-any-return]
 
     def _token_group(self) -> ProcessGroup:
-        """Group whose ranks score different queries of the microbatch."""
+        """Process group whose ranks score different queries of the microbatch."""
         return self.ctx.group("tp_cp" if self.ctx.config.sequence_parallel else "cp")
 
     def _chosen(
@@ -142,7 +142,7 @@ class DSA(MLA):
         queries: QueryRows,
         trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Chosen keys and loss of `choose_keys`; the loss is computed if `trains`."""
+        """Returns the result of `choose_keys`: selected keys and loss. The loss is computed only if `trains`."""
         with torch.no_grad():
             norm = self.q_layernorm
             latent_SBQ = norm.unquantized(q_latent) if isinstance(norm, Norm) else q_latent
@@ -153,7 +153,7 @@ class DSA(MLA):
             k_SBD = all_gather(k_SBD, self.ctx.group("tp"))
         part = mb.tokens.part
         if part is not None and len(part.of_ranks) > 1:
-            # cp: the same
+            # cp: the same elements, all-gathered; backward: reduce-scatter
             k_SBD = in_order(all_gather(k_SBD, self.ctx.group(part.group)), part.of_ranks)
         weight_BR = self._weights(mb, q_RBID) if trains else None
         state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")
@@ -161,8 +161,8 @@ class DSA(MLA):
         return choose_keys(q_RBID, k_SBD, w_RBI, q_UBND, rows_SBD, job)
 
     def _weights(self, mb: MicrobatchContext, q_RBID: Tensor) -> Tensor:
-        """Weight in the loss of every query that this rank scores, [B, R]: 1 / number of valid tokens of the
-        microbatch, 0 for padding."""
+        """Weight in the indexer loss of every query that this rank scores, [B, R]: 1 / number of valid tokens of the
+        microbatch; 0 for padding."""
         (rows, batch), valid_BS = q_RBID.shape[:2], mb.tokens.valid_BS
         valid_BR = None if valid_BS is None else my_positions(valid_BS, self.ctx)
         valid_T = None if valid_BR is None else valid_BR.t().reshape(-1)

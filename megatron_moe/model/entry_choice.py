@@ -21,8 +21,8 @@ from megatron_moe.model.sparse_attention import best_keys, blocks, bmm_in
 
 
 def chosen_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
-    """Numbers of the `topk` visible entries with the highest scores of each query, int32 [U, B, K] in ascending order,
-    then -1 for none. Of entries with equal scores, the first ones are chosen."""
+    """Indices of the `topk` visible entries with the highest scores per query, int32 [U, B, K], in ascending order and
+    padded with -1. The lowest index wins ties."""
     number, found = len(k_EBD), []
     order_E = number - torch.arange(number, device=k_EBD.device, dtype=torch.int32)
     for rows in _blocks(q_UBID, k_EBD):
@@ -34,7 +34,7 @@ def chosen_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Te
 
 
 def mask_of(chosen_UBK: Tensor, number: int) -> Tensor:
-    """Whether each of `number` entries is chosen: bool [B, U, E]."""
+    """Converts entry indices to a mask over `number` entries, bool [B, U, E]."""
     mask_UBE = chosen_UBK.new_zeros(*chosen_UBK.shape[:2], number + 1, dtype=torch.bool)
     places = torch.where(chosen_UBK < 0, number, chosen_UBK).long()
     return mask_UBE.scatter_(2, places, True)[..., :number].transpose(0, 1)
@@ -42,22 +42,23 @@ def mask_of(chosen_UBK: Tensor, number: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionTarget:
-    """Attention whose probabilities the scores of the indexer approximate."""
+    """Attention inputs from which the target distribution of the indexer loss is computed."""
 
     q_UBND: Tensor
     entries_EBD: Tensor
     lse_UBN: Tensor
-    """Log-sum-exp of the logits of the rows that count in the denominators: without entries if `adds_entries`."""
+    """Log-sum-exp of the attention logits, from which the softmax denominators are computed. Excludes the entries if
+    `adds_entries`."""
     adds_entries: bool
-    """Whether the allowed entries are added to the denominators."""
+    """Whether the logits of the allowed entries must be added to the denominators."""
     allowed_BUE: Tensor
-    """Entries that are compared."""
+    """Entries over which the two distributions are compared, bool."""
     weight_UB: Tensor
-    """Weight of every query in the loss."""
+    """Weight of every query in the indexer loss."""
     scale: float
 
     def probabilities(self, rows: slice) -> Tensor:
-        """Distribution over the allowed entries [B, C, E]; all 0 for queries without one."""
+        """Target distribution over the allowed entries, [B, C, E]; all 0 for queries without an allowed entry."""
         wide, allowed_BC1E = self.lse_UBN.dtype, self.allowed_BUE[:, rows, None]
         q_BCND, lse_BCN1 = (x[rows].transpose(0, 1) for x in (self.q_UBND, self.lse_UBN[..., None]))
         logits = _logits(q_BCND, self.entries_EBD, wide).mul_(self.scale)
@@ -69,7 +70,7 @@ class AttentionTarget:
 
 
 def indexer_loss(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, target: AttentionTarget, relu: bool) -> Tensor:
-    """This rank's summand of the loss, a scalar in the internal dtype."""
+    """This rank's term of the indexer loss, a scalar in the internal dtype; the loss is the sum over ranks."""
     return _IndexerLoss.apply(q_UBID, k_EBD, w_UBI, target, relu)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -102,7 +103,7 @@ class _IndexerLoss(torch.autograd.Function):
 
 
 def _scores(q_CBID: Tensor, k_EBD: Tensor, w_CBI: Tensor, relu: bool) -> Tensor:
-    """Scores [B, C, E] in the internal dtype."""
+    """Indexer scores of every query and entry, [B, C, E] in the internal dtype."""
     wide = internal_dtype(q_CBID.dtype)
     scores_BCIE = _logits(q_CBID.transpose(0, 1), k_EBD, wide)
     if relu:
@@ -111,8 +112,8 @@ def _scores(q_CBID: Tensor, k_EBD: Tensor, w_CBI: Tensor, relu: bool) -> Tensor:
 
 
 def _logits(q_BCND: Tensor, k_EBD: Tensor, dtype: torch.dtype) -> Tensor:
-    """q . k of every head and entry in `dtype`, [B, C, N, E]. (`q @ k` with broadcasting would copy k for every
-    query.)"""
+    """Logits q . k of every query, head and entry, [B, C, N, E] in `dtype`. (`q @ k` with broadcasting would copy k for
+    every query.)"""
     return bmm_in(q_BCND.flatten(1, 2), k_EBD.permute(1, 2, 0), dtype).unflatten(1, q_BCND.shape[1:3])
 
 

@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         self._final_nodes = acquire_nodes(self._final_nodes, store)
 
     def _whole_layers(self, stage: StageLayout, saved_tensors: SavedTensorPolicy) -> list[Node]:
-        """Nodes that each run one whole layer, or one group of layers that are recomputed together."""
+        """One node per layer, or per group of layers that are recomputed together."""
         layers, nodes = iter(stage.layers), []
         for number, recomputed in saved_tensors.layers(len(stage.layers)):
             group = [module_node(self.by_index[next(layers)]) for _ in range(number)]
@@ -117,7 +117,7 @@ class GPT(nn.Module):
     4. in the last stage: head and loss per token, for the model and every depth of multi-token prediction
 
     Args:
-        chunks: pipeline stages of this rank; empty: one stage with the whole model.
+        chunks: pipeline stages of this rank; empty means one stage with the whole model.
         saved_tensors: saved-tensor policies; None means no recompute or offload.
         expert_comm: see `ModelResources`.
         quantizers: source of the quantizers of the linear layers.

@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections (arXiv 2512.24880); `config/hyper_connections.py` has the formulas.
 
 The streams [S, B, n H] of a token are processed in promote(fp32, dtype), in chunks of tokens, and saved in their own
-dtype. The weights of a token, n (n + 2) numbers, are computed again in backward from their saved projection, so that no
-iteration of Sinkhorn's algorithm is saved.
+dtype. The n (n + 2) mixing coefficients of a token are recomputed in backward from their saved projection, so that no
+Sinkhorn iteration is saved.
 
 With `--recompute-modules mhc`, a layer saves its input streams and the outputs of its sublayers. The input of a
 sublayer and the streams between the sublayers are computed again in backward.
@@ -25,8 +25,8 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
 def sinkhorn(logits_TNN: Tensor, iterations: int, eps: float) -> Tensor:
-    """Doubly stochastic matrices: softmax of the rows, then alternating normalisation of columns and rows. It ends with
-    the columns, so that the sums of rows are 1 only to the accuracy of the iteration."""
+    """Doubly stochastic matrices: softmax of the rows, then alternating normalisation of columns and rows. The last
+    step normalises columns, so rows sum to 1 only up to the convergence error."""
     matrix_TNN = logits_TNN.softmax(dim=-1) + eps
     matrix_TNN = matrix_TNN / (matrix_TNN.sum(dim=-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -36,18 +36,18 @@ def sinkhorn(logits_TNN: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 class StreamWeights(NamedTuple):
-    """Weights of the tokens at one connection, in the internal dtype."""
+    """Mixing coefficients of every token at one hyper-connection, in the internal dtype."""
 
     pre_TN: Tensor
-    """Weights of the streams in the sublayer's input."""
+    """Coefficients of the n streams in the sublayer's input."""
     post_TN: Tensor
-    """Weights of the sublayer's output in the streams."""
+    """Coefficients with which the sublayer's output is added to the n streams."""
     mix_TNN: Tensor
-    """Weight [j, k] of the old stream j in the new stream k."""
+    """Coefficient [j, k] of old stream j in new stream k."""
 
 
 def stream_weights(logits_TM: Tensor, scale: Tensor, bias: Tensor, config: HyperConnectionsConfig) -> StreamWeights:
-    """Weights from the normed projection of the streams, [T, n (n + 2)]."""
+    """Computes the mixing coefficients from the normed projection of the streams, [T, n (n + 2)]."""
     n = config.num_streams
     parts = zip(logits_TM.split([n, n, n * n], dim=-1), scale, bias.split([n, n, n * n]), strict=True)
     pre_TN, post_TN, mix_TM = (logits * factor + offset for logits, factor, offset in parts)
@@ -56,7 +56,7 @@ def stream_weights(logits_TM: Tensor, scale: Tensor, bias: Tensor, config: Hyper
 
 
 def head_weights(logits_TN: Tensor, scale: Tensor, bias: Tensor, config: HyperConnectionsConfig) -> tuple[Tensor]:
-    """Weights of the streams in the result of the head."""
+    """Computes the coefficients with which the head sums the streams."""
     return ((logits_TN * scale + bias).sigmoid() + config.eps,)
 
 
@@ -95,13 +95,13 @@ class _ReadStreams(torch.autograd.Function):
         dtype, config = projected_TM.dtype, ctx.config
         rows_TNH, wide_MW = _by_stream(stream_SBW, config.num_streams), matrix_MW.to(dtype)
         grad_out_TH, grad_TW = grad_out.flatten(0, 1), torch.empty_like(stream_SBW).flatten(0, 1)
-        # the gradient of the weighted sum to its weights
+        # gradient of the coefficients of the weighted sum
         grad_pre_TN = torch.empty_like(pre_TN)
         for part in _chunks(stream_SBW):
             grad_pre_TN[part] = torch.einsum("tnh,th->tn", rows_TNH[part].to(dtype), grad_out_TH[part].to(dtype))
         if grad_weights[0] is not None:
             grad_pre_TN += grad_weights[0]
-        # through the weights of a token, which are recomputed
+        # gradient through the mixing coefficients, which are recomputed
         with torch.enable_grad():
             inputs = [(projected_TM * factor_T1).detach(), scale.to(dtype), bias.to(dtype)]
             inputs = [each.detach().requires_grad_() for each in inputs]
@@ -155,7 +155,7 @@ def _by_stream(stream_SBW: Tensor, num_streams: int) -> Tensor:
 
 
 def weighted_sum(stream_SBW: Tensor, pre_TN: Tensor) -> Tensor:
-    """Sum of the streams with the weights `pre_TN`, [S, B, H], in the dtype of the streams."""
+    """Sum of the streams weighted by `pre_TN`, [S, B, H], in the dtype of the streams."""
     rows_TNH, (seq, batch, _) = _by_stream(stream_SBW, pre_TN.shape[1]), stream_SBW.shape
     out_TH = rows_TNH.new_empty(len(rows_TNH), rows_TNH.shape[-1])
     for part in _chunks(stream_SBW):
@@ -177,7 +177,8 @@ def written_streams(stream_SBW: Tensor, out_SBH: Tensor, post_TN: Tensor, mix_TN
 
 @dataclass(frozen=True)
 class _Writing:
-    """Weights with which a sublayer's output is written, and the scope in which the streams are saved."""
+    """Coefficients with which a sublayer's output is written to the streams, and the saved-tensor scope of the
+    streams."""
 
     post_TN: Tensor
     mix_TNN: Tensor
@@ -200,7 +201,7 @@ class _Projection(nn.Module):
 
 
 class HyperConnection(_Projection, Connection):
-    """Connection of one sublayer with the streams."""
+    """Hyper-connection of one sublayer: reads its input from the residual streams and writes its output to them."""
 
     def __init__(self, config: HyperConnectionsConfig, hidden_size: int, resources: ModelResources) -> None:
         super().__init__(config.parameters(hidden_size, resources.ctx.config), resources)
@@ -222,7 +223,7 @@ class HyperConnection(_Projection, Connection):
         return self._read(new_SBW, norm, scope)
 
     def _read(self, stream: Tensor, norm: Norm, scope: DiscardScope) -> SublayerInput:
-        """`scope`: in which the streams are saved."""
+        """Reads the sublayer's input from the streams. `scope`: saved-tensor scope in which the streams are saved."""
         saved_tensors = self._saved_tensors
         with scope:
             stream, hidden_SBH, pre_TN, post_TN, mix_TNN = _ReadStreams.apply(
@@ -236,7 +237,7 @@ class HyperConnection(_Projection, Connection):
 
 
 class StreamsHead(_Projection):
-    """Makes one stream of several, before the final norm."""
+    """Reduces several residual streams to one, before the final norm."""
 
     def __init__(self, config: HyperConnectionsConfig, hidden_size: int, resources: ModelResources) -> None:
         super().__init__(config.head_parameters(hidden_size, resources.ctx.config), resources)

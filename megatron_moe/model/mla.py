@@ -79,8 +79,8 @@ class MLA(SoftmaxAttention):
             return self.linear_proj(context_SBNE.flatten(2))
 
     def _core(self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, *projected: Tensor) -> Tensor:
-        """Output of attention, [S, B, N, v_head_dim]. `hidden_SBH` is the input, `q_latent` the second result of
-        `_down`, `projected` the result of `_up`."""
+        """Computes core attention and returns its output [S, B, N, v_head_dim]. `hidden_SBH` is the input, `q_latent`
+        the second result of `_down`, `projected` the result of `_up`."""
         return self.saved_tensors.run("core_attn", partial(self._attend, mb), *projected)
 
     def logit_factors(self, eta_N: Tensor, alpha: float) -> Iterator[tuple[Parameter, Tensor]]:
@@ -102,7 +102,8 @@ class MLA(SoftmaxAttention):
         state if q has no latent; [S, B, kv_lora_rank + qk_rope_dim]: the kv latent, then the key part that all heads
         share)."""
         if self.gathers_input:
-            # tp: all-gather of S * B * H elements in forward and in backward, reduce-scatter of as many in backward
+            # tp: all-gather of S * B * H elements in forward and in backward, and reduce-scatter of the gradient in
+            # backward
             q, kv_latent = gathered_linears(hidden_SBH, (self.linear_q_proj, self.linear_kv_down_proj))
             return q, hidden_SBH, kv_latent
         hidden_SBH = with_common_copy(hidden_SBH, *self.input_linears)

@@ -1,6 +1,5 @@
-"""Norm and rotation of the queries of compressed attention, and the projection of its output, which is rotated back.
-
-Backward reads the queries and the output of attention, which attention saves anyway, instead of tensors of their size.
+"""Fused norm and rotary embedding of the queries of compressed attention, and inverse rotation and grouped projection
+of its output. To save memory, their backwards read the queries and the output that attention saves anyway.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from megatron_moe.memory.output_discard import PackedTensor, unpack
 
 @dataclass(frozen=True)
 class QueryRotation:
-    """Norm per head and rotation of the queries."""
+    """RMSNorm per head and rotary embedding of queries, for the positions of one microbatch."""
 
     kernels: Kernels
     cos_SBD: Tensor
@@ -29,7 +28,7 @@ class QueryRotation:
         return self.config.head_dim - self.config.rope.dim
 
     def rotate(self, x_SBND: Tensor, *, back: bool = False) -> Tensor:
-        """Rotates by the tokens' positions, or back."""
+        """Applies the rotary embedding of the tokens' positions; with `back`, its inverse."""
         sin_SBD = -self.sin_SBD if back else self.sin_SBD
         return self.kernels.rope(x_SBND, self.cos_SBD, sin_SBD, self.config.rope.interleaved, self.start)
 
@@ -43,19 +42,21 @@ class QueryRotation:
 
 @dataclass
 class SavedQueries:
-    """Queries, from which the backward of `normed_and_rotated` reads instead of from its input."""
+    """Reference to the queries that attention saves; the backward of `normed_and_rotated` reads them instead of saving
+    its own input."""
 
     packed: PackedTensor | None = None
 
     def pop(self) -> Tensor:
-        """The queries; they are not kept."""
+        """Returns the queries and drops the reference, so that backward can use them only once."""
         assert self.packed is not None
         output, self.packed = unpack(self.packed), None
         return output
 
 
 def normed_and_rotated(x_SBND: Tensor, rotation: QueryRotation, saved: SavedQueries) -> Tensor:
-    """Queries R(x / rms(x)). The caller sets `saved.packed`, from which backward reads them."""
+    """Normalises and rotates queries: R(x / rms(x)). The caller must set `saved.packed` before backward, which reads
+    the queries from it."""
     return _RotatedQueries.apply(x_SBND, rotation, saved)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -113,5 +114,5 @@ class _GroupedOutput(torch.autograd.Function):
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[S, B, ...] with equal channels of each group as [groups, S B, channels]."""
+    """Reshapes [S, B, ...] to [groups, S B, channels per group]."""
     return x.flatten(2).flatten(0, 1).unflatten(-1, (groups, -1)).transpose(0, 1)

@@ -79,7 +79,7 @@ def _yarn_weights(config: RopeConfig) -> Tensor:
 
 
 def _turning_dim(config: RopeConfig, turns: float) -> float:
-    """Fractional index of the channel pair that makes `turns` rotations over the original context."""
+    """Fractional index of the channel pair with `turns` full rotations over the original context."""
     return config.dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.base))
 
 

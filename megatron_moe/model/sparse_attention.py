@@ -1,4 +1,4 @@
-"""Choice of the keys that each query attends to, and the indexer's loss.
+"""Selects the keys that each query attends to, and computes the indexer loss.
 
 Queries are processed in blocks whose scores take at most `BLOCK_BYTES`, so that no tensor with a value per head, query
 and key is alive. The gradients of the indexer's loss are computed in forward.
@@ -75,8 +75,8 @@ def unpack_bits(bits: Tensor, num: int) -> Tensor:
 
 
 def best_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
-    """Mask of the `topk` visible keys with the highest scores per query, bool [B, C, K]. Of keys with equal scores, the
-    first ones are chosen, so that the choice does not depend on the layout."""
+    """Mask of the `topk` visible keys with the highest scores per query, bool [B, C, K]. The lowest position wins ties,
+    so that the selection does not depend on the layout."""
     visible = visible.expand_as(scores)
     if scores.shape[-1] <= topk:
         return visible
@@ -88,7 +88,7 @@ def best_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
 
 
 def ids_of(chosen_BCK: Tensor, num: int) -> Tensor:
-    """Ids of the keys in a mask with at most `num` of them per query, ascending and then -1: int32 [C, B, num]."""
+    """Converts a mask with at most `num` keys per query to key ids, ascending and padded with -1: int32 [C, B, num]."""
     size = chosen_BCK.shape[-1]
     distance = torch.arange(size, 0, -1, device=chosen_BCK.device, dtype=torch.int32)
     best = (chosen_BCK * distance).topk(min(num, size), dim=-1).values
@@ -97,7 +97,7 @@ def ids_of(chosen_BCK: Tensor, num: int) -> Tensor:
 
 
 def raise_maxima_(maxima_N: Tensor, q_UBND: Tensor, rows_SBD: Tensor, ids_UBK: Tensor, scale: float) -> None:
-    """Raises `maxima_N` to the largest logit of each head among the chosen keys."""
+    """Raises `maxima_N` to the largest logit of each head over the selected keys."""
     wide, batch = internal_dtype(q_UBND.dtype), torch.arange(q_UBND.shape[1], device=q_UBND.device)[:, None]
     _, _, heads, width = q_UBND.shape
     for part in blocks(len(q_UBND), ids_UBK[0].numel() * (width + heads) * wide.itemsize):
@@ -108,7 +108,8 @@ def raise_maxima_(maxima_N: Tensor, q_UBND: Tensor, rows_SBD: Tensor, ids_UBK: T
 
 
 def bmm_in(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b of 3-D tensors in `dtype`, which is at least as wide as theirs and in which products are summed."""
+    """Batched matmul a @ b with accumulation and result in `dtype`, which is at least as wide as that of the
+    operands."""
     if a.dtype == dtype:
         return torch.bmm(a, b)
     if a.is_cuda:
@@ -124,16 +125,17 @@ class KeyChoice:
     queries: QueryRows
     """All queries of this context-parallel rank."""
     shard: tuple[int, int]
-    """(index, number) of the equal part of these queries that the indexer of this tensor-parallel rank scores."""
+    """(index, number of parts): equal part of these queries that this tensor-parallel rank's indexer scores."""
     heads: ProcessGroup
-    """Group whose ranks share the heads of attention."""
+    """Process group over which the attention heads are divided."""
     softmax_scale: float
     weight_BR: Tensor | None
-    """Weight in the loss of every query that this rank scores: 0 for padding; None: no loss."""
+    """Weight in the indexer loss of every query that this rank scores, 0 for padding; None means no loss."""
 
 
 class _ChooseKeys(torch.autograd.Function):
-    """Chosen keys of all queries of this rank, and this rank's summand of the loss."""
+    """Autograd function of `choose_keys`: selected keys of all queries of this rank, and this rank's term of the
+    indexer loss."""
 
     @staticmethod
     def forward(
@@ -148,7 +150,7 @@ class _ChooseKeys(torch.autograd.Function):
         ids, num_ids = [], min(job.config.topk, seq)
         num_heads = max(heads, parts * q_UBND.shape[2] if job.weight_BR is not None else 0)
         for rows in blocks(num_rows, batch * num_heads * seq * wide.itemsize):
-            # rows of all parts: each rank has the heads of attention for all of them
+            # rows of all parts, because each rank has its attention heads for all of them
             of_parts = [range(part * num_rows + rows.start, part * num_rows + rows.stop) for part in range(parts)]
             num_keys = max(positions[row] for part in of_parts for row in part) + 1
             own = slice(of_parts[index].start, of_parts[index].stop)
@@ -195,8 +197,8 @@ class _ChooseKeys(torch.autograd.Function):
 
 
 def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
-    """Rows (dim 0) of all ranks of a group."""
-    # tp: the choices of this rank's queries; no gradient flows through them
+    """All-gathers rows (dim 0) over a group."""
+    # tp: all-gather of the selections of this rank's queries, which have no gradient
     own = own.contiguous()
     return all_gather_flat(own.new_empty(group.size * len(own), *own.shape[1:]), own, group)
 
@@ -204,8 +206,8 @@ def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 def _attended(
     q_UBND: Tensor, rows_SBD: Tensor, job: KeyChoice, of_parts: list[range], allowed_BCK: Tensor, num_keys: int
 ) -> Tensor:
-    """Sum over the heads of all ranks of the probabilities of attention, divided by its sum: [B, C, K], for this rank's
-    queries. `of_parts`: rows of the queries of every part."""
+    """Target distribution of the indexer loss for this rank's queries, [B, C, K]: attention probabilities summed over
+    the heads of all ranks and normalised. `of_parts`: rows of the queries of every part."""
     wide, parts = internal_dtype(q_UBND.dtype), len(of_parts)
     rows = torch.tensor([row for part in of_parts for row in part], device=q_UBND.device)
     if parts > 1 and job.config.sparse_indexer_loss:
@@ -220,7 +222,7 @@ def _attended(
     logits_BNCK = bmm_in(q_BZD, rows_SBD[:num_keys].permute(1, 2, 0), wide).unflatten(1, (heads, -1))
     logits_BNCK.mul_(job.softmax_scale).masked_fill_(~allowed[:, None], -torch.inf)
     total_BCK = logits_BNCK.softmax(dim=-1).sum(dim=1)
-    # tp: one value per query and key; no gradient flows through the target of the loss
+    # tp: all-reduce of one value per query and key; the target of the loss has no gradient
     if parts > 1:
         whole = total_BCK.transpose(0, 1).contiguous()
         own = whole.new_empty(len(whole) // parts, *whole.shape[1:])
@@ -233,8 +235,8 @@ def _attended(
 def choose_keys(
     q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBND: Tensor, rows_SBD: Tensor, job: KeyChoice
 ) -> tuple[Tensor, Tensor]:
-    """Returns the ids of the keys that each query attends to, int32 [U, B, K], ascending and then -1, and this rank's
-    summand of the indexer's loss, a scalar in the internal dtype.
+    """Returns the ids of the keys that each query attends to, int32 [U, B, K], ascending and padded with -1, and this
+    rank's term of the indexer loss, a scalar in the internal dtype.
 
     `q_RBID`, `w_RBI`: queries [R, B, I, D] of the I heads of the indexer, and their weights, for this rank's part of
     the U queries. `k_SBD`: its keys of all positions. `q_UBND`, `rows_SBD`: queries of attention, and keys that all its

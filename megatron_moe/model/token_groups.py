@@ -1,4 +1,4 @@
-"""Entries of compressed attention: weighted means of the tokens of a group.
+"""Computes the entries of compressed attention, which are weighted means of the tokens of a group.
 
 A group has `ratio` consecutive tokens of a document; tokens at the end of a document that do not fill a group belong to
 none. With gates z and values v of its tokens, an entry is sum_j softmax_j(z_j + ape_j) v_j, for each channel. If groups
@@ -15,7 +15,7 @@ from megatron_moe.kernels.ops import internal_dtype
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of `ratio` tokens of the sequences of a microbatch, E per sequence."""
+    """Division of a microbatch's sequences into groups of `ratio` tokens, E groups per sequence."""
 
     ratio: int
     ends_BE: Tensor
@@ -28,7 +28,8 @@ class TokenGroups:
 
     @classmethod
     def of(cls, ratio: int, seq: int, segments_BS: Tensor | None, device: torch.device) -> "TokenGroups":
-        """Groups of `ratio` consecutive tokens in sequences of `seq` tokens; no group crosses a document boundary."""
+        """Divides sequences of `seq` tokens into groups of `ratio` consecutive tokens that cross no document
+        boundary."""
         number, positions_S = seq // ratio, torch.arange(seq, device=device)
         if segments_BS is None:
             ends_1E = positions_S[: number * ratio].view(1, number, ratio)[..., -1]
@@ -54,20 +55,20 @@ class TokenGroups:
         return seen & (self.segments_BS[:, positions_C, None] == of_entries[:, None])
 
     def starts(self, values_BS: Tensor) -> Tensor:
-        """Value of each group's first token, [B, E]."""
+        """Selects the values of each group's first token, [B, E]."""
         tokens_BE = self._tokens(values_BS.shape[1])[..., 0]
         return values_BS.gather(1, tokens_BE.expand(len(values_BS), -1))
 
     def tokens(self, x_SBC: Tensor) -> Tensor:
-        """Values of each group's tokens, [E, B, ratio, C]."""
+        """Gathers the values of each group's tokens, [E, B, ratio, C]."""
         if self.segments_BS is None:
             number = self.ends_BE.shape[1]
             return x_SBC[: number * self.ratio].unflatten(0, (number, self.ratio)).transpose(1, 2)
         return self._gathered(x_SBC, 0)
 
     def tokens_before(self, x_SBC: Tensor) -> Tensor:
-        """Values of the tokens of the group before each group, [E, B, ratio, C]; undefined for the first of a
-        document."""
+        """Gathers the values of the tokens of each group's preceding group, [E, B, ratio, C]; undefined for the first
+        group of a document."""
         if self.segments_BS is None:
             own = self.tokens(x_SBC)
             return torch.cat([own[:1], own[:-1]])
@@ -85,8 +86,8 @@ class TokenGroups:
 
 
 def entries(values_SBC: Tensor, gates_SBC: Tensor, ape_RC: Tensor, groups: TokenGroups, width: int) -> Tensor:
-    """Entries [E, B, width] of groups from values and gates of the tokens, which have `width` channels or, if groups
-    overlap, twice as many. Computed in the internal dtype."""
+    """Computes the groups' entries [E, B, width] from the tokens' values and gates, which have `width` channels, or
+    twice as many if groups overlap. Computed in the internal dtype."""
     wide = internal_dtype(values_SBC.dtype)
     values, gates = groups.tokens(values_SBC).to(wide), groups.tokens(gates_SBC).to(wide) + ape_RC.to(wide)
     if values_SBC.shape[-1] > width:

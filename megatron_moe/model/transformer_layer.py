@@ -37,7 +37,7 @@ class TransformerLayer(nn.Module):
     input_layernorm: Norm
     pre_mlp_layernorm: Norm
     connections: dict[str, Connection]
-    """Residual connection of every module."""
+    """Residual connections of the mixer and of the feed-forward module, by module name."""
 
     def __init__(self, config: LayerConfig, layer: int, site: str, resources: ModelResources) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class TransformerLayer(nn.Module):
 
     @staticmethod
     def _new_norm(config: LayerConfig, resources: ModelResources, readers: Sequence[Linear]) -> Norm:
-        """Creates the norm whose result the linear layers `readers` multiply."""
+        """Creates a norm whose output is the input of the linear layers `readers`."""
         fmt = copy_format(readers)
         return Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels, copy_format=fmt)
 

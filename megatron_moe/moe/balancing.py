@@ -54,7 +54,7 @@ class WeightedScores(NamedTuple):
     """Weight of each score, [G, E] or [1, E]."""
 
     def terms(self) -> Tensor:
-        """Summands of the loss, [G, E], without gradients."""
+        """Terms of the sum that is the loss, [G, E], without gradients."""
         return self.scores_GE.detach() * self.weights_GE
 
 

@@ -24,7 +24,7 @@ from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class CloneSizes:
-    """Clones of one dispatch that concern this rank, known to the host."""
+    """Clones that this rank sends to and receives from other ranks in one dispatch, as host integers."""
 
     sent: tuple[tuple[int, ...], ...]
     """Local experts whose clones each ep rank holds, in ascending order."""
@@ -209,7 +209,7 @@ def _stacked(sent: list[Tensor], weight: Tensor) -> Tensor:
 
 
 def _once(wait: Wait) -> Wait:
-    """Function that waits at its first call and returns the tensor at every call."""
+    """Wraps an asynchronous result: the first call waits for it, and every call returns the tensor."""
     result: list[Tensor] = []
 
     def wait_once() -> Tensor:

@@ -167,7 +167,8 @@ class Router(nn.Module):
             popularity = skewed_log_popularity(num_experts, config.topk, config.force_skew)
             self._log_popularity_E = torch.tensor(popularity, device=ctx.device)
         self.counts_ahead: dict[RNGKey | None, Tensor] = {}
-        """Choices per expert in the global batch, by microbatch RNG key. A forward stores them for its recompute."""
+        """Choices per expert in the global batch so far, keyed by the microbatch's RNG key. A forward stores them for
+        its recompute."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
@@ -418,7 +419,8 @@ class Router(nn.Module):
 
 
 def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
-    """Asserts that the options are compatible. Flag checks reject incompatible options earlier, with an explanation."""
+    """Asserts that the router's options are compatible. The flag checks have rejected incompatible options with an
+    explanation."""
     if not config.scores.fused:
         _check_scores(config.score_function, config.options)
     assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"

@@ -127,7 +127,7 @@ def expert_choice(
 
 
 def _num_valid(valid_T: Tensor | None, like_TE: Tensor) -> Tensor:
-    """Number of valid tokens, a scalar on the device in the dtype of `like_TE`."""
+    """Returns the number of valid tokens as a device scalar in the dtype of `like_TE`."""
     if valid_T is None:
         return like_TE.new_full((), len(like_TE))
     return valid_T.sum().to(like_TE.dtype)

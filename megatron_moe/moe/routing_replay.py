@@ -1,16 +1,14 @@
-"""Recorded expert choices, and given ones that routers take instead of selecting.
+"""Records the routers' expert choices, and replays given choices in place of the selection.
 
 Reinforcement learning needs this: tokens must be routed to the same experts in the training pass as in the rollout or
 in the pass that computed their log probabilities. Choices are exchanged as int16 [B, S, L, K]: for every position of
 every sequence of a microbatch, the experts in each of L layers. They do not depend on the layout of the ranks. Choices
 belong to one microbatch's context, so recompute, pipelines and CUDA graphs read the choices of the right microbatch.
 
-    layers = routed_layers(model, num_layers)
-    recorder = RoutingRecorder(layers, context)
-    run(replace(batch, context=recorder.attach(batch.context)))     # a forward of any kind
-    ids_BSLK = recorder.whole_ids(batch.context.tokens)
-    given = forced_routing(ids_BSLK, layers, batch.context.tokens, context, own_layers=layers)
-    run(replace(batch, context=replace(batch.context, forced_routing=given)))
+    layers = routed_layers(model, num_layers) recorder = RoutingRecorder(layers, context) run(replace(batch,
+    context=recorder.attach(batch.context)))     # a forward of any kind ids_BSLK =
+    recorder.whole_ids(batch.context.tokens) given = forced_routing(ids_BSLK, layers, batch.context.tokens, context,
+    own_layers=layers) run(replace(batch, context=replace(batch.context, forced_routing=given)))
 """
 
 from collections.abc import Sequence
@@ -95,7 +93,7 @@ def forced_routing(
     own_layers: Sequence[int],
     given_BS: Tensor | None = None,
 ) -> ForcedRouting:
-    """Choices of this rank's tokens and layers, for `MicrobatchContext.forced_routing`.
+    """Extracts the choices of this rank's tokens and layers, for `MicrobatchContext.forced_routing`.
 
     Args:
         ids_BSLK: integer choices of the whole microbatch, of S positions or of the first S - 1: a rollout does not

@@ -76,7 +76,7 @@ class RoutingTrace:
         self._steps: dict[int, _TracedStep] = {}
         self._cells = _cells(num_experts)
         self._is_cut = False
-        """True once records from the first step of this run on have been removed from existing files."""
+        """True once existing files have been truncated before the first step of this run."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _open_regular(self.path, os.O_RDWR | os.O_CREAT)
@@ -106,7 +106,7 @@ class RoutingTrace:
         self._steps[iteration] = _TracedStep(calls, into, self._copies.to_host(into, ids, free_source=True))
 
     def drop(self, iteration: int) -> None:
-        """Discards all steps from an iteration on, which are repeated."""
+        """Discards the collected choices of an iteration and of all later ones, because the run repeats them."""
         self._steps = {number: step for number, step in self._steps.items() if number < iteration}
 
     def write(self, iteration: int) -> str | None:
@@ -197,7 +197,7 @@ def _trace_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _cut_records(file: BinaryIO, iteration: int) -> None:
-    """Removes everything from the first record of `iteration` or later, or from the first incomplete record, on."""
+    """Truncates a trace file before its first record of `iteration` or later, or before its first incomplete record."""
     end = 0
     for line in file:
         step = _STEP.match(line)
@@ -209,7 +209,7 @@ def _cut_records(file: BinaryIO, iteration: int) -> None:
 
 
 def _cells(num_experts: int) -> Any:
-    """Texts "id," of the ids -1, 0, ..., E - 1, padded to equal width: uint8 [E + 1, width]."""
+    """Encoded texts "id," of the ids -1, 0, ..., E - 1, padded to equal width: uint8 [E + 1, width]."""
     width = max(2, len(str(num_experts - 1))) + 1
     text = "".join(f"{expert},".rjust(width) for expert in range(-1, num_experts))
     return np.frombuffer(text.encode(), np.uint8).reshape(num_experts + 1, width)
@@ -228,8 +228,8 @@ def _encode(ids_TK: Any, cells: Any) -> bytes:
 class RoutingReplay:
     """Expert choices of a routing trace, for the routers and microbatches of one rank.
 
-    A step takes the choices of the recorded step with its number. A run with more steps or microbatches than the trace
-    starts again with the first ones. Layers of multi-token prediction are not replayed.
+    Step n replays the choices of recorded step n. A run with more steps or microbatches than the trace begins again
+    with the first recorded ones. Layers of multi-token prediction are not replayed.
     """
 
     def __init__(
@@ -314,7 +314,8 @@ class _Recorded(NamedTuple):
 
 
 def _read(folder: Path, train_iters: int) -> dict[_RouterCall, dict[int, _Recorded]]:
-    """Records of decoder layers in the first `train_iters` recorded steps, by part. Raises DataProblem."""
+    """Reads the records of decoder layers in the first `train_iters` recorded steps, grouped by part of the microbatch.
+    Raises DataProblem."""
     files = _trace_files(folder)
     if not files:
         raise DataProblem(f"--moe-routing-replay-path {folder}: no file {_FILE.format('*')} there")

@@ -27,7 +27,7 @@ class Upcycled:
     weights: dict[str, Tensor]
     """Weights by their name in the layer: router.weight, experts.linear_fc1.weight, ..."""
     inexact: str | None
-    """Warning with the reason why the layer's output differs from the dense MLP's. None if they are equal up to
+    """Warning that explains why the layer's output differs from the dense MLP's; None if they are equal up to
     rounding."""
 
 

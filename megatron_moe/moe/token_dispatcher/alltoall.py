@@ -42,7 +42,7 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class AllToAllHandle:
-    """State of a dispatch that its combine needs."""
+    """State that an all-to-all dispatch passes to its combine."""
 
     index: RowIndex
     """Token of each row that this rank sends."""
@@ -137,7 +137,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
         return self._sized(counts_PQe, self.read_rows(counts_PQe.sum(dim=-1), len(index.token_R)))
 
     def _gathered(self, counts_E: Tensor) -> Tensor:
-        """Row counts of all P source ranks, [P, E]."""
+        """All-gathers the row counts of all P source ranks, [P, E]."""
         # etp x ep: 8 * E bytes; no gradient flows through counts
         return exchange.run(AllGather(self.etp_ep), counts_E).view(self.etp_ep.size, -1)[self.places_P]
 

@@ -31,7 +31,8 @@ class Routing:
 
     num_experts: int
     ids_TK: Tensor | None = None
-    """int64 expert ids; -1: choice without expert (padding token, dropped choice, token with fewer than K experts)."""
+    """int64 expert ids; -1 for choices without an expert (padding token, dropped choice, token with fewer than K
+    experts)."""
     probs_TK: Tensor | None = None
     """Probability of each choice, 0 where the id is -1."""
     map_TE: Tensor | None = None
@@ -53,12 +54,12 @@ class Routing:
 
 
 class RowFormats(NamedTuple):
-    """Form in which a layer's experts read their input rows and output gradients. FP8 formats have power-of-two scales,
-    so that values are exact in the dtype of the activations."""
+    """Formats in which a layer's experts read their input rows and output gradients. FP8 formats have power-of-two
+    scales, so that values are exact in the dtype of the activations."""
 
     gathers_in_fc1: bool = False
-    """fc1 gathers its rows from the tokens (`DispatchedTokens.index`), quantised once per token; False: the dispatcher
-    delivers rows."""
+    """True if fc1 gathers its rows from the tokens (`DispatchedTokens.index`), which are quantised once per token;
+    False if the dispatcher delivers rows."""
     tokens: OperandFormat | None = None
     """FP8 format in which tokens are sent, that of the inputs of fc1; None means the dtype of the activations."""
     grads: OperandFormat | None = None
@@ -100,8 +101,8 @@ class DispatchedTokens:
     def sorted(
         cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels, *, gathers_in_fc1: bool
     ) -> "DispatchedTokens":
-        """Copies tokens to expert-sorted rows, as given by `index`, or leaves this to fc1. The result's `bound` counts
-        padding rows too."""
+        """Copies tokens to expert-sorted rows according to `index`, unless fc1 gathers its rows itself. The result's
+        `bound` counts padding rows too."""
         data = tokens_TH if gathers_in_fc1 else kernels.permute(tokens_TH, index)
         kept = index if gathers_in_fc1 else None
         return cls(data=data, probs_R=probs_R, offsets_e=index.offsets_E, index=kept, bound=len(probs_R))
@@ -109,7 +110,7 @@ class DispatchedTokens:
 
 @dataclass(frozen=True)
 class CombineHandle:
-    """State of a dispatch that its combine needs."""
+    """State that a dispatch passes to its combine."""
 
     index: RowIndex
     num_tokens: int
@@ -128,8 +129,8 @@ class Dispatcher(ABC, Generic[Handle]):
         self.num_local = comm.num_experts // comm.ep.size
 
     def serve(self, weights: Sequence[Parameter]) -> tuple[Parameter, ...]:
-        """Called with the stacked weights of the layer's experts before the first dispatch, for a dispatcher that sends
-        experts to tokens. Returns the weights that `start_dispatch` reads."""
+        """Receives the stacked weights of the layer's experts before the first dispatch, for a dispatcher that sends
+        weights to other ranks. Returns the weights that `start_dispatch` reads."""
         return ()
 
     @abstractmethod
@@ -185,8 +186,8 @@ class ExpertComm:
         Args:
             kind: transport of the run.
             num_experts: number of experts of an MoE layer on all ranks together.
-            row_capacity_factor: bound on the rows of a rank, relative to T * K, for transports with bounded rows. None:
-                any routing fits.
+            row_capacity_factor: bound on the rows of a rank, relative to T * K, for transports with bounded rows; None
+            means a bound that no routing exceeds.
             row_alignment: multiple to which the rows of an expert are padded.
             overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
             options: options of the transport (`ExpertTransport.options`); None means its defaults.

@@ -119,8 +119,8 @@ class DeepEPTransport(TokenTransport):
 
 
 def _packed(tokens_TH: MatrixOperand) -> Any:
-    """Tokens as `dispatch` accepts them: [T, H], or a pair of FP8 [T, H] and scales [T, blocks] of 4 bytes each, fp32
-    or int32 with four E8M0 scales."""
+    """Converts tokens to the argument of `dispatch`: [T, H], or a pair of FP8 elements [T, H] and scales [T, blocks] of
+    4 bytes each (fp32, or int32 with four E8M0 scales)."""
     if isinstance(tokens_TH, Tensor):
         return tokens_TH
     data, scales, _ = tokens_TH.row_copy

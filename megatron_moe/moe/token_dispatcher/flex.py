@@ -31,7 +31,7 @@ from megatron_moe.precision.carried_copies import QuantizedGrad
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 Work = Any
-"""An exchange between its start and its finish."""
+"""State of an exchange in progress, which the transport defines."""
 
 
 @dataclass
@@ -56,7 +56,8 @@ class ExchangeRoute:
 
     @classmethod
     def of(cls, routing: Routing, state: Any, ids_TK: Tensor | None = None) -> "ExchangeRoute":
-        """Route of a routing before its tokens are sent. `ids_TK`: its ids; None means those of `routing`."""
+        """Creates the route of a routing before its tokens are sent. `ids_TK`: expert ids to use instead of those of
+        `routing`; None means the latter."""
         ids_TK = routing.ids_TK if ids_TK is None else ids_TK
         assert ids_TK is not None, "the flex dispatcher does not support dense routing"
         return cls(ids_TK, routing.capacity, routing.probs.dtype, state)
@@ -95,8 +96,8 @@ class Transport(ABC):
 
     @abstractmethod
     def finish_receive_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
-        """Makes the current stream wait for the tokens and returns them as rows. The first time, it describes the rows
-        in the route."""
+        """Makes the current stream wait for the tokens and returns them as rows. The first call also sets the fields of
+        the route that describe the rows."""
 
     @abstractmethod
     def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> Work:
@@ -114,7 +115,7 @@ class Transport(ABC):
 
 
 class ReceivedTokens(NamedTuple):
-    """Tokens of all ranks, G at most, as they arrived."""
+    """Tokens received from all ranks, at most G."""
 
     tokens_GH: MatrixOperand
     """Received tokens, in the format in which they were sent."""
@@ -249,7 +250,7 @@ class FlexDispatcher(Dispatcher[ExchangeRoute]):
         """Waits for the tokens of all ranks and copies them to the rows of this rank's experts."""
         rows_RH, probs = pending.finish()
         route, needed = pending.route, pending.route.needed_rows
-        # taken out of `pending`, because the graph refers to it until backward
+        # removed from `pending`, because the autograd graph keeps `pending` alive until backward
         rows_q, pending.quantized = pending.quantized, None
         assert route.offsets_e is not None
         rows = DispatchedTokens(
@@ -267,7 +268,7 @@ class FlexDispatcher(Dispatcher[ExchangeRoute]):
         return CombineExchange(self.comm, handle, self.formats).start(rows.data)
 
     def finish_combine(self, pending: CombineExchange) -> Tensor:
-        """[T, H]: the sum of every token's partial sums."""
+        """Returns [T, H]: for each token, the sum of its partial sums from all ranks."""
         out_TH: Tensor = pending.finish()
         return out_TH
 

@@ -35,7 +35,7 @@ class ExchangeSizes(NamedTuple):
     to_hosts: tuple[int, ...]
     from_hosts: tuple[int, ...]
     to_ranks: tuple[int, ...]
-    """To each rank of this host, over the tokens that this rank forwards."""
+    """Number of tokens that this rank forwards to each rank of its host."""
     from_ranks: tuple[int, ...]
     num_rows: int
     """Number of rows of this rank's experts."""
@@ -55,8 +55,8 @@ class _ExchangeStage:
         return self.over.launch(self.kernels.permute(tokens_TH, self.index))
 
     def send_back(self, sums_GH: Tensor) -> Callable[[], Tensor]:
-        """Sends partial sums to the ranks from which their tokens came. The result waits for those of this rank's
-        tokens and sums them in the order of the ranks."""
+        """Sends partial sums to the ranks from which their tokens came. The returned function waits for the partial
+        sums of this rank's tokens and adds them in rank order."""
         wait = self.over.transposed.launch(sums_GH)
         assert self.index.rows_TK is not None
         num_tokens = len(self.index.rows_TK)
@@ -64,7 +64,7 @@ class _ExchangeStage:
 
 
 class _StagedRoute:
-    """Stages of a routing."""
+    """The two exchange stages (between hosts, then within the host) of one routing."""
 
     stages: tuple[_ExchangeStage, ...] = ()
     sizes: ExchangeSizes
@@ -74,7 +74,8 @@ class _StagedRoute:
         """Index of the tokens by destination host, including unused entries after those that are sent; None within one
         host."""
         self.buffer, self.copied, self.keep = buffer, copied, keep
-        """Sizes on the host once `copied` has completed, and the tensors from which they are computed."""
+        """Pinned buffer with the exchange sizes, valid once `copied` has completed, and the device tensors from which
+        they are copied."""
 
 
 @dataclass
@@ -169,7 +170,7 @@ class HierarchicalTransport(TokenTransport):
 
     def _send_all(self, tokens_TH: Tensor, choices_TC: Tensor, route: ExchangeRoute) -> ReceivedTokens:
         """Sends tokens with ids and probabilities, and sets the stages of the route. A stage sends choices first, so
-        that the next stage can sort them while the tokens are on the way."""
+        that the next stage can sort them while the tokens are being sent."""
         state, ids_TK, sizes = route.state, route.ids_TK, route.state.sizes
         between_hosts = AllToAll(self._inter, sizes.to_hosts, sizes.from_hosts)
         within_host = AllToAll(self._intra, sizes.to_ranks, sizes.from_ranks)
@@ -209,7 +210,7 @@ class HierarchicalTransport(TokenTransport):
         return needed_TP.scatter_(1, holders_TKP.flatten(1), True)[:, :num_ranks]
 
     def _by_rank(self, needed_TP: Tensor) -> RowIndex:
-        """Index of the tokens, by rank that needs them, then by token."""
+        """Token indices, sorted by the rank that needs the token, then by token."""
         num_ranks = needed_TP.shape[1]
         ranks_P = torch.arange(num_ranks, device=needed_TP.device)
         return self._kernels.sort_rows(torch.where(needed_TP, ranks_P, -1), num_ranks, None)

@@ -21,8 +21,8 @@ from megatron_moe.parallel.symmetric_memory import allocate_symmetric, is_emulat
 _STREAM = "expert exchange"
 _PAST_ALL_EPOCHS = 1 << 30
 _SHARE_OF_TIMEOUT = 0.9
-"""Timeout of an exchange relative to that of collectives, so that the late rank is named before collectives that wait
-for the same rank end the process."""
+"""Timeout of an exchange as a fraction of the timeout of collectives. It is below 1 so that the late rank is reported
+before a collective that waits for the same rank aborts the process."""
 
 
 class _Push:
