@@ -79,8 +79,8 @@ class LayerState:
     earlier: tuple[Tensor, ...] = ()
     """Multi-token prediction: hidden states of the main model and of all earlier depths, each [S, B, H]."""
     streams: Tensor = _UNSET
-    """Multi-token prediction: residual streams [S, B, n H] before the final norm, which the next depth reads; None if
-    there is only one stream, whose normed form it reads."""
+    """Multi-token prediction: residual streams [S, B, n H] before the final norm, which the next depth reads. None if
+    there is only one stream; the next depth then reads it after the norm."""
 
     def evolve(self, **changes: Any) -> "LayerState":
         """Returns a copy with the given fields replaced, in a tenth of the host time of `dataclasses.replace`."""

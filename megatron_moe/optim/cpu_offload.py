@@ -22,7 +22,7 @@ from megatron_moe.parallel.streams import Event, HostCopies
 _HOST_CHUNK = 1 << 20
 """Number of elements that are copied and updated at a time, small enough for the CPU caches."""
 Chunk = tuple[OptimizerState, int, int]
-"""(state, start, end): elements `start` to `end` of a state, which are updated together."""
+"""(state, start, end): range of elements of a state that is updated at a time."""
 
 
 @dataclass

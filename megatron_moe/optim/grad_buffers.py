@@ -49,14 +49,14 @@ class MainGrad:
         self.main_grad = main_grad
         """View of the flat gradient buffer in the parameter's shape."""
         self.filled = False
-        """True once the first gradient of this step has been stored; later gradients are added to it."""
+        """True once this step's first gradient has been written; later gradients are accumulated."""
         self.on_arrival: Callable[[int], object] = lambda number: None
         """Callback that receives the number of gradients that have just been added to the buffer."""
         self._queue = queue
         self._interval = interval
         self._batched: BatchedWeightGrad | None = None
         self._batches_left: int | None = None
-        """Number of `BatchedWeightGrad`s (one per microbatch) still to come in this step; None if unknown."""
+        """Number of `BatchedWeightGrad`s (one per microbatch) that are still missing in this step; None if unknown."""
         self._num_arrived = 0
         self._num_expected: int | None = None
         self._in_autograd = False
@@ -226,7 +226,7 @@ class FlatBuffer:
         return self._stored(self.shard_sizes(bucket))
 
     def _stored(self, sizes: Sizes) -> list[Sizes]:
-        """Sizes in the tensors of `stored_parts`, given those in elements."""
+        """Converts sizes in elements to sizes in the tensors of `stored_parts`."""
         return [None if sizes is None else [size * bits // 8 for size in sizes] for bits in self.key.code_bits or (8,)]
 
     def owned_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
@@ -234,8 +234,8 @@ class FlatBuffer:
         return self.stored_parts(start, end)
 
     def stored_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
-        """Views of elements `start` to `end`, both even for packed codes, in the flat tensors that store the weights
-        and that ranks exchange: `codes`, or `weights`."""
+        """Views of elements `start` to `end` in the flat tensors that store the weights and that ranks exchange:
+        `codes`, or `weights`. For packed codes, `start` and `end` must be even."""
         if not self.codes:
             return (self.weights[start:end],)
         sizes = zip(self.codes, self.key.code_bits, strict=True)
@@ -310,7 +310,7 @@ class FlatBuffer:
 
 
 def unless_equal(sizes: Sequence[int]) -> Sizes:
-    """Sizes of shards as collectives expect them: None if they are equal."""
+    """Returns the shard sizes in the form that collectives expect: None if all sizes are equal."""
     return None if len(set(sizes)) == 1 else sizes
 
 

@@ -19,8 +19,8 @@ class LossScaler:
         self._config = config
         first = config.initial_loss_scale if config.loss_scale is None else config.loss_scale
         self.state = torch.tensor([first, 0.0, float(config.hysteresis)], dtype=torch.float32, device=device)
-        """(scale, number of consecutive steps without overflow, number of overflows until the scale is halved), fp32
-        [3]."""
+        """(scale, number of consecutive steps without overflow, number of further overflows until the scale is halved),
+        fp32 [3]."""
 
     @property
     def scale(self) -> Tensor:

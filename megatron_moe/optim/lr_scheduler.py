@@ -112,7 +112,7 @@ def _learning_rate(config: LRConfig, samples: int, largest: float, smallest: flo
 
 
 def _share(config: LRConfig, samples: int) -> float:
-    """Relative learning rate after warmup: 0 is the minimum and 1 the maximum learning rate."""
+    """Learning rate after warm-up on a scale from 0 (minimum) to 1 (maximum)."""
     if config.style == "WSD":
         assert config.wsd_decay_samples is not None, "WSD needs wsd_decay_samples"
         anneal_start = config.decay_samples - config.wsd_decay_samples

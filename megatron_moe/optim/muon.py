@@ -70,10 +70,10 @@ COEFFICIENTS = MappingProxyType(
         "deepseekv4": (_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2,
     }
 )
-"""Set of `--muon-coefficient-type` -> (a, b, c) of each iteration X <- a X + (b A + c A^2) X with A = X X^T."""
+"""Value of `--muon-coefficient-type` -> (a, b, c) of each iteration X <- a X + (b A + c A^2) X with A = X X^T."""
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")
-"""Sets whose last coefficients are repeated if there are more iterations. The other sets are repeated from their
-start."""
+"""Coefficient sets whose last entry is repeated if there are more iterations. Other sets are repeated from their first
+entry."""
 _EPS = 1e-15
 _MOST_ELEMENTS = 1 << 26
 """Maximum number of elements of the matrices that are orthogonalised together; it bounds temporary memory."""
@@ -143,8 +143,8 @@ class Muon:
         return orthogonal
 
     def _orthogonal(self, param: ParamSlice, update: Tensor, kernels: Kernels) -> Tensor:
-        """Orthogonalises the matrices of which `update`, [n, rows, columns], are this rank's shards; returns the shards
-        of the result."""
+        """Orthogonalises sharded matrices. `update`: this rank's shards, [n, rows, columns]; returns this rank's shards
+        of the results."""
         mode = self._mode(param)
         if mode == "duplicated":
             return param.shard_of(self._of_parts(param, param.gathered(update), kernels))
@@ -213,7 +213,8 @@ def newton_schulz(
     """Approximates U V^T of matrices x = U S V^T, [n, rows, columns], in the dtype of x.
 
     Args:
-        tall: computes the Gram matrix x^T x instead of x x^T; it should be the smaller of both. shards: group over
+        tall: computes the Gram matrix x^T x instead of x x^T, which is smaller if x has more rows than columns. shards:
+        group over
         which the dim that the Gram matrix sums over is sharded; None if `x` is not sharded.
     """
     wide = internal_dtype(x.dtype)

@@ -95,7 +95,8 @@ class BufferKey:
     unit: str = ""
     """Unit whose parameters the buffer contains; empty if it contains parameters of all units."""
     code_bits: tuple[int, ...] = ()
-    """Bits per element of each quantised copy that is stored instead of the weights; empty: the weights are stored."""
+    """Bits per element of each quantised copy that is stored instead of the weights; empty if the weights are
+    stored."""
     router: bool
     """True for router weights, whose gradient norm is reported separately."""
     decay: bool
@@ -167,7 +168,7 @@ class BufferLayout:
         return tuple(tuple(ranges) for ranges in zip(*by_bucket, strict=True)) if by_bucket else ((),) * num_owners
 
     def divided(self, bounds: Range, num_owners: int, loads: list[float]) -> list[Range]:
-        """Ranges of owners in a range of the buffer that divides no block or matrix (see `owner_ranges`)."""
+        """Divides a range of the buffer, which splits no block or matrix, among the owners (see `owner_ranges`)."""
         (start, end), alignment = bounds, spec_of(self.key.rule).alignment
         params = [self.params[index] for index in self.within(start, end)]
         if alignment == "matrix":

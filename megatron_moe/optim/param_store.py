@@ -33,7 +33,7 @@ class AcquiringModel(Protocol):
 
 
 class _PendingBucket(NamedTuple):
-    """Bucket with published new weights. It is pending until a unit with parameters in the bucket is acquired."""
+    """Bucket whose new weights have been published but not yet acquired by a unit with parameters in the bucket."""
 
     streams: Streams | None
     """`Streams` whose optimizer stream ran the update; None if the update ran on the stream that reads the weights."""
@@ -69,8 +69,8 @@ class ParamStore:
         self._gathers_in_steps = True
 
     def begin_step(self) -> None:
-        """After `gather_in_steps`, starts the all-gathers of all buckets in forward order, whether or not they have new
-        weights."""
+        """If `gather_in_steps` was called, starts the all-gathers of all buckets in forward order, even of buckets
+        without new weights."""
         if self._gathers_in_steps:
             for bucket in range(len(self._buckets)):
                 self._start_gather(bucket)

@@ -1,4 +1,5 @@
-"""Optimizer state of the ranges that a rank owns, in device or host memory, and the interface of update rules."""
+"""Optimizer state of the ranges that a rank owns, stored in device or host memory, and the interface of update
+rules."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,13 +34,13 @@ _CHUNK_IN_STEP = 1 << 26
 
 
 class MatrixState(NamedTuple):
-    """Values of one kind of state that belong to the matrices of one parameter."""
+    """Location of one parameter's values in a flat state tensor that belongs to whole matrices."""
 
     spec: StateSpec
     start: int
     """Offset of the first value in the flat state."""
     first_matrix: int
-    """Index of the matrix of the first value in the parameter."""
+    """Index, among the parameter's matrices, of the matrix that the first value belongs to."""
 
 
 class StoredState(NamedTuple):
@@ -81,7 +82,7 @@ class UpdateOperands(NamedTuple):
     grads: Tensor
     stored: StoredState
     state: "OptimizerState"
-    """State that contains the elements."""
+    """Optimizer state from which these operands were created."""
 
     @property
     def param_slices(self) -> Sequence[ParamSlice]:
@@ -94,12 +95,12 @@ class UpdateOperands(NamedTuple):
         return param.matrices(self.grads, self.start)
 
     def master(self, param: ParamSlice) -> Tensor:
-        """Master weights of a param in fp32 (fp64 in fp64 runs), in the shape of `grad`."""
+        """Master weights of a slice in fp32 (fp64 in fp64 runs), in the shape of `grad`."""
         values = unpack(*self.stored_master(param))
         return param.matrices(values, param.start)
 
     def values(self, kind: str, param: ParamSlice) -> Tensor:
-        """Stored state of a param in the shape of `grad`, or [n, *shape] if the declaration has a `matrix_shape`."""
+        """Stored state of a slice in the shape of `grad`, or [n, *shape] if the declaration has a `matrix_shape`."""
         spec, start, first_matrix = self.state.matrix_states[kind, param.name]
         data = self.stored.states[kind].data
         if spec.matrix_shape is None:
@@ -109,7 +110,7 @@ class UpdateOperands(NamedTuple):
         return data[start : start + param.num_matrices * prod(shape)].view(-1, *shape)
 
     def commit(self, scalars: "StepScalars", param: ParamSlice, master: Tensor, **states: Tensor) -> None:
-        """Stores new master weights and state of a param, in the shapes that `master` and `values` return.
+        """Stores new master weights and state of a slice, in the shapes that `master` and `values` return.
 
         Nothing changes if the step is rejected. Otherwise `StepScalars.nonfinite` is set if a value is not finite.
         """
@@ -125,7 +126,7 @@ class UpdateOperands(NamedTuple):
 
     def chunks(self, most_elements: int) -> Iterator["UpdateOperands"]:
         """Yields operands of at most `most_elements` (a multiple of `BLOCK`) consecutive elements, for rules that
-        update elements on their own."""
+        update every element independently."""
         for start in range(0, len(self.grads), most_elements):
             end = min(start + most_elements, len(self.grads))
             weights, stored = None if self.weights is None else self.weights[start:end], self.stored.part(start, end)
@@ -178,7 +179,7 @@ class UpdateOperands(NamedTuple):
                 self._multiply_rows(param, scalars.row_factors[param.parameter])
 
     def _multiply_rows(self, param: ParamSlice, factors: Tensor) -> None:
-        """Multiplies the weights of any elements of a parameter by the factors of their rows."""
+        """Multiplies the weights of a slice, which may begin and end inside rows, by the factors of their rows."""
         stored, weights = self.stored_master(param)
         old = unpack(stored, weights)
         first = param.start - param.slot.start
@@ -190,7 +191,7 @@ class UpdateOperands(NamedTuple):
             weights.copy_(rounded)
 
     def stored_master(self, param: ParamSlice) -> tuple[PackedState, Tensor | None]:
-        """Stored master weights of a param, and its weights if they are stored apart from them."""
+        """Stored master weights of a slice, and its weights if these are stored separately."""
         part = slice(param.start - self.start, param.end - self.start)
         weights = None if self.weights is None else self.weights[part]
         if self.stored.master is None:
@@ -213,11 +214,11 @@ class StepScalars:
     grad_scale: Tensor
     """Factor by which gradients are multiplied (gradient clipping)."""
     apply_update: Tensor
-    """bool; False: weights and state stay unchanged."""
+    """bool; if False, weights and state stay unchanged."""
     nonfinite: Tensor
     """bool, set to True by the update if a stored weight or moment is not finite."""
     row_factors: Mapping[Parameter, Tensor] = field(default_factory=dict)
-    """Factors of the rows of this rank's shard of a parameter, by which its new weights are multiplied."""
+    """Per parameter, one factor per row of this rank's shard; the new weights are multiplied by them (QK-clip)."""
 
     def lr_of(self, key: BufferKey) -> float:
         """Learning rate of the parameters in a buffer."""

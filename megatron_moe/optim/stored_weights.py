@@ -27,7 +27,7 @@ from megatron_moe.precision.stored_weight import StoredWeight
 
 @dataclass(frozen=True)
 class _SameForm:
-    """Group of weights with the same format whose replicas are on the same ranks."""
+    """Weights with the same format and the same replica group, whose scales are reduced together."""
 
     weights: tuple[StoredWeight, ...]
     scales: Tensor
@@ -36,7 +36,7 @@ class _SameForm:
     """Factor of the scales of every matrix, flat in fp32 (nvfp4); empty for other formats."""
 
     def split(self, flat: Tensor) -> list[tuple[Tensor, ...]]:
-        """Views of one value per block of each weight's copies."""
+        """Splits flat values, one per block, into one view per weight."""
         views = iter(flat.split([grid.size for weight in self.weights for grid in weight.grids]))
         return [tuple(next(views) for _ in weight.grids) for weight in self.weights]
 
@@ -116,7 +116,7 @@ class StoredWeights:
                     self._quantize(buffer, start, weight, part, of_weight[weight])
 
     def _by_weight(self, forms: Sequence[_SameForm], flats: Sequence[Tensor]) -> dict[StoredWeight, list[Tensor]]:
-        """Values of the blocks of each weight's copies, [e, blocks along O, blocks along I], of the values by form."""
+        """Splits flat per-block values into one tensor per weight, [e, blocks along O, blocks along I]."""
         return {
             weight: [grid.view(view) for grid, view in zip(weight.grids, views, strict=True)]
             for same, flat in zip(forms, flats, strict=True)

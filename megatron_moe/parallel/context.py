@@ -52,7 +52,7 @@ class ProcessGroup:
     rank: int
     """Index of this rank in `ranks`."""
     handle: dist.ProcessGroup | None
-    """torch's process group; None if this rank is the only member."""
+    """torch.distributed process group; None if this rank is the only member."""
     device: torch.device
 
     @property
@@ -82,7 +82,7 @@ class ParallelContext:
     is_fake: bool = False
     """True if the other ranks do not exist: only this rank's groups are created, and collectives transfer nothing."""
     make_links: Callable[["ParallelContext"], Any] | None = None
-    """Creates the pipeline links if ranks are threads; None: `p2p.Links`, which uses torch.distributed."""
+    """Creates the pipeline links if ranks are threads; None selects `p2p.Links`, which uses torch.distributed."""
 
     def __post_init__(self) -> None:
         self.config = replace(self.config, world_size=self.process.world_size)

@@ -141,7 +141,7 @@ class SplitExchange(ABC):
 
     @abstractmethod
     def receive(self, work: Any) -> Any:
-        """Waits for what the ranks have sent: a tensor or a tuple of tensors."""
+        """Waits for the received data: a tensor or a tuple of tensors."""
 
     @abstractmethod
     def send_grads(self, *grads: Tensor) -> Any:

@@ -136,7 +136,7 @@ def context_degrees(cp: int) -> list[int]:
 
 
 def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
-    """Groups of `degree` ranks that are adjacent on the context-parallel axis."""
+    """Groups of `degree` adjacent ranks on the context-parallel axis."""
     cp = dict(attention.axes)["cp"]
     return attention.cut("cp", (("near", degree), ("far", cp // degree))).groups(("near",))
 

@@ -36,7 +36,7 @@ class Links:
         self._context = context
         self._group = context.group("pp")
         self.rank = self._group.rank
-        """Index of this rank in the pipeline."""
+        """Index of this rank in the pipeline group."""
         # Each communicator, one per kind and edge color, spans the pipeline, but a rank uses it for one edge only. All
         # ranks of the world create all communicators in the same order.
         size = self._group.size

@@ -13,7 +13,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 _COMPARED_BY_VALUE = (str, int, float, range, type(None), torch.dtype)
-"""Types of non-tensor leaves whose value is part of the `TreeSpec`. Other leaves are represented only by their type."""
+"""Types of non-tensor leaves that the `TreeSpec` compares by value; other leaves are compared by type."""
 TreeSpec = tuple[Any, ...]
 """Hashable pytree structure: containers, non-tensor leaves, and each tensor's position, shape, dtype, requires_grad."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Event = torch.cuda.Event | None
-"""CUDA event, or None for work that has already completed."""
+"""CUDA event; None stands for work that has already completed."""
 
 
 class Streams:

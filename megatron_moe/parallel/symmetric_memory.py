@@ -56,7 +56,7 @@ def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tu
     own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
     handle = symm_mem.rendezvous(own, group.handle)
-    # barrier: no rank may write to a buffer before its owner has cleared it
+    # barrier, because no rank may write to a buffer before its owner has cleared it
     torch.cuda.synchronize(device)
     dist.barrier(group.handle, device_ids=[device.index])
     return tuple(

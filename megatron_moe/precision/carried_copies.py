@@ -42,7 +42,8 @@ def carried_copy(x: Tensor, fmt: OperandFormat, *, columnwise: bool) -> Quantize
 
 
 def without_copy(x: Tensor) -> Tensor:
-    """Tensor to save for backward: a saved `QuantizedActivation` would keep its copy alive."""
+    """Returns the tensor to save for backward without its quantised copy, which a saved `QuantizedActivation` would
+    keep alive."""
     return x.detach() if isinstance(x, QuantizedActivation) else x
 
 
@@ -67,7 +68,7 @@ class QuantizedGrad(Tensor):
         dequantize: Callable[[QuantizedTensor], Tensor],
     ) -> "QuantizedGrad":
         """`copy`: rowwise copy, or both copies, [R, C] in the format `fmt`. `shape`: shape [..., C] of the gradient.
-        `values`: the gradient before quantisation; None: `dequantize(copy)` computes it where it is needed."""
+        `values`: the gradient before quantisation; if None, `dequantize(copy)` computes it when it is needed."""
         device = copy.row_copy.data.device
         made: QuantizedGrad = Tensor._make_wrapper_subclass(cls, shape, dtype=copy.dtype, device=device)  # type: ignore[attr-defined]
         made.fmt, made._copy, made._unquantized, made._dequantize = fmt, copy, values, dequantize
@@ -90,8 +91,8 @@ class QuantizedGrad(Tensor):
 
 
 def carried_grad(grad: Tensor, fmt: OperandFormat) -> QuantizedTensor | None:
-    """Copies in the format `fmt` that a gradient carries; None if it carries none, for example because it is a sum of
-    several gradients."""
+    """Quantised copies in the format `fmt` that a gradient carries; None if it carries none, for example because it is
+    a sum of several gradients."""
     return grad._copy if isinstance(grad, QuantizedGrad) and grad.fmt == fmt else None
 
 

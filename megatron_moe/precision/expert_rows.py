@@ -26,8 +26,7 @@ def largest_magnitude(x: Tensor, offsets_e: Tensor | None = None) -> Tensor:
 
 
 def of_rows(value_e: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
-    """Expands one value per expert to one value per row; rows after the last expert get the value of the last
-    expert."""
+    """Expands one value per expert to one value per row; rows after the last expert's rows get its value too."""
     row_R = torch.arange(num_rows, device=offsets_e.device)
     return value_e[torch.searchsorted(offsets_e.long(), row_R, right=True).clamp(max=len(offsets_e) - 1)]
 

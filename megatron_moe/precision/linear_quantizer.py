@@ -20,7 +20,7 @@ _OVERFLOWING = 2.0**64
 
 
 class Quantizers(Protocol):
-    """The ops of `Kernels` that quantise operands of FP8 and FP4 GEMMs."""
+    """Kernel ops that quantise operands of FP8 and FP4 GEMMs, inherited by `Kernels`."""
 
     def quantize_rows(
         self,
@@ -129,8 +129,8 @@ class LinearQuantizer:
         """
         Args:
             name: global name of the layer, which stochastic rounding uses as its key.
-            save_input: saves the unquantised input for backward, which then makes the columnwise copy. False: saves the
-                columnwise copy.
+            save_input: True saves the unquantised input for backward, which then makes the columnwise copy; False saves
+            the columnwise copy.
             delayed: scales of delayed scaling; None for the other recipes.
             device: device of the layer; None means the CPU.
             stores_weight: stores the weight's quantised bytes instead of its values, if its format allows it.
@@ -177,7 +177,8 @@ class LinearQuantizer:
             self.delayed.amax.zero_()
 
     def invalidate_weight(self) -> None:
-        """Makes the next use quantise the weight again. Called after the weights have changed."""
+        """Invalidates the cached quantised weight, so that its next use quantises it again. Called after the weights
+        have changed."""
         self._is_current = False
 
     def input(

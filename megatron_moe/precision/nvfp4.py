@@ -2,7 +2,7 @@
 
 Elements are E2M1 with one E4M3 scale per 16 elements, or per 16x16 elements for weights, and one fp32 factor per
 matrix. The columnwise copies of inputs and gradients, which only the weight gradient reads, are multiplied by a 16x16
-Hadamard matrix with fixed random signs along the tokens, which cancels in the product. Tests use shorter blocks.
+Hadamard matrix with fixed random signs along the tokens, which cancels in the GEMM. Tests use shorter blocks.
 """
 
 import torch
@@ -105,7 +105,7 @@ def pack_e2m1(codes: Tensor) -> Tensor:
 
 
 def factor_of(amax: Tensor) -> Tensor:
-    """fp32 factor of the scales of matrices with the largest magnitudes `amax`."""
+    """Second-level fp32 scale of matrices with the largest magnitudes `amax`."""
     return 1 / _matrix_scale(amax)
 
 
@@ -156,8 +156,7 @@ def _block_scales(amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(scaled: Tensor, noise: Tensor | None) -> Tensor:
-    """E2M1 codes of values in [-6, 6]: nearest, ties to even codes; or stochastic: up with the probability of the
-    fraction."""
+    """E2M1 codes of values in [-6, 6]: rounded to nearest with ties to even codes, or stochastically."""
     magnitude = scaled.abs()
     values = e2m1_values(torch.arange(8, dtype=torch.int16, device=scaled.device)).float()
     if noise is None:

@@ -36,7 +36,7 @@ class PackedState:
     data: Tensor
     """Stored values [n]: uint8 for fp8, int16 for remainder, fp16 for fp16, any floating dtype for plain."""
     exponents: Tensor | None = None
-    """For fp16 and fp8: exponents of the block scales 2^exponent, int8 [ceil(n / 128)]. For other formats: None."""
+    """Exponents of the block scales 2^exponent, int8 [ceil(n / 128)], for fp16 and fp8; None for other formats."""
     root: bool = False
     """True if `data` * block scale is the square root of the value (fp16 and fp8 only), False if it is the value."""
 
