@@ -1,7 +1,7 @@
 """Selects the checkpoint of a run, verifies it, and loads it into any parallel layout.
 
-The source is the first that is given or exists of `--ckpt-step`, the run's own `--save` folder, `--load` and
-`--pretrained-checkpoint`. Within a folder, the newest checkpoint that verifies on all ranks is loaded. Every byte that
+Sources are tried in this order: `--ckpt-step`, the run's own `--save` folder, `--load`, `--pretrained-checkpoint`.
+Within a folder, the newest checkpoint that verifies on all ranks is loaded. Every byte that
 is read is verified. If no checkpoint verifies, the run ends, as a silent restart from iteration 0 would be far more
 expensive.
 """
@@ -79,7 +79,7 @@ class LoadedCheckpoint:
     iteration: int
     train_state: dict[str, Any]
     notes: frozenset[str] = frozenset()
-    """Differences in the state of delayed FP8 scaling."""
+    """Notes for the log about differences in the state of delayed FP8 scaling."""
 
 
 def find(

@@ -32,7 +32,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Description of how one tensor differs between two checkpoints."""
+    """Difference of one tensor between two checkpoints."""
 
     key: str
     kind: str

@@ -46,7 +46,7 @@ def activation_sizes(plan: RunPlan, imbalance: float = 1.0) -> ActivationSizes:
 
 
 def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> list[SavedActivation]:
-    """Tensors that one layer saves for backward, first its input."""
+    """Tensors that one layer saves for backward; the first one is its input."""
     saved: list[SavedActivation] = []
     for name, _, component in layer.sublayers:
         norm, input_by, options = _NORMS[name]
@@ -128,8 +128,8 @@ def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) 
 
 
 def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that one MTP depth saves. Its input is already saved: as the final norm's output, or as several residual
-    streams before it."""
+    """Tensors that one MTP depth saves. Its input is already counted, either as the output of the final norm or as the
+    residual streams before it."""
     hidden, tokens, streams = model.hidden_size, sizes.residual, model.residual.num_streams
     yield saved_tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation_itemsize)
     yield saved_tensor("mtp", "statistics", "T", (1 + streams) * tokens, sizes.internal_itemsize)

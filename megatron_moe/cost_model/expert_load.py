@@ -16,7 +16,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.grid import split_by_host
 
 _ROUNDING = 1e-12
-"""A variance below this multiple of the squared mean is a rounding error."""
+"""Variances below this multiple of the squared mean are treated as rounding errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class LoadSpread:
 
 
 class RoutingSizes(Protocol):
-    """Numbers that decide how a router selects experts, of a `RouterConfig` or a `TokenExchange`."""
+    """Fields common to `RouterConfig` and `TokenExchange` that determine the distribution of the expert load."""
 
     @property
     def num_experts(self) -> int: ...
@@ -51,7 +51,7 @@ class LoadChoice:
 
     @classmethod
     def of(cls, router: RoutingSizes) -> "LoadChoice":
-        """Random routing with the top-k and the numbers of experts and groups of `router`."""
+        """Creates random routing with the top-k, the number of experts and the groups of `router`."""
         if not router.num_groups or not router.group_topk:
             return cls(router.num_experts, router.topk)
         return cls(router.num_experts, router.topk, router.num_groups, router.group_topk)

@@ -44,7 +44,7 @@ def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
 
 
 def _streams_head(model: ModelConfig, seq_length: int) -> FlopCount:
-    """FLOPs of the head that makes one residual stream of several, for one sequence."""
+    """FLOPs of the hyper-connection head, which reduces several residual streams to one, for one sequence."""
     return gemm_flops(model.final_norm_parameters(UNSHARDED), seq_length)
 
 
@@ -55,7 +55,8 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
 
 
 def gemm_flops(parameters: Iterable[ParamSpec], num_tokens: int, *, forward_only: bool = False) -> FlopCount:
-    """FLOPs of the GEMMs of tokens with weight matrices, in forward and backward or in forward only."""
+    """FLOPs of the GEMMs of `num_tokens` tokens with the weight matrices among `parameters`, in forward and backward or
+    in forward only."""
     found: Counter[str] = Counter()
     for spec in parameters:
         if spec.meta.role == "matrix":

@@ -69,8 +69,8 @@ class GraphMemory:
         self, layers_of_chunks: Sequence[Sequence[LayerConfig]], slots: Iterable[set[int]], in_flight: Sequence[int]
     ) -> float:
         """Bytes beyond the activations of the microbatches `in_flight` (one number per chunk). The pool of a memory
-        slot keeps the activations of the captured modules of the largest chunk that uses it, and what the forward of
-        its last layer needs temporarily. Backwards share one pool, or use that of the only slot. `slots`: chunks that
+        slot keeps the activations of the captured modules of the largest chunk that uses it, and the temporary memory
+        of the forward of its last layer. Backwards share one pool, or use that of the only slot. `slots`: chunks that
         use each slot."""
         chunks = [[layer for layer in layers if any(self._is_captured(layer))] for layers in layers_of_chunks]
         layers = [layer for layers in chunks for layer in layers]
@@ -78,7 +78,8 @@ class GraphMemory:
         if self.plan.layout.pp == 1 and not self.plan.pipeline.overlap:
             workspace += max((stream_bytes(layer, self.sizes) for layer in layers), default=0.0)
             return workspace + self._deferred(chunks)
-        # the weight gradients of a part are computed last and read all its gradients, of which its workspace has one
+        # the weight gradients of a part are computed last and read all its output gradients; the part's workspace
+        # contains only one of them
         gradients = ((layer, self._gradients(layer)) for layer in layers)
         alone = max((self.backward_workspace(layer) + sum(own) - max(own) for layer, own in gradients), default=0.0)
         backward = max(alone, workspace + self._deferred(chunks))

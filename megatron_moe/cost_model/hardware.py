@@ -44,7 +44,8 @@ class GPU:
     fp8_speedup: float = 2.0
     """Dense FP8 rate divided by the dense bf16 rate; 1 if the GPU does not support FP8."""
     bf16_tflops: float | None = None
-    """Peak dense bf16 TFLOP/s if it differs from the data sheet (`--gpu-tflops`); all other rates change likewise."""
+    """Peak dense bf16 TFLOP/s if it differs from the data sheet (`--gpu-tflops`); all other compute rates are scaled by
+    the same factor."""
     is_custom: bool = False
     """Whether flags replaced figures of the GPU type."""
 
@@ -55,7 +56,7 @@ class GPU:
 
     @property
     def figures(self) -> str:
-        """Memory and rates as a phrase."""
+        """Formats memory and rates as a phrase for reports."""
         return (
             f"{self.memory_gib:g} GiB, {self.bf16 / 1e12:,.0f} TFLOP/s in bf16, "
             f"memory with {self.hbm / 1e9:,.0f} GB/s, links with {self.nvlink / 1e9:,.0f} GB/s"

@@ -68,8 +68,8 @@ class RankBytes:
     dispatch: float
     """Buffers of the token dispatcher, for one layer."""
     workspace: float
-    """Activation gradients and recomputed activations of one layer. If the loss of this rank needs more memory,
-    `working` is the workspace of the loss instead, and `dispatch` is 0."""
+    """Activation gradients and recomputed activations of one layer. If the loss on this rank needs more memory,
+    `workspace` is that of the loss instead, and `dispatch` is 0."""
     receive_slots: float
     """Symmetric memory of the flex dispatcher, allocated for the whole run."""
     transfers: float
@@ -113,7 +113,7 @@ class _StageBytes(NamedTuple):
     """Bytes that each model chunk keeps after the backward of a microbatch for delayed expert weight gradients."""
     workspace: Workspace
     freed: dict[str, float]
-    """Bytes by module that the backward has freed at the peak."""
+    """Bytes of saved activations, by module, that the backward has already freed at the peak."""
     receive_slots: float
     longest: int
     """Number of layers of the largest chunk."""
@@ -191,7 +191,8 @@ class RankMemory:
         )
 
     def _at_peak(self, rank: int, longest: int, of_mtp: float) -> tuple[Workspace, dict[str, float]]:
-        """Workspace of a pipeline rank at its peak, and bytes by module that the backward has freed before.
+        """Returns the workspace of a pipeline rank at its peak, and the bytes per module that the backward has freed by
+        then.
 
         The backward runs through the loss, the MTP layers, which save `of_mtp` bytes, and then the decoder layers.
         `longest`: see `_workspace`.
@@ -401,8 +402,9 @@ class RankMemory:
         return self._slots[key]
 
     def _workspace(self, layer: LayerConfig, longest: int, *, is_mtp: bool = False) -> tuple[Workspace, float]:
-        """Peak temporary memory of a layer's backward, and in one pool of captured modules. `longest`: number of layers
-        of the largest model chunk. `is_mtp`: full recompute by blocks leaves out layers of multi-token prediction."""
+        """Returns the peak temporary memory of a layer's backward, and the part of it that is in a pool of captured
+        modules. `longest`: number of layers of the largest model chunk. `is_mtp`: full recompute by blocks leaves out
+        layers of multi-token prediction."""
         restored = {True: 0.0, False: 0.0}  # whether part of attention -> recomputed and reloaded bytes
         freed = 0.0  # bytes that the feed-forward part frees before the backward of attention
         for each, placed in zip(self.tensors(layer), self._placed_of(layer), strict=True):

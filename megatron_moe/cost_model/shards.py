@@ -84,7 +84,7 @@ def parameters_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, ParamSpe
 
 
 class GatheredElements(NamedTuple):
-    """Number of elements that a rank has in memory as a whole, at the same time."""
+    """Number of elements of sharded parameters that are gathered (unsharded) on one rank at the same time."""
 
     weights: HeldElements
     """Gathered weights of layers in use, embedding and head."""
@@ -94,10 +94,10 @@ class GatheredElements(NamedTuple):
 
 def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
     """Number of elements of the memory to which a pipeline rank gathers sharded weights, and in which it computes
-    gradients before they are reduced: those of two layers per grid and pass, and of embedding, head and an MTP layer of
-    several depths, which are gathered once per step. Buffers have the size of the largest layer that uses them; other
-    memory that of the layers at the end of a forward, when most activations are saved: the last ones and, if the
-    backward of another microbatch overlaps, the first ones.
+    gradients before they are reduced. It holds two layers per grid and pass, and the embedding, the head and an MTP
+    layer of several depths, which are gathered once per step. Buffers have the size of the largest layer that uses
+    them; other memory that of the layers at the end of a forward, when most activations are saved: the last ones and,
+    if the backward of another microbatch overlaps, the first ones.
     """
     config, parallel = plan.data_parallel.fsdp, plan.parallel
     assert config is not None, "the run shards no weights or gradients"
@@ -129,10 +129,10 @@ class RuleState(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """Equal matrices of one parameter: an expert stack, or one matrix."""
+    """Matrices of one parameter, all of the same shape: the experts of a stack, or a single matrix."""
 
     unit: str
-    """Unit that is a bucket by itself; empty if buckets end at a size."""
+    """FSDP unit, which forms one bucket; empty if buckets are divided by size."""
     number: int
     cost: int
     elements: int
@@ -246,14 +246,14 @@ class StoredBytes(NamedTuple):
     gathered: float
     scales: float
     amax: float
-    """Largest magnitudes, which ranks reduce in bf16 if the weights are bf16, else in fp32."""
+    """Bytes of the block amax values, which ranks reduce in bf16 if the weights are bf16, else in fp32."""
 
     transposed: float = 1.0
     """Bytes of the transposed copy that an input gradient reads."""
 
     @property
     def total(self) -> float:
-        """Bytes that every rank stores."""
+        """Bytes per weight element that every rank stores, without the transposed copy."""
         return self.gathered + self.scales
 
 

@@ -72,8 +72,8 @@ def state_bytes(
 
 
 class _ShardedParts(NamedTuple):
-    """Number of elements in shards, in memory of gathered weights and of gradients, and of parameters without replicas,
-    which are not sharded."""
+    """Numbers of elements of shards, of gathered weights, of gradients before their reduction, and of parameters
+    without replicas, which are not sharded."""
 
     shards: float
     weights: int

@@ -84,11 +84,12 @@ def _in_dispatch(exchange: TokenExchange, parallel: ParallelConfig, sizes: Activ
         gathered = tokens * parallel.ep * parallel.etp
         return Workspace(dispatch=gathered * width * (sizes.activation_itemsize + sizes.internal_itemsize), other=held)
     if copies is SentCopies.PER_RANK:
-        # sums, of this rank's tokens and, if they are computed before the push, of all tokens, as DeepEP receives them
+        # sums of this rank's tokens and, if the transport sums before it sends, of all tokens
         summed = tokens * (1 + parallel.ep * parallel.etp if exchange.sums_before_sending else 1)
         return Workspace(dispatch=summed * width * sizes.activation_itemsize, other=held)
     if copies is SentCopies.PER_HOST:
-        # sums of rows, sums that the forwarding rank receives, and its sums; the choices are sent in the forward
+        # sums of the rows, partial sums that a forwarding rank receives, and their sums; the choices were sent in the
+        # forward
         of_token = token_copies(exchange, parallel)
         sums = tokens * (2 * of_token.forwarded + of_token.per_token)
         return Workspace(dispatch=sums * width * sizes.activation_itemsize, other=held)

@@ -19,7 +19,8 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-"""Values of `layer_types`: a window, a window and chosen entries, a window and all entries."""
+"""Values of `layer_types`: attention to a sliding window only, to a window and selected compressed entries, and to a
+window and all compressed entries."""
 HASH, ROUTED = "hash_moe", "moe"
 """Values of `mlp_layer_types`: hash-routed experts (the token id selects them), and experts selected by scores."""
 DEFAULT_RATES: Mapping[str, int] = MappingProxyType({SPARSE: OVERLAPPING_RATIO, HEAVY: 128})
@@ -27,7 +28,7 @@ DEFAULT_RATES: Mapping[str, int] = MappingProxyType({SPARSE: OVERLAPPING_RATIO, 
 
 
 def read_deepseek_v4(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of DeepSeek-V4 and that of multi-token prediction: compressed attention, hyper-connections, and
+    """Builds the layers of DeepSeek-V4 and of its multi-token prediction: compressed attention, hyper-connections, and
     hash-routed experts in the first layers."""
     for key in ("attention_bias", "attention_dropout"):
         config.refuse_if(bool(config.get(key, False)), f"has {key}")
@@ -54,7 +55,7 @@ def read_deepseek_v4(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def _ratios(config: HFConfig) -> list[int]:
-    """Compression ratios of the layers and of the layer of multi-token prediction."""
+    """Compression ratios of the decoder layers and of the MTP layer."""
     num_layers, kinds = config.integer("num_hidden_layers"), config.get("layer_types", None)
     published = config.get("compress_ratios", [])
     last = published[num_layers] if len(published) > num_layers else 0
@@ -82,7 +83,7 @@ def _mixer(config: HFConfig, ratio: int) -> CompressedAttentionConfig:
             num_heads=config.integer("index_n_heads"),
             head_dim=config.integer("index_head_dim"),
             topk=config.integer("index_topk"),
-            # the rotation keeps the products of q and k
+            # the Hadamard rotation does not change q k^T
             rotate_activation=has_hadamard_matrix(config.integer("index_head_dim")),
             rope=rope,
             norm=norm,

@@ -27,7 +27,7 @@ from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 
 _MAX_LAYERS = 10_000
 _NUM_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Keys with the number of MTP layers: DeepSeek's, that of transformers, Qwen3.5's."""
+"""Keys of config.json for the number of MTP layers, as named by DeepSeek, transformers and Qwen3.5."""
 """Maximum of num_hidden_layers. A larger value indicates a damaged file; its layer configs could exhaust memory."""
 _LATENT_NORM_EPS = 1e-6
 """Epsilon that transformers uses for the q and kv latent norms, for which it ignores rms_norm_eps."""
@@ -325,7 +325,7 @@ def minimax_m2(config: HFConfig) -> tuple[LayerConfig, ...]:
     expert bias, no shared expert. Layers of multi-token prediction, which transformers does not load, are omitted."""
     config.refuse_if(config.integer("num_experts_per_tok") == 1, "renormalises the score of a single expert")
     norm, rotated = read_norm(config, 1e-6), config.get("rotary_dim", None)
-    # published folders have the number of rotated dims, transformers their fraction
+    # published files contain the number of rotated dims, files written by transformers their fraction
     factor = rotated / config.integer("head_dim") if rotated else 1.0
     mixer = _attention(config, norm, 5e6, qk_norm="full", rotary_factor=factor)
     num_experts, width = config.integer(_experts_key(config)), config.integer("intermediate_size")
@@ -382,7 +382,7 @@ def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ..
         num_heads=config.integer("index_n_heads"),
         head_dim=config.integer("index_head_dim"),
         topk=config.integer("index_topk"),
-        # the rotation keeps the products of q and k
+        # the Hadamard rotation does not change q k^T
         rotate_activation=has_hadamard_matrix(config.integer("index_head_dim")),
         rope=replace(mixer.rope, interleaved=interleaved),
         norm=NormConfig(kind="LayerNorm", eps=_INDEXER_NORM_EPS),
@@ -443,7 +443,7 @@ _MISSING: Mapping[str, str] = MappingProxyType(
         "minimax": "has attention with a constant decay, and scaled residuals of norms",
     }
 )
-"""What families without an entry in `FAMILIES` compute otherwise, by `model_type`."""
+"""Unsupported features of the families without an entry in `FAMILIES`, by `model_type`, for error messages."""
 
 
 def _attention(

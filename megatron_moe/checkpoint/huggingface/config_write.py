@@ -1,7 +1,6 @@
-"""Contents of the config.json of a model.
-
-A family of transformers is chosen by a round trip: its config.json is written from the model and read back, and must
-describe the same computation. Families are tried in the order of `FAMILIES`.
+"""Generates the config.json of a model. The transformers model family is determined by a round trip: a candidate's
+config.json is generated from the model and read back, and must describe the same computation. Families are tried in the
+order of `FAMILIES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +43,7 @@ class Family(NamedTuple):
     """A model family of transformers."""
 
     architecture: str
-    """Class of transformers that loads the folder."""
+    """Class name in transformers that loads the folder."""
     write: Callable[[ModelConfig, MoEConfig], Values]
     """Function that returns the keys of config.json that `_common` does not contain. It may raise `_NoFamily`,
     AttributeError or TypeError."""
@@ -109,8 +108,8 @@ def _heads(mixer: SoftmaxMixerConfig) -> Values:
 
 
 def _rope(rope: RopeConfig | None) -> Values:
-    """Keys of rotary embeddings, which every family has. A model without them differs from the config, which is how the
-    message names its flags."""
+    """Keys of rotary embeddings, which every family has. A model without them differs from the generated config, and
+    the resulting error message names the flags."""
     if rope is None:
         return {}
     scaling: Values = {"rope_type": rope.scaling, "factor": rope.scaling_factor}
@@ -204,7 +203,7 @@ def _qwen3_next(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _module_kinds(layer: LayerConfig) -> list[str]:
-    """Nemotron's names of the modules of a layer."""
+    """Nemotron's names for the modules of each layer."""
     of_mixer = "linear_attention" if isinstance(layer.mixer, MambaConfig) else "full_attention"
     of_feed_forward = "moe" if layer.is_moe else "mlp"
     return [of_mixer] * layer.mixer.present + [of_feed_forward] * layer.feed_forward.present
@@ -403,7 +402,8 @@ def _deepseek_v4(model: ModelConfig, moe: MoEConfig) -> Values:
     heavy = max((ratio for ratio in ratios if ratio != DEFAULT_RATES[SPARSE]), default=0) or DEFAULT_RATES[HEAVY]
     rates = {**DEFAULT_RATES, HEAVY: heavy}
     kinds = {0: WINDOW, **{rate: kind for kind, rate in rates.items()}}
-    # the embedding of layers without entries, and with entries; the other one if there are no such layers
+    # rotary embedding of layers without compressed entries, and of layers with them; if there are no such layers, that
+    # of the others
     main, compress = (max(mixers, key=lambda mixer: bool(mixer.ratio) == has).rope for has in (False, True))
     factor = {"partial_rotary_factor": first.rope.dim / first.head_dim}
     indexer = next((mixer.indexer for mixer in mixers if mixer.indexer), None)
@@ -470,4 +470,5 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "deepseek_v4": Family("DeepseekV4ForCausalLM", _deepseek_v4),
     }
 )
-"""Families by `model_type`, general ones first. Kimi K2 has no class in transformers and equals deepseek_v3."""
+"""Families by `model_type`, the most general ones first. Kimi K2 has no class in transformers and is written as
+deepseek_v3."""

@@ -92,7 +92,7 @@ class HFFolder:
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
-        """Name in the file by published name."""
+        """Maps published tensor names to the names in the files."""
         renamed = _SAVED_AS.get(config.get("model_type", ""), ())
         for path in _weight_files(folder):
             try:
@@ -108,7 +108,7 @@ class HFFolder:
             self._paths |= dict.fromkeys(stored, path)
         self._block = fp8_block(config)
         self._scaled = self._scale_names()
-        """Name of the scales by name of the quantised matrix."""
+        """Maps the name of each quantised matrix to the name of its scales."""
         self.names = frozenset(self._files) - {*self._scaled.values()}
         """Names of all tensors except scales of quantised matrices."""
 

@@ -14,8 +14,8 @@ FILTERS = Transform(lambda tensors: tensors[0].squeeze(1), lambda tensor: [tenso
 def by_key_head(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Transform:
     """Qwen3-Next's `in_proj_qkvz` and `in_proj_ba` <-> our rows q, k, v, z, beta, decay.
 
-    Those of Hugging Face are ordered by key head: its q, its k, then v and z of its value heads; and beta and decay of
-    these.
+    Rows of the Hugging Face tensors are ordered by key head: the head's q and k, then v and z of its value heads
+    (`in_proj_ba`: their beta and decay).
     """
     values = value_heads // key_heads
     widths = ((key_dim, key_dim, values * value_dim, values * value_dim), (values, values))

@@ -28,7 +28,7 @@ _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _INTEGERS = frozenset(("I64", "I32"))
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 _SEPARATE_MTP = "mtp."
-"""Start of the names of MTP layers that are not numbered after the regular layers. This program does not read those of
+"""Name prefixes of MTP layers that are not numbered after the regular layers. This program does not read those of
 Nemotron-3."""
 _SHARED_COPIES = frozenset((weight_map.MTP_EMBEDDING, weight_map.MTP_HEAD))
 

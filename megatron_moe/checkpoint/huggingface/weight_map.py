@@ -29,7 +29,7 @@ class Transform:
 
 COPY = Transform(lambda tensors: tensors[0], lambda tensor: [tensor])
 ROW = Transform(lambda tensors: tensors[0].squeeze(0), lambda tensor: [tensor.unsqueeze(0)])
-"""Hugging Face [1, E] <-> our [E]."""
+"""Transform of a vector: Hugging Face [1, E] <-> our [E]."""
 GATE_UP = Transform(lambda tensors: torch.cat(list(tensors)), lambda tensor: tensor.chunk(2))
 """Hugging Face gate [F, ...] and up [F, ...] <-> our [2F, ...], gate rows first."""
 COLUMNS = Transform(lambda tensors: torch.cat(list(tensors), dim=1), lambda tensor: tensor.chunk(2, dim=1))
@@ -100,7 +100,8 @@ TRANSFORMS: Mapping[str, Transform | Callable[..., Transform]] = MappingProxyTyp
 )
 """Transforms, and functions from sizes to transforms, by their name in `NameRule`."""
 _VOCABULARY = "vocabulary"
-"""Name in `NameRule` of `padded_rows` with the vocabulary sizes of the Hugging Face folder and of the model."""
+"""Transform name in `NameRule` that stands for `padded_rows` with the vocabulary sizes of the Hugging Face folder and
+of the model."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ class Names(NamedTuple):
     mtp_projections: tuple[str, ...] = ("eh_proj",)
     """Names of the parts of an MTP layer's projection [H, 2H] of embedding and hidden state, relative to the layer."""
     only_mtp: str = ""
-    """Start of the names of an MTP layer's norms and projection in families with a single MTP layer; empty if these
-    names are relative to the layer."""
+    """Name prefix of an MTP layer's norms and projection in families with a single MTP layer; empty if these names are
+    relative to the layer."""
     splits_mtp: bool = False
     """Whether the mixer and the feed-forward module of an MTP layer have the names of two layers, the first of which
     has the norms and the projection before it, and the last one the norm after it."""
@@ -160,7 +161,7 @@ class Names(NamedTuple):
             yield replace(rule, name=f"streams_head.{rule.name}")
 
     def prefix(self, layer: int, num_layers: int) -> str:
-        """Start of the names of a layer. MTP layers have the numbers from `num_layers` on."""
+        """Name prefix of a layer. MTP layers are numbered from `num_layers` on."""
         if layer < num_layers or not self.mtp_layers:
             return f"{self.layers}.{layer}"
         return f"{self.mtp_layers}.{layer - num_layers}"
@@ -221,7 +222,7 @@ _MTP_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _ONLY_MTP_NAME = re.compile(r"mtp\.layers\.0\.(?P<rest>.+)")
 _MODEL_NAME = re.compile(r"(?P<rest>.+)")
 _LAST_MODULE = ("mlp.", "pre_mlp_layernorm.", "final_layernorm.")
-"""Starts of names, in an MTP layer, of the parameters of its last module and of the norm after it."""
+"""Name prefixes, within an MTP layer, of the parameters of its last module and of the norm after it."""
 
 
 def names_of(model_type: str) -> Names:
@@ -255,7 +256,8 @@ def map_names(
 
 
 def _mtp_number(match: re.Match[str], num_layers: int, split: int) -> int:
-    """Hugging Face number of the layer with a parameter of an MTP layer, which consists of `split` layers there."""
+    """Number in the Hugging Face folder of the layer that holds a parameter of an MTP layer, which consists of `split`
+    layers there."""
     return num_layers + int(match["layer"]) * split + (split - 1) * match["rest"].startswith(_LAST_MODULE)
 
 

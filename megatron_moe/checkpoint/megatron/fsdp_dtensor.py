@@ -30,7 +30,7 @@ _PART = re.compile(
 
 @dataclass
 class JoinedTensor:
-    """Stored tensors that together are one tensor: parts along dim 0, or those of all experts, stacked."""
+    """Stored tensors that together form one tensor: parts along dim 0, or the tensors of all experts, stacked."""
 
     parts: dict[int, dict[int, tuple[str, StoredTensor]]] = field(default_factory=dict)
     """Expert (0 for tensors without experts) -> index of the part -> (key, stored tensor)."""

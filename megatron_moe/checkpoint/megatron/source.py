@@ -30,7 +30,7 @@ _VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weigh
 _MTP_LAYER = re.compile(r"(?P<depth>mtp\.layers\.\d+)\.transformer_layer\.(?P<rest>.+)")
 _OUTSIDE_LAYERS = re.compile(r"(?P<module>decoder|mtp\.layers\.\d+)\.(?P<rest>.+)")
 _TABLE = ".router.expert_table"
-"""End of the names of tables of experts by token id."""
+"""Name suffix of the tables that map token ids to experts."""
 
 _QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
 """Name suffix of a norm that our models lack: Megatron-Core adds it to multi-latent attention without a q latent."""
