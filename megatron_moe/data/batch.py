@@ -26,9 +26,9 @@ class TokenMeta:
     """Positions, documents and padding of the tokens of one microbatch."""
 
     positions_BS: Tensor
-    """int64 position of every token in its document if `reset_position_ids` is set, otherwise in its sequence."""
+    """Position of every token, int64: in its document if `reset_position_ids` is set, otherwise in its sequence."""
     ids_BS: Tensor | None = None
-    """Token ids, int64, if routers read them; the model sets the field."""
+    """Token ids, int64; set by the model if routers select experts by token id, else None."""
     segments_BS: Tensor | None = None
     """Document index of every token, int64. Attention is limited to tokens with equal indices. None means no limit."""
     valid_BS: Tensor | None = None
@@ -115,7 +115,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskConfig:
-    """Special ids of the data, and how they affect loss, positions and attention."""
+    """Vocabulary size and special token ids, and their effects on loss, positions and attention."""
 
     vocab_size: int
     """Size of the vocabulary; token ids must be smaller."""
@@ -261,7 +261,7 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
 
 def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
     """Number of ranks over which each sequence is split: all context-parallel ranks or, with dynamic context
-    parallelism, as many as the longest document needs. Groups of this size then process different sequences."""
+    parallelism, the number that the longest document needs. Groups of this size then process different sequences."""
     if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
@@ -287,8 +287,8 @@ def _longest(starts: np.ndarray) -> int:
 
 
 def _positions(starts: np.ndarray, reset: bool) -> np.ndarray:
-    """Position ids, int64 [B, S], counted from the start of the document if `reset`, else from the start of the
-    sample."""
+    """Position ids, int64 [B, S], counted from the first token of the document if `reset`, else from the first token of
+    the sample."""
     places = np.broadcast_to(np.arange(starts.shape[1], dtype=np.int64), starts.shape)
     if not reset:
         return places.copy()

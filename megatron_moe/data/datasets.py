@@ -116,7 +116,7 @@ class MockTokens:
         return {"mock": len(self), "vocab_size": self._vocab_size, "eod": self._eod}
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of a document, or from offset to its end if `length` is None; int64."""
+        """Returns the tokens [offset, offset + length) of a document, int64; up to its end if `length` is None."""
         total = int(self.sequence_lengths[sequence])
         stop = total if length is None else offset + length
         tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self._vocab_size
@@ -138,7 +138,7 @@ class Datasets:
     notes: tuple[str, ...]
     """Log lines about sizes and empty splits."""
     tokenizer: str = ""
-    """Fingerprint of the tokenizer."""
+    """Fingerprint of the tokenizer (`Tokenizer.fingerprint`)."""
     contents: Mapping[str, str] = field(default_factory=dict)
     """Data prefix -> size and sampled checksum of its .bin file. Filled only on global rank 0."""
 

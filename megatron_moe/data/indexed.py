@@ -87,7 +87,7 @@ class IndexedTokens:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """Properties by which the index cache detects that other data was written to the same path."""
+        """Properties by which the index cache detects that the data at the path was replaced."""
         return {
             "dtype": self.dtype.name,
             "sequences": len(self),
@@ -227,8 +227,9 @@ def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: in
 
 
 def unfinished_files(prefix: str | Path) -> list[Path]:
-    """Temporary files of `prefix` from `IndexedWriter`s in other processes. Removes those of processes that have ended:
-    on this host no process has the number, and none on any host holds the lock of the file."""
+    """Temporary files of `prefix` from `IndexedWriter`s in other processes. Removes the files of processes that have
+    ended, which is the case if no process on this host has the process id in the name and no process on any host holds
+    the lock on the file."""
     path = Path(prefix)
     pattern = rf"{re.escape(path.name)}\.(bin|idx)\.writing-(\d+)"
     found = [(each, re.fullmatch(pattern, each.name)) for each in sorted(path.parent.glob("*.writing-*"))]

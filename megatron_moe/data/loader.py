@@ -93,11 +93,11 @@ class RowPacker:
     seq_length: int
     """Number of positions per row."""
     ranks: int
-    """Number of data-parallel ranks to which the rows are distributed. A loader with fewer ranks gives each of its
-    ranks the microbatches of several of these ranks, one after the other."""
+    """Number of data-parallel ranks to which the rows are distributed. If a loader has fewer ranks, each of them
+    processes the microbatches of several of these ranks, one after the other."""
     group: int = 1
-    """Number that divides the number of microbatches per step and rank: the microbatch group size of interleaved
-    schedules."""
+    """The number of microbatches per step and rank is a multiple of this number, which is the microbatch group size of
+    interleaved schedules."""
 
     def microbatches(self, samples: Samples, step: np.ndarray, micro: int) -> list[list[tuple[Row, ...]]]:
         """Microbatches of every rank, each `micro` rows of sample indices, for a step over the samples `step`."""

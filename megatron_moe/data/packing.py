@@ -12,7 +12,8 @@ Row = tuple[int, ...]
 
 
 def pack(lengths: Sequence[int], config: PackingConfig, capacity: int, *, ranks: int, unit: int) -> list[list[Row]]:
-    """Rows of every data-parallel rank, in the order of its microbatches. All ranks have equally many rows.
+    """Returns the rows of every data-parallel rank, in the order of its microbatches. All ranks have the same number of
+    rows.
 
     Each sequence is in exactly one row. Sequences are packed in order (`dp_balanced`) or longest first
     (`default_dynamic_cp`) until a row is full; then rows are split until their number is a multiple of `ranks * unit`.

@@ -24,7 +24,7 @@ from megatron_moe.data.cache import digest_of, load_or_build
 _SEPARATE_BELOW = 0.80
 """The last epoch is shuffled separately if less than this fraction of its samples is used."""
 PADDING = -1
-"""Id at the positions after the end of an incomplete sample; not a valid token id."""
+"""Value at the positions after the end of an incomplete sample. It is not a valid token id."""
 
 
 class Documents(Protocol):
@@ -278,7 +278,8 @@ class Samples(Protocol):
 
 
 class SamplesOfOneDataset(Samples, Protocol):
-    """Interface of the parts of a blend; `DocumentSamples` and `WholeDocuments` implement it."""
+    """Interface of the samples of one data set, from which blends are composed; `DocumentSamples` and `WholeDocuments`
+    implement it."""
 
     name: str
     inputs: dict[str, Any]

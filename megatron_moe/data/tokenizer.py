@@ -178,8 +178,8 @@ def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
 
 
 def llama_tokenizer_config(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json with which transformers' LlamaTokenizer gives the ids of a SentencePiece model: without
-    pieces that the model does not have, and with its rule for a leading space."""
+    """Content of a tokenizer_config.json with which transformers' LlamaTokenizer reproduces the ids of a SentencePiece
+    model. It adds no special pieces that the model lacks and keeps the model's rule for a leading space."""
     processor = optional_package("sentencepiece", "this tokenizer").SentencePieceProcessor(model_file=str(path))
     ids = {"bos_token": processor.bos_id(), "unk_token": processor.unk_id(), "pad_token": processor.pad_id()}
     names = {name: processor.id_to_piece(number) if number >= 0 else None for name, number in ids.items()}

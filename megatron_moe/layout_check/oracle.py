@@ -124,7 +124,7 @@ class _Partition:
         self.parts = self._over(context_degree(arguments[0], self._plan.parallel))
 
     def _over(self, degree: int) -> list[Tensor]:
-        """Token indices of each rank if every sequence is split over `degree` context-parallel ranks."""
+        """Computes the token indices of each rank if every sequence is split over `degree` context-parallel ranks."""
         num_sequences = self._plan.batch.micro_batch_size
         sequences = torch.arange(num_sequences).chunk(self._plan.parallel.cp // degree)
         shares = _position_parts(self._plan.parallel, self._plan.data.seq_length, degree)

@@ -66,7 +66,7 @@ class RankRecord:
     biases: dict[int, Tensor] = field(default_factory=dict)
     """Expert biases after the last step, by layer index."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Layer index -> how often this rank's tokens chose each expert, summed over all steps; int64 [E]."""
+    """Layer index -> number of choices of each expert by this rank's tokens, summed over all steps; int64 [E]."""
 
 
 def record_run(
@@ -82,7 +82,7 @@ def record_run(
     """Trains the plan's model for `num_steps` steps on this rank and records the results.
 
     `prepare` receives the trainer before the first step and returns a callback to run before every step, or None.
-    `packer`: packer of variable-length data; None for that of the plan.
+    `packer`: packer of variable-length data; None selects the packer of the plan.
     """
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels)

@@ -49,9 +49,10 @@ class RandomSamples:
         return tokens
 
     def _start_documents(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Starts each document of eight neighbouring sequences with another token, in place. Attention sees nothing
-        before it, so equal tokens would have equal router probabilities, and rounding would decide which of them an
-        expert at capacity drops. `ends`: where documents may end, if attention does not cross their ends."""
+        """Gives the documents of eight neighbouring sequences different first tokens, in place. The first token of a
+        document attends only to itself, so equal first tokens would have equal router probabilities, and rounding would
+        decide which of them an expert at capacity drops. `ends`: positions at which documents may end, if attention
+        does not cross document boundaries."""
         starts, spacing = np.zeros(1, dtype=np.int64), 1
         if self.packed:
             spacing = max(1, (self.vocab_size - 1) // 8)

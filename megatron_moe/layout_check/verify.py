@@ -53,7 +53,7 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: 
 
 def _without_forced_logits(plan: RunPlan) -> RunPlan:
     """Plan without forced router logits, which would bypass the router and differ between context-parallel ranks, and
-    without recorded expert choices, which belong to other sizes."""
+    without recorded expert choices, which do not fit the reduced model."""
 
     def routing(moe: MoEConfig) -> MoEConfig:
         return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None, force_skew=None))

@@ -118,7 +118,7 @@ class Reporter:
         self._samples = self._tokens = 0
         self._first_iteration = 0
         self._recorded: frozenset[str] = frozenset()
-        """Keys of the records of `_first_iteration` that an earlier start wrote to metrics.jsonl."""
+        """Keys of the records of `_first_iteration` that metrics.jsonl contains from before this process started."""
         self._has_reported = False
 
     def _prepare(self) -> None:
@@ -149,7 +149,7 @@ class Reporter:
         self._recorded = gather_objects(self._recorded, self.context.group("world"))[-1]
 
     def has_validation(self, iteration: int, split: str, data_set: str = "") -> bool:
-        """True on all ranks if an earlier start of the run wrote this evaluation to metrics.jsonl."""
+        """True on all ranks if the run wrote this evaluation to metrics.jsonl before it was restarted."""
         return iteration == self._first_iteration and validation_tag(split, data_set) in self._recorded
 
     def due(self, iteration: int) -> bool:

@@ -1,6 +1,6 @@
 """The run folder and its provenance files.
 
-The provenance files are run.yaml (every value with its origin), command.txt (command line of every start) and
+The provenance files are run.yaml (every value with its origin), command.txt (command line of every launch) and
 environment.txt (versions, machine and source commit). The folder also contains log.txt, metrics.jsonl (one object per
 report), status.json (state of the run), tensorboard/ (scalars), plots/ (loss.png and expert_load.png) and checkpoints/.
 """

@@ -1,6 +1,5 @@
-"""One HTML page about training runs, with its charts inside: no server, no script, no other file.
-
-Curves are SVG. The load of the experts of a layer is a small picture: one row per expert, one column per interval.
+"""Self-contained HTML page about training runs, without scripts or external files. Curves are inline SVG. The expert
+load of a layer is an inline image with one row per expert and one column per interval.
 """
 
 import base64
@@ -22,7 +21,7 @@ _COLOURS = ("#2f6db3", "#d1603d", "#3c8d5a", "#7b4ea3", "#b8860b", "#4f9fa8", "#
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 270, 64, 14, 12, 36
 _MOST_POINTS, _MOST_COLUMNS = 1200, 240
 _FULL_SCALE = 3.0
-"""Load, as a multiple of the mean, from which on the colour is darkest."""
+"""Load, as a multiple of the mean, at and above which the colour is darkest."""
 _LAYER_LOAD = re.compile(r"moe/tokens_per_expert_layer_(\d+)$")
 _ENTRY = re.compile(r"^  ([\w-]+): (.*?)(?:  +# .*)?$")
 _NOT_COMPARED = ("run-dir", "save", "load", "local-rank")

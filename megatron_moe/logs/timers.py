@@ -74,7 +74,7 @@ class Timers:
         self._level = level
         self._device = device
         self._steps: list[list[Span]] = [[]]
-        """Spans of each step that has not been taken."""
+        """Spans of each step that `gather_seconds` has not returned yet."""
 
     @property
     def times_nodes(self) -> bool:

@@ -48,7 +48,7 @@ class Sink(Protocol):
 
     name: str
     rest_seconds: float
-    """Pause in seconds after a failure, in which `log` is not called; 0 if another attempt is cheap."""
+    """Time in seconds after a failure during which `log` is not called; 0 if another attempt is cheap."""
 
     def log(self, entry: LogEntry) -> None: ...
     def close(self) -> None: ...
@@ -167,7 +167,8 @@ class LiveConsole(Console):
 
 
 def _columns() -> int:
-    """Width of the terminal now; an exported COLUMNS would not follow its size."""
+    """Current width of the terminal. An exported COLUMNS is ignored, because it does not change when the terminal is
+    resized."""
     with suppress(OSError, ValueError):
         return os.get_terminal_size(sys.stdout.fileno()).columns or shutil.get_terminal_size().columns
     return shutil.get_terminal_size().columns
@@ -245,7 +246,7 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed_iteration: int) -> None:
         self._directory = directory
         self._purge_step: int | None = resumed_iteration + 1
-        """Iteration from which on TensorBoard hides the points of earlier processes. None means that no points are
+        """First iteration from which TensorBoard hides the points of earlier processes. None means that no points are
         hidden."""
         self._writer: Any = None
 

@@ -27,8 +27,9 @@ class ChunkRunner(Protocol):
     """Interface through which the executor runs the model chunks of one pipeline rank."""
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
-        """Forward steps of a microbatch in a chunk. The first step takes the output of the previous stage, or None in
-        the first stage. The last step returns the input of the next stage, or the scalar loss in the last stage."""
+        """Returns the forward steps of a microbatch in a chunk. The first step takes the output of the previous stage,
+        or None in the first stage. The last step returns the input of the next stage, or the scalar loss in the last
+        stage."""
         ...
 
     def interleaved_nodes(self, forward_chunk: int, backward_chunk: int) -> Sequence[OverlapNode]:

@@ -117,7 +117,8 @@ def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 
 
 def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
-    """Task that a computation completes, or (). A backward is complete when its input gradient has been computed."""
+    """Task that a computation completes, or () if it completes none. A backward is complete when its input gradient has
+    been computed."""
     if action.kind == "backward_weight":
         return ()
     direction = "forward" if action.kind == "forward" else "backward"
@@ -127,10 +128,10 @@ def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedule:
     """Inserts sends and receives into the computations of all ranks.
 
-    Each computation gets a start time; a forward takes one unit of time and a backward two. The send and the receive of
-    a transfer are placed at the time when the sender's computation ends, before computations that start at that time.
-    The list of every rank follows this global order, so the earliest pending transfer can always complete and no
-    deadlock is possible. Receives are posted early so that transfers overlap with computation.
+    Computations are first assigned start times, where a forward takes one unit of time and a backward two. The send and
+    the receive of a transfer are placed at the time when the sender's computation ends, before computations that start
+    at that time. The list of every rank follows this global order, so the earliest pending transfer can always complete
+    and no deadlock is possible. Receives are posted early so that transfers overlap with computation.
     """
     events: list[tuple[tuple[int, ...], int, Entry]] = []
     for rank, entries in enumerate(_started(stages, ranks)):

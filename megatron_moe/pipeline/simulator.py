@@ -26,7 +26,7 @@ class Durations:
     transfer: float = 0.0
     """Duration of one point-to-point transfer."""
     stage_costs: tuple[float, ...] = ()
-    """Relative costs of stages, in model order; empty: equal costs."""
+    """Relative costs of stages, in model order; empty means equal costs."""
 
     def of(self, entry: Entry, stages: StageMap, rank: int) -> float:
         """Duration of an entry; for a pair, the sum of forward and backward."""
@@ -110,7 +110,7 @@ class _End:
     message: Task
     """Task whose result the message contains."""
     ready: float
-    """Time at which this rank posted the send or receive."""
+    """Time at which the rank posted this send or receive."""
     number: int
     """Index of the message in its channel."""
     receives: bool

@@ -10,8 +10,8 @@ At = tuple[int, int]
 
 def memory_slots(entries: Iterable[Entry]) -> dict[At, int]:
     """Returns the number of the memory slot that each microbatch occupies from its forward to the end of its backward,
-    for the schedule of one rank. There are as many slots as microbatches in flight at the same time over all chunks. A
-    microbatch gets a slot that its chunk has used before, if one is free."""
+    for the schedule of one rank. The number of slots is the maximum number of microbatches in flight at the same time
+    over all chunks. A microbatch gets a slot that its chunk has used before, if one is free."""
     slots: dict[At, int] = {}
     users: list[set[int]] = []
     """Chunks that have used each slot."""

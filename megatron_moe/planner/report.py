@@ -235,7 +235,7 @@ def _experts(plan: RunPlan, communication: Communication) -> ReportValues | None
 
 
 def _expert_rows(plan: RunPlan) -> ReportValues | None:
-    """Rows of the first MoE layer's experts, with the shares of rows without a token; None if there are none."""
+    """Rows of the first MoE layer's experts, with the fractions that are padding; None if there are no experts."""
     num_tokens = activation_sizes(plan).residual
     found = (layer.feed_forward.expected_rows(plan.parallel, num_tokens) for layer in plan.model.layers)
     rows = next(filter(None, found), None)

@@ -102,8 +102,8 @@ class Planner:
         return next((each for each in found if each is not None and accepts(each.plan)), None)
 
     def _with_room(self, layouts: Layouts) -> Iterator[tuple[LayoutGrid, RunPlan, float]]:
-        """Yields (sizes, plan without virtual stages, bytes) of the sizes with which weights, gradients and optimizer
-        state of the middle pipeline rank need fewer bytes than there are."""
+        """Yields (parallel sizes, plan without virtual stages, bytes) for the sizes with which weights, gradients and
+        optimizer state of the middle pipeline rank fit into device memory."""
         states: dict[ParallelConfig, float] = {}  # they do not depend on the microbatch size
         for grid in layouts.grids():
             simple = layouts.of(grid)

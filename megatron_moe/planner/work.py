@@ -37,7 +37,7 @@ backward, as a multiple of the activation bytes that a layer saves. Measured: 7.
 LOGIT_PASSES = 3.0
 """Bytes moved by the loss, as a multiple of the logits' bytes: one read in forward, a read and a write in backward."""
 PASSES_AGAIN = 3.0
-"""Bytes moved by recomputed bandwidth-bound kernels, as a multiple of the bytes that recompute frees."""
+"""Bytes moved by bandwidth-bound kernels in recompute, as a multiple of the bytes that recompute frees."""
 LOW_PASSES = 3.0
 """Bytes moved to quantise a GEMM's operands in forward and backward, as a multiple of the input's bytes (estimate)."""
 OFFLOAD_DISTURBANCE = 0.018
@@ -77,7 +77,7 @@ def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
 
 
 _FORWARD = 1 / 3
-"""Fraction of a layer's training FLOPs that is in the forward."""
+"""Fraction of a layer's training FLOPs that the forward takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
