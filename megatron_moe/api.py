@@ -59,7 +59,7 @@ class LayerRouting:
     """Experts of the tokens of one text in one layer."""
 
     ids_TK: Tensor
-    """Experts of each token, int64, by descending score; -1: none."""
+    """Experts of each token, int64, by descending score; -1 for none."""
     probs_TK: Tensor
     """Weight of each of these experts."""
     loads_E: Tensor
@@ -243,7 +243,8 @@ class LanguageModel:
         return float(outcome.loss)
 
     def _given(self, routings: Sequence[TextRouting], tokens: TokenMeta) -> ForcedRouting:
-        """Experts of one microbatch's tokens. A routing may have one token more: the last label of its text."""
+        """Expert ids of one microbatch's tokens. A routing may contain one more token, which is the last label of its
+        text."""
         length, layers = tokens.positions_BS.shape[1], tuple(routings[0].layers)
         ids_BSLK = torch.stack(
             [torch.stack([routing.layers[layer].ids_TK[:length] for layer in layers], dim=1) for routing in routings]

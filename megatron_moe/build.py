@@ -74,11 +74,12 @@ def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
 
 
 def set_algorithms(plan: RunPlan) -> None:
-    """Sets torch's process-wide options: for --deterministic-mode, and no warnings about its own new names."""
+    """Sets torch's process-wide options: deterministic algorithms for --deterministic-mode, and filters for torch's
+    deprecation warnings."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if plan.precision.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-        # not needed: no memory is read before it is written
+        # not needed, because no memory is read before it is written
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 

@@ -169,5 +169,5 @@ class _Workers(ProcessPoolExecutor):
 
 
 def start_workers(count: int) -> ProcessPoolExecutor:
-    """Pool of spawned worker processes that Ctrl-C does not reach."""
+    """Pool of spawned worker processes that ignore Ctrl-C."""
     return _Workers(count, mp_context=multiprocessing.get_context("spawn"))

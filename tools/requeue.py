@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         "--patience",
         type=int,
         default=3,
-        help="number of starts without a new checkpoint after which the run is not restarted (default: 3)",
+        help="number of launches without a new checkpoint after which the run is not restarted (default: 3)",
     )
     options = parser.parse_args(argv)
     try:

@@ -198,8 +198,8 @@ def build_datasets(
 
 
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
-    """Calls `build` on rank 0, then on the other ranks. While rank 0 builds, all ranks run a short collective every
-    30 s, because the order of a large blend may take longer to compute than the timeout of one collective."""
+    """Calls `build` on rank 0, then on the other ranks. While rank 0 builds, all ranks run a short collective every 30
+    s, because computing the order of a large blend may take longer than the timeout of one collective."""
     done = False
     problem: RunError | None = None
     with ThreadPool(1) as pool:  # a daemon thread, which does not delay process exit

@@ -79,7 +79,8 @@ class BufferPool:
 
 @dataclass(frozen=True)
 class InFlight:
-    """Copy of a tensor that the compute stream has not waited for, with the device tensor if it must be kept."""
+    """Copy of a tensor that the compute stream has not waited for, and the device tensor if it must stay allocated
+    until then."""
 
     at: At
     done: Event
@@ -112,7 +113,7 @@ class OffloadedTensor:
         return InFlight(self._at, self._copied, flat if keep else None)
 
     def reload(self) -> None:
-        """Starts the copy to the device, unless the data are on the device or the copy has been started."""
+        """Starts the copy to the device, unless the data is on the device or the copy has been started."""
         if self._flat is None:
             assert self._buffer is not None, "offloaded tensor is neither on the device nor on the host"
             self._flat, self._copied = self._pool.reload(self._buffer, self._copied, self._device)
@@ -216,7 +217,8 @@ class ActivationOffload:
         self._microbatches: dict[At, MicrobatchOffloads] = {}
         self._current = MicrobatchOffloads((0, 0))
         self._learned: dict[int, tuple[tuple[str, int], ...]] = {}
-        """Model chunk -> (module name, bytes) of every group, measured in the chunk's last forward."""
+        """Model chunk -> (module name, bytes) of every group of the chunk's last forward, from which the next selection
+        is made."""
         self._next_backward: Mapping[At, At] = {}
         self._immediate: frozenset[At] = frozenset()
         """(microbatch, chunk) pairs whose backward immediately follows their forward on this rank."""
@@ -247,7 +249,8 @@ class ActivationOffload:
         self.pool.finish_pass()
 
     def begin_forward(self, at: At) -> None:
-        """Starts a forward and selects its groups to offload. Groups opened from now on belong to this forward."""
+        """Starts a forward and selects its groups to offload. Groups that are created afterwards belong to this
+        forward."""
         done = self._current
         if done.groups:
             self._learned[done.at[1]] = tuple((group.module, group.nbytes) for group in done.groups)

@@ -28,7 +28,7 @@ def rounded(num_bytes: int) -> int:
 
 
 @dataclass
-class TrackedPiece:
+class TrackedStorage:
     """Size and lifetime of one tensor storage. `born` and `died` are indices of events (allocations and releases)."""
 
     bytes: int
@@ -43,7 +43,7 @@ class TrackedPiece:
     outlived: bool = False
     """Whether a backward pass ran during the storage's lifetime."""
     pool: int | None = None
-    """CUDA-graph pool of the storage. None: allocated outside captured graphs."""
+    """CUDA-graph pool of the storage; None if it was allocated outside captured graphs."""
 
     @property
     def category(self) -> str:
@@ -66,7 +66,7 @@ CATEGORIES = (
 )  # fmt: skip
 """Memory categories in display order."""
 HOST = "host"
-"""Value of `TrackedPiece.state` for buffers in host memory. Categories and totals do not include them."""
+"""Value of `TrackedStorage.state` for buffers in host memory. Categories and totals do not include them."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Timeline:
     The bytes of a CUDA-graph pool stay allocated: they count as live from the event at which the pool needed them.
     """
 
-    pieces: tuple[TrackedPiece, ...]
+    storages: tuple[TrackedStorage, ...]
     begin: int
     """Index of the first event of the interval over which the peak is computed."""
     num_events: int
@@ -97,7 +97,7 @@ class Timeline:
 
     def totals(self) -> list[int]:
         """Live bytes after every event."""
-        outside = self._sums(piece for piece in self.pieces if piece.state != HOST and piece.category != GRAPHS)
+        outside = self._sums(storage for storage in self.storages if storage.state != HOST and storage.category != GRAPHS)
         return list(map(sum, zip(outside, *self._pools().values(), strict=True)))
 
     def pool_bytes(self, pools: Container[int] | None = None) -> int:
@@ -106,19 +106,19 @@ class Timeline:
 
     def _pools(self) -> dict[int, list[int]]:
         """CUDA-graph pool -> its bytes after every event, which never decrease."""
-        members: dict[int, list[TrackedPiece]] = defaultdict(list)
-        for piece in self.pieces:
-            if piece.category == GRAPHS and piece.pool is not None:
-                members[piece.pool].append(piece)
-        return {pool: list(accumulate(self._sums(pieces), max)) for pool, pieces in members.items()}
+        members: dict[int, list[TrackedStorage]] = defaultdict(list)
+        for storage in self.storages:
+            if storage.category == GRAPHS and storage.pool is not None:
+                members[storage.pool].append(storage)
+        return {pool: list(accumulate(self._sums(storages), max)) for pool, storages in members.items()}
 
-    def _sums(self, pieces: Iterable[TrackedPiece]) -> list[int]:
+    def _sums(self, storages: Iterable[TrackedStorage]) -> list[int]:
         """Live bytes of the given storages after every event."""
         change = [0] * self.num_events
-        for piece in pieces:
-            change[piece.born] += piece.bytes
-            if piece.died is not None:
-                change[piece.died] -= piece.bytes
+        for storage in storages:
+            change[storage.born] += storage.bytes
+            if storage.died is not None:
+                change[storage.died] -= storage.bytes
         return list(accumulate(change))
 
     def peak(self) -> MemoryPeak:
@@ -130,13 +130,13 @@ class Timeline:
         """Breakdown of the live bytes after an event."""
         categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         modules: dict[tuple[str, str], int] = defaultdict(int)
-        for piece in self.pieces:
-            if piece.state != HOST and piece.born <= event and (piece.died is None or piece.died > event):
-                category = piece.category
-                categories[category] += piece.bytes
+        for storage in self.storages:
+            if storage.state != HOST and storage.born <= event and (storage.died is None or storage.died > event):
+                category = storage.category
+                categories[category] += storage.bytes
                 # dispatched rows that are saved for backward are inputs of the experts
-                label = "experts" if (category, piece.label) == ("activations", "dispatch") else piece.label
-                modules[category, label] += piece.bytes
+                label = "experts" if (category, storage.label) == ("activations", "dispatch") else storage.label
+                modules[category, label] += storage.bytes
         reserved = sum(sizes[event] for sizes in self._pools().values())
         if reserved > categories[GRAPHS]:
             modules[GRAPHS, "free for replays"] = reserved - categories[GRAPHS]
@@ -152,7 +152,7 @@ class Timeline:
         events = [max(range(s, min(s + width, self.num_events)), key=totals.__getitem__) for s in starts]
         curves = {}
         for name in CATEGORIES:
-            sums = self._sums(piece for piece in self.pieces if piece.category == name)
+            sums = self._sums(storage for storage in self.storages if storage.category == name)
             if name == GRAPHS:
                 sums = list(map(sum, zip(*self._pools().values(), strict=True))) or sums
             curves[name] = [sums[event] for event in events]
@@ -168,10 +168,10 @@ class Tracker(TorchDispatchMode):
     def __init__(self, *, device_type: str | None = None) -> None:
         super().__init__()
         self._device_type = device_type
-        self._pieces: list[TrackedPiece] = []
-        self._alive: dict[int, TrackedPiece] = {}
+        self._storages: list[TrackedStorage] = []
+        self._alive: dict[int, TrackedStorage] = {}
         """Live storages by the address of the storage object (`_cdata`)."""
-        self._emptied: dict[int, TrackedPiece] = {}
+        self._emptied: dict[int, TrackedStorage] = {}
         """Storages that were resized to no bytes and may grow again."""
         self._phases: list[Phase] = []
         self._phase: Phase = "setup"
@@ -231,9 +231,9 @@ class Tracker(TorchDispatchMode):
         """Marks the storage of a tensor as persistent state of this kind, unless it is marked already."""
         self._see(tensor)
         key = tensor.untyped_storage()._cdata
-        piece = self._alive.get(key) or self._emptied.get(key)
-        if piece is not None and not piece.state:
-            piece.state = kind
+        record = self._alive.get(key) or self._emptied.get(key)
+        if record is not None and not record.state:
+            record.state = kind
 
     def ignore(self, tensor: Tensor) -> None:
         """Excludes a tensor from all totals, because another tensor already accounts for its memory."""
@@ -245,22 +245,22 @@ class Tracker(TorchDispatchMode):
 
     def timeline(self) -> Timeline:
         """Returns the timeline of all events so far."""
-        return Timeline(tuple(map(replace, self._pieces)), self._begin, len(self._phases), tuple(self._phases))
+        return Timeline(tuple(map(replace, self._storages)), self._begin, len(self._phases), tuple(self._phases))
 
     def _see(self, tensor: Tensor) -> None:
         if self._device_type is not None and tensor.device.type != self._device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        piece = self._alive.get(key)
+        record = self._alive.get(key)
         size = rounded(storage.nbytes())
-        if piece is not None:
-            if piece.bytes != size:  # resized in place
+        if record is not None:
+            if record.bytes != size:  # resized in place
                 self._end(key)
                 if size:
-                    self._new(key, size, piece.phase, piece.label, piece.state)
+                    self._new(key, size, record.phase, record.label, record.state)
                 else:
-                    self._emptied[key] = piece
+                    self._emptied[key] = record
         elif size and (emptied := self._emptied.pop(key, None)) is not None:
             self._new(key, size, emptied.phase, emptied.label, emptied.state)
         elif size:
@@ -268,19 +268,19 @@ class Tracker(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key).atexit = False
 
     def _new(self, key: int, size: int, phase: Phase, label: str, state: str = "") -> None:
-        piece = TrackedPiece(size, phase, label, self._event(), state, pool=self._pool)
-        self._alive[key] = piece
-        self._pieces.append(piece)
+        record = TrackedStorage(size, phase, label, self._event(), state, pool=self._pool)
+        self._alive[key] = record
+        self._storages.append(record)
 
     def _forget(self, key: int) -> None:
         self._emptied.pop(key, None)
         self._end(key)
 
     def _end(self, key: int) -> None:
-        piece = self._alive.pop(key, None)
-        if piece is not None:
-            piece.died = self._event()
-            piece.outlived = self._last_backward > piece.born
+        record = self._alive.pop(key, None)
+        if record is not None:
+            record.died = self._event()
+            record.outlived = self._last_backward > record.born
 
     def _event(self) -> int:
         phase = self.phase

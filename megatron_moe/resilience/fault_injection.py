@@ -21,7 +21,7 @@ _FILE_BYTES = 1 << 15
 """File size limit in bytes that the fault "disk-full" sets: enough for status files, too small for weights."""
 _SLEEP_S = 1_000_000
 _FLIPPED_BIT = 0x40
-"""Mask of the highest exponent bit in a weight's last byte. Flipping it multiplies small weights by a huge factor."""
+"""Mask of the highest exponent bit in a weight's last byte. Flipping this bit makes small weights huge."""
 
 
 class InjectedFaultError(RuntimeError):

@@ -24,12 +24,12 @@ _SIGNAL = signal.SIGURG
 _POLL_S = 1.0
 _JOIN_S = 5.0
 _SET_BY_TORCHRUN = b"TORCHELASTIC_RUN_ID="
-"""Environment variable that torchrun sets for its ranks, and that it does not have itself."""
+"""Environment variable that torchrun sets for its ranks but that is not set in torchrun's own process."""
 
 
 def with_launcher_identity(launch: ProcessInfo, parent: int | None) -> ProcessInfo:
-    """Returns a copy with `parent` (None: the current parent process). If torchrun started all ranks, `start_id` also
-    identifies the torchrun process, because its run id may be the same for every start."""
+    """Returns a copy with `parent` set; None selects the current parent process. If torchrun started all ranks,
+    `start_id` also identifies the torchrun process, because its run id may be the same for every launch."""
     parent = os.getppid() if parent is None else parent
     launch = replace(launch, parent=parent)
     if launch.launcher != "torchrun" or not launch.supervised or launch.world_size != launch.local_world_size:

@@ -37,9 +37,9 @@ class Package:
     is_kernels: bool = False
     """True if only backends in `kernels/backends/` use the package."""
     inside: str = ""
-    """Submodule that distinguishes the package from an unrelated one of the same name; empty: not checked."""
+    """Submodule that distinguishes the package from an unrelated one of the same name; empty if this is not checked."""
     obsolete: str = ""
-    """Prefix of the versions that are too old; empty: not checked."""
+    """Prefix of the versions that are too old; empty if this is not checked."""
 
 
 _PINNED = "pip install -c constraints.txt "

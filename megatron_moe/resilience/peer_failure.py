@@ -73,8 +73,8 @@ class PeerFailures:
         return OtherRankProblem(sentence, missing[0])
 
     def _failures(self) -> dict[int, Failure]:
-        """Returns the reports of other ranks in this start of the run, keyed by rank. Waits until all other ranks have
-        reported, one of them has reported a cause other than a lost connection, or `seconds` have passed."""
+        """Returns the reports of other ranks since this launch of the run, keyed by rank. Waits until all other ranks
+        have reported, one of them has reported a cause other than a lost connection, or `seconds` have passed."""
         until = time.monotonic() + self.seconds
         while True:
             found = {failure.rank: failure for failure in self.status.failures() if failure.rank != self.rank}

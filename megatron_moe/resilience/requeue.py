@@ -1,6 +1,6 @@
 """Restart policy for job scripts: decides whether to start a run again after it ended.
 
-The decision uses status.json, because launchers lose exit codes, and the history of earlier starts, which limits
+The decision uses status.json, because launchers lose exit codes, and the history of earlier launches, which limits
 restarts without a new checkpoint.
 """
 
@@ -43,7 +43,7 @@ intervention."""
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """Record of how one start of a run ended."""
+    """Record of how one launch of a run ended."""
 
     time: float
     code: int
@@ -60,19 +60,19 @@ class Decision:
     restart: bool
     reason: str
     suspect_host: str | None = None
-    """Host that the next start should avoid."""
+    """Host that the next launch should avoid."""
 
 
 def decide(
     report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
 ) -> Decision:
     """Decides to restart if the run was killed or its exit code is in `RESTARTED`. Decides against a restart after
-    `patience` starts in a row (including this one) without a new checkpoint.
+    `patience` consecutive launches (including this one) without a new checkpoint.
 
     Args:
-        report: status.json of this start; None if it was not written.
+        report: status.json of this launch; None if it was not written.
         exit_code: exit code of the launcher; used only if `report` is None.
-        earlier: endings of earlier starts, oldest first.
+        earlier: endings of earlier launches, oldest first.
     """
     decision = _decide_alone(report, exit_code)
     if not decision.restart:
@@ -91,7 +91,7 @@ def decide(
 
 
 def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
-    """Decision from the ending of this start only, without the history of earlier starts."""
+    """Makes the decision from the ending of this launch only, without the history of earlier launches."""
     if report is None and exit_code == 0:
         return Decision(restart=False, reason="finished")
     if report is None and exit_code > _SIGNALLED and exit_code != ExitCode.INTERRUPTED:
@@ -115,8 +115,8 @@ def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
 
 
 def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
-    """Content of status.json if it is from this start, i.e. not older than `since` (seconds since the epoch by the file
-    server's clock). Otherwise returns a default report if any rank has started since then, else None."""
+    """Content of status.json if it is from this launch, i.e. not older than `since` (seconds since the epoch by the
+    file server's clock). Otherwise returns a default report if any rank has started since then, else None."""
     try:
         path = run_dir / STATUS
         report, written = StatusReport(**json.loads(path.read_text())), path.stat().st_mtime
@@ -131,7 +131,7 @@ def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
 
 
 def read_history(run_dir: Path) -> tuple[Ending, ...]:
-    """Reads the endings of earlier starts; unreadable lines are skipped."""
+    """Reads the endings of earlier launches; unreadable lines are skipped."""
     path = run_dir / HISTORY
     endings = []
     for line in path.read_text().splitlines() if path.is_file() else []:
@@ -154,7 +154,7 @@ def decide_and_record(
     """Decides whether to restart the run in `run_dir`, and appends the exit code and the decision to its history.
 
     If another job still holds the lock of the folder after a delay in which this job's ranks can end, the run is not
-    restarted and the history remains unchanged. `since` (time of the last start) and `now` are seconds since the epoch
+    restarted and the history remains unchanged. `since` (time of the last launch) and `now` are seconds since the epoch
     by the same clock, which may differ from other hosts' clocks.
     """
     holder = held_by(run_dir)

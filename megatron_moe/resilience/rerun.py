@@ -18,7 +18,7 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 _TOLERANCE = 1e-3
-"""Relative difference up to which results count as equal, because the order of summation on a GPU may vary."""
+"""Maximum relative difference at which results count as equal, because the order of summation on a GPU may vary."""
 
 
 class RerunProblem(RunError):
@@ -48,7 +48,7 @@ class RerunVerdict:
     suspects: tuple[int, ...]
     """Ranks whose own losses differ in the rerun."""
     sentence: str
-    """Conclusion as the end of a message; starts with "; "."""
+    """Conclusion as a clause to append to a message; starts with "; "."""
 
     def problem(self, sentence: str) -> RunError:
         """Exception that ends the run, with the message `sentence`. Its type and exit code depend on `self.kind`."""
@@ -77,8 +77,8 @@ def compare_rerun(
     Args:
         first, rerun: values of the step and of its rerun, reduced over all ranks, by name.
         ranks: losses of every rank in the step and in its rerun.
-        earlier: name -> `repr` of the value in a previous start that failed at this iteration; None means no such
-        start.
+        earlier: name -> `repr` of the value in a previous launch that failed at this iteration; None means that there
+        is none.
     """
     suspects = [each for each in ranks if not same(each.first, each.rerun)]
     if suspects or any(not same(first[name], rerun[name]) for name in rerun):
@@ -98,7 +98,7 @@ class Repeatability:
 
     def __init__(self, device: torch.device) -> None:
         self._statistics = torch.zeros(3, device=device, dtype=torch.float64)
-        """Number of steps, number of steps that differ in any bit, largest relative difference."""
+        """[number of steps, number of steps whose rerun differs in any bit, largest relative difference]."""
 
     def add(self, first: Tensor, rerun: Tensor) -> None:
         """Adds this rank's result vectors of a step and of its rerun."""

@@ -21,12 +21,14 @@ State = Literal["starting", "running", "saving", "finished", "preempted", "faile
 
 STATUS = "status.json"
 STARTED = ".started"
-"""File that every rank touches once its flags are valid. A start that ends later without status.json was killed."""
+"""File that every rank touches once its flags are valid. A launch that ends later without status.json was killed."""
 _START_SECONDS = 10.0
-"""Minimum age, when a rank starts, of a failure in status.json that belongs to a previous start and is overwritten."""
+"""Minimum age, when a rank starts, at which a failure in status.json is attributed to a previous launch and
+overwritten."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _START_SKEW_SECONDS = 1.0
-"""Reports in crash/ belong to a previous start if they were written more than this time before this rank started."""
+"""Reports in crash/ are attributed to a previous launch if they were written more than this time before this rank
+started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class RunStatus:
             )
 
     def _lost(self) -> str:
-        """What a run that ends now has lost, and how it continues."""
+        """Clause about the iterations that are lost if the run ends now, and how to continue."""
         iteration, saved = self.report.iteration, self.report.last_checkpoint
         if saved is None:
             return f"the last iteration was {iteration} and no checkpoint was saved, so the same command starts anew"
@@ -147,7 +149,7 @@ class RunStatus:
 
     def starting(self, *, say: Callable[[str], None], warning: str = "") -> None:
         """Called after the rendezvous. Writes the state "starting" to status.json, even if the file has a failure of a
-        previous start. `say`: replaces the constructor's `say`."""
+        previous launch. `say`: replaces the constructor's `say`."""
         self._say = say
         self.update(state="starting", warning=warning)
 
@@ -186,8 +188,8 @@ class RunStatus:
         return replace(min(failures, key=_blame).report, last_checkpoint=max(known) if known else None)
 
     def failures(self) -> list[Failure]:
-        """Failures of all ranks in this start of the run, read from crash/. Empty unless this rank has failed, because
-        the start time is computed from the modification time of this rank's report."""
+        """Failures of all ranks since this launch of the run, read from crash/. Empty unless this rank has failed,
+        because the start time is computed from the modification time of this rank's report."""
         if self._failed is None:
             return []
         try:
@@ -198,7 +200,7 @@ class RunStatus:
         return [failure for failure in failures if failure is not None and failure.time >= begun]
 
     def _earlier(self) -> StatusReport:
-        """Content of status.json, which an earlier start or another rank has written; a default report if there is
+        """Content of status.json, which an earlier launch or another rank has written; a default report if there is
         none."""
         try:
             if self._run_dir is not None:
@@ -208,7 +210,8 @@ class RunStatus:
         return StatusReport()
 
     def _peer_failed(self, earlier: StatusReport) -> bool:
-        """Touches STARTED. Returns True if status.json has another rank's failure in this start, which must be kept."""
+        """Touches STARTED. Returns True if status.json has another rank's failure since this launch, which must be
+        kept."""
         if self._run_dir is None:
             return False
         try:

@@ -1,6 +1,6 @@
 """Straggler detection (`--log-straggler`): compares the time that ranks need for the same work.
 
-A step takes equally long on all ranks, because its collectives synchronise them. Forward and backward of one attention
+The step time is the same on all ranks, because collectives synchronise them. Forward and backward of one attention
 module and the wait for data are therefore timed separately. Device times use only events that have completed when the
 report is made, which avoids synchronisation.
 """

@@ -93,8 +93,8 @@ class Watchdog:
             faulthandler.dump_traceback_later(seconds + _C_TIMER_DELAY_S, exit=True, file=sys.__stderr__)
 
     def monitor(self, check: Callable[[], OtherRankProblem | None]) -> None:
-        """Calls `check` every `_POLL_S` and ends the process with the problem that it returns: a rank that waits for
-        another one on the device blocks the main thread."""
+        """Calls `check` every `_POLL_S` seconds and ends the process with the problem that it returns. The watchdog
+        thread does this because the main thread is blocked if this rank waits on the device for another one."""
         with self._change:
             self._check = check
             self._change.notify()
@@ -163,7 +163,7 @@ class Watchdog:
             return "stderr"
 
     def _ranks_without_stacks(self) -> str:
-        """Names the ranks that have written no stacks during this start."""
+        """Names the ranks that have written no stacks since this launch."""
         if self._crash is None or self._world_size == 1:
             return ""
         time.sleep(_PEER_STACKS_S)

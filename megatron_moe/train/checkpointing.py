@@ -43,7 +43,7 @@ _LONGER_GRACE: Mapping[str, str] = MappingProxyType(
 
 
 class ProgressLog:
-    """Appends one line per start and per checkpoint to progress.txt (`--log-progress`); write errors are ignored.
+    """Appends one line per launch and per checkpoint to progress.txt (`--log-progress`); write errors are ignored.
 
     Args:
         folder: checkpoint folder, in which progress.txt is written; None if nothing is written.

@@ -69,8 +69,8 @@ class Evaluation:
 
     def final(self, state: TrainState) -> None:
         """Evaluates the test set at the end of the run, and the validation sets unless that was done after the last
-        iteration. (Megatron-LM would evaluate them again, on other samples.) Results that an earlier start has
-        recorded are not computed again, unless `--skip-train` requests them."""
+        iteration. (Megatron-LM would evaluate them again, on other samples.) Results that were recorded before a
+        restart are not computed again, unless `--skip-train` requests them."""
         if not self.config.eval_iters:
             return
         if self.evaluated != state.iteration:
@@ -80,7 +80,8 @@ class Evaluation:
 
     def _evaluate_all(self, state: TrainState, where: str) -> None:
         """Evaluates all validation sets. `where`: field of `ValidationReport`."""
-        # number of evaluations due before this iteration, which selects the data; unaffected by restarts
+        # The data is selected by the number of evaluations that were due before this iteration, so restarts do not
+        # change it.
         number = max(state.iteration - 1, 0) // self.config.eval_interval if self.config.eval_interval else 0
         losses = []
         self.evaluated = state.iteration
@@ -93,7 +94,8 @@ class Evaluation:
             state.validation_loss = mean if math.isfinite(mean) else None
 
     def _is_recorded(self, state: TrainState, **fields: str) -> bool:
-        """True if an earlier start has recorded this evaluation, and reports so. `fields`: split and data set."""
+        """Returns True, and writes a note, if this evaluation was recorded before a restart. `fields`: split and data
+        set."""
         recorded = not self.config.skip_train and self.reporter.has_validation(state.iteration, **fields)
         if recorded:
             name = "-".join(filter(None, fields.values()))

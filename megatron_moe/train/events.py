@@ -26,7 +26,8 @@ class RunEvents:
 
 
 class GarbageCollection:
-    """Manual garbage collection (`--manual-gc`), at the same steps on all ranks so that no rank delays the others.
+    """Manual garbage collection (`--manual-gc`), at the same steps on all ranks, because a rank that collects alone
+    would delay the others.
 
     This context manager disables automatic collection. Register the method `enter` as an observer of `RunEvents`.
     """

@@ -42,7 +42,7 @@ class RankReport:
     rerun_values: dict[str, float] = field(default_factory=dict)
     """Global values of the repeated step: "loss" and "norm all" (global gradient norm)."""
     earlier: dict[str, str] | None = None
-    """Loss and norms that a previous start reported for this iteration; None without a report and on ranks above 0."""
+    """Loss and norms that a previous launch reported for this iteration; None without a report and on ranks above 0."""
 
 
 def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
@@ -149,7 +149,7 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
 
 
 def _numbers_of(path: Path) -> dict[str, str] | None:
-    """Values by name in the report of a previous start; None if it is missing or unreadable."""
+    """Values by name in the report of a previous launch; None if it is missing or unreadable."""
     try:
         found = json.loads(path.read_text())["numbers"]
         return {str(name): str(value) for name, value in found.items()}

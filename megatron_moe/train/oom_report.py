@@ -15,7 +15,7 @@ REPORT = "crash/out-of-memory-{rank:05d}.txt"
 _MOST_BLOCKS = 5
 _TRACED_FRAMES = 3
 _NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Part of the message of the RuntimeError that torch's host allocator raises."""
+"""Substring of the RuntimeError message with which torch's host allocator fails."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ class RankStage:
     def input_shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
         """Shape of the tensor sent to a stage: [S, B, n H] for n residual streams and, after the final norm, [S, B, H].
         After a stage with multi-token prediction, the hidden states of all depths are concatenated along S. Between the
-        final norm and multi-token prediction, the residual streams that it reads are, if there are several."""
+        final norm and multi-token prediction, which reads the residual streams, they are appended if there are
+        several."""
         batch, model, config = self._batches[microbatch], self._pipeline.model, self._pipeline.context.config
         batch_size, length = batch.tokens_BS.shape
         if config.sequence_parallel:

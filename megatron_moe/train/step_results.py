@@ -15,8 +15,8 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 def largest_overflows(context: ParallelContext, comm: ExpertComm | None, stash: PagedStash | None) -> dict[str, Tensor]:
-    """Overflows of a step that void it, as values of `StepOutcome.extra_scalars`: maxima over all ranks, fp32 scalars
-    on the device. Collective; called once per step."""
+    """Overflows because of which a step must be repeated, as entries of `StepOutcome.extra_scalars`: maxima over all
+    ranks, fp32 scalars on the device. Collective; called once per step."""
     found: dict[str, Tensor] = {}
     if comm is not None and comm.overflow is not None:
         found["overflow"] = comm.overflow

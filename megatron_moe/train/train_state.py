@@ -48,7 +48,7 @@ class TrainState:
 
     def last_iteration(self, config: TrainStateConfig) -> int:
         """Iteration after which training ends. With `--train-samples`, the number of iterations left is computed from
-        the samples left, so that the batch size may change between starts."""
+        the samples left, so that the batch size may change between launches."""
         if config.loop.train_samples is None:
             return config.loop.train_iters
         return self.iteration + config.batch.steps_for(config.loop.train_samples, self.consumed_samples)

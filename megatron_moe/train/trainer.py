@@ -113,7 +113,7 @@ class Trainer:
         self.kernels = buffers.kernels
         scaling = optimizer.config.loss_scaling
         self.loss_scaler = None if scaling is None else LossScaler(scaling, self.context.device)
-        """Scale of the loss of fp16 runs; None: the loss is not scaled."""
+        """Scale of the loss of fp16 runs; None if the loss is not scaled."""
         self._logits = LogitClip(
             self.model, self.context, optimizer.config.qk_clip, log=logging.log_max_attention_logit
         )
@@ -153,9 +153,9 @@ class Trainer:
     ) -> StepOutcome:
         """Trains on this rank's microbatches of one global batch; `state` is the state before the step.
 
-        `size`: size of the global batch. None: every row of the microbatches is one sample.
-        `without_stash`: saves all rows of experts whole, although the run has a paged stash.
-        Raises MemoryProblem if device memory runs out."""
+        `size`: size of the global batch; None means that every row of the microbatches is one sample. `without_stash`:
+        saves all rows of experts whole, although the run has a paged stash. Raises MemoryProblem if device memory runs
+        out."""
         stash = self.model.saved_tensors.stash if without_stash else None
         with self._memory_guard(state.iteration + 1), nullcontext() if stash is None else stash.bypassed():
             return self._step(batches, state, size or self._size_of(batches))
@@ -341,7 +341,7 @@ class Trainer:
 
     def _accept(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Checks loss and gradient norm for non-finite values and spikes. Returns a device bool: False if this step
-        fails a check, or if an overflow or an earlier failure voids it."""
+        fails a check, or if its update must not be applied because of an overflow or an earlier failure."""
         config, accepted = self.resilience, torch.ones_like(self._may_continue)
         valid = self._may_continue
         checks: list[tuple[Tensor, str]] = []

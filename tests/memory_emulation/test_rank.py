@@ -164,7 +164,7 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
     moved = emulate_rank(plan(memory=MemoryConfig(offload=away)), 0, META, num_microbatches=2).timeline
     assert moved.peak().categories["activations"] < plain.categories["activations"]
     assert moved.peak().total < plain.total
-    assert sum(piece.bytes for piece in moved.pieces if piece.state == HOST) > 0
+    assert sum(storage.bytes for storage in moved.storages if storage.state == HOST) > 0
 
 
 @pytest.mark.parametrize(("num_ranks", "busiest", "imbalance"), [(1, 0, 1.0), (4, 2, 1.0), (4, 3, 2.5), (4, 0, 0.0)])

@@ -91,7 +91,8 @@ class CudaGraphRecorder:
         return captured
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """Tensor in the same memory that does not keep it allocated. Memory of a pool stays reserved for its graphs."""
+        """Returns a tensor that aliases the memory without keeping it allocated. Memory of a pool stays reserved for
+        its graphs."""
         storage = tensor.untyped_storage()
         same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -121,7 +122,8 @@ class CudaGraphRecorder:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """Buffer with the layout of a tensor. Unlike `torch.empty_like`, it computes no values of a tensor subclass."""
+    """Allocates a buffer with the layout of a tensor. Unlike `torch.empty_like`, it does not make a tensor subclass
+    compute its values."""
     strides, expected = tensor.stride(), 1
     for stride, size in sorted(pair for pair in zip(strides, tensor.shape, strict=True) if pair[1] != 1):
         if stride != expected:

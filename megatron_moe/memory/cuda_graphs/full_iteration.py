@@ -75,8 +75,9 @@ class FullIterationGraph:
 
 
 def _static(batch: MicroBatch) -> MicroBatch:
-    """Returns a copy of the batch without the fields that a graph must not depend on. A key that is the same in every
-    step tells microbatches apart: a recomputed forward uses what the first forward of its microbatch has stored."""
+    """Returns a copy of the batch without the fields that a graph must not depend on. Its RNG key is replaced by a key
+    that is the same in every step but differs between microbatches, because recomputed forwards look up values that the
+    first forward of the microbatch stored under its key."""
     whole = None if batch.whole is None else _static(batch.whole)
     key = batch.context.rng and batch.context.rng._replace(iteration=0)
     return replace(batch, context=replace(static_context(batch.context), rng=key), whole=whole)

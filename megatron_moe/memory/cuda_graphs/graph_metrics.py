@@ -69,7 +69,7 @@ class MetricRecorder(MetricAccumulator):
         self._records.append(trace)
 
     def take_tensors(self) -> list[Tensor]:
-        """Returns the stored tensors, which become outputs of the graph, and stores them no longer."""
+        """Returns the stored tensors, which become outputs of the graph, and drops the references to them."""
         tensors, self._tensors = self._tensors, []
         return tensors
 

@@ -10,12 +10,12 @@ from megatron_moe.pipeline.slots import At
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory of one microbatch in flight, which microbatches use one after the other."""
+    """Memory slot of one microbatch in flight, which is reused by later microbatches."""
 
     pools: GraphPools
     contexts: StaticContexts = field(default_factory=StaticContexts)
     instances: dict[int, GraphInstance] = field(default_factory=dict)
-    """Chunk -> its graphs in this slot."""
+    """Model chunk -> its graphs in this slot."""
     user: At | None = None
     """(microbatch, chunk) between its forward and the end of its backward; None if the slot is free."""
 
@@ -106,8 +106,8 @@ class GraphInstancePool:
         return f"CUDA graphs: {num_graphs} captured for {self.num_slots} microbatches in flight; {memory}"
 
     def _pools(self) -> GraphPools:
-        """Pools of a new slot, which shares those of backwards with the other slots. After `discard` all pools are new,
-        because torch captures nothing into a pool whose graphs have been destroyed."""
+        """Creates the pools of a new slot, which shares the pools of backwards with the other slots. After `discard`
+        all pools are new, because torch captures nothing into a pool whose graphs have been destroyed."""
         forward = self._recorder.pool()
         if self._slots:
             return self._slots[0].pools._replace(forward=forward)

@@ -117,7 +117,7 @@ def static_context(mb: MicrobatchContext) -> MicrobatchContext:
 
 
 class GraphPools(NamedTuple):
-    """Memory pools of the graphs of a microbatch. Only the forward needs its pool until the backward has ended."""
+    """Memory pools of the graphs of a microbatch. The forward's pool is in use until the backward has ended."""
 
     forward: Any
     backward: Any
@@ -146,7 +146,8 @@ class GraphInstance:
         self._contexts = contexts
         self._defers_weight_grads = defers_weight_grads
         self._forwards: dict[tuple[Any, ...], _CapturedForward] = {}
-        """Key: previous forward of the microbatch, module, form of its inputs, form of the context, metrics."""
+        """Captured forwards by (previous forward of the microbatch, module, structure of its inputs, structure of the
+        context, metrics)."""
         self._fixed: dict[tuple[Any, ...], Tensor] = {}
         """Aliases of the outputs of graphs, by `_location` of the output or the alias."""
         self._held: list[object] = []
@@ -184,7 +185,8 @@ class GraphInstance:
         return {each: self.capture(partial(compute, each), self.pools.weight_grads) for each in (False, True)}
 
     def end_microbatch(self) -> None:
-        """Called when all gradients of the microbatch have been computed: frees what its captures still own."""
+        """Called when all gradients of the microbatch have been computed. Frees the tensors that its captures still
+        own."""
         self._held.clear()
         self.last_forward = self.last_backward = None
         for captured in self._forwards.values():
@@ -215,7 +217,8 @@ class GraphInstance:
 
 
 def _location(tensor: Tensor) -> tuple[Any, ...]:
-    """Storage and layout of a tensor, which identify its values while it is allocated, also without data."""
+    """Storage and layout of a tensor, which identify its values as long as it is allocated, even for tensors without
+    data."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -309,7 +312,7 @@ class _CapturedForward:
         return [grad if grad is None else grad.clone() for grad in found] if self._copies_input_grads else found
 
     def free(self) -> None:
-        """Frees what the capture keeps for the capture of the backward."""
+        """Frees the tensors that were kept for the capture of the backward."""
         self._traced = None
 
     def _take_trace(self) -> _Traced:
@@ -508,7 +511,7 @@ class _GraphInputs:
         """Tensors for which the graph allocates static buffers."""
 
     def with_new(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """All inputs, given the buffers for `new`."""
+        """Returns all inputs of the graph, with the given buffers in place of the tensors in `new`."""
         following = iter(buffers)
         return [next(following) if owner is None else owner for owner in self._owners]
 
