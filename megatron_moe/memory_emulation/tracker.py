@@ -97,7 +97,9 @@ class Timeline:
 
     def totals(self) -> list[int]:
         """Live bytes after every event."""
-        outside = self._sums(storage for storage in self.storages if storage.state != HOST and storage.category != GRAPHS)
+        outside = self._sums(
+            storage for storage in self.storages if storage.state != HOST and storage.category != GRAPHS
+        )
         return list(map(sum, zip(outside, *self._pools().values(), strict=True)))
 
     def pool_bytes(self, pools: Container[int] | None = None) -> int:
