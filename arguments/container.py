@@ -20,7 +20,7 @@ class Mount:
 
     host: Path
     inside: Path
-    """Name of the folder in the container."""
+    """Path of the folder in the container."""
     options: str = ""
     """Options of the container runtime, such as `ro`."""
 
@@ -52,7 +52,8 @@ class ContainerPaths:
     problems: list[Problem] = field(default_factory=list)
 
     def inside(self, path: str | Path) -> Path | None:
-        """Path in the container; None if no mount covers it. A path that exists only in the container is its own."""
+        """Translates a path to its name in the container; None if no mount covers it. Paths that exist only in the
+        container are returned unchanged."""
         absolute = Path(normpath(self.folder / path))
         covering = [mount for mount in self.mounts if absolute.is_relative_to(mount.host)]
         if covering:
@@ -61,9 +62,9 @@ class ContainerPaths:
         return absolute if any(absolute.is_relative_to(mount.inside) for mount in self.mounts) else None
 
     def command_line(self, words: Sequence[str], settings: Settings, files: Sequence[FlagFile]) -> list[str]:
-        """Command line with the paths of the container: those on it are replaced, those of files overridden.
-
-        Raises FlagErrors with all paths that no mount covers or whose new name the command line cannot state.
+        """Translates the paths of a command line to the container. Paths on the command line are replaced; paths in
+        config files are overridden by additional flags. Raises FlagErrors with all paths that no mount covers or that
+        cannot be overridden on the command line.
         """
         result = []
         for given in split(words)[0]:
@@ -81,12 +82,12 @@ class ContainerPaths:
         return result if self.notes else list(words)
 
     def _given(self, given: Given, settings: Settings) -> tuple[str, ...]:
-        """Words after a flag, with the paths of the container."""
+        """Words after a flag, with their paths translated to the container."""
         found, words = settings.registry.find(given.option), given.words or ()
         return tuple(self._word(given.option, found[0], word) for word in words) if found else words
 
     def _overrides(self, settings: Settings, files: Sequence[FlagFile]) -> Iterator[str]:
-        """Yields flags that override those of files whose paths have other names in the container."""
+        """Yields flags that override the flags of config files whose paths differ in the container."""
         lists = [settings.setting(name).value for name in ("data_args_path", "per_split_data_args_path")]
         for name, setting in settings.values.items():
             flag = settings.registry.flags[name]
@@ -101,7 +102,7 @@ class ContainerPaths:
                 self._rename(flag.option, setting.origin, old, new)
 
     def _word(self, option: str, flag: Flag, word: str) -> str:
-        """Value of a path flag in the container; unchanged if its path has the same name there."""
+        """Value of a path flag in the container; unchanged if the path is the same there."""
         prefix = _HUGGING_FACE if word.startswith(_HUGGING_FACE) else ""
         path = word.removeprefix(prefix)
         if not path or not path_kind(flag.type) or (path_kind(flag.type) is DataPrefix and is_number(path)):
@@ -127,7 +128,7 @@ class ContainerPaths:
                 self._rename("`base`", str(file.path), [str(base)], [str(there)])
 
     def _rename(self, what: str, origin: str, old: Sequence[str], new: Sequence[str]) -> None:
-        """Records a path that only its file can rename."""
+        """Records a path that can only be changed in the file that contains it."""
         pairs = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
         if not pairs:
             return

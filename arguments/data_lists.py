@@ -12,7 +12,8 @@ _SPLITS = ("train", "valid", "test")
 
 
 def read_data_lists(settings: Settings) -> None:
-    """Sets dataset flags in `settings` from the files that `settings` names; adds errors to `settings.problems`."""
+    """Sets dataset flags from the files that `--data-args-path` and `--per-split-data-args-path` name; adds errors to
+    `settings.problems`."""
     for name, read in (("data_args_path", _words), ("per_split_data_args_path", _splits)):
         path = settings.setting(name).value
         if path is None:

@@ -96,8 +96,8 @@ def _hybrid_ratio(words: Sequence[str], value_of: ValueOf) -> Translated:
 
 
 def depends_on_other_flags(option: str, words: Sequence[str]) -> int:
-    """Position of a deprecated flag in the order of translation. Flags above 0 are translated after all others, because
-    they read or change them."""
+    """Sort key of the order in which deprecated flags are translated. Flags with a key above 0 come last, because their
+    translation reads or changes other flags."""
     if option in _RATIOS:
         return 2
     if option == "--cuda-graph-scope":
@@ -223,4 +223,4 @@ _TRANSLATED: Mapping[str, tuple[Callable[[Sequence[str], ValueOf], Translated], 
         "--no-weight-decay-cond-type": (_no_weight_decay_cond_type, "--apply-wd-to-qk-layernorm"),
     }
 )
-"""Deprecated option -> (function that translates it, its replacement in the documentation)."""
+"""Deprecated option -> (function that translates it, text about its replacement for the documentation)."""

@@ -129,9 +129,10 @@ def expert_transport(flags: Flags, ranks_per_host: int, missing_libraries: Seque
 
 
 def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
-    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured if
-    tokens are exchanged other than through symmetric memory (a library may be missing where the run starts), if experts
-    overlap with another microbatch, or if GEMMs use fp32 or are not grouped: the host then reads token counts."""
+    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are captured only if
+    tokens are exchanged through symmetric memory (libraries may be missing on the machine of the run), if the exchange
+    does not overlap with another microbatch, and if GEMMs are grouped and not in fp32; other GEMMs read token counts on
+    the host."""
     if not (flags.bf16 and flags.moe_grouped_gemm):
         return False
     ranks = expert_ranks(flags)
@@ -150,8 +151,8 @@ def _every_nth(num_layers: int, pattern: LayerPattern | None) -> tuple[bool, ...
 def _not_exempt(
     num_layers: int, pattern: LayerPattern | None, *, listed: int = 1, unset: bool = True
 ) -> tuple[bool, ...]:
-    """Whether each layer is included: an interval n exempts layers n, 2n, ... (counted from 1), a list all
-    layers whose entry is not `listed`, and None all layers unless `unset`."""
+    """Whether each layer is included. An interval n excludes layers n, 2n, ... (counted from 1), and a list excludes
+    all layers whose entry is not `listed`. None includes all layers if `unset`, otherwise none."""
     if pattern is None:
         return (unset,) * num_layers
     if isinstance(pattern, int):
@@ -175,7 +176,7 @@ LAYER_NUMBERS = ("csa_compress_ratios",)
 
 
 LAYER_COUNTS = ("moe_n_hash_layers",)
-"""Flags with the number of the first layers that have a property."""
+"""Flags that state how many of the first layers have a property."""
 
 
 def offloaded_modules(flags: Flags) -> tuple[str, ...]:
@@ -246,7 +247,7 @@ def context_exchanges(num_layers: int, cp_comm_type: tuple[str, ...]) -> tuple[C
 
 
 def sharding_strategy(flags: Flags) -> str:
-    """State that data-parallel ranks shard, a value of `--data-parallel-sharding-strategy`."""
+    """State that data-parallel ranks shard, as a value of `--data-parallel-sharding-strategy`."""
     if flags.use_megatron_fsdp:
         return flags.data_parallel_sharding_strategy
     return "optim" if flags.use_distributed_optimizer else "no_shard"
@@ -266,8 +267,9 @@ def global_batch_size(flags: Flags, data_parallel_size: int) -> int:
 
 
 def step_batch_sizes(flags: Flags) -> tuple[tuple[int, int], ...]:
-    """(consumed samples, global batch size from there on) of `--step-batch-size-schedule`; empty if it is not set or
-    invalid, which a rule reports. Its thresholds are tokens, with the suffixes K, M, B and T for powers of 1000."""
+    """Entries of `--step-batch-size-schedule` as (consumed samples, global batch size from there on); empty if it is
+    not set or invalid, which a rule reports. Its thresholds are tokens, with the suffixes K, M, B and T for powers of
+    1000."""
     found = []
     for entry in (flags.step_batch_size_schedule or "").split():
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", entry.upper())

@@ -27,8 +27,8 @@ class Problem:
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of each flag involved; the origin is the command line, a file or a default."""
     waits: Waits = ""
-    """What the run waits for, if the flags are valid but an input or a feature is missing; a dry run reports it and
-    continues."""
+    """Missing input or feature without which the run cannot start although its flags are valid; a dry run reports it
+    and continues."""
 
     def lines(self) -> list[str]:
         """Formats the problem as lines of text."""

@@ -71,7 +71,8 @@ def sparse_attention_has_an_indexer(flags: RuleFlags) -> Violations:
 
 
 def indexer_heads_can_be_rotated(flags: RuleFlags) -> Violations:
-    """A head of the indexer has room for the rotary channels, and a power of two of channels for a Hadamard matrix."""
+    """An indexer head must contain the rotary channels, and its size must be a power of two if a Hadamard matrix is
+    applied."""
     width = flags.dsa_indexer_head_dim
     if width is None or not (derive.has_sparse_attention(flags) or derive.has_compressed_attention(flags)):
         return
@@ -89,7 +90,7 @@ def indexer_heads_can_be_rotated(flags: RuleFlags) -> Violations:
 
 
 def sparse_attention_supports_attention_options(flags: RuleFlags) -> Violations:
-    """Sparse attention has no dropout, sinks and windows."""
+    """Sparse attention supports neither dropout nor sinks nor windows."""
     if not derive.has_sparse_attention(flags):
         return
     if flags.attention_dropout:

@@ -76,7 +76,7 @@ def expert_parallel_ranks_have_experts(flags: RuleFlags) -> Violations:
 
 
 def flex_library_has_peers(flags: RuleFlags) -> Violations:
-    """deepep and ncclep exchange tokens between expert-parallel ranks, so they need more than one such rank."""
+    """deepep and ncclep exchange tokens between expert-parallel ranks, so they need at least two of them."""
     library, is_flex = flags.moe_flex_dispatcher_backend, flags.moe_token_dispatcher_type == "flex"
     if flags.num_experts and is_flex and library in ("deepep", "ncclep") and derive.expert_ranks(flags) == 1:
         yield (
@@ -101,8 +101,8 @@ def _microbatch(flags: RuleFlags) -> str:
 
 
 def rampup_steps_are_whole(flags: RuleFlags) -> Violations:
-    """The batch size grows from the start size to the full size in equal increments. Every size must be a whole
-    number of microbatches per data-parallel rank."""
+    """The batch size grows from its initial to its final value in equal increments. Every size must be a whole number
+    of microbatches per data-parallel rank."""
     if flags.rampup_batch_size is None:
         return
     start, increment, _ = flags.rampup_batch_size

@@ -7,11 +7,12 @@ from megatron_moe.config.text import counted, divisors
 
 
 def compressed_attention_has_ratios(flags: RuleFlags) -> Violations:
-    """Every layer of compressed attention has a compression ratio, and layers of prediction depths may have another."""
+    """Every layer of compressed attention has a compression ratio, and multi-token prediction layers may have a
+    different one."""
     if not derive.has_compressed_attention(flags):
         return
     ratios, layers, depths = flags.csa_compress_ratios, flags.num_layers, flags.mtp_num_layers or 0
-    # without multi-token prediction, a ratio for its layer has no effect
+    # a ratio for the multi-token prediction layer has no effect without multi-token prediction
     if not isinstance(ratios, tuple) or len(ratios) not in (layers, layers + max(depths, 1)):
         given = "no list" if not isinstance(ratios, tuple) else f"a list for {counted(len(ratios), 'layer')}"
         more = f" or, with those of multi-token prediction, {layers + depths}" if depths else ""

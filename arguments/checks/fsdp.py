@@ -38,8 +38,9 @@ def sharded_weights_are_captured_in_double_buffers(flags: RuleFlags) -> Violatio
 
 @missing_feature
 def captured_experts_are_sharded(flags: RuleFlags) -> Violations:
-    """The weight gradients of a captured MoE layer are either all stored or all added to those of earlier microbatches.
-    Gradients of sharded weights are reduced after every microbatch, those of weights on one rank are accumulated."""
+    """The weight gradients of a captured MoE layer are either all stored or all accumulated. Gradients of sharded
+    weights are reduced after every microbatch and therefore stored, those of weights without replicas are accumulated
+    over microbatches."""
     captured = flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules
     if not (captured and flags.num_experts and derive.shards_gradients(flags)):
         return
@@ -65,7 +66,8 @@ def double_buffers_exclude_interleaved_microbatches(flags: RuleFlags) -> Violati
 
 
 def instances_divide_data_parallel_ranks(flags: RuleFlags) -> Violations:
-    """All replicas of the sharded weights must have the same number of ranks, for dense and for expert weights."""
+    """Each replica of the sharded weights is sharded over the same number of ranks, for dense and for expert
+    weights."""
     instances = flags.num_distributed_optimizer_instances
     if not derive.shards_gradients(flags) or instances == 1:
         return

@@ -9,8 +9,8 @@ from megatron_moe.config.text import counted, divisors
 
 
 def forced_routing_of_data_is_requested(flags: RuleFlags) -> Violations:
-    """With a forced router the model learns no routing. Files must therefore not force it in runs that train on
-    data."""
+    """With forced routing, the model does not learn to route. Config files must therefore not enable it in runs that
+    train on data."""
     if flags.forced_routing_of_files and not flags.mock_data and (flags.data_path or flags.train_data_path):
         option = flags.forced_routing_of_files
         off = ", or add --no-moe-router-force-load-balancing," if option.endswith("balancing") else ""
@@ -30,7 +30,8 @@ def topk_is_at_most_experts(flags: RuleFlags) -> Violations:
 
 
 def hash_layers_are_layers_of_the_decoder(flags: RuleFlags) -> Violations:
-    """The first layers route by token id. The layer of multi-token prediction equals the last layer, which selects."""
+    """Hash layers are the first layers of the decoder. The multi-token prediction layer has the config of the last
+    decoder layer, which must route by scores."""
     number, most = flags.moe_n_hash_layers, flags.num_layers - bool(flags.mtp_num_layers)
     if number > most:
         yield (

@@ -70,7 +70,7 @@ def kernel_requests_are_pairs(flags: RuleFlags) -> Violations:
 
 
 def kernel_backends_exist(flags: RuleFlags) -> Violations:
-    """Kernels have an implementation in plain PyTorch, reference, and one per installed or installable backend."""
+    """Every kernel backend is named after its file; `reference` is plain PyTorch."""
     known = requestable()
     requests = [("--kernel-backend", flags.kernel_backend)]
     requests += [("--kernel-per-op", request.partition("=")[2]) for request in flags.kernel_per_op]

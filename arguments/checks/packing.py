@@ -37,7 +37,7 @@ def dynamic_packing_has_dynamic_cp(flags: RuleFlags) -> Violations:
 
 
 def rows_have_the_sequence_length(flags: RuleFlags) -> Violations:
-    """A row has --seq-length positions, of which every context-parallel rank holds an equal part."""
+    """A row has --seq-length positions, which are divided equally among context-parallel ranks."""
     limit, cp = flags.max_seqlen_per_dp_cp_rank, flags.context_parallel_size
     if not flags.use_varlen_dataset or flags.dynamic_context_parallel or limit is None:
         return

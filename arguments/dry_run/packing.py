@@ -25,7 +25,7 @@ class _Lengths(NamedTuple):
 
 
 def packed_rows(plan: RunPlan) -> dict[str, Any] | None:
-    """Rows per step and their shares of padding: all of it, and the part between the sequences of a row.
+    """Rows per step, their fraction of padding, and the fraction of padding between the sequences of a row.
 
     Returns None if rows are not packed or the index files cannot be read."""
     config, seq_length = plan.data.packing, plan.data.seq_length

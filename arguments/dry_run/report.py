@@ -11,7 +11,7 @@ from megatron_moe.config.text import aligned, significant, with_unit
 _WIDTH = 120
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 _LONGEST = 4
-"""Number of parts of the estimated step time that are listed."""
+"""Number of components of the step time, longest first, that the report lists."""
 
 
 def report(values: dict[str, Any]) -> str:

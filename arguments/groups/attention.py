@@ -92,9 +92,9 @@ class AttentionFlags:
     linear_cp_mode: CPMode = differs(
         "headwise", "also for Mamba; Megatron-LM's default is chunkwise in its development version"
     )
-    """Context parallelism of linear attention and Mamba. headwise: all-to-all exchanges make each rank compute some
-    heads on all positions. chunkwise: each rank computes all heads on its positions and gathers the state updates of
-    earlier chunks; numbers of heads only have to be multiples of the tensor-parallel size."""
+    """Context parallelism of linear attention and Mamba. headwise: all-to-all exchanges give each rank some heads for
+    all positions. chunkwise: each rank computes all heads on its positions and gathers the state updates of earlier
+    chunks; numbers of heads only have to be multiples of the tensor-parallel size."""
 
     dsa_indexer_n_heads: int | None = flag(None, least=1)
     """Number of heads of the indexer of sparse or compressed attention."""
@@ -103,7 +103,8 @@ class AttentionFlags:
     dsa_indexer_topk: int | None = flag(None, least=1)
     """Number of keys that sparse attention selects per query."""
     dsa_indexer_loss_coeff: float | None = flag(None, least=0)
-    """Weight of the indexer's loss, the divergence of its scores from attention. Default: no indexer training."""
+    """Coefficient of the indexer's loss, which is the KL divergence between its scores and the attention weights.
+    Default: no indexer training."""
     dsa_indexer_use_sparse_loss: bool = flag(False)
     """Compute the indexer's loss from the selected keys instead of all keys."""
     dsa_indexer_rope_interleaved: bool = flag(False)
@@ -121,7 +122,8 @@ class AttentionFlags:
     csa_compress_rotary_base: float = flag(40000.0, least=0)
     """Rotary base of layers with compressed entries; other layers use `--rotary-base`."""
     csa_window_size: int = flag(128, least=1)
-    """Sliding window of compressed attention in tokens, including the query's own: visible in addition to entries."""
+    """Sliding window of compressed attention in tokens, including the query's own: visible in addition to compressed
+    entries."""
     csa_dense_mode: bool = flag(False)
     """Let queries attend to all earlier entries, without an indexer, in layers with ratio 4."""
     o_groups: int = flag(8, least=1)

@@ -33,7 +33,7 @@ class DataFlags:
     mmap_bin_files: bool = flag(True)
     """Memory-map the token files."""
     num_workers: int = differs(2, "every value above 0 starts one prefetch thread per rank", least=0)
-    """Number of workers that prefetch the microbatches of the next step; 0: no prefetching."""
+    """Number of workers that prefetch the microbatches of the next step; 0 disables prefetching."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = refused(
         None, "data is read from .bin/.idx files; use single or cyclic", works=("single", "cyclic")
     )

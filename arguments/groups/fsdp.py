@@ -15,15 +15,14 @@ class FSDPFlags:
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = flag(
         "optim_grads_params"
     )
-    """What --use-megatron-fsdp shards: nothing (no_shard), optimizer state (optim, ZeRO-1), also gradients
+    """State that --use-megatron-fsdp shards: nothing (no_shard), optimizer state (optim, ZeRO-1), also gradients
     (optim_grads, ZeRO-2), or also weights (optim_grads_params, ZeRO-3)."""
     num_distributed_optimizer_instances: int = differs(
         1, "without gradient sharding, optimizer state is sharded over all data-parallel ranks", least=1
     )
     """Number of replicas of sharded gradients and weights (hybrid sharding); it must divide the data-parallel size."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag("no_shard")
-    """With several replicas of the sharded weights, whether they also shard the optimizer state among each other
-    (optim)."""
+    """Whether the replicas of sharded weights also shard the optimizer state among each other (optim)."""
     fsdp_double_buffer: bool = flag(False)
     """Gather weights into two buffers at fixed addresses. CUDA graphs with sharded weights require this flag."""
     fsdp_gather_backend: Literal["auto", "nccl"] = new_flag("auto")

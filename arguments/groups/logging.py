@@ -40,7 +40,7 @@ class LoggingFlags:
     log_world_size_to_tensorboard: bool = flag(False)
     """Write the world size to TensorBoard."""
     log_progress: bool = flag(False)
-    """Append a line to progress.txt in the checkpoint folder at every start and every checkpoint."""
+    """Append a line to progress.txt in the checkpoint folder whenever the run is launched and at every checkpoint."""
     log_energy: bool = unsupported(False, "energy counters are not read", harmless=True)
     """Log the energy used per GPU."""
     log_max_attention_logit: bool = flag(False)

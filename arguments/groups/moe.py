@@ -188,4 +188,5 @@ class MoEFlags:
     moe_routing_replay_path: FilePath | None = new_flag(None)
     """Folder with the routing decisions of an earlier run (see `--moe-routing-trace-path`), which replace those of the
     routers in training. Probabilities are computed from the logits. Expert- and tensor-parallel sizes may differ from
-    those of the earlier run. If this run has more iterations or microbatches, those of the earlier run are repeated."""
+    those of the earlier run. If this run has more iterations or microbatches, the replay begins again with the first
+    ones."""

@@ -30,7 +30,7 @@ class OptimizerFlags:
     adam_eps: float = flag(1e-8, least=0)
     """Adam epsilon."""
     lion_beta1: float = flag(0.95, least=0, below=1)
-    """Lion: weight of the momentum in its sum with the gradient, whose sign is the update."""
+    """Lion: weight of the momentum in its interpolation with the gradient, whose sign is the update."""
     lion_beta2: float = flag(0.98, least=0, below=1)
     """Lion: decay rate of the momentum."""
     muon_momentum: float = flag(0.9, least=0, below=1)
@@ -51,10 +51,10 @@ class OptimizerFlags:
     )
     """Muon: coefficients of the Newton-Schulz iterations."""
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium")
-    """Muon: dtype of the matrix products in the Newton-Schulz iterations: bf16 (low, medium) or fp32 (high)."""
+    """Muon: dtype of the matmul operands in the Newton-Schulz iterations: bf16 (low, medium) or fp32 (high)."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("duplicated")
     """Muon: how matrices sharded by tensor parallelism are orthogonalized: each shard separately (blockwise), the
-    gathered matrix on every rank (duplicated), or by summing the products of the shards over the ranks
+    gathered matrix on every rank (duplicated), or with an all-reduce of the shards' partial matmul results
     (distributed)."""
     muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam")
     """Muon: update rule of embeddings, norms, biases and the output layer."""
