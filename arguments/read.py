@@ -15,7 +15,7 @@ from arguments.checks.run import (
     Rule,
     broken_rules,
     flags_without_effect,
-    given_hints,
+    hints_for,
     ignored_flags,
     missing_flags,
     unavailable_flags,
@@ -268,7 +268,7 @@ def _checked(
     note = allocation_note(environ)
     settings.notes += [note] if note else []
     settings.notes += flags_without_effect(settings)
-    settings.notes += given_hints(settings)
+    settings.notes += hints_for(settings)
     values = {name: settings.setting(name).value for name in settings.registry.flags}
     if ignore:
         ignored = ignored_flags(settings)

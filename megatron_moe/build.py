@@ -24,7 +24,7 @@ from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.logs.profiler import StepProfile, mark_parts
+from megatron_moe.logs.profiler import StepProfile, annotate_modules
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.timers import Timers
 from megatron_moe.logs.writers import Sink
@@ -400,7 +400,7 @@ def build_run_events(
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
     stack.callback(profile.close)
     if plan.profile.nvtx_ranges:
-        mark_parts(trainer.model, context.device)
+        annotate_modules(trainer.model, context.device)
     if trainer.model.expert_comm is not None and trainer.model.expert_comm.transport is not None:
         watchdog.monitor(trainer.model.expert_comm.peer_problem)
     faults = plan.resilience.faults

@@ -161,7 +161,7 @@ def _properties(settings: Settings, launch: ProcessInfo) -> dict[str, Property]:
     return properties
 
 
-def given_hints(settings: Settings) -> Iterator[str]:
+def hints_for(settings: Settings) -> Iterator[str]:
     """Yields a note on every legal setting that is likely unintended."""
     flags = settings.flags
     for hint in HINTS:

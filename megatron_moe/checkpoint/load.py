@@ -33,10 +33,10 @@ from megatron_moe.checkpoint.tensor_shards import (
     digest,
     dtype_name,
     fill,
-    in_parts,
     is_scaling_state,
     is_weight,
     overlaps,
+    partition_tensors,
     split_digests,
 )
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -293,7 +293,7 @@ def _attempt(
         state = parse_json(reader.read_head(TRAIN_STATE), TRAIN_STATE)
         if check_state is not None:
             check_state(state, manifest.iteration)
-        run_parallel([partial(_fill_all, candidate.path, manifest, part) for part in in_parts(wanted)])
+        run_parallel([partial(_fill_all, candidate.path, manifest, part) for part in partition_tensors(wanted)])
     except NewerFormat as problem:
         return _Mismatch(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
     except CorruptCheckpoint as problem:

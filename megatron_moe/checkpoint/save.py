@@ -43,8 +43,8 @@ from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import (
     TensorShard,
     digest,
-    in_parts,
     is_weight,
+    partition_tensors,
     split_digests,
     total_bytes,
     write_tensors,
@@ -495,7 +495,7 @@ def _file_parts(tensors: Mapping[str, TensorShard]) -> dict[str, list[dict[str, 
     """Assigns the tensors of one rank to files. Returns: file name prefix -> list with the tensors of each file."""
     weights = {key: tensor for key, tensor in tensors.items() if is_weight(key)}
     others = {key: tensor for key, tensor in tensors.items() if key not in weights}
-    return {"model": in_parts(weights), "optim": in_parts(others)}
+    return {"model": partition_tensors(weights), "optim": partition_tensors(others)}
 
 
 @contextmanager

@@ -152,7 +152,7 @@ def _placed(
         before += box.size[dim]
 
 
-def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]:
+def partition_tensors(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]:
     """Partitions the tensors into parts of similar size, one per I/O thread. Returns a single part if the tensors are
     small in total or, to limit memory, if any values are computed only when they are written (`PendingBox`)."""
     num_parts = min(_MAX_THREADS, total_bytes(tensors) // _MIN_BYTES_PER_THREAD, len(tensors))

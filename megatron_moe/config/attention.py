@@ -11,7 +11,7 @@ from megatron_moe.config.costs import (
     TRAINING_FLOPS,
     ActivationSizes,
     FlopCount,
-    LowCopies,
+    QuantizedCopyBytes,
     SavedActivation,
     saved_tensor,
 )
@@ -180,7 +180,7 @@ class SoftmaxMixerConfig(MixerConfig):
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
         """Bytes of the rowwise copy of the input of `linear_proj`."""
-        return sizes.inner * self.shard(parallel.tp).out_width * LowCopies.of(low).row
+        return sizes.inner * self.shard(parallel.tp).out_width * QuantizedCopyBytes.of(low).row
 
     @property
     def q_head_dim(self) -> int:
@@ -301,7 +301,7 @@ class SoftmaxMixerConfig(MixerConfig):
         """Peak bytes in the backward of the output projection, of attention, and of the projection of an input with
         `latent` channels to q, k and v."""
         shard, size, tokens = self.shard(parallel.tp), sizes.activation_itemsize, sizes.inner
-        gathered, copies = sizes.gathered(parallel), LowCopies.of(low)
+        gathered, copies = sizes.gathered(parallel), QuantizedCopyBytes.of(low)
         projection = (gathered + tokens * copies.grad) * self.hidden_size + tokens * shard.out_width * size
         inputs = (gathered + (tokens * copies.column if gathered else 0)) * latent
         return max(shard.core_workspace(parallel, sizes), projection, inputs)

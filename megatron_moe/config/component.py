@@ -64,7 +64,7 @@ class ParamSpec:
         """Number of elements that process one token."""
         return self.elements if self.active_experts is None else self.elements // self.shape[0] * self.active_experts
 
-    def held(self, parallel: ParallelConfig) -> int:
+    def local_numel(self, parallel: ParallelConfig) -> int:
         """Number of elements that one rank stores."""
         tp = parallel.etp if self.meta.grid == "expert" else parallel.tp
         boxes = local_boxes(self.shape, self.meta, tp=(0, tp), ep=(0, parallel.ep))

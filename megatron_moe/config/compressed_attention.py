@@ -12,7 +12,7 @@ from megatron_moe.config.costs import (
     TRAINING_FLOPS,
     ActivationSizes,
     FlopCount,
-    LowCopies,
+    QuantizedCopyBytes,
     SavedActivation,
     saved_tensor,
 )
@@ -265,7 +265,7 @@ class CompressedAttentionConfig(MixerConfig):
         the q norm (gradients of the output, q and the keys of all ranks), and the forward of the indexer loss, which
         computes its gradients."""
         tokens, size, wide = sizes.inner, sizes.activation_itemsize, sizes.internal_itemsize
-        of_heads, copies = tokens * self.q_width * size, LowCopies.of(low)
+        of_heads, copies = tokens * self.q_width * size, QuantizedCopyBytes.of(low)
         projection = tokens * (self.hidden_size * copies.grad + self.out_width * size) + 2 * of_heads
         keys = tokens * parallel.cp * self.head_dim * (size + wide)
         block = min(tokens * self.q_width * wide, NORM_BLOCK_BYTES)

@@ -189,7 +189,7 @@ def saved_tensor(
     return SavedActivation(module=module, name=name, shape=shape, bytes=count * size, elements=count, **marks)
 
 
-class LowCopies(NamedTuple):
+class QuantizedCopyBytes(NamedTuple):
     """Bytes per element of the quantised copies of a tensor; 0 without FP8 or FP4."""
 
     row: float
@@ -198,7 +198,7 @@ class LowCopies(NamedTuple):
     """Bytes per element of the columnwise copy, for weight gradients; 0 if these are not computed in FP8 or FP4."""
 
     @classmethod
-    def of(cls, low: LowPrecisionConfig | None) -> "LowCopies":
+    def of(cls, low: LowPrecisionConfig | None) -> "QuantizedCopyBytes":
         if low is None:
             return cls(0.0, 0.0)
         return cls(bytes_per_fp8_element(low), bytes_per_fp8_element(low) if low.weight_grad else 0.0)

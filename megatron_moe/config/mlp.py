@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from megatron_moe.config.component import FeedForwardConfig, NameRule, ParamSpec, indivisible, linear_parameters
-from megatron_moe.config.costs import ActivationSizes, LowCopies, SavedActivation, saved_tensor
+from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes, SavedActivation, saved_tensor
 from megatron_moe.config.functions import Options
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -90,9 +90,9 @@ class MLPConfig(FeedForwardConfig):
         )
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
-        return self.parameters_as(parallel, counted="dense_mlp", low="mlp", recomputed_by=("mlp",))
+        return self.parameter_specs(parallel, counted="dense_mlp", low="mlp", recomputed_by=("mlp",))
 
-    def parameters_as(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
+    def parameter_specs(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
         """Parameters of the MLP. `fields`: further fields of each `ParamSpec`."""
         for name, shape, options in self.matrices():
             yield from linear_parameters(name, shape, parallel, bias=self.bias, **fields, **options)
@@ -101,9 +101,9 @@ class MLPConfig(FeedForwardConfig):
         return {"low": "" if parallel.sequence_parallel else "mlp"}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        return self.saved_as("mlp", "mlp", parallel, sizes)
+        return self.saved_tensors_as("mlp", "mlp", parallel, sizes)
 
-    def saved_as(
+    def saved_tensors_as(
         self, module: str, recomputed_by: str, parallel: ParallelConfig, sizes: ActivationSizes
     ) -> Iterator[SavedActivation]:
         """Tensors that an MLP saves. `module`: its name in reports. `recomputed_by`: value of `--recompute-modules`
@@ -122,7 +122,7 @@ class MLPConfig(FeedForwardConfig):
         gradient of fc2's input), (gradients of fc2's input and of fc1's output), (gathered input, its copy, gradient of
         fc1's output and its copies). With fused casts, the first two exist at the same time, with the activation and
         its columnwise copy, and the activation input if it was saved in FP8."""
-        tokens, gathered, copies = sizes.inner, sizes.gathered(parallel), LowCopies.of(low)
+        tokens, gathered, copies = sizes.inner, sizes.gathered(parallel), QuantizedCopyBytes.of(low)
         hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size // parallel.tp, self.activation.fan
         activation_grads: float = tokens * (1 + fan) * ffn * sizes.activation_itemsize
         outer = (gathered + tokens * copies.grad) * hidden + tokens * ffn * sizes.activation_itemsize

@@ -185,7 +185,7 @@ class ExpertsConfig(MLPConfig):
         multiple of the block length."""
         return self.grouped and not self.bias and not self.probs_on_output
 
-    def parameters_as(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
+    def parameter_specs(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
         """Yields the weights [E, outputs, inputs] and biases [E, outputs] of the routed experts."""
         num = self.num_experts
         for name, shape, options in self.matrices():
@@ -208,14 +208,14 @@ class SharedExpertsConfig:
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Parameters of the MLP and the gate."""
         recomputed = ("shared_experts", "moe")
-        yield from self.mlp.parameters_as(parallel, counted="shared", low="shared_experts", recomputed_by=recomputed)
+        yield from self.mlp.parameter_specs(parallel, counted="shared", low="shared_experts", recomputed_by=recomputed)
         if self.gate:
             hidden = self.mlp.hidden_size
             meta = ParamMeta(role="gate", fan_in=hidden, partial_over_tp=parallel.sequence_parallel)
             yield ParamSpec(name="gate_weight", shape=(1, hidden), meta=meta, counted="shared")
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        yield from self.mlp.saved_as("shared", "shared_experts", parallel, sizes)
+        yield from self.mlp.saved_tensors_as("shared", "shared_experts", parallel, sizes)
         if self.gate:
             hidden = self.mlp.hidden_size
             mark = {"recomputed_by": ("shared_experts",)}
@@ -448,7 +448,7 @@ class MoEConfig(FeedForwardConfig):
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         yield from self.router.parameters(parallel)
         fields: dict[str, Any] = {"active_experts": self.router.topk, "recomputed_by": ("moe",)}
-        for spec in self.experts.parameters_as(parallel, counted="experts", low="experts", **fields):
+        for spec in self.experts.parameter_specs(parallel, counted="experts", low="experts", **fields):
             yield replace(spec, name=f"experts.{spec.name}")
         for spec in () if self.shared is None else self.shared.parameters(parallel):
             yield replace(spec, name=f"shared_experts.{spec.name}")

@@ -7,7 +7,7 @@ from operator import mul
 from typing import NamedTuple
 
 from megatron_moe.config.component import Component
-from megatron_moe.config.costs import ActivationSizes, LowCopies
+from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes
 from megatron_moe.config.memory import graph_module
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.run import RunPlan
@@ -123,7 +123,7 @@ class GraphMemory:
     def _gradients(self, layer: LayerConfig) -> list[float]:
         """Bytes of the output gradient of each matrix in the captured parts of a layer."""
         parallel, sizes, low = self.plan.parallel, self.sizes, self.plan.precision.low_precision
-        column = LowCopies.of(low).column
+        column = QuantizedCopyBytes.of(low).column
         found = [0.0]
         for part, _ in self._parts(layer):
             for spec in part.parameters(parallel):

@@ -22,15 +22,15 @@ from megatron_moe.cost_model.activations import activation_sizes, head_tensors, 
 from megatron_moe.cost_model.graph_memory import GraphMemory, SavedBytes, captured_parts, chunks_of_slots
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import (
-    HeldElements,
+    LocalElements,
+    elements_of_rank,
     gathered_elements,
-    held_by_rank,
-    is_low,
     layer_recipes,
-    low_by_rank,
+    quantizable_elements,
     rule_state,
     state_values,
     stored_bytes,
+    uses_low_precision,
 )
 from megatron_moe.cost_model.state_memory import StateBytes, state_bytes
 from megatron_moe.cost_model.workspace import (
@@ -59,7 +59,7 @@ class RankBytes:
 
     rank: int
     """Pipeline rank."""
-    held: HeldElements
+    parameters: LocalElements
     state: StateBytes
     activations: tuple[tuple[str, float], ...]
     """(module, bytes) of the saved activations on the device, over all microbatches in flight."""
@@ -138,7 +138,7 @@ class RankMemory:
         self._stages: dict[int, _StageBytes] = {}
         self._placed: dict[tuple[LayerConfig, bool], list[_Placed]] = {}
         self._layers: dict[LayerConfig, list[SavedActivation]] = {}
-        self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
+        self._held: dict[int, tuple[LocalElements, LocalElements]] = {}
         self._microbatch_counts: dict[tuple[int, int, int], list[MicrobatchCounts]] = {}
         self._slots: dict[tuple[int, int], list[set[int]]] = {}
 
@@ -175,7 +175,7 @@ class RankMemory:
         graphs = self._graph_bytes(rank, in_flight)
         return RankBytes(
             rank=rank,
-            held=self.held(rank),
+            parameters=self.local_elements(rank),
             state=self.state_of_rank(rank),
             activations=tuple(modules.items()),
             in_flight=sum(in_flight),
@@ -204,9 +204,7 @@ class RankMemory:
             arguments, low = (plan.model, plan.parallel, self.sizes), plan.precision.low_precision
             loss = in_loss(*arguments, low)
             if low is not None and low.output_layer:
-                loss = loss.and_more(
-                    self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
-                )
+                loss = loss.plus(self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp))
             candidates.append((loss, {}))
             for each in head_tensors(*arguments):
                 freed[each.module] += each.bytes
@@ -217,7 +215,7 @@ class RankMemory:
         passes = (True, mtp, dict(freed)), (False, decoder, freed | ({"mtp": of_mtp} if mtp else {}))
         for is_mtp, layers, before in passes:
             spaces = (self._workspace(layer, longest, is_mtp=is_mtp)[0] for layer in layers)
-            candidates += [(space.and_more(pair), before) for space in spaces]
+            candidates += [(space.plus(pair), before) for space in spaces]
         return max(candidates, key=lambda at: at[0].total - sum(at[1].values()), default=(Workspace(), {}))
 
     def _stage_bytes(self, rank: int) -> _StageBytes:
@@ -260,17 +258,17 @@ class RankMemory:
         gathered = None if self.plan.data_parallel.fsdp is None else gathered_elements(self.plan, rank)
         return state_bytes(self.plan, *self._held_of(rank), rules, gathered)
 
-    def held(self, rank: int) -> HeldElements:
+    def local_elements(self, rank: int) -> LocalElements:
         """Number of parameters that one GPU stores."""
         return self._held_of(rank)[0]
 
-    def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
+    def _held_of(self, rank: int) -> tuple[LocalElements, LocalElements]:
         """Numbers of parameters of a pipeline rank: (all parameters, parameters of FP8 or FP4 GEMMs)."""
         rank = self._alike[rank]
         if rank not in self._held:
             plan = self.plan
-            whole = held_by_rank(plan.model, plan.layout, rank, plan.parallel)
-            self._held[rank] = whole, low_by_rank(plan, rank)
+            whole = elements_of_rank(plan.model, plan.layout, rank, plan.parallel)
+            self._held[rank] = whole, quantizable_elements(plan, rank)
         return self._held[rank]
 
     def layers_of_chunks(self, rank: int) -> list[list[LayerConfig]]:
@@ -309,7 +307,9 @@ class RankMemory:
         saved: list[tuple[SavedActivation, _Placed]] = []
         for place, index in enumerate(stage.layers):
             layer = plan.model.layers[index]
-            tensors = list(zip(self.tensors(layer), self._placed_of(layer, low=is_low(plan, index)), strict=True))
+            tensors = list(
+                zip(self.tensors(layer), self._placed_of(layer, low=uses_low_precision(plan, index)), strict=True)
+            )
             if _recomputes_whole(recompute, place):
                 # only layer inputs are saved: of every layer, or of the first layer of each recomputed group
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
@@ -371,7 +371,7 @@ class RankMemory:
     def _late_of(self, stage: StageLayout) -> float:
         """Bytes that a stage keeps after the backward of a microbatch for delayed expert weight gradients."""
         layers = self.plan.model.layers
-        own = sum(self._late(layers[index], low=is_low(self.plan, index)) for index in stage.layers)
+        own = sum(self._late(layers[index], low=uses_low_precision(self.plan, index)) for index in stage.layers)
         mtp = self._late(self.plan.model.mtp_layer, low=self.plan.precision.low_precision is not None)
         return own + stage.num_mtp * mtp
 
@@ -420,10 +420,10 @@ class RankMemory:
         captured = captured_parts(self.plan, layer)
         if captured[0] != captured[1]:
             freed = 0.0  # memory of a pool serves only graphs
-        attention = in_attention(*arguments, low).and_more(restored[True] - freed)
+        attention = in_attention(*arguments, low).plus(restored[True] - freed)
         parameters = layer.feed_forward.parameters(self.plan.parallel)
-        largest = max((spec.held(self.plan.parallel) for spec in parameters if spec.low), default=0)
-        feed_forward = in_feed_forward(*arguments, low).and_more(restored[False] + self._transposed(largest))
+        largest = max((spec.local_numel(self.plan.parallel) for spec in parameters if spec.low), default=0)
+        feed_forward = in_feed_forward(*arguments, low).plus(restored[False] + self._transposed(largest))
         parts = list(zip(captured, (attention, feed_forward), strict=True))
         outside = [part for in_graph, part in parts if not in_graph]
         inside = [part.total for in_graph, part in parts if in_graph]
@@ -456,7 +456,7 @@ class RankMemory:
 def _first_alike(plan: RunPlan) -> list[int]:
     """Returns for each pipeline rank the first rank with equal stages."""
     kinds = {layer: kind for kind, layer in enumerate(dict.fromkeys(plan.model.layers))}
-    kind_of = [(kinds[layer], is_low(plan, index)) for index, layer in enumerate(plan.model.layers)]
+    kind_of = [(kinds[layer], uses_low_precision(plan, index)) for index, layer in enumerate(plan.model.layers)]
     keys = [
         (stage.embedding, stage.final_norm, stage.num_mtp, stage.loss, *(kind_of[index] for index in stage.layers))
         for stage in plan.layout.stages

@@ -20,53 +20,53 @@ from megatron_moe.config.update_rules import rule_of, spec_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldElements(CostSum[int]):
+class LocalElements(CostSum[int]):
     """Number of parameters on one rank: routed experts (`expert`) and all others (`attention`)."""
 
     attention: int = 0
     expert: int = 0
 
 
-def held(parameters: Iterable[ParamSpec], parallel: ParallelConfig, *, low: bool = False) -> HeldElements:
+def local_elements(parameters: Iterable[ParamSpec], parallel: ParallelConfig, *, low: bool = False) -> LocalElements:
     """Number of elements of `parameters` on one rank. `low`: only those that FP8 or FP4 recipes may quantise."""
     found = {"attention": 0, "expert": 0}
     for spec in parameters:
         if spec.low or not low:
-            found[spec.meta.grid] += spec.held(parallel)
-    return HeldElements(**found)
+            found[spec.meta.grid] += spec.local_numel(parallel)
+    return LocalElements(**found)
 
 
-def held_by_layer(layer: LayerConfig, parallel: ParallelConfig, *, low: bool = False) -> HeldElements:
-    """Number of parameters in one rank's shard of a layer. `low`: see `held`."""
-    return held(layer.parameters(parallel), parallel, low=low)
+def elements_of_layer(layer: LayerConfig, parallel: ParallelConfig, *, low: bool = False) -> LocalElements:
+    """Number of parameters in one rank's shard of a layer. `low`: see `local_elements`."""
+    return local_elements(layer.parameters(parallel), parallel, low=low)
 
 
-def held_by_stage(model: ModelConfig, stage: StageLayout, parallel: ParallelConfig) -> HeldElements:
+def elements_of_stage(model: ModelConfig, stage: StageLayout, parallel: ParallelConfig) -> LocalElements:
     """Number of parameters in one rank's shard of a stage: layers and, if present, embedding, final norm and head."""
     layers, ends = Counter(model.layers[index] for index in stage.layers), list[ParamSpec]()
-    total = sum((held_by_layer(layer, parallel) * count for layer, count in layers.items()), HeldElements())
+    total = sum((elements_of_layer(layer, parallel) * count for layer, count in layers.items()), LocalElements())
     ends += model.embedding_parameters(parallel) if stage.embedding else ()
     ends += model.final_norm_parameters(parallel) if stage.final_norm else ()
     ends += model.head_parameters() if stage.loss else ()
     if stage.num_mtp and model.mtp is not None:
-        total += held(model.mtp_parameters(parallel), parallel) * model.mtp.num_distinct_layers
-    return total + held(ends, parallel)
+        total += local_elements(model.mtp_parameters(parallel), parallel) * model.mtp.num_distinct_layers
+    return total + local_elements(ends, parallel)
 
 
-def held_by_rank(
+def elements_of_rank(
     model: ModelConfig, layout: PipelineLayout, pipeline_rank: int, parallel: ParallelConfig
-) -> HeldElements:
+) -> LocalElements:
     """Number of parameters on one rank, including the copy of the embedding that a tied head or MTP layers need."""
     chunks = layout.chunks(pipeline_rank)
-    total = sum((held_by_stage(model, chunk, parallel) for chunk in chunks), HeldElements())
+    total = sum((elements_of_stage(model, chunk, parallel) for chunk in chunks), LocalElements())
     copied = pipeline_rank in layout.embedding_ranks(tied=model.tied_embeddings)
     if copied and not any(chunk.embedding for chunk in chunks):
-        total += held(model.embedding_parameters(parallel), parallel)
+        total += local_elements(model.embedding_parameters(parallel), parallel)
     return total
 
 
 def parameters_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, ParamSpec]]:
-    """Yields (global name, parameter) of all parameters of a pipeline rank, as `held_by_rank` counts them."""
+    """Yields (global name, parameter) of all parameters of a pipeline rank, as `elements_of_rank` counts them."""
     model, parallel, chunks = plan.model, plan.parallel, plan.layout.chunks(rank)
     copied = rank in plan.layout.embedding_ranks(tied=model.tied_embeddings)
     groups: list[tuple[str, Iterable[ParamSpec]]] = []
@@ -86,9 +86,9 @@ def parameters_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, ParamSpe
 class GatheredElements(NamedTuple):
     """Number of elements of sharded parameters that are gathered (unsharded) on one rank at the same time."""
 
-    weights: HeldElements
+    weights: LocalElements
     """Gathered weights of layers in use, embedding and head."""
-    grads: HeldElements
+    grads: LocalElements
     """Gradients of a microbatch before their reduction."""
 
 
@@ -104,7 +104,7 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
     units: dict[tuple[Grid, str], int] = {}
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
         key = spec.meta.grid, unit_of(name, spec.meta.grid)
-        units[key] = units.get(key, 0) + spec.held(parallel)
+        units[key] = units.get(key, 0) + spec.local_numel(parallel)
     weights, grads = {"attention": 0, "expert": 0}, {"attention": 0, "expert": 0}
     repeats_mtp = plan.model.mtp is not None and plan.model.mtp.num_distinct_layers < plan.model.num_mtp
     for grid in grads:
@@ -117,7 +117,7 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
         in_backward = sizes[NUM_BUFFERS:][-NUM_BUFFERS:] if config.num_passes == 2 else []
         in_use = sum((*sizes[:NUM_BUFFERS], *in_backward))
         weights[grid] = ends + (buffers if config.fsdp_double_buffer else in_use)
-    return GatheredElements(HeldElements(**weights), HeldElements(**grads))
+    return GatheredElements(LocalElements(**weights), LocalElements(**grads))
 
 
 class RuleState(NamedTuple):
@@ -150,7 +150,7 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
     matrices: dict[tuple[str, bool, bool], list[_Matrices]] = {}
     total = RuleState(0.0, 0.0)
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
-        rule, held = spec_of(rule_of(name, spec.meta, plan.optimizer)), spec.held(parallel)
+        rule, held = spec_of(rule_of(name, spec.meta, plan.optimizer)), spec.local_numel(parallel)
         rows, columns = matrix_of(spec)
         number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
         moments = 0
@@ -212,7 +212,7 @@ def state_values(plan: RunPlan) -> int:
     return total
 
 
-def is_low(plan: RunPlan, index: int) -> bool:
+def uses_low_precision(plan: RunPlan, index: int) -> bool:
     """Whether a decoder layer has FP8 or FP4 GEMMs."""
     config = plan.precision.low_precision
     return config is not None and config.covers(index, len(plan.model.layers))
@@ -222,22 +222,22 @@ def layer_recipes(plan: RunPlan, rank: int) -> list[tuple[LayerConfig, LowPrecis
     """Layers of a pipeline rank with their FP8 or FP4 recipes; the layers of multi-token prediction come last."""
     config, layers, stages = plan.precision.low_precision, plan.model.layers, plan.layout.chunks(rank)
     indices = (index for stage in stages for index in stage.layers)
-    own = [(layers[index], config if is_low(plan, index) else None) for index in indices]
+    own = [(layers[index], config if uses_low_precision(plan, index) else None) for index in indices]
     return own + [(plan.model.mtp_layer, config)] * sum(stage.num_mtp for stage in stages)
 
 
-def low_by_rank(plan: RunPlan, rank: int) -> HeldElements:
+def quantizable_elements(plan: RunPlan, rank: int) -> LocalElements:
     """Number of parameters of FP8 or FP4 GEMMs on one GPU of a pipeline rank."""
     config, model, stages = plan.precision.low_precision, plan.model, plan.layout.chunks(rank)
     if config is None:
-        return HeldElements()
+        return LocalElements()
     num_mtp = sum(stage.num_mtp for stage in stages)
     kinds = Counter(layer for layer, recipe in layer_recipes(plan, rank) if recipe is not None).items()
-    low = sum((held_by_layer(layer, plan.parallel, low=True) * count for layer, count in kinds), HeldElements())
+    low = sum((elements_of_layer(layer, plan.parallel, low=True) * count for layer, count in kinds), LocalElements())
     attention = 2 * model.hidden_size**2 // plan.parallel.tp * num_mtp
     if config.output_layer and any(stage.loss for stage in stages):
         attention += model.hidden_size * model.vocab_size // plan.parallel.tp
-    return low + HeldElements(attention=attention)
+    return low + LocalElements(attention=attention)
 
 
 class StoredBytes(NamedTuple):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from megatron_moe.config.costs import CostSum, num_bytes
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import state_bytes_per_element
-from megatron_moe.cost_model.shards import GatheredElements, HeldElements, RuleState, stored_bytes
+from megatron_moe.cost_model.shards import GatheredElements, LocalElements, RuleState, stored_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class StateBytes(CostSum[float]):
 
 def state_bytes(
     plan: RunPlan,
-    held: HeldElements,
-    low: HeldElements,
+    held: LocalElements,
+    low: LocalElements,
     rules: RuleState | None = None,
     gathered: GatheredElements | None = None,
 ) -> StateBytes:
@@ -81,7 +81,7 @@ class _ShardedParts(NamedTuple):
     whole: int
 
 
-def _sharded_parts(plan: RunPlan, held: HeldElements, gathered: GatheredElements) -> _ShardedParts:
+def _sharded_parts(plan: RunPlan, held: LocalElements, gathered: GatheredElements) -> _ShardedParts:
     parallel = plan.parallel
     shards, weights, grads, whole = 0.0, 0, 0, 0
     dense = parallel.dp * parallel.cp, held.attention, gathered.weights.attention, gathered.grads.attention

@@ -10,7 +10,7 @@ from megatron_moe.cost_model.flops import FlopCount, count_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.stage_costs import StageCosts, flop_costs
 from megatron_moe.pipeline.actions import parts
-from megatron_moe.pipeline.schedule import Task, computations, gives, needs, num_warmup
+from megatron_moe.pipeline.schedule import Task, computations, num_warmup, required_tasks, task_of
 
 MANY_GROUPS = 6
 """Number of microbatch groups to simulate. Every further group prolongs the steady phase by the same time."""
@@ -88,14 +88,14 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
             while at[rank] < len(queue):
                 action = queue[at[rank]]
                 start = free[rank]
-                for task in needs(stages, rank, action):
+                for task in required_tasks(stages, rank, action):
                     ready = done.get(task, inf)
                     start = ready if ready > start else start
                 if start == inf:
                     break
                 weight = 2 if action.kind == "backward" else 1
                 free[rank] = start + weight * costs[stages.stage(rank, action.chunk)]
-                for task in gives(stages, rank, action):
+                for task in task_of(stages, rank, action):
                     done[task] = free[rank]
                 at[rank] += 1
                 moved = True

@@ -20,11 +20,11 @@ from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, token_co
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import (
-    HeldElements,
-    held_by_rank,
+    LocalElements,
+    elements_of_rank,
     layer_recipes,
-    low_by_rank,
     parameters_of_rank,
+    quantizable_elements,
     stored_bytes,
 )
 
@@ -277,10 +277,10 @@ class Communication:
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
         """Yields the data-parallel traffic: gradient all-reduce; with ZeRO-1, reduce-scatter and weight all-gather."""
         plan, parallel = self.plan, self.plan.parallel
-        held, low = held_by_rank(plan.model, plan.layout, rank, parallel), HeldElements()
+        held, low = elements_of_rank(plan.model, plan.layout, rank, parallel), LocalElements()
         config, stored = plan.data_parallel, stored_bytes(plan.precision)
         if plan.precision.low_precision_params:
-            low = low_by_rank(plan, rank)
+            low = quantizable_elements(plan, rank)
         for group, size, elements, of_low, names in (
             ("dp_cp", parallel.dp * parallel.cp, held.attention, low.attention, "all but experts"),
             ("edp", parallel.edp, held.expert, low.expert, "experts"),
@@ -318,7 +318,7 @@ class Communication:
         once = elements
         if config.shards_weights:
             once = 0 if group == "edp" else sum(
-                spec.held(plan.parallel) for name, spec in parameters_of_rank(plan, rank)
+                spec.local_numel(plan.parallel) for name, spec in parameters_of_rank(plan, rank)
                 if "." not in unit_of(name, spec.meta.grid)
             )  # fmt: skip
         gathers = once + 2 * times * (elements - once) if config.shards_weights else elements

@@ -9,7 +9,7 @@ one part exist only during the backward of that part. Activation gradients have 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from megatron_moe.config.costs import ActivationSizes, LowCopies
+from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -33,7 +33,7 @@ class Workspace:
     def total(self) -> float:
         return self.dispatch + self.other
 
-    def and_more(self, size: float) -> "Workspace":
+    def plus(self, size: float) -> "Workspace":
         """Returns a copy in which the field `other` is larger by `size` bytes."""
         return Workspace(dispatch=self.dispatch, other=self.other + size)
 
@@ -54,7 +54,7 @@ def in_feed_forward(
     exchange = layer.feed_forward.exchange(parallel, sizes, low)
     if exchange is not None:
         candidates.append(_in_dispatch(exchange, parallel, sizes))
-    peak = max(candidates, key=lambda space: space.total).and_more(stream_bytes(layer, sizes))
+    peak = max(candidates, key=lambda space: space.total).plus(stream_bytes(layer, sizes))
     connection = Workspace(other=layer.residual.backward_workspace(layer.hidden_size, sizes))
     return max(peak, connection, key=lambda space: space.total)
 
@@ -67,7 +67,7 @@ def in_loss(
     logits."""
     hidden, vocab = sizes.inner * model.hidden_size * sizes.activation_itemsize, model.vocab_size // parallel.tp
     chunk = 0 if model.loss_chunk is None else min(model.loss_chunk, sizes.inner)
-    copies = LowCopies.of(low if low is not None and low.output_layer else None)
+    copies = QuantizedCopyBytes.of(low if low is not None and low.output_layer else None)
     return Workspace(other=float(hidden + vocab * (chunk * sizes.activation_itemsize + sizes.inner * copies.grad)))
 
 

@@ -62,7 +62,7 @@ def validation_tags(report: ValidationReport) -> dict[str, float]:
     return {name: report.loss, f"{name} ppl": perplexity(report.loss)}
 
 
-def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
+def enabled_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
     """Subset of `tags` that the run's flags enable for TensorBoard and W&B; metrics.jsonl has all tags."""
     hidden: set[str] = set()
     if not config.log_timers_to_tensorboard:

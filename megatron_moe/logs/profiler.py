@@ -104,7 +104,7 @@ def snapshot_path(folder: Path, name: str, rank: int) -> Path:
     return path.with_name(f"{path.stem}_{rank}{path.suffix}")
 
 
-def mark_parts(model: nn.Module, device: torch.device) -> None:
+def annotate_modules(model: nn.Module, device: torch.device) -> None:
     """Adds a profiler range (on a GPU also an NVTX range) with the module's name to the forward of `MARKED` modules."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in MARKED:

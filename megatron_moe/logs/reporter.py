@@ -29,6 +29,7 @@ from megatron_moe.logs.log_line import (
 from megatron_moe.logs.metrics import Metric
 from megatron_moe.logs.metrics_file import (
     MEMORY_TAGS,
+    enabled_tags,
     layer_tags,
     recorded_tags,
     step_record,
@@ -37,7 +38,6 @@ from megatron_moe.logs.metrics_file import (
     validation_record,
     validation_tag,
     validation_tags,
-    wanted_tags,
 )
 from megatron_moe.logs.plots import draw_plots
 from megatron_moe.logs.run_dir import prepare_folder, write_provenance
@@ -210,7 +210,7 @@ class Reporter:
         short = short_validation_line(report)
         lines = [short] if self.config.log_style == "short" else validation_lines(report)
         self.write("\n".join(lines), shown=short if self._live else None)
-        self._log(report.iteration, wanted_tags(validation_tags(report), self.config), validation_record(report))
+        self._log(report.iteration, enabled_tags(validation_tags(report), self.config), validation_record(report))
 
     def note(self, text: str, *, shown: str | None = None) -> None:
         """Writes a text to log.txt and the console, on the first rank only. `shown`: different text for the console."""
@@ -254,7 +254,7 @@ class Reporter:
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
         """Scalars of a report for TensorBoard and W&B, by tag. `extra`: additional scalars (memory and timers)."""
-        tags = wanted_tags({**step_tags(report), **extra}, self.config)
+        tags = enabled_tags({**step_tags(report), **extra}, self.config)
         if self.config.moe_per_layer_logging:
             tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
         if report.iteration % self.config.tensorboard_log_interval == 0:

@@ -14,10 +14,10 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 
 LOCK = ".lock"
 RUN_FOLDER: Mapping[str, str] = MappingProxyType({"does": "writes into the run folder", "option": "--run-dir"})
-"""Keyword arguments for `RunLock` and `refuse_held` if the locked folder is a run folder."""
+"""Keyword arguments for `RunLock` and `check_unlocked` if the locked folder is a run folder."""
 _TRIES = 3
 _PAUSE_SECONDS = 0.1
-"""Pause between attempts to acquire the lock. Retries are needed because `held_by` also locks the file briefly."""
+"""Pause between attempts to acquire the lock. Retries are needed because `lock_holder` also locks the file briefly."""
 
 
 class RunLock:
@@ -81,14 +81,14 @@ class RunLock:
         self._file.close()
 
 
-def refuse_held(folder: Path, *, does: str, option: str) -> None:
+def check_unlocked(folder: Path, *, does: str, option: str) -> None:
     """Raises EnvironmentProblem if another job has locked the folder. Takes the arguments of `RunLock`."""
-    holder = held_by(folder)
+    holder = lock_holder(folder)
     if holder is not None:
         raise _refusal(folder, does, option, holder)
 
 
-def held_by(folder: Path) -> str | None:
+def lock_holder(folder: Path) -> str | None:
     """Description of the job that has locked the folder; None if it is not locked or locks are unavailable."""
     try:
         with open(folder / LOCK) as file:

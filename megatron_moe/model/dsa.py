@@ -24,7 +24,7 @@ from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import rotate
 from megatron_moe.model.mla import MLA
-from megatron_moe.model.sparse_attention import KeyChoice, QueryRows, choose_keys, raise_maxima_
+from megatron_moe.model.sparse_attention import KeySelection, QueryRows, raise_maxima_, select_keys
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.context_parallel import in_order
@@ -142,7 +142,7 @@ class DSA(MLA):
         queries: QueryRows,
         trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the result of `choose_keys`: selected keys and loss. The loss is computed only if `trains`."""
+        """Returns the result of `select_keys`: selected keys and loss. The loss is computed only if `trains`."""
         with torch.no_grad():
             norm = self.q_layernorm
             latent_SBQ = norm.unquantized(q_latent) if isinstance(norm, Norm) else q_latent
@@ -157,8 +157,8 @@ class DSA(MLA):
             k_SBD = in_order(all_gather(k_SBD, self.ctx.group(part.group)), part.of_ranks)
         weight_BR = self._weights(mb, q_RBID) if trains else None
         state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")
-        job = KeyChoice(*state, self.core.softmax_scale, weight_BR)
-        return choose_keys(q_RBID, k_SBD, w_RBI, q_UBND, rows_SBD, job)
+        job = KeySelection(*state, self.core.softmax_scale, weight_BR)
+        return select_keys(q_RBID, k_SBD, w_RBI, q_UBND, rows_SBD, job)
 
     def _weights(self, mb: MicrobatchContext, q_RBID: Tensor) -> Tensor:
         """Weight in the indexer loss of every query that this rank scores, [B, R]: 1 / number of valid tokens of the

@@ -118,8 +118,8 @@ def bmm_in(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KeyChoice:
-    """Arguments of `choose_keys` that need no gradients."""
+class KeySelection:
+    """Arguments of `select_keys` that need no gradients."""
 
     config: IndexerConfig
     queries: QueryRows
@@ -133,13 +133,13 @@ class KeyChoice:
     """Weight in the indexer loss of every query that this rank scores, 0 for padding; None means no loss."""
 
 
-class _ChooseKeys(torch.autograd.Function):
-    """Autograd function of `choose_keys`: selected keys of all queries of this rank, and this rank's term of the
+class _SelectKeys(torch.autograd.Function):
+    """Autograd function of `select_keys`: selected keys of all queries of this rank, and this rank's term of the
     indexer loss."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBND: Tensor, rows_SBD: Tensor, job: KeyChoice
+        ctx: Any, q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBND: Tensor, rows_SBD: Tensor, job: KeySelection
     ) -> tuple[Tensor, Tensor]:
         (num_rows, batch, heads, _), seq = q_RBID.shape, len(k_SBD)
         index, parts = job.shard
@@ -204,7 +204,7 @@ def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _attended(
-    q_UBND: Tensor, rows_SBD: Tensor, job: KeyChoice, of_parts: list[range], allowed_BCK: Tensor, num_keys: int
+    q_UBND: Tensor, rows_SBD: Tensor, job: KeySelection, of_parts: list[range], allowed_BCK: Tensor, num_keys: int
 ) -> Tensor:
     """Target distribution of the indexer loss for this rank's queries, [B, C, K]: attention probabilities summed over
     the heads of all ranks and normalised. `of_parts`: rows of the queries of every part."""
@@ -232,8 +232,8 @@ def _attended(
     return total_BCK / total_BCK.sum(dim=-1, keepdim=True)
 
 
-def choose_keys(
-    q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBND: Tensor, rows_SBD: Tensor, job: KeyChoice
+def select_keys(
+    q_RBID: Tensor, k_SBD: Tensor, w_RBI: Tensor, q_UBND: Tensor, rows_SBD: Tensor, job: KeySelection
 ) -> tuple[Tensor, Tensor]:
     """Returns the ids of the keys that each query attends to, int32 [U, B, K], ascending and padded with -1, and this
     rank's term of the indexer loss, a scalar in the internal dtype.
@@ -243,4 +243,4 @@ def choose_keys(
     heads share; the loss has no gradient for them.
     """
     given = q_RBID, k_SBD, w_RBI, q_UBND.detach(), rows_SBD.detach()
-    return _ChooseKeys.apply(*given, job)  # type: ignore[no-untyped-call,no-any-return]
+    return _SelectKeys.apply(*given, job)  # type: ignore[no-untyped-call,no-any-return]

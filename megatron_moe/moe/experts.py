@@ -46,7 +46,7 @@ class Experts(nn.Module):
         self.saved_tensors = resources.saved_tensors
         self.config = config
         self.kernels = resources.kernels if config.grouped else sequential(resources.kernels)
-        specs = config.parameters_as(resources.ctx.config, counted="experts", low="experts")
+        specs = config.parameter_specs(resources.ctx.config, counted="experts", low="experts")
         declared, ctx = DeclaredParameters(specs, resources), resources.ctx
         ep, in_pages = ctx.group("ep"), self.saved_tensors.stash is not None
         num_experts = config.num_experts, ep.rank * (config.num_experts // ep.size)

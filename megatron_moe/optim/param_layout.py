@@ -279,7 +279,7 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig, unit: str = ""
         unit=unit,
         code_bits=parameter.code_bits,
         router=meta.role == "router",
-        decay=decays(parameter, decay_qk_norm=optimizer.apply_wd_to_qk_layernorm),
+        decay=has_weight_decay(parameter, decay_qk_norm=optimizer.apply_wd_to_qk_layernorm),
         decoupled_lr=optimizer.decoupled_lr is not None and meta.role in ("embedding", "head"),
         replicated=parameter.replicated,
         partial=parameter.replicated and meta.partial_over_tp,
@@ -287,7 +287,7 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig, unit: str = ""
     )
 
 
-def decays(parameter: ParamShape, *, decay_qk_norm: bool) -> bool:
+def has_weight_decay(parameter: ParamShape, *, decay_qk_norm: bool) -> bool:
     """True if weight decay applies: for matrices with `ParamMeta.decay`, and for q and k norms if `decay_qk_norm`."""
     if decay_qk_norm and ("q_layernorm." in parameter.name or "k_layernorm." in parameter.name):
         return True

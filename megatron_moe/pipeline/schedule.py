@@ -104,7 +104,7 @@ def _backward(backward: Action, config: ScheduleConfig) -> list[Action]:
     return [Action("backward_input", *at), Action("backward_weight", *at)]
 
 
-def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
+def required_tasks(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
     """Tasks, on this or other ranks, that must be complete before a computation starts."""
     stage, microbatch = action.chunk * stages.pp + rank, action.microbatch  # `stages.stage`, without the call
     if action.kind == "forward":
@@ -116,7 +116,7 @@ def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
     return (own,) if last else (own, ("backward", microbatch, stage + 1))
 
 
-def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
+def task_of(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
     """Task that a computation completes, or () if it completes none. A backward is complete when its input gradient has
     been computed."""
     if action.kind == "backward_weight":
@@ -150,7 +150,7 @@ def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Sched
 
 def _transfer(stages: StageMap, rank: int, action: Action) -> Iterator[tuple[Action, int, Action]]:
     """Yields (send, peer rank, receive) of an action's output if another rank consumes it."""
-    for direction, _, stage in gives(stages, rank, action):
+    for direction, _, stage in task_of(stages, rank, action):
         stage += 1 if direction == "forward" else -1
         peer, chunk = stages.rank_and_chunk(stage)
         if 0 <= stage < stages.num_stages and peer != rank:
@@ -177,13 +177,13 @@ def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tu
         moved = False
         for rank, entries in enumerate(ranks):
             for entry in entries[len(started[rank]) :]:
-                inputs = [task for action in parts(entry) for task in needs(stages, rank, action)]
+                inputs = [task for action in parts(entry) for task in required_tasks(stages, rank, action)]
                 if any(task not in finished for task in inputs):
                     break
                 start = max([free[rank], *(finished[task] for task in inputs)])
                 free[rank] = start + _units(entry)
                 started[rank].append((start, entry))
-                finished |= {task: free[rank] for action in parts(entry) for task in gives(stages, rank, action)}
+                finished |= {task: free[rank] for action in parts(entry) for task in task_of(stages, rank, action)}
                 moved = True
     for rank, entries in enumerate(ranks):
         missing = entries[len(started[rank]) :]

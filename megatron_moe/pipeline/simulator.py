@@ -13,7 +13,7 @@ from itertools import product
 
 from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, parts
-from megatron_moe.pipeline.schedule import Task, gives, needs
+from megatron_moe.pipeline.schedule import Task, required_tasks, task_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class _Simulation:
 
     def _compute(self, rank: int, entry: Action | OverlappedPair) -> None:
         for action in parts(entry):
-            for direction, microbatch, stage in needs(self._stages, rank, action):
+            for direction, microbatch, stage in required_tasks(self._stages, rank, action):
                 if (direction, microbatch, stage) not in self._has[rank]:
                     missing = f"the {direction} of microbatch {microbatch} through stage {stage}"
                     self.problems.append(f"rank {rank} computes {entry} without {missing}")
@@ -169,7 +169,7 @@ class _Simulation:
         self._clock[rank] += self._durations.of(entry, self._stages, rank)
         self.spans[rank].append(TimelineSpan(entry, start, self._clock[rank]))
         for action in parts(entry):
-            self._has[rank].update(gives(self._stages, rank, action))
+            self._has[rank].update(task_of(self._stages, rank, action))
 
     def _post(self, rank: int, action: Action) -> _End:
         peer, receives = _peer(action), action.kind.startswith("receive")

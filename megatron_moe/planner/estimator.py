@@ -16,7 +16,7 @@ from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.memory import RankMemory
 from megatron_moe.cost_model.placement import Placement
-from megatron_moe.cost_model.shards import held_by_rank
+from megatron_moe.cost_model.shards import elements_of_rank
 from megatron_moe.cost_model.step_time import pipeline_bubble
 from megatron_moe.cost_model.traffic import Communication, Traffic
 from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
@@ -180,7 +180,7 @@ class Estimator:
     def _optimizer(self) -> float:
         """Seconds of the optimizer step: memory traffic, plus copies for the part of the state that is on the host."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
-        held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
+        held = elements_of_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)
         owned = held.attention / owners[0] + held.expert / owners[1]
         state = num_bytes(precision.main_params_dtype) + state_bytes_per_element(plan.optimizer, precision)

@@ -11,7 +11,7 @@ from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest, num_simulated_groups
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.placement import Placement, Placements
-from megatron_moe.cost_model.shards import held_by_stage
+from megatron_moe.cost_model.shards import elements_of_stage
 from megatron_moe.cost_model.step_time import MANY_GROUPS, StepTime, in_flight, stage_costs, step_time
 from megatron_moe.cost_model.traffic import Communication, Traffic
 from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
@@ -120,7 +120,7 @@ def _stages(plan: RunPlan) -> Iterator[ReportValues]:
             "chunk": chunk,
             "holds": str(stage) or "nothing",
             "layers": len(stage.layers),
-            "parameters_per_rank": held_by_stage(plan.model, stage, plan.parallel).total,
+            "parameters_per_rank": elements_of_stage(plan.model, stage, plan.parallel).total,
             "share_of_flops": costs[index] / sum(costs),
         }
 
@@ -132,7 +132,7 @@ def _memory(ranks: Sequence[RankBytes], memory: RankMemory, plan: RunPlan, gpu: 
         "pipeline_ranks": [
             {
                 "pipeline_rank": rank.rank,
-                "parameters_per_rank": rank.held.total,
+                "parameters_per_rank": rank.parameters.total,
                 "state_gib": rank.state.total / GIB,
                 "activations_gib": rank.kept / GIB,
                 "total_gib": rank.total / GIB,

@@ -18,7 +18,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import activation_sizes, layer_tensors
 from megatron_moe.cost_model.flops import count_layer_flops, gemm_flops
 from megatron_moe.cost_model.hardware import GPU
-from megatron_moe.cost_model.shards import held_by_layer
+from megatron_moe.cost_model.shards import elements_of_layer
 
 DENSE = 0.77
 """Efficiency of GEMMs outside the experts, as a fraction of the peak."""
@@ -163,7 +163,7 @@ class LayerWork:
         weight = 1 if precision.low_precision else num_bytes(precision.params)
         interval = max(1, min(plan.memory.moe_expert_wgrad_interval, plan.num_microbatches))
         gradient = 2 * num_bytes(precision.grads) / interval
-        return held_by_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
+        return elements_of_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
 
     def _head(self) -> Work:
         """Work of logits and loss, for the next token and for each MTP depth."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.text import counted
-from megatron_moe.logs.run_lock import RUN_FOLDER, refuse_held
+from megatron_moe.logs.run_lock import RUN_FOLDER, check_unlocked
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.resilience.signals import Signals
 
@@ -112,7 +112,7 @@ def supervise(
     has_launcher = launch.launcher != "none"
     signals = stack.enter_context(Signals(exit_signals, has_launcher=has_launcher, says=launch.rank == 0))
     if run_dir is not None:
-        refuse_held(run_dir, **RUN_FOLDER)
+        check_unlocked(run_dir, **RUN_FOLDER)
     status = stack.enter_context(RunStatus(run_dir, rank=launch.rank))
     stack.enter_context(LauncherWatch(launch, status))
     return signals, status

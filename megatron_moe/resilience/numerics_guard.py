@@ -81,21 +81,21 @@ class Finding:
         return f"{verbs[what]}{where}{self.name}" + (f" ({noun} {shown}{more})" if self.experts else "")
 
 
-def bad_weights(model: nn.Module) -> Iterator[Finding]:
+def nonfinite_weights(model: nn.Module) -> Iterator[Finding]:
     """Yields a finding for each non-finite parameter, in model order. Synchronises with the device."""
     for name, parameter in named_parameters(model):
         if not all_finite(parameter.detach()):
             yield Finding(kind="weight", name=name, experts=_experts(parameter, parameter.detach()))
 
 
-def bad_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Finding | None:
+def nonfinite_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Finding | None:
     """Finding for a gradient, which must have the parameter's shape; None if the gradient is finite."""
     if all_finite(gradient):
         return None
     return Finding(kind="gradient", name=name, experts=_experts(parameter, gradient))
 
 
-class FirstBadModule:
+class FirstNonfiniteModule:
     """Context manager that finds the first module whose output, or gradient of an output, is not finite.
 
     Its hooks synchronise with the device at every module, so it is used only to repeat a failed step.
@@ -109,7 +109,7 @@ class FirstBadModule:
         self.backward: Finding | None = None
         """First module, in backward order, whose output has a non-finite gradient."""
 
-    def __enter__(self) -> "FirstBadModule":
+    def __enter__(self) -> "FirstNonfiniteModule":
         for name, module in self._model.named_modules():
             self._handles.append(module.register_forward_hook(self._hook(name or "model")))
         return self

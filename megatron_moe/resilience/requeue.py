@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.logs.run_lock import held_by
+from megatron_moe.logs.run_lock import lock_holder
 from megatron_moe.resilience.run_status import STARTED, STATUS, StatusReport
 
 HISTORY = "restarts.jsonl"
@@ -157,10 +157,10 @@ def decide_and_record(
     restarted and the history remains unchanged. `since` (time of the last launch) and `now` are seconds since the epoch
     by the same clock, which may differ from other hosts' clocks.
     """
-    holder = held_by(run_dir)
+    holder = lock_holder(run_dir)
     if holder is not None:
         sleep(_LOCK_SECONDS)
-        holder = held_by(run_dir)
+        holder = lock_holder(run_dir)
     if holder is not None:
         return Decision(restart=False, reason=f"another job writes into the run folder {run_dir}: {holder}")
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -41,10 +41,10 @@ class Stragglers:
             mixer.register_forward_pre_hook(self._begin_forward, prepend=True)
             mixer.register_forward_hook(self._end_forward)
 
-    def step_took(self, seconds: float) -> None:
+    def record_step_time(self, seconds: float) -> None:
         self._seconds["step"].append(seconds)
 
-    def data_took(self, seconds: float) -> None:
+    def record_data_time(self, seconds: float) -> None:
         self._seconds["data"].append(seconds)
 
     def report(self) -> list[str]:

@@ -16,7 +16,7 @@ from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.parallel.collectives import gather_objects
-from megatron_moe.resilience.numerics_guard import Finding, FirstBadModule, bad_gradient, bad_weights
+from megatron_moe.resilience.numerics_guard import Finding, FirstNonfiniteModule, nonfinite_gradient, nonfinite_weights
 from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, compare_rerun
 from megatron_moe.train.trainer import RetainedStep, Trainer
 
@@ -73,7 +73,7 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
         if state.kind != "master" and not bool(all_finite(state.data))
     )
     with trainer.optimizer.plain_weights():
-        findings = (*bad_weights(trainer.model), *moments)
+        findings = (*nonfinite_weights(trainer.model), *moments)
     report = RankReport(rank=context.rank, stage=context.group("pp").rank, findings=findings)
     # world: a few kB per rank, only in this diagnosis
     return gather_objects(report, context.group("world"))
@@ -131,12 +131,12 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
     """Repeats the step; returns `report` with the results: non-finite tensors, bad samples, and losses."""
     trainer.optimizer.finish_gather()
     with trainer.optimizer.plain_weights():
-        weights = tuple(bad_weights(trainer.model))
-    with FirstBadModule(trainer.model) as watched:
+        weights = tuple(nonfinite_weights(trainer.model))
+    with FirstNonfiniteModule(trainer.model) as watched:
         repeated = trainer.repeat(kept.batches, kept.iteration)
     bad_microbatches = {index for index, loss in repeated.losses.items() if not bool(torch.isfinite(loss))}
     slots = list(trainer.buffers.slots)
-    gradients = [found for slot in slots if (found := bad_gradient(slot.name, slot.parameter, slot.main_grad))]
+    gradients = [found for slot in slots if (found := nonfinite_gradient(slot.name, slot.parameter, slot.main_grad))]
     modules = [found for found in (watched.forward, watched.backward) if found is not None]
     host, device = socket.gethostname(), str(trainer.context.device)
     return replace(

@@ -45,7 +45,7 @@ class StepSupervisor:
             self._trainer.context.set_timeout(self._new_timeout_s)
             self._new_timeout_s = None
         if self._loader is not None:
-            self._log.data_took(self._loader.last_seconds)
+            self._log.record_data_time(self._loader.last_seconds)
         self._push(outcome)
 
     def skip_iteration(self, state: TrainState) -> None:

@@ -23,10 +23,10 @@ class TrainingLog:
     def note(self, line: str) -> None:
         self._reporter.note(line)
 
-    def data_took(self, seconds: float) -> None:
+    def record_data_time(self, seconds: float) -> None:
         """Records how long the newest step waited for its data."""
         if self._stragglers:
-            self._stragglers.data_took(seconds)
+            self._stragglers.record_data_time(seconds)
 
     def cut_metrics(self, iteration: int) -> None:
         """Ends the metrics of a log interval if the newest launched step, `iteration`, is its last."""
@@ -45,7 +45,7 @@ class TrainingLog:
             self.note(failure)
         self._reporter.observe(result)
         if self._stragglers:
-            self._stragglers.step_took(result.seconds)
+            self._stragglers.record_step_time(result.seconds)
         if self._reporter.due(result.iteration) or not result.apply_update:
             self._report()
 

@@ -60,7 +60,7 @@ def test_a_checkpoint_round_trips_exactly(tmp_path: Path) -> None:
 def test_a_large_state_is_read_and_verified_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_shards, "_MIN_BYTES_PER_THREAD", 60)
     folder = saved_folder(tmp_path, 20)
-    assert len(tensor_shards.in_parts(whole(some_tensors(20)))) == 3
+    assert len(tensor_shards.partition_tensors(whole(some_tensors(20)))) == 3
     loaded, tensors = load_some(folder)
     assert loaded.iteration == 20
     EXACT.check_all(tensors, some_tensors(20))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_moe.checkpoint import tensor_shards
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, in_parts
+from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, partition_tensors
 from megatron_moe.config import param_meta
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, SaveProblem
@@ -397,13 +397,13 @@ def test_an_error_in_one_of_several_files_leaves_nothing(tmp_path: Path) -> None
 @pytest.mark.usefixtures("large")
 def test_partitions_are_balanced_and_pending_boxes_stay_in_one() -> None:
     state = {f"model.{size}": TensorShard.whole(torch.zeros(size)) for size in range(10, 30)}
-    parts = in_parts(state)
+    parts = partition_tensors(state)
     assert sorted(key for part in parts for key in part) == sorted(state)
     sizes = [tensor_shards.total_bytes(part) for part in parts]
     assert len(parts) == 3 and max(sizes) - min(sizes) <= 30 * 4
     later = TensorShard((99,), (PendingBox((0,), torch.zeros(99, device="meta"), lambda: torch.zeros(99)),))
-    assert len(in_parts(state | {"model.later": later})) == 1
-    assert in_parts({}) == []
+    assert len(partition_tensors(state | {"model.later": later})) == 1
+    assert partition_tensors({}) == []
 
 
 def test_boxes_that_do_not_cover_a_tensor_fail_the_save(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ BATCH, SEQ, HIDDEN, VOCAB = 2, 48, 192, 256
 TOKENS = BATCH * SEQ
 FP32 = 4
 ALONE = ParallelConfig()
-SIZES = ActivationSizes(residual=TOKENS, inner=TOKENS, activation=FP32, internal=FP32, length=SEQ)
+SIZES = ActivationSizes(residual=TOKENS, inner=TOKENS, activation_itemsize=FP32, internal_itemsize=FP32, length=SEQ)
 
 
 def moe(**changes) -> MoEConfig:

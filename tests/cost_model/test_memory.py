@@ -16,7 +16,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GIB
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
-from megatron_moe.cost_model.shards import HeldElements, held_by_layer, held_by_rank
+from megatron_moe.cost_model.shards import LocalElements, elements_of_layer, elements_of_rank
 from megatron_moe.cost_model.state_memory import state_bytes
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
@@ -137,9 +137,9 @@ def test_state_bytes_equal_those_of_the_built_tensors(name, sharded):
             states = Optimizer(buffers, BF16).states
         finally:
             context.stop()
-        counted = held_by_rank(model, layout, stage, parallel)
-        assert counted == HeldElements(attention=held["attention"], expert=held["expert"])
-        expected = state_bytes(changed, counted, HeldElements())
+        counted = elements_of_rank(model, layout, stage, parallel)
+        assert counted == LocalElements(attention=held["attention"], expert=held["expert"])
+        expected = state_bytes(changed, counted, LocalElements())
         made = {
             "weights": sum(buffer.weights.nbytes for buffer in buffers.buffers),
             "gradients": sum(buffer.grads.nbytes for buffer in buffers.buffers),
@@ -188,14 +188,14 @@ def test_the_state_of_a_rule_for_matrices_follows_its_declaration():
 def test_state_bytes_per_parameter(precision, replicated, sharded):
     parallel = replace(DEEPSEEK.parallel, pp=1, ep=1)
     changed = replace(DEEPSEEK, parallel=parallel, precision=precision)
-    state = state_bytes(changed, HeldElements(attention=1000), HeldElements())
+    state = state_bytes(changed, LocalElements(attention=1000), LocalElements())
     assert state.total == 1000 * (replicated + sharded / parallel.dp)
 
 
 def test_norms_and_router_are_not_stored_in_low_precision():
     layer = DEEPSEEK.model.layers[30]
-    low = held_by_layer(layer, DEEPSEEK.parallel, low=True)
-    whole = held_by_rank(DEEPSEEK.model, DEEPSEEK.layout, 1, DEEPSEEK.parallel)
+    low = elements_of_layer(layer, DEEPSEEK.parallel, low=True)
+    whole = elements_of_rank(DEEPSEEK.model, DEEPSEEK.layout, 1, DEEPSEEK.parallel)
     norms = 2 * 7168 + 1536 + 512
     assert low.attention == whole.attention // 16 - norms - 256 * 7168
     assert low.expert == whole.expert // 16
@@ -331,10 +331,10 @@ def test_deepep_has_smaller_buffers_and_sums_the_rows_of_all_tokens_first():
 
 
 def test_only_ranks_with_equal_stages_share_results():
-    held = [held_by_rank(DEEPSEEK.model, DEEPSEEK.layout, rank, DEEPSEEK.parallel) for rank in range(4)]
+    held = [elements_of_rank(DEEPSEEK.model, DEEPSEEK.layout, rank, DEEPSEEK.parallel) for rank in range(4)]
     assert held[1] == held[2] and len(set(held)) == 3
     ranks = RankMemory(DEEPSEEK).all_ranks()
-    assert [each.held for each in ranks] == held
+    assert [each.parameters for each in ranks] == held
     ends = [{"embedding", "head", "mtp", "final_norm"} & set(dict(each.activations)) for each in ranks]
     assert ends == [{"embedding"}, set(), set(), {"mtp", "head", "final_norm"}]
 

@@ -168,7 +168,7 @@ def test_declared_parameters_are_those_of_the_built_model(name: str, layout: str
     finally:
         context.stop()
     declared = specs_of(model, parallel)
-    assert {name: (spec.shape, spec.meta, spec.held(parallel)) for name, spec in declared.items()} == {
+    assert {name: (spec.shape, spec.meta, spec.local_numel(parallel)) for name, spec in declared.items()} == {
         name: (parameter.global_shape, parameter.meta, parameter.numel()) for name, parameter in built.items()
     }
 

@@ -440,7 +440,7 @@ def test_the_example_of_the_document_is_what_the_formulas_give():
     document = (Path(__file__).resolve().parents[2] / "docs" / "communication-volume.md").read_text(encoding="utf-8")
     router = RouterConfig(hidden_size=7168, num_experts=256, topk=8, num_groups=8, group_topk=4)
     experts = replace(moe_config().experts, num_experts=256, hidden_size=7168)
-    sizes = ActivationSizes(residual=2048, inner=4096, activation=2, internal=4, length=4096)
+    sizes = ActivationSizes(residual=2048, inner=4096, activation_itemsize=2, internal_itemsize=4, length=4096)
     parallel = ParallelConfig(ep=64, world_size=64, ranks_per_host=8)
     exchange = MoEConfig(router=router, experts=experts).exchange(parallel, sizes, None)
     traffic = expert_traffic(exchange, 64, 8, sizes)

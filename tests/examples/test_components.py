@@ -73,7 +73,9 @@ def test_declared_parameters_are_those_of_the_modules(parallel):
             built = dict(named_parameters(new_module(config, Site("layer", 0), resources)))
         finally:
             context.stop()
-        declared = {spec.name: (spec.shape, spec.meta, spec.held(parallel)) for spec in config.parameters(parallel)}
+        declared = {
+            spec.name: (spec.shape, spec.meta, spec.local_numel(parallel)) for spec in config.parameters(parallel)
+        }
         assert declared == {name: (p.global_shape, p.meta, p.numel()) for name, p in built.items()}
 
 

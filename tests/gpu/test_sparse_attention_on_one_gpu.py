@@ -9,7 +9,7 @@ from megatron_moe.config.dsa import IndexerConfig
 from megatron_moe.kernels.backends.triton.sparse_attention.op import sparse_attention as attend_to_rows
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.kernels.reference.sparse_attention import sparse_attention as reference
-from megatron_moe.model.sparse_attention import KeyChoice, QueryRows, choose_keys
+from megatron_moe.model.sparse_attention import KeySelection, QueryRows, select_keys
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import BF16_BLOCKS, BF16_KERNEL
 from tests.kernels.test_linear_attention import draw
@@ -50,11 +50,11 @@ def indexed(config: IndexerConfig, device: str, dtype: torch.dtype) -> tuple[Ten
     queries = QueryRows((range(SEQ),), None, torch.device(device))
     weight = torch.full((BATCH, SEQ), 1 / (SEQ * BATCH), device=device, dtype=internal_dtype(dtype))
     group = ParallelContext.single(device=device).group("tp")
-    job = KeyChoice(config, queries, (0, 1), group, 48**-0.5, weight)
+    job = KeySelection(config, queries, (0, 1), group, 48**-0.5, weight)
     chosen = []
 
     def loss(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-        ids, loss = choose_keys(q, k, w, *of_attention, job)
+        ids, loss = select_keys(q, k, w, *of_attention, job)
         chosen.append(ids.cpu())
         return loss
 

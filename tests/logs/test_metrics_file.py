@@ -8,6 +8,7 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.log_line import ValidationReport
 from megatron_moe.logs.metrics_file import (
+    enabled_tags,
     encode,
     has_samples_variant,
     layer_tags,
@@ -17,7 +18,6 @@ from megatron_moe.logs.metrics_file import (
     truncate_metrics,
     validation_record,
     validation_tags,
-    wanted_tags,
 )
 from tests.logs.reports import METRICS, step_report, step_result
 
@@ -90,16 +90,16 @@ def test_layer_tags():
 
 def test_flags_select_dashboard_tags():
     tags = {**step_tags(step_report(peak_flops=1e14)), "mem-reserved-bytes": 1.0, "forward-backward-time": 0.1}
-    plain = wanted_tags(tags, LoggingConfig())
+    plain = enabled_tags(tags, LoggingConfig())
     hidden = {"iteration-time", "world-size", "mem-reserved-bytes", "forward-backward-time"}
     assert not hidden & plain.keys()
     assert {"lm loss", "throughput", "tokens-per-second-per-gpu", "mfu"} <= plain.keys()
-    timed = wanted_tags(tags, LoggingConfig(log_timers_to_tensorboard=True))
+    timed = enabled_tags(tags, LoggingConfig(log_timers_to_tensorboard=True))
     assert "iteration-time" in timed and "forward-backward-time" in timed
     everything = LoggingConfig(
         log_timers_to_tensorboard=True, log_world_size_to_tensorboard=True, log_memory_to_tensorboard=True
     )
-    assert wanted_tags(tags, everything) == tags
+    assert enabled_tags(tags, everything) == tags
 
 
 def test_step_record_has_all_values():
@@ -118,8 +118,8 @@ def test_step_record_has_all_values():
 def test_validation_tags():
     report = ValidationReport(iteration=50, consumed_samples=400, loss=0.0)
     assert validation_tags(report) == {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
-    assert wanted_tags(validation_tags(report), LoggingConfig()) == {"lm loss validation": 0.0}
-    assert "lm loss validation ppl" in wanted_tags(
+    assert enabled_tags(validation_tags(report), LoggingConfig()) == {"lm loss validation": 0.0}
+    assert "lm loss validation ppl" in enabled_tags(
         validation_tags(report), LoggingConfig(log_validation_ppl_to_tensorboard=True)
     )
     several = ValidationReport(iteration=50, consumed_samples=400, loss=0.0, data_set="code")

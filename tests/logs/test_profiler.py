@@ -9,7 +9,7 @@ import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.logging import ProfileConfig
-from megatron_moe.logs.profiler import StepProfile, mark_parts, snapshot_path
+from megatron_moe.logs.profiler import StepProfile, annotate_modules, snapshot_path
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny_models
 
@@ -61,7 +61,7 @@ def test_gpu_features_are_rejected_on_a_cpu(tmp_path, config):
 
 def test_module_ranges_are_named(tmp_path):
     model = tiny_models.build(tiny_models.model_config())
-    mark_parts(model, torch.device("cpu"))
+    annotate_modules(model, torch.device("cpu"))
     with torch.profiler.profile() as profiler:
         model(tiny_models.microbatch())
     found = {event.name for event in profiler.events()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.logs.run_lock import LOCK, RunLock, held_by
+from megatron_moe.logs.run_lock import LOCK, RunLock, lock_holder
 from tests.helpers.ranks import REPOSITORY
 
 HOLD = """
@@ -36,9 +36,9 @@ def test_lock_of_a_killed_job_is_released(tmp_path: Path) -> None:
         assert job.stdout is not None and job.stdout.readline() == "held\n"
         with pytest.raises(EnvironmentProblem, match=f"another job writes into {tmp_path}: process {job.pid} on "):
             lock(tmp_path)
-        assert (held_by(tmp_path) or "").startswith(f"process {job.pid} on ")
+        assert (lock_holder(tmp_path) or "").startswith(f"process {job.pid} on ")
         job.send_signal(signal.SIGKILL)
-    assert held_by(tmp_path) is None
+    assert lock_holder(tmp_path) is None
     lock(tmp_path).release()
 
 
@@ -46,7 +46,7 @@ def test_release_with_a_file_descriptor_open_in_a_child(tmp_path: Path) -> None:
     held = lock(tmp_path)
     copy = os.dup(held._file.fileno())  # like a forked process
     held.release()
-    assert held_by(tmp_path) is None
+    assert lock_holder(tmp_path) is None
     os.close(copy)
 
 
@@ -84,5 +84,5 @@ def test_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pyte
     assert lock(tmp_path).warning is None
     monkeypatch.setattr(fcntl, "flock", unknown)
     held = lock(tmp_path)
-    assert "without locks" in (held.warning or "") and held_by(tmp_path) is None
+    assert "without locks" in (held.warning or "") and lock_holder(tmp_path) is None
     held.release()

@@ -322,7 +322,7 @@ def test_declared_parameters_are_those_of_the_module(ratio):
     config = compressed_config(ratio)
     found = {name: (p.global_shape, p.meta, p.numel()) for name, p in named_parameters(make(config))}
     parallel = ParallelConfig()
-    assert {s.name: (s.shape, s.meta, s.held(parallel)) for s in config.parameters(parallel)} == found
+    assert {s.name: (s.shape, s.meta, s.local_numel(parallel)) for s in config.parameters(parallel)} == found
 
 
 def test_tensor_parallel_ranks_are_rejected():

@@ -219,7 +219,7 @@ def test_declared_parameters_are_those_of_the_module(parallel):
         found = {name: (p.global_shape, p.meta, p.numel()) for name, p in named_parameters(built)}
     finally:
         context.stop()
-    assert {s.name: (s.shape, s.meta, s.held(parallel)) for s in config.parameters(parallel)} == found
+    assert {s.name: (s.shape, s.meta, s.local_numel(parallel)) for s in config.parameters(parallel)} == found
 
 
 def with_indexers(plan, **indexer):

@@ -266,7 +266,7 @@ def only_the_last_deferred_weight_gradient_counts(original: Any) -> Any:
     return lambda self, later: later
 
 
-@mutant("optim.param_layout:decays", "tests/optim/test_distributed_optimizer.py")
+@mutant("optim.param_layout:has_weight_decay", "tests/optim/test_distributed_optimizer.py")
 def norms_and_biases_decay(original: Any) -> Any:
     """Training is slightly worse, and no message indicates it."""
     return lambda parameter, *, decay_qk_norm: True

@@ -18,9 +18,9 @@ from megatron_moe.optim.param_layout import (
     ELEMENT_ALIGN,
     ParamLayout,
     ParamShape,
-    decays,
     default_bucket_size,
     forward_order,
+    has_weight_decay,
     place_parameters,
     reduction_order,
 )
@@ -102,14 +102,16 @@ def test_matrices_decay_and_vectors_and_biases_do_not() -> None:
         parameter("a.shared_experts.gate_weight", 1, 4, role="gate"): True,
         parameter("embedding.word_embeddings.weight", 8, 4, role="embedding", decay=False): False,
     }
-    assert {p.name: decays(p, decay_qk_norm=False) for p in cases} == {p.name: yes for p, yes in cases.items()}
+    assert {p.name: has_weight_decay(p, decay_qk_norm=False) for p in cases} == {
+        p.name: yes for p, yes in cases.items()
+    }
 
 
 def test_norms_of_q_and_k_decay_on_request_and_others_never() -> None:
     names = ("a.q_layernorm.weight", "a.k_layernorm.weight", "a.kv_layernorm.weight", "a.input_layernorm.weight")
     norms = [parameter(name, 4, role="norm", decay=False) for name in names]
-    assert [decays(norm, decay_qk_norm=True) for norm in norms] == [True, True, False, False]
-    assert not any(decays(norm, decay_qk_norm=False) for norm in norms)
+    assert [has_weight_decay(norm, decay_qk_norm=True) for norm in norms] == [True, True, False, False]
+    assert not any(has_weight_decay(norm, decay_qk_norm=False) for norm in norms)
 
 
 def test_buckets_of_all_buffers_come_in_the_order_of_a_backward_pass() -> None:

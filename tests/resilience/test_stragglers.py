@@ -19,8 +19,8 @@ def test_slowest_ranks_relative_to_the_median() -> None:
 def test_report_covers_all_ranks_and_resets() -> None:
     def main(context: ParallelContext) -> tuple[list[str], list[str]]:
         watched = Stragglers(nn.Linear(2, 2), context, num_named=1, flops=1e12)
-        watched.step_took(0.5)
-        watched.data_took(0.1 * (1 + context.rank))
+        watched.record_step_time(0.5)
+        watched.record_data_time(0.1 * (1 + context.rank))
         return watched.report(), watched.report()
 
     first, second = on_threads(ParallelConfig(world_size=2), main)

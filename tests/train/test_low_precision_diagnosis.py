@@ -8,7 +8,7 @@ from megatron_moe.build import build_data, build_train_loader
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.resilience.numerics_guard import FirstBadModule
+from megatron_moe.resilience.numerics_guard import FirstNonfiniteModule
 from megatron_moe.train.train_state import TrainState
 from tests.helpers.pipelines import KERNELS, make_trainer
 from tests.train.test_low_precision import CONFIGS, plan_of
@@ -35,7 +35,7 @@ def test_diagnosis_and_anomaly_detection_find_nothing_in_a_healthy_step(
     batches = loader.next_step()
     trainer.step(batches, TrainState())
     assert not read, "no layer dequantises its gradient"
-    with FirstBadModule(trainer.model) as found:
+    with FirstNonfiniteModule(trainer.model) as found:
         trainer.repeat(batches, 1)
     assert (found.forward, found.backward) == (None, None)
     with torch.autograd.detect_anomaly(check_nan=True):
@@ -53,6 +53,6 @@ def test_diagnosis_names_the_layer_with_an_infinite_gradient(recipe: str) -> Non
         out.register_hook(lambda grad: grad * torch.inf)
 
     experts.linear_fc1.register_forward_hook(make_infinite)
-    with FirstBadModule(trainer.model) as found:
+    with FirstNonfiniteModule(trainer.model) as found:
         trainer.repeat(loader.next_step(), 1)
     assert found.backward is not None and found.backward.name == "decoder.layers.1.mlp.experts.linear_fc1"

@@ -98,4 +98,4 @@ class _CapturedStep:
         """Runs `work` on the static inputs. `traced`: whether the metrics include a routing trace."""
         self.metrics = metrics = MetricRecorder(with_routing=traced)
         batches = [replace(batch, context=replace(batch.context, metrics=metrics)) for batch in self._batches]
-        return [work(batches), *metrics.take_tensors()]
+        return [work(batches), *metrics.pop_tensors()]

@@ -68,13 +68,13 @@ class MetricRecorder(MetricAccumulator):
 
         self._records.append(trace)
 
-    def take_tensors(self) -> list[Tensor]:
+    def pop_tensors(self) -> list[Tensor]:
         """Returns the stored tensors, which become outputs of the graph, and drops the references to them."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
     def replay(self, metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
-        """Records all stored metrics in `metrics`. `tensors`: those of `take_tensors`, with the values of a replay."""
+        """Records all stored metrics in `metrics`. `tensors`: those of `pop_tensors`, with the values of a replay."""
         for record in self._records:
             record(metrics, tensors)
 

@@ -340,7 +340,7 @@ class _CapturedForward:
         known = {id(tensor) for tensor in inputs}
         outputs = [tensor for tensor in flatten(result)[0] if id(tensor) not in known]
         self._traced = _Traced(inputs, outputs, result)
-        return [*(tensor.detach() for tensor in outputs), *self._metrics.take_tensors()]
+        return [*(tensor.detach() for tensor in outputs), *self._metrics.pop_tensors()]
 
 
 class _CapturedBackward:
