@@ -72,7 +72,7 @@ def without_hardware(recipe: str) -> tuple[Settings, list[str]]:
     settings = plan_search.settings_of(["--recipe", recipe], REGISTRY)
     draft = Draft(settings, {})
     if draft.value("moe_token_dispatcher_type") == "flex":
-        draft.put("moe_token_dispatcher_type", "alltoall", "no such library here")
+        draft.override("moe_token_dispatcher_type", "alltoall", "no such library here")
     for name in ("cuda_graph_impl", "cuda_graph_modules", "delay_offload_until_cuda_graph", "moe_paged_stash"):
         draft.reset("only with other hardware", name)
     for name, flag in REGISTRY.flags.items():
