@@ -1,5 +1,6 @@
 """Runs functions and programs on several ranks: threads, pooled gloo processes, GPUs, or torchrun."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -38,9 +39,11 @@ def on_threads(
 ) -> list[Result]:
     """Runs `function(context)` on ranks as threads with torch's in-memory process group; returns the results by rank.
 
-    Raises the first error.
+    All ranks run on one core. Every torch op releases the interpreter lock, so that on several cores the ranks wake
+    each other at every op, which takes several times the CPU time of the ops. Raises the first error.
     """
     world_size = config.world_size
+    core = ctypes.CDLL(None).sched_getcpu()
     results: list = [None] * world_size
     errors: dict[int, BaseException] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -51,6 +54,7 @@ def on_threads(
     store, messages = dist.HashStore(), ThreadMessages()
 
     def rank_main(rank: int) -> None:
+        os.sched_setaffinity(0, {core})  # of this thread
         try:
             dist.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
             # Backward runs in the calling thread, so that its collectives stay on this rank.
