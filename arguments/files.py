@@ -136,12 +136,15 @@ class _Reader:
     merged: dict[int, list[tuple[str, yaml.Node]]] = field(default_factory=dict)
     """Cache of expanded mappings: `id` of the YAML node -> entries. A shared anchor is expanded only once."""
 
+    def __post_init__(self) -> None:
+        self._shown = shown(self.file.path)
+
     def read(self, root: yaml.Node | None) -> None:
         if root is not None:
             self._read_root(root)
         for variable, lines in self.unset.items():
             places = ", ".join(map(str, dict.fromkeys(lines)))
-            what = f"{shown(self.file.path)}:{places} needs the environment variable {variable}, which is not set"
+            what = f"{self._shown}:{places} needs the environment variable {variable}, which is not set"
             self.file.problems.append(Problem(what=what, remedy=f"export {variable}=..."))
 
     def _read_root(self, root: yaml.Node) -> None:
@@ -309,4 +312,4 @@ class _Reader:
         self.file.problems.append(Problem(what=f"{self._place(node)} {what}", remedy=remedy))
 
     def _place(self, node: yaml.Node) -> str:
-        return f"{shown(self.file.path)}:{node.start_mark.line + 1}"
+        return f"{self._shown}:{node.start_mark.line + 1}"

@@ -3,6 +3,7 @@
 Parts shared by several recipes, such as a model architecture, are in `scripts/recipes/parts` and included by `base`.
 """
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -47,7 +48,8 @@ class About:
 
 def find_recipe(name: str) -> Path | None:
     """Path of a recipe in the repository or the installed package; None if it does not exist."""
-    return _recipes().get(name)
+    path = _recipes().get(name)
+    return Path(path) if path else None
 
 
 def recipe_names() -> list[str]:
@@ -63,11 +65,19 @@ def recipe_folders() -> tuple[Path, ...]:
 def recipe_files() -> list[tuple[str, Path]]:
     """Returns (name, path) of all recipes and parts. Names are relative paths without suffix:
     `parts/models/mixtral-8x7b`."""
-    found: dict[str, Path] = {}
-    for folder in recipe_folders():
-        for path in sorted(folder.rglob("*.yaml")):
-            found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
-    return sorted(found.items())
+    return sorted((name, Path(path)) for name, path in _files().items())
+
+
+def _files() -> dict[str, str]:
+    """Path of each recipe and part by its name. Strings, because a `Path` per file takes longer than the search."""
+    found: dict[str, str] = {}
+    for folder in map(str, recipe_folders()):
+        for parent, _, files in os.walk(folder):
+            prefix = f"{parent[len(folder) + 1 :]}/".lstrip("/").replace(os.sep, "/")
+            for file in files:
+                if file.endswith(".yaml"):
+                    found.setdefault(prefix + file.removesuffix(".yaml"), os.path.join(parent, file))
+    return found
 
 
 def about(name: str, registry: Registry) -> About:
@@ -124,5 +134,6 @@ def _is_positive(text: str) -> bool:
         return False
 
 
-def _recipes() -> dict[str, Path]:
-    return {path.stem: path for name, path in recipe_files() if name.partition("/")[0] != _PARTS}
+def _recipes() -> dict[str, str]:
+    """Path of each recipe by its file name without suffix."""
+    return {name.rpartition("/")[2]: path for name, path in _files().items() if name.partition("/")[0] != _PARTS}

@@ -176,7 +176,9 @@ def _mamba(flags: Flags) -> tuple[MambaConfig, ...]:
 
 
 def _feed_forwards(flags: Flags) -> tuple[FeedForwardConfig, ...]:
-    return tuple(moe_config(flags) if is_moe else _dense(flags) for is_moe in from_flags(derive.moe_layers, flags))
+    moe_layers = from_flags(derive.moe_layers, flags)
+    configs = {is_moe: moe_config(flags) if is_moe else _dense(flags) for is_moe in set(moe_layers)}
+    return tuple(configs[is_moe] for is_moe in moe_layers)
 
 
 def _cores(flags: Flags, scale: float) -> Iterator[CoreAttentionConfig]:

@@ -32,10 +32,9 @@ class StageCosts:
 def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
     """GEMM FLOPs of one sequence, forward and backward, for each layer, all MTP layers and the loss."""
     whole = count_flops(model, 1, seq_length)
+    of_layer = {layer: float(count_layer_flops(layer, seq_length).total) for layer in set(model.layers)}
     return StageCosts(
-        layers=tuple(float(count_layer_flops(layer, seq_length).total) for layer in model.layers),
-        mtp=float(whole.mtp),
-        loss=float(whole.head),
+        layers=tuple(of_layer[layer] for layer in model.layers), mtp=float(whole.mtp), loss=float(whole.head)
     )
 
 
