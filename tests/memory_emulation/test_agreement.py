@@ -103,6 +103,13 @@ def plan_of(recipe: str) -> RunPlan:
     return plan_settings.as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
 
 
+def shallow(recipe: str, num_layers: int = 3) -> RunPlan:
+    """Returns the plan of a recipe with its first layers only, which differ in kind as all its layers do."""
+    plan = plan_of(recipe)
+    layers = plan.model.layers[:num_layers]
+    return replace(plan, model=replace(plan.model, layers=layers), pipeline=replace(plan.pipeline, layout=None))
+
+
 def compare(plan: RunPlan) -> Compared:
     """Emulates the rank that has the highest peak according to the cost model."""
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
@@ -153,7 +160,7 @@ def test_peak_over_four_gpus_is_at_most_that_of_megatron(name: str, mebibytes: i
 
 
 def test_standard_permutation_saves_the_expert_outputs() -> None:
-    plan = plan_of("m8")
+    plan = shallow("m8")
     efficient, standard = compare(plan), compare(with_standard_permutation(plan))
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * plan.model.hidden_size * 2
@@ -168,7 +175,7 @@ def test_low_precision_copies_agree(recipe: str) -> None:
 
     Cases have some layers in bf16, or all or expert weight gradients in bf16.
     """
-    plan = plan_of("q6")
+    plan = shallow("q6", 4)
     some_layers = {"layers_at_start": 2, "layers_at_end": 1}
     for options in (some_layers, {"expert_weight_grad": False}, {"weight_grad": False}):
         low = replace(plan.precision, low_precision=low_precision_config(recipe, **options))
@@ -185,7 +192,7 @@ def test_low_precision_copies_agree(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8", "nvfp4"])
 def test_weights_stored_in_low_precision_agree(recipe: str, fraction: float) -> None:
     """Low-precision bytes and scales replace bf16 weights and their copies; master weights are full fp32 weights."""
-    plan = plan_of("q6")
+    plan = shallow("q6", 4)
     config = low_precision_config(recipe, layers_at_start=2, layers_at_end=1)
     low = replace(plan.precision, low_precision=config, low_precision_params=True)
     sharded = replace(plan.data_parallel, use_distributed_optimizer=True)
@@ -210,7 +217,7 @@ def test_workspace_of_fused_casts_agrees(weight_grad: bool) -> None:
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_output_layer_in_low_precision_agrees(recipe: str, stored: bool) -> None:
     """Quantised copies of the gradient of the logits are the largest tensors of this run."""
-    plan = plan_of("q6")
+    plan = shallow("q6", 4)
     low = low_precision_config(recipe, output_layer=True)
     precision = replace(plan.precision, low_precision=low, low_precision_params=stored)
     sharded = replace(plan.data_parallel, use_distributed_optimizer=True)
@@ -221,7 +228,7 @@ def test_output_layer_in_low_precision_agrees(recipe: str, stored: bool) -> None
 
 
 def test_activation_inputs_in_fp8_agree() -> None:
-    plan = plan_of("m8")
+    plan = shallow("m8")
     plain, low = (
         compare(replace(plan, precision=replace(plan.precision, low_precision=config)))
         for config in (low_precision_config("blockwise"), low_precision_config("blockwise", activation_inputs=True))
@@ -229,9 +236,9 @@ def test_activation_inputs_in_fp8_agree() -> None:
     assert abs(low.ratio - 1) < 0.002
     saved = plain.emulated["activations"] - low.emulated["activations"]
     assert plain.closed.kept - low.closed.kept == pytest.approx(saved, rel=0.001)
-    # Activation inputs are gate and up of 6 experts per token and of shared experts in seven MoE layers, and those of
+    # Activation inputs are gate and up of 6 experts per token and of shared experts in two MoE layers, and those of
     # one dense MLP.
-    elements = 2 * 8192 * (7 * (6 * 1408 + 2816) + 11264)
+    elements = 2 * 8192 * (2 * (6 * 1408 + 2816) + 11264)
     assert saved == pytest.approx(elements * (1 - 4 / 128), rel=0.001)
 
 
@@ -239,7 +246,7 @@ def test_activation_inputs_in_fp8_agree() -> None:
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 def test_modules_that_save_activations_in_low_precision_agree(recipe: str, module: str) -> None:
     """MLA's input projections share one FP8 copy; attention output is saved in FP8 only if attention is recomputed."""
-    plan = plan_of("m8")
+    plan = shallow("m8")
     recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
     none, one = (low_precision_config(recipe, activation_modules=modules) for modules in ((), (module,)))
     for each in (plan, replace(plan, memory=MemoryConfig(recompute=recompute))):
@@ -253,12 +260,12 @@ def test_modules_that_save_activations_in_low_precision_agree(recipe: str, modul
         else:
             # FP8 takes half the memory of the normed latents and, if projections share a copy, of the hidden states.
             width = 512 + (2048 if recipe == "blockwise" else 0)
-            assert saved == pytest.approx(8 * 8192 * width, rel=0.04)
+            assert saved == pytest.approx(3 * 8192 * width, rel=0.04)
 
 
 def test_low_precision_under_sequence_parallelism_agrees() -> None:
     """Inputs of column-parallel matrices are saved as sequence shards, before they are gathered and quantised."""
-    plan = plan_of("q6")
+    plan = shallow("q6", 4)
     parallel = replace(plan.parallel, tp=2, etp=2, world_size=2, sequence_parallel=True)
     low = replace(plan.precision, low_precision=low_precision_config("blockwise"))
     assert abs(compare(replace(plan, parallel=parallel, precision=low)).ratio - 1) < WITHIN
@@ -267,8 +274,8 @@ def test_low_precision_under_sequence_parallelism_agrees() -> None:
 @pytest.mark.parametrize("weight_grad", thinned([True, False]))
 def test_workspace_of_long_sequences_in_fp8_agrees(weight_grad: bool) -> None:
     """The gathered output gradient of a dense MLP and its quantised copies are the largest tensors of this run."""
-    plan = plan_of("m8")
-    model = replace(plan.model, layers=plan.model.layers[:1] * 8, loss_chunk=256)
+    plan = shallow("m8")
+    model = replace(plan.model, layers=plan.model.layers[:1] * 3, loss_chunk=1024)
     memory = MemoryConfig(
         recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     )
@@ -281,7 +288,7 @@ def test_workspace_of_long_sequences_in_fp8_agrees(weight_grad: bool) -> None:
 
 
 def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
-    plan = plan_of("m8")
+    plan = shallow("m8")
     one, two = (
         compare(replace(plan, memory=replace(plan.memory, moe_expert_wgrad_interval=number))) for number in (1, 2)
     )
@@ -312,16 +319,17 @@ def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
     ids=["moe", "whole layers", "offload", "weight gradients of experts together"],
 )
 def test_memory_options_agree(memory: MemoryConfig) -> None:
-    assert abs(compare(replace(plan_of("m8"), memory=memory)).ratio - 1) < WITHIN
+    assert abs(compare(replace(shallow("m8"), memory=memory)).ratio - 1) < WITHIN
 
 
 @pytest.mark.parametrize("recomputed", ["none", "mhc"])
 def test_several_residual_streams_agree(recomputed: str) -> None:
-    plan = plan_of("m8")
-    layers = tuple(replace(layer, residual=HyperConnectionsConfig()) for layer in plan.model.layers[:3])
+    plan = shallow("m8", 2)
+    residual = HyperConnectionsConfig(sinkhorn_iterations=4)
+    layers = tuple(replace(layer, residual=residual) for layer in plan.model.layers)
     modules = RecomputeConfig(recompute_granularity="selective", recompute_modules=(recomputed,))
-    model, pipeline = replace(plan.model, layers=layers), replace(plan.pipeline, layout=None)
-    found = compare(replace(plan, model=model, pipeline=pipeline, memory=MemoryConfig(recompute=modules)))
+    model = replace(plan.model, layers=layers)
+    found = compare(replace(plan, model=model, memory=MemoryConfig(recompute=modules)))
     assert abs(found.ratio - 1) < 0.001
 
 
@@ -339,7 +347,7 @@ def test_several_residual_streams_agree(recomputed: str) -> None:
     ids=["weights", "double buffer and replicas", "outer", "stages", "gradients", "two passes", "passes and stages"],
 )
 def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str, int]) -> None:
-    plan = plan_of("m8")
+    plan = shallow("m8", 8 if "pp" in axes else 3)
     overlap = config.num_passes == 2
     parallel = replace(plan.parallel, **axes)
     plan = replace(
@@ -359,7 +367,7 @@ def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str,
 
 def test_clones_of_experts_agree() -> None:
     """Weights of clones are kept until backward, or sent again in backward."""
-    plan = plan_of("m8")
+    plan = shallow("m8")
 
     def compared(echo: EchoConfig | None) -> Compared:
         model = with_experts(
@@ -380,7 +388,7 @@ def test_clones_of_experts_agree() -> None:
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_workspace_of_the_hierarchical_exchange_agrees(ranks_per_host: int) -> None:
-    plan = plan_of("m8")
+    plan = shallow("m8")
     model = replace(
         plan.model,
         layers=tuple(
@@ -405,7 +413,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
     factor: float | None, num_sms: int | None, dispatcher: Literal["flex", "alltoall"]
 ) -> None:
     """The alltoall dispatcher uses the same exchange as flex among the ranks of one host."""
-    plan = plan_of("m8")
+    plan = shallow("m8")
     layers = tuple(
         replace(
             layer,
@@ -438,7 +446,7 @@ def test_receive_slots_of_fp8_exchanges_agree(
 
     The formats are FP8 and, if some layers or gradients are not sent in FP8, the activation dtype.
     """
-    plan = plan_of("m8")
+    plan = shallow("m8")
     fields = {"dispatcher": "flex", "expert_rank_capacity_factor": 1.1, "fp8_dispatch": True}
     model = with_experts(plan.model, lambda moe: replace(moe, **fields, fp8_combine_grad=fp8_combine_grad))
     low = low_precision_config("blockwise", weight_grad=False, **options)
@@ -456,15 +464,14 @@ def test_padding_of_expert_rows_and_indices_of_received_tokens_agree(
     ep: int, ranks_per_host: int, factor: float | None
 ) -> None:
     """Cases are one rank, the exchange through symmetric memory, and the hierarchical exchange."""
-    plan = plan_of("m8")
+    plan = shallow("m8")
     fields = {"dispatcher": "alltoall", "expert_rank_capacity_factor": factor, "row_alignment": 128}
-    model = with_experts(replace(plan.model, layers=plan.model.layers[:3]), lambda moe: replace(moe, **fields))
+    model = with_experts(plan.model, lambda moe: replace(moe, **fields))
     axes = {"ep": ep, "world_size": ep, "ranks_per_host": ranks_per_host, "shares_memory": True}
     low = low_precision_config("blockwise", expert_weight_grad=False)
     precision, parallel = replace(plan.precision, low_precision=low), replace(plan.parallel, **axes)
-    pipeline = replace(plan.pipeline, layout=None)
     memory = replace(plan.memory, moe_expert_wgrad_interval=1)
-    plan = replace(plan, model=model, parallel=parallel, precision=precision, pipeline=pipeline, memory=memory)
+    plan = replace(plan, model=model, parallel=parallel, precision=precision, memory=memory)
     found = compare(plan)
     assert found.closed.kept == pytest.approx(found.emulated["activations"], rel=0.002)
     assert abs(found.ratio - 1) < 0.005
@@ -477,8 +484,8 @@ def test_sharded_layers_of_multi_token_prediction_agree(repeated: bool) -> None:
     Full recompute with method "block" does not include layers of multi-token prediction.
     """
     plan = plan_of("m8")
-    model = replace(plan.model, layers=plan.model.layers[1:6], mtp=MTPConfig(num_layers=2, repeated_layer=repeated))
-    recompute = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=4)
+    model = replace(plan.model, layers=plan.model.layers[1:4], mtp=MTPConfig(num_layers=2, repeated_layer=repeated))
+    recompute = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
     parallel = replace(plan.parallel, world_size=2)
     plan = replace(
         plan,
@@ -496,7 +503,7 @@ def test_sharded_layers_of_multi_token_prediction_agree(repeated: bool) -> None:
 
 
 def test_shared_query_groups_agree() -> None:
-    plan = plan_of("q6")
+    plan = shallow("q6", 4)
     layers = tuple(replace(layer, mixer=replace(layer.mixer, num_query_groups=2)) for layer in plan.model.layers)
     parallel = replace(plan.parallel, tp=8, world_size=8, sequence_parallel=True)
     found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
@@ -515,12 +522,12 @@ def with_attention_dropout(plan: RunPlan, exchange: ContextExchange, cp: int) ->
 @pytest.mark.parametrize(("exchange", "cp"), [("p2p", 1), ("p2p", 2), ("allgather", 2), ("a2a", 2)])
 @pytest.mark.parametrize("name", thinned(["m8", "ds4"]))
 def test_attention_dropout_saves_values_per_query_key_pair(name: str, exchange: ContextExchange, cp: int) -> None:
-    found = compare(with_attention_dropout(plan_of(name), exchange, cp))
+    found = compare(with_attention_dropout(shallow(name), exchange, cp))
     assert abs(found.ratio - 1) < WITHIN
 
 
 def test_attention_recompute_frees_the_values_of_dropout() -> None:
-    plan = with_attention_dropout(plan_of("m8"), "p2p", 1)
+    plan = with_attention_dropout(shallow("m8"), "p2p", 1)
     memory = MemoryConfig(
         recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
     )
