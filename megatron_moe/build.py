@@ -20,8 +20,9 @@ from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, RowPacker, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
+from megatron_moe.kernels.backends.triton.launcher import shorten_launches
 from megatron_moe.kernels.kernel_set import KernelSet
-from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.kernels.registry import is_installed, select_kernels
 from megatron_moe.layers.quantized_module import quantizers_of
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.profiler import StepProfile, annotate_modules
@@ -168,7 +169,10 @@ def build_memory_guard(plan: RunPlan, context: ParallelContext) -> Callable[...,
 
 
 def build_kernels(plan: RunPlan, context: ParallelContext) -> KernelSet:
-    return select_kernels(plan.kernels, context.device, context.dtype, plan.precision.low_precision)
+    kernels = select_kernels(plan.kernels, context.device, context.dtype, plan.precision.low_precision)
+    if context.device.type == "cuda" and is_installed("triton"):
+        shorten_launches()
+    return kernels
 
 
 def build_model(
