@@ -73,7 +73,7 @@ def of_rank(changed: RunPlan, rank: int = 1) -> RankBytes:
 def test_the_anatomy_of_deepseek_v3_is_the_published_one():
     """The table of "Scalable Training of Mixture-of-Experts Models with Megatron Core" for PP4 x VPP4 x EP64 on 256
     GPUs, bf16, no recompute, read as GiB of a middle stage with 16 MoE layers. Its activations are those of another
-    program: 1,973 MiB for each of the 68 layers that wait on pipeline rank 1 (17 chunks of 4), where ours keep 1,911.
+    program: 1,973 MiB for each of the 68 layers in flight on pipeline rank 1 (17 chunks of 4), where ours keep 1,911.
     """
     middle = of_rank(DEEPSEEK)
     state = middle.state

@@ -195,6 +195,6 @@ def test_counts_of_public_models_equal_the_table(row: ZooRow):
 
 
 def test_mtp_parameters_of_deepseek_v3_are_the_published_11_5b_and_the_projection():
-    """The notes on DeepSeek-V3's weight files give 11.5B without the embedding and the head, which are shared."""
+    """DeepSeek-V3's documentation of its weight files states 11.5B without the shared embedding and head."""
     row = next(row for row in zoo_rows() if str(row) == "DeepSeek-V3")
     assert f"{(count_parameters(zoo_config(row)).mtp - 2 * 7168**2) / 1e9:.1f}" == "11.5"

@@ -113,7 +113,7 @@ def test_a_skipped_iteration_consumes_its_samples_without_training(tmp_path: Pat
 
 
 class Start(NamedTuple):
-    """One start of a run whose length is given in samples."""
+    """One launch of a run whose length is given in samples."""
 
     batch: BatchConfig
     exit_interval: int | None = None

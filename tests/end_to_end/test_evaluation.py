@@ -63,7 +63,7 @@ def test_skip_train_without_a_checkpoint_is_rejected(flags, tmp_path, capfd):
 
 
 def test_a_finished_run_records_every_evaluation_once(flags, tmp_path, capfd):
-    """A second start evaluates only what is not recorded, here the test set, whose record is removed; a third start
+    """A second launch evaluates only what is not recorded, here the test set, whose record is removed. A third launch
     evaluates nothing; --skip-train repeats everything."""
     run, again = tmp_path / "run", []
     assert main([*flags, "--run-dir", str(run)], {}) == ExitCode.OK

@@ -60,7 +60,7 @@ class KillingStorage(FaultyStorage):
 
 @dataclass
 class Found:
-    """Counts of outcomes over all starts."""
+    """Counts of outcomes over all launches."""
 
     starts: int = 0
     killed: int = 0
@@ -74,7 +74,7 @@ class Found:
 
 
 def values(iteration: int) -> dict[str, torch.Tensor]:
-    """Whole state at an iteration."""
+    """Expected global state at an iteration."""
     base = torch.arange(NUM_RANKS * WIDTH, dtype=torch.float32).view(NUM_RANKS, WIDTH)
     return {"model.weight": base + iteration, "master.weight": base.double() * iteration, "exp_avg.weight": -base}
 
@@ -86,7 +86,7 @@ def part(state: dict[str, torch.Tensor], rank: int) -> dict[str, TensorShard]:
 
 
 def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: int) -> None:
-    """Main function of one rank of one start; writes one line per outcome to the pipe `news`."""
+    """Main function of one rank of one launch; writes one line per outcome to the pipe `news`."""
     method = f"file://{folder}/meet-{start}"
     dist.init_process_group(
         "gloo", init_method=method, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PEERS_LEAVE_SECONDS)
@@ -130,7 +130,7 @@ def _save(saver: CheckpointSaver, iteration: int, rank: int, *, in_background: b
 
 
 def forked(folder: Path, start: int, kill_at: int | None, news: int) -> list[int]:
-    """Starts the ranks and returns their process ids."""
+    """Forks the ranks and returns their process ids."""
     children = []
     for rank in range(NUM_RANKS):
         child = os.fork()
@@ -144,7 +144,7 @@ def forked(folder: Path, start: int, kill_at: int | None, news: int) -> list[int
 
 
 class Starts:
-    """Runs consecutive starts in one folder."""
+    """Runs consecutive launches in one folder."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
@@ -154,7 +154,7 @@ class Starts:
         self._chance = random.Random(seed)
 
     def one(self, kill_at: int | None) -> None:
-        """Starts and kills four ranks, then checks the folder."""
+        """Launches and kills four ranks, then checks the folder."""
         number, self.found.starts = self.found.starts, self.found.starts + 1
         reading, writing = os.pipe()
         children = forked(self.folder, number, kill_at, writing)

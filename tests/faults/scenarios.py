@@ -33,7 +33,7 @@ SCENARIOS = {
         "--distributed-timeout-seconds-after-init 60"
     ],
 }
-"""Name -> flags of consecutive starts."""
+"""Name -> flags of consecutive launches."""
 NIGHTLY = ("exit", "memory", "signal in backward", "signal in save", "signal at the end", "hang in save")
 """Scenarios that resemble those of CI in another phase."""
 DIFFERING = {"different flags": ["--lr", "0.5"]}
@@ -56,7 +56,7 @@ def main(folder: Path, data: str, names: Sequence[str]) -> None:
 
 
 def outcome(run: Path, argv: Sequence[str], last: Sequence[str]) -> dict:
-    """Outcome of one start. `last`: additional flags of the last rank."""
+    """Outcome of one launch. `last`: additional flags of the last rank."""
     said = run.with_name(run.name + "-said")
     ranks = Ranks([argv] * (NUM_RANKS - 1) + [[*argv, *last]], said)
     codes = ranks.wait(patience=300.0, follow=120.0)

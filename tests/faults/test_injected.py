@@ -35,7 +35,7 @@ def outcomes(folder: Path, name: str) -> list[dict]:
 
 
 def outcome(folder: Path, name: str) -> dict:
-    """Outcome of a scenario with one start."""
+    """Outcome of a scenario with one launch."""
     (only,) = outcomes(folder, name)
     return only
 
@@ -107,7 +107,7 @@ def test_a_result_that_is_not_reproduced_exits_with_code_16_and_names_the_rank(f
 
 
 def test_the_same_nonfinite_step_in_two_starts_exits_with_code_17(folder: Path) -> None:
-    """The first start exits with code 6, because one start cannot distinguish a model fault from a hardware fault."""
+    """The first launch exits with code 6, because one launch cannot distinguish a model fault from a hardware fault."""
     first, second = outcomes(folder, "repeated")
     assert (first["codes"], second["codes"]) == ([6] * NUM_RANKS, [17] * NUM_RANKS)
     assert "or a permanent fault of this hardware" in first["status"]["sentence"]
@@ -121,7 +121,7 @@ def test_a_flipped_bit_of_a_weight_is_named_with_its_rank(folder: Path) -> None:
 
 
 def test_a_full_disk_costs_one_checkpoint_and_is_logged(folder: Path) -> None:
-    """The disk of one rank is really full."""
+    """The file size limit of one rank makes its writes fail like a full disk."""
     found = outcome(folder, "full disk")
     assert found["codes"] == [0] * NUM_RANKS, found["said"]
     checkpoints = folder / "full-disk" / "checkpoints"

@@ -1,4 +1,4 @@
-"""Death of the launcher, and status.json of starts that fail before the rendezvous."""
+"""Death of the launcher, and status.json of launches that fail before the rendezvous."""
 
 import json
 import os

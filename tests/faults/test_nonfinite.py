@@ -123,7 +123,7 @@ def test_a_nan_in_one_microbatch_of_one_rank_is_named_with_its_samples(tmp_path:
 
 
 def test_an_infinite_gradient_is_named_where_it_arose() -> None:
-    """The loss is finite."""
+    """The gradient is infinite although the loss is finite."""
 
     def spoil(trainer: Trainer, iteration: int) -> None:
         if iteration == 3:
@@ -160,7 +160,7 @@ def test_the_expert_is_named_by_its_global_id(ranks: int) -> None:
 
 
 def test_a_nonfinite_step_is_skipped_and_training_continues() -> None:
-    """The steps before and after are applied."""
+    """The updates of the steps before and after are applied."""
     seen: list[dict[str, Tensor]] = []
 
     def spoil(trainer: Trainer, iteration: int) -> None:

@@ -56,7 +56,7 @@ def test_a_signal_before_the_first_step_has_nothing_to_save(data: str, tmp_path:
 
 
 def test_a_run_without_checkpoints_reports_lost_steps(data: str, tmp_path: Path) -> None:
-    """The exit code is 76."""
+    """A preempted run without checkpoints exits with code 76."""
     program = Program(PROGRAM, *arguments(data, None, *ENDLESS))
     program.wait_until_printed(" iteration        2/")
     program.send(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A short soak; `make soak` is the long one."""
+"""A short soak test; `make soak` runs the long one."""
 
 import pytest
 

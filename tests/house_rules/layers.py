@@ -29,13 +29,13 @@ OPTIONAL = (
     "deep_ep", "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers",
     "torch.distributed._tools", "torch.utils.tensorboard", "transformers", "wandb", "zstandard",
 )  # fmt: skip
-"""Imported inside the function that uses them, so that other runs do not pay for the import."""
+"""Packages that are imported inside the functions that use them, so that other runs start faster."""
 
 KERNEL_PACKAGES = (
     "apex", "emerging_optimizers", "fla", "flash_attn", "fused_weight_gradient_mlp_cuda", "grouped_gemm",
     "transformer_engine", "transformer_engine_torch", "triton",
 )  # fmt: skip
-"""Imported in `kernels/backends/` only."""
+"""Packages that only `kernels/backends/` may import."""
 
 
 def loads_without_torch(module: str) -> bool:
@@ -78,7 +78,7 @@ def _own_problem(file: Source, imported: str) -> str | None:
 
 
 def _level_problem(importer: str, imported: str) -> str | None:
-    """Checks two dotted names below `megatron_moe`."""
+    """Returns a message if the first module (dotted name below `megatron_moe`) may not import the second one."""
     package, other = importer.split(".")[0], imported.split(".")[0]
     if "" in (package, other):
         return None

@@ -45,7 +45,7 @@ class Import:
 
 
 def source(path: str, text: str) -> Source:
-    """Parses a file, also planted examples."""
+    """Parses a file of the repository or an example of a test."""
     return Source(path, text, ast.parse(text, filename=path))
 
 

@@ -8,7 +8,7 @@ from tests.house_rules.source import PROGRAM, Source, report, source, sources
 
 
 def clashes(files: Iterable[Source]) -> dict[str, list[str]]:
-    """Places of every class name that occurs several times; a leading underscore does not count."""
+    """Locations of every class name that occurs several times; leading underscores are ignored."""
     places = defaultdict(list)
     for file in files:
         for node in file.nodes:

@@ -38,7 +38,7 @@ def block(
     value_width: int,
     documents: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Output, log-sum-exp and gradients, all on top of what was there."""
+    """Output, log-sum-exp and gradients, merged into or added to given tensors."""
     wide = torch.promote_types(dtype, torch.float32)
     rows, keys = sum(map(len, query)), sum(map(len, key))
     shapes = [(rows, HEADS, value_width), (rows, HEADS, width), (keys, GROUPS, width), (keys, GROUPS, value_width)]
@@ -100,7 +100,7 @@ def test_fully_masked_block_leaves_output_and_lse_unchanged() -> None:
 
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, 64), (64, 128)])
 def test_tensors_beyond_32_bit_offsets_are_not_served(width: int, value_width: int) -> None:
-    """Queries, and outputs with their gradients, which may be wider."""
+    """Covers queries, and outputs and gradients, which may have a wider dtype."""
     q, k, v = (
         torch.empty(2**16, 2, *shape, device="meta", dtype=torch.bfloat16)
         for shape in ((128, width), (1, width), (1, value_width))

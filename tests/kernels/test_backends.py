@@ -53,7 +53,7 @@ TE_RECIPES = pytest.mark.parametrize("config", TE_CONFIGS.values(), ids=TE_CONFI
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The packages, for one test."""
+    """Makes the stand-in packages importable for one test."""
     monkeypatch.syspath_prepend(str(STAND_INS))
     yield
     packages = {path.stem for path in STAND_INS.iterdir()}
@@ -68,7 +68,7 @@ def backend(name: str) -> ModuleType:
 
 
 def bundle(name: str) -> Kernels:
-    """Plain torch with this backend's ops, without asking it whether it fits the CPU."""
+    """Kernel set of plain torch with this backend's ops, regardless of whether the backend supports the CPU."""
     ops = dict(vars(REFERENCE)) | {op: getattr(backend(name), op) for op in provided_ops(backend(name))}
     return SimpleNamespace(**ops)  # type: ignore[return-value]
 
@@ -242,7 +242,7 @@ def test_linear_layer_gradients_by_a_mixed_kernel_set(stand_ins: None) -> None:
 def test_operands_of_transformer_engine_have_the_bytes_of_this_projects_kernels(
     stand_ins: None, usage, config: LowPrecisionConfig
 ) -> None:
-    """Whole matrices and rows of experts; sizes that are multiples of blocks, of 32, and odd ones."""
+    """Covers whole matrices and expert rows, with sizes that are multiples of a block, multiples of 32, and odd."""
     theirs, ours = Operands(bundle(TE), config), Operands(REFERENCE, config)
     for shape in ((256, 384), (96, 160), (50, 20)):
         x = draw(*shape).bfloat16()
@@ -263,7 +263,7 @@ def test_operands_of_transformer_engine_have_the_bytes_of_this_projects_kernels(
 def test_gemms_with_an_infinity_that_transformer_engine_saturates_are_nan(
     stand_ins: None, value: float, config: LowPrecisionConfig
 ) -> None:
-    """Rows after those of experts are undefined and mark no other row."""
+    """Rows after the last expert's rows are undefined and must not make other rows NaN."""
     kernels, fmt = bundle(TE), replace(config.grads, stochastic=False)
     finite, lost = draw(256, 384).bfloat16(), draw(256, 384, seed=1).bfloat16()
     lost[3, 130] = value
@@ -322,7 +322,7 @@ def test_fp8_linear_gemms_of_transformer_engine_match_the_reference(
 def test_fp8_grouped_gemms_of_transformer_engine_match_the_reference(
     stand_ins: None, monkeypatch: pytest.MonkeyPatch, accumulate: bool, sizes: list[int], config: LowPrecisionConfig
 ) -> None:
-    """Rows of experts of any number, an empty expert, and rows after the last expert's."""
+    """Experts have different numbers of rows, one has none, and further rows follow the last expert's rows."""
     operands, held = Operands(REFERENCE, config), sum(sizes)
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x, grad = draw(held + 5, 160).bfloat16(), draw(held + 5, 224, seed=1).bfloat16()
@@ -342,7 +342,7 @@ def test_fp8_grouped_gemms_of_transformer_engine_match_the_reference(
 
 
 def test_fp8_grouped_gemms_of_transformer_engine_must_be_named(stand_ins: None, monkeypatch) -> None:
-    """The products synchronise with the device, so a request of the backend for all ops does not select them."""
+    """These GEMMs synchronise with the device, so they are selected only if they are requested by name."""
     monkeypatch.setattr(registry, "check_device", lambda recipe, device: None)
     by_name = set(backend(TE).BY_NAME)
     for config in TE_CONFIGS.values():

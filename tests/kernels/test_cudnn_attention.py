@@ -133,7 +133,8 @@ def test_documents_and_dropout_do_not_use_cudnn(backend: Any, what: str, monkeyp
 def test_blocks_beyond_32_bit_offsets_use_cudnn_or_the_reference(
     window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2^31 numbers; plain torch, which has all logits in memory, is the last resort."""
+    """With 2^31 elements, the Triton kernels cannot be used; blocks that cuDNN does not support use plain torch, which
+    keeps all logits in memory."""
     by_cudnn, by_torch = [], []
     monkeypatch.setattr(blocks, "merge", lambda *found: by_cudnn.append("out"))
     monkeypatch.setattr(cudnn, "backward_pair", lambda *known: by_cudnn.append("gradients"))

@@ -1,4 +1,4 @@
-"""FP8 kernels without a GPU: casts in the interpreter, and whether the Hopper products compile. Results on a GPU:
+"""FP8 kernels without a GPU: casts in the interpreter, and whether the Hopper GEMMs compile. Results on a GPU:
 tests/gpu/test_fp8_on_one_gpu.py."""
 
 import re
@@ -72,7 +72,8 @@ casts.quantize_rows(x, hybrid, rowwise=False, columnwise=True, offsets_e=ends)
 casts.quantize_permuted(x, index, replace(quantize.E4M3, scale="fp32"), columnwise=True)
 """
 EDGES = (0.0, torch.nan, torch.inf, 2.0**-125, 1e-38, 3e38)
-"""Values of single elements: no scale, no scale, no scale, scales that overflow, and the smallest scale."""
+"""Values of single elements with special scales: three without a scale, some with scales that overflow, and the one
+with the smallest scale."""
 
 
 def exact_values(*shape: int, seed: int) -> Tensor:
@@ -95,7 +96,8 @@ def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool =
 
 
 def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor) -> None:
-    """Asserts equal columnwise copies of rows of experts; blocks without an expert have undefined elements."""
+    """Asserts that columnwise copies of expert rows are equal, except in blocks without an expert, whose elements are
+    undefined."""
     copies = (expert_copies(x.column_copy, x.block, ends.tolist(), columnwise=True) for x in (actual, expected))
     for found, wanted in zip(*copies, strict=True):
         same_elements(found.data, wanted.data, "columnwise")
@@ -202,7 +204,7 @@ def test_permuted_casts(align: int) -> None:
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(("align", "bound"), [(1, None), (16, None), (1, 31)])
 def test_permutation_of_quantised_copies(align: int, bound: int | None, element: str) -> None:
-    """Tokens are a view of slots with one row of scales per token; rows beyond a bound are not written."""
+    """Tokens are a view of receive slots with one row of scales per token; rows beyond the bound are not written."""
     ids = torch.rand(20, 3, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
     ids[3, 1] = ids[7] = -1
     index = reference.sort_rows(ids, 3, None, align)
@@ -270,7 +272,7 @@ def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("shape", [(0, 256), (2, 3, 48), (37, 128), (9, 300), (5, 640)])
 def test_norms_with_fp8_copies(shape: tuple[int, ...], added: bool) -> None:
-    """Sum, norm, copy and gradients are those of separate ops. Inputs are columns of wider matrices."""
+    """Sum, norm, FP8 copy and gradients equal those of separate ops. Inputs are column slices of wider matrices."""
     generator, results = torch.Generator().manual_seed(0), []
     wide = torch.randn(3, *shape[:-1], shape[-1] + 8, generator=generator).bfloat16()
     weight, grad = (torch.randn(size, generator=generator).bfloat16() for size in (shape[-1:], shape))
@@ -291,7 +293,7 @@ def test_norms_with_fp8_copies(shape: tuple[int, ...], added: bool) -> None:
 
 
 def test_cublas_gets_aligned_scales_of_stored_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS requires addresses that are multiples of 16 bytes; scales of stored weights start anywhere."""
+    """cuBLAS requires 16-byte alignment, but the scales of a stored weight may have any address."""
     given: list[Tensor] = []
 
     def scaled_mm(*operands: Any, **options: Any) -> Tensor:

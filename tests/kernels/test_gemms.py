@@ -1,4 +1,4 @@
-"""Matrix products of the reference against sums written out, and their gradients."""
+"""GEMMs of the reference against explicit sums, and their gradients."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ def ends(values: list[int]) -> Tensor:
 
 
 def owner(row: int, offsets: list[int]) -> int | None:
-    """The expert that owns a row, found by walking."""
+    """Expert of a row, determined by a loop over the offsets."""
     return next((expert for expert, end in enumerate(offsets) if row < end), None)
 
 
 def by_hand(rows: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:
-    """Each row times its expert's matrix, one number at a time; 0 past the last offset."""
+    """Multiplies each row by its expert's matrix, element by element; rows after the last offset are 0."""
     out = torch.zeros(len(rows), weight.shape[1], dtype=torch.float64)
     for r in range(len(rows)):
         expert = owner(r, offsets)

@@ -47,7 +47,7 @@ def segments_of(lengths: list[int] | None, batch: int, length: int) -> Tensor | 
 
 
 def recurrence(q, k, v, decay, beta, segments_BS, scale):
-    """The state of a head after each token, one token after the other."""
+    """Computes the recurrence of each head token by token."""
     length, batch, heads, _ = v.shape
     q, k = (x.repeat_interleave(heads // q.shape[2], dim=2) for x in (q, k))
     state, outs = v.new_zeros(batch, heads, q.shape[-1], v.shape[-1]), []

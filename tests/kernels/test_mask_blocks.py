@@ -23,7 +23,7 @@ SPLITS = {
 
 
 def seen_by(found: list[MaskBlock], num_rows: int, num_keys: int) -> Tensor:
-    """How many of the rectangles let a row see a key."""
+    """Number of rectangles in which a row attends to a key."""
     count = torch.zeros(num_rows, num_keys, dtype=torch.int64)
     for pair in found:
         inside = count[pair.rows, pair.keys]
@@ -57,7 +57,8 @@ def test_causal_masks_give_causal_squares_and_unmasked_rectangles(split: str) ->
 
 
 def test_causal_ring_steps_are_single_rectangles() -> None:
-    """The own part is a square; an earlier rank's first chunk is visible; a later rank's to the last rows."""
+    """A rank's own part is a causal square. Of an earlier rank, the first chunk is visible; a later rank's first chunk
+    is visible to the last rows only."""
     config = CoreAttentionConfig(softmax_scale=1.0)
     first, second, third = split_positions("zigzag", SEQ, 3)
     all_8, low_4, high_4 = slice(0, 8), slice(0, 4), slice(4, 8)

@@ -55,7 +55,7 @@ def test_norms_of_bf16_are_computed_in_fp32() -> None:
 
 
 def cos_and_sin(angles_SD: Tensor) -> tuple[Tensor, Tensor]:
-    """[S, D / 2] angles as the [S, 1, D] tables of the contract, each angle twice."""
+    """Converts angles [S, D / 2] to the tables [S, 1, D] of `Kernels.rope`, in which each angle occurs twice."""
     repeated = torch.cat([angles_SD, angles_SD], dim=-1)[:, None]
     return repeated.cos(), repeated.sin()
 
@@ -84,7 +84,7 @@ def test_rope_with_angles_per_sequence() -> None:
 def attend_by_hand(
     q: Tensor, k: Tensor, v: Tensor, config: CoreAttentionConfig, sinks: Tensor | None, segments: Tensor | None
 ) -> Tensor:
-    """One query, one key at a time."""
+    """Computes attention with loops over queries and keys."""
     seq, batch, heads, _ = q.shape
     heads_per_group = heads // k.shape[2]
     out = torch.zeros(seq, batch, heads, v.shape[3], dtype=torch.float64)

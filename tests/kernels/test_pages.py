@@ -67,7 +67,7 @@ def test_rows_without_a_page_are_restored_as_nan(name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_zero_rows_allocate_no_page(name: str) -> None:
-    """The case of a rank whose experts receive no token."""
+    """Covers a rank whose experts receive no token."""
     kernels, pages = BACKENDS[name], make(5)
     table = kernels.pack_rows(rows(0)[:0], count(0), pages)
     assert kernels.unpack_rows(table, 0, pages).shape == (0, WIDTH)

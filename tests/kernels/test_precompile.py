@@ -28,7 +28,7 @@ def test_kernels_are_compiled_concurrently(tmp_path: Path):
 
 
 def test_two_ranks_compile_every_kernel_once(tmp_path: Path):
-    """The cache of this test is a dictionary. Each rank takes the kernels that the other is not compiling."""
+    """Uses a dictionary as the cache. Each rank compiles the kernels that the other is not compiling."""
     cache: dict[str, int] = {}
     compiled_by: dict[str, list[int]] = {str(k): [] for k in range(8)}
     both = threading.Barrier(2)
@@ -111,7 +111,7 @@ found.append(len(record(64)))
 
 
 def test_recorded_launches_are_compiled_for_the_gpu_once():
-    """Two data types; the two widths are specialised alike."""
+    """Two dtypes give two kernels; both widths have the same specialisation."""
     num, before, binaries, launchers, missing = compiled(LAUNCHES)
     assert (num, before, missing) == (2, 0, 0)
     assert binaries == ["_sum_shares.cubin"] * 2 and launchers == ["_sum_shares"] * 2

@@ -25,7 +25,7 @@ EXPERTS = 8
 def channels(
     num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0, fmt: OperandFormat | None = None
 ) -> list[PushChannel]:
-    """The views that all ranks have of one channel."""
+    """Views of one channel, one per rank."""
     sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "width": width, "topk": topk}
     shape = ChannelShape(**sizes, dtype=torch.float32, fmt=fmt)
     parts: list[Tensor] = []
@@ -51,7 +51,7 @@ def random_ids(num_tokens: int, topk: int, seed: int) -> Tensor:
 def round_trip(
     kernels: Any, num_ranks: int, num_tokens: int, width: int, topk: int, *, is_summed: bool = False
 ) -> list[Tensor]:
-    """Two exchanges there and back on the same channels; rows are the tokens times the expert's number plus one."""
+    """Runs two dispatch and combine exchanges on the same channels; expert e multiplies its rows by e + 1."""
     there, back = (channels(num_ranks, num_tokens, width, topk) for _ in range(2))
     owner_EP, num_local, found = owners(num_ranks), EXPERTS // num_ranks, []
     for epoch in range(2):
@@ -170,8 +170,8 @@ def value_of(rank: int, epoch: int) -> float:
 
 
 def run_rank(channel: PushChannel, num_epochs: int, pause: Callable[[], None]) -> None:
-    """Exchanges on one rank; every received token must be that of the current epoch. Read slots are overwritten by nan,
-    so that a token that arrives too early or too late is noticed."""
+    """Exchanges on one rank; every received token must be that of the current epoch. Slots are overwritten with nan
+    after they are read, so that a token that arrives too early or too late is detected."""
     ranks_T = torch.full((channel.shape.num_tokens,), 2**channel.shape.num_ranks - 1, dtype=torch.int32)
     for epoch in range(1, num_epochs + 1):
         pause()

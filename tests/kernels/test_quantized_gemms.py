@@ -1,4 +1,4 @@
-"""Matrix products with quantised operands: values against sums of dequantised elements, gradients, saved tensors."""
+"""GEMMs with quantised operands: values against sums of dequantised elements, gradients, saved tensors."""
 
 import weakref
 from dataclasses import replace
@@ -183,7 +183,7 @@ EVERY_RECIPE = {
 @pytest.mark.parametrize("where", ["input", "weight", "gradient"])
 @pytest.mark.parametrize("recipe", EVERY_RECIPE)
 def test_an_operand_that_is_not_finite_makes_results_nan(recipe: str, where: str, value: float) -> None:
-    """No cast turns inf into the largest element. Earlier scales (delayed) do not hide a magnitude like 1e38 either."""
+    """Casts do not saturate inf, and scales of earlier steps (delayed scaling) do not hide a magnitude of 1e38."""
     config = EVERY_RECIPE[recipe]
     if value == 1e38 and recipe != "delayed":
         return  # scales computed from the tensor itself represent it
@@ -202,7 +202,7 @@ def test_an_operand_that_is_not_finite_makes_results_nan(recipe: str, where: str
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
 def test_emulated_weight_gradients_in_bf16_are_rounded_once(grouped: bool) -> None:
-    """Products and sums are in fp32, as in tensor cores, also over several microbatches of experts."""
+    """Products are accumulated in fp32, as on tensor cores, also over several microbatches of expert rows."""
     config = CONFIGS["tensorwise"]
     layer = LinearQuantizer(config, KERNELS)
     grad, x = (draw(64, width, seed=width, dtype=torch.bfloat16) for width in (24, 40))

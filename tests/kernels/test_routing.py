@@ -31,7 +31,7 @@ def choose(
 
 
 def balance_of_each(logits: Tensor, config: RouterConfig) -> BalanceSums:
-    """Each token is one set."""
+    """Balance sums with one set per token."""
     balance = KERNELS.route(logits, None, config, balance_sets=len(logits)).balance
     assert balance is not None
     return balance
@@ -147,7 +147,7 @@ def test_replayed_ids_are_kept_and_missing_ids_have_weight_zero(function, pre) -
 
 @pytest.mark.parametrize("score_function, pre_softmax", SCORES)
 def test_underflowing_scores_have_zero_gradients(score_function: str, pre_softmax: bool) -> None:
-    """Scores that underflow to zero, of chosen experts or others, give finite gradients, which are zero."""
+    """Scores that underflow to zero have zero gradients, whether or not their expert is selected."""
     logits = draw(3, EXPERTS).index_fill(1, torch.tensor([0, 5]), -800.0).requires_grad_()
     config = spec_of(score_function=score_function, pre_softmax=pre_softmax)
     routed = KERNELS.route(logits, None, config, balance_sets=1)

@@ -64,7 +64,7 @@ def test_capacity_gives_every_expert_equal_rows_in_token_order(case, capacity: i
 
 
 def check_inverse(index: RowIndex, ids: Tensor) -> None:
-    """`rows_TK` and `choice_R` undo each other."""
+    """Asserts that `rows_TK` and `choice_R` are inverse mappings."""
     rows = index.rows_TK.flatten().tolist()
     for choice, row in enumerate(rows):
         assert row == -1 or index.choice_R[row] == choice

@@ -1,4 +1,4 @@
-"""SMs that the next matrix product leaves to an exchange."""
+"""SM reservation, with which the next GEMM leaves SMs free for an exchange."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Attention to chosen rows: the reference against dense attention with a mask, the Triton kernels against it."""
+"""Sparse attention: the reference against dense attention with a mask, and the Triton kernels against the reference."""
 
 import pytest
 import torch

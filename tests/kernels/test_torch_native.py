@@ -67,7 +67,7 @@ def test_weight_gradients_accumulate_in_wider_buffers(accumulate: bool, wide: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_mm_computes_all_three_grouped_gemms(dtype: torch.dtype) -> None:
-    """The products of the CUDA path, which torch computes on the CPU as well; gradients may be expanded."""
+    """Runs the GEMMs of the CUDA path, which torch also supports on the CPU; gradients may be expanded tensors."""
     rows, weight = draw(9, 16).to(dtype), draw(4, 8, 16, seed=1).to(dtype)
     ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
     grad = torch.ones(1, 8, dtype=dtype).expand(9, 8)

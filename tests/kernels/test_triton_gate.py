@@ -1,4 +1,4 @@
-"""The gate's product under the interpreter against fp64, and compiled for a Hopper GPU without one."""
+"""Router GEMM under the interpreter against fp64, and compiled for a Hopper GPU on a machine without one."""
 
 import re
 
@@ -23,7 +23,8 @@ def product_and_gradients(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor)
 
 
 def check(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor) -> None:
-    """Against fp64 of the same numbers: nothing but fp32 sums and one rounding; twice the same bits."""
+    """Compares with fp64 results of the same inputs, with tolerances for fp32 sums and one rounding; two runs must be
+    bitwise equal."""
     logits, grad_hidden, grad_weight = found = product_and_gradients(hidden_TH, weight_EH, grad_TE)
     hidden, weight, grad = hidden_TH.double(), weight_EH.double(), grad_TE.double()
     assert logits.dtype is FP32 and grad_hidden.dtype is grad_weight.dtype is BF16
@@ -38,7 +39,7 @@ def check(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor) -> None:
     ("tokens", "width", "experts"), [(1, 1, 1), (0, 32, 4), (300, 40, 8), (64, 256, 64), (70, 300, 128), (67, 130, 100)]
 )
 def test_logits_and_gradients_match_fp64(tokens: int, width: int, experts: int) -> None:
-    """The third has several programs that share the tokens; the last three several tiles of columns."""
+    """In the third case several programs share the tokens; the last three cases have several column tiles."""
     grad = draw(tokens, experts, seed=2).float()
     check(draw(tokens, width).to(BF16), draw(experts, width, seed=1).to(BF16), grad)
 
@@ -53,7 +54,8 @@ def test_strided_rows() -> None:
 
 
 def test_gradients_are_accurate_to_fp32() -> None:
-    """Two experts with the same weight cancel but for what is beyond the 16 digits of two bf16 numbers."""
+    """The gradients of two experts with the same weight cancel up to bits below the 16 bits of two bf16 numbers, so a
+    third bf16 part is needed."""
     grad = 2.0**14 * draw(70, 1, seed=2).float()
     grad_TE = torch.cat([grad, -grad * (1 + 2.0**-14)], dim=1)
     weight = draw(1, 40, seed=1).to(BF16).expand(2, 40).contiguous()
@@ -83,7 +85,7 @@ def test_many_experts_use_torch(experts: int, is_theirs: bool, monkeypatch: pyte
 
 
 A_FEW = 40
-"""Bytes per thread that the third stage of the backward costs with 128 experts; it is faster all the same."""
+"""Bytes per thread that the backward with three pipeline stages spills with 128 experts. It is faster nevertheless."""
 LAUNCHES = """
 from megatron_moe.kernels.backends.triton import gate
 

@@ -257,7 +257,7 @@ def test_sorted_rows_match_the_reference(tokens: int, topk: int, experts: int, s
 
 @pytest.mark.parametrize("sort_rows", [triton_kernels.sort_rows, REFERENCE.sort_rows], ids=["triton", "reference"])
 def test_choices_of_other_ranks_experts_have_no_row(sort_rows: Any) -> None:
-    """Global ids as they are received, against local ids."""
+    """Sorting global ids, as they are received, equals sorting local ids."""
     ids = choices(50, 3, 12, some_empty=True)
     local = torch.where((ids >= 4) & (ids < 8), ids - 4, -1)
     actual, expected = sort_rows(ids.to(torch.int32), 4, None, 16, 4), REFERENCE.sort_rows(local, 4, None, 16)
@@ -303,7 +303,7 @@ def test_unused_rows_do_not_reach_tokens() -> None:
 
 
 MICROBATCHES = [(3, 0, 70, 1), (0, 0, 0, 0), (64, 0, 1, 130), (0, 0, 33, 0), (1, 0, 32, 31)]
-"""Rows of every expert; one expert never has any."""
+"""Numbers of rows per expert and microbatch; one expert never has a row."""
 
 
 @DTYPES
@@ -370,7 +370,7 @@ WITH_WEIGHTS: dict[str, tuple[Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_weight_gradients_are_accumulated_as_autograd_would(name: str) -> None:
-    """Two microbatches, bit for bit."""
+    """Compares two microbatches bitwise."""
     op, num_weights = WITH_WEIGHTS[name]
     weights = [draw(16, seed=number).bfloat16().requires_grad_() for number in range(num_weights)]
     inputs = [draw(6, 2, 3, 16, seed=number).bfloat16() for number in (3, 4)]

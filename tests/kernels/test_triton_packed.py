@@ -19,7 +19,7 @@ FORMATS = list(product(("plain", "remainder", "fp16"), ("plain", "fp16", "fp8"),
 
 
 def make(formats: tuple[str, str, str], size: int) -> dict[str, PackedState | Tensor]:
-    """State after some steps."""
+    """Creates state as it is after some steps."""
     weights = draw(size).bfloat16()
     states = [
         PackedState.zeros(size, name, torch.float32, CPU, root=root and name != "plain")

@@ -1,4 +1,5 @@
-"""The router's two kernels under the interpreter against plain torch, and compiled for a Hopper GPU without one."""
+"""Router forward and backward kernels under the interpreter against plain torch, and compiled for a Hopper GPU on a
+machine without one."""
 
 import re
 from collections.abc import Callable
@@ -46,7 +47,8 @@ def router(**fields: Any) -> RouterConfig:
 
 
 def check(logits: Tensor, bias: Tensor | None, config: RouterConfig, **fields: Any) -> tuple[RoutedTokens, Tensor]:
-    """Results and gradient are those of plain torch in fp64; choices and counts to the bit."""
+    """Asserts that results and gradients equal those of plain torch in fp64, and that choices and counts are
+    identical."""
     actual, grad = route_and_pull(triton_kernels, logits, bias, config, **fields)
     plain, _ = route_and_pull(REFERENCE, logits, bias, config, **fields)
     exact, exact_grad = route_and_pull(REFERENCE, logits.double(), bias, config, **fields)
@@ -77,7 +79,7 @@ def test_routing_matches_the_reference(kind: str, biased: bool, dtype: torch.dty
 
 
 class Launches:
-    """A kernel that remembers how it was launched."""
+    """Wraps a kernel and records its launches."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -114,7 +116,8 @@ def test_backward_of_one_result_skips_the_others(kind: str, only: int, backwards
 
 @pytest.mark.parametrize("fields", [{}, {"z": True}, {"balance_sets": 1}, {"balance_sets": 2, "z": True}])
 def test_every_program_takes_one_ticket_if_sums_are_requested(fields: dict[str, Any], forwards: Launches) -> None:
-    """The last element of the buffer counts tickets; at another address the count would change other values."""
+    """The last element of the buffer is the ticket counter; a counter at another address would overwrite other
+    values."""
     routed = triton_kernels.route(draw(400, 40), None, router(num_experts=40), **fields)
     (((programs, *given), _),) = forwards.known
     (counts,) = (x for x in given if isinstance(x, Tensor) and x.dim() == 1 and x.dtype is torch.int64)
@@ -140,7 +143,7 @@ def test_small_scores_are_accurate() -> None:
 @pytest.mark.parametrize("sets", [1, 2, 3])
 @pytest.mark.parametrize("padded", [False, True])
 def test_balance_sums_by_set_exclude_padding(sets: int, padded: bool) -> None:
-    """More tiles than programs, and the last of a set is not full."""
+    """There are more tiles than programs, and the last tile of a set is partially filled."""
     config = router(num_experts=40, topk=2, score_function="sigmoid", num_groups=2, group_topk=1)
     valid = torch.arange(198) % 5 > 0 if padded else None
     actual, grad = check(draw(198, 40), None, config, valid_T=valid, balance_sets=sets, z=True)
@@ -195,7 +198,8 @@ def test_bf16_logits_are_scored_in_fp32() -> None:
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_signed_zeros_and_infinities_are_ranked_as_in_the_reference(score: str) -> None:
-    """Ranked as integers; a choice of minus infinity still is one of an expert, and none is chosen twice."""
+    """Scores are ranked as integers. A selected expert may have a score of minus infinity, and no expert is selected
+    twice."""
     logits = torch.full((3, 11), -torch.inf)
     logits[0, 2:6] = torch.tensor([0.0, -0.0, 0.0, -0.0])
     logits[1, 7] = 5.0
@@ -249,7 +253,7 @@ for experts, groups in ((128, {}), (256, dict(num_groups=8, group_topk=4)), (512
 
 
 def test_kernels_compile_without_spills_and_order_ticket_after_stores() -> None:
-    """Biased, with balance over two sets and z: the most that a router keeps at a time."""
+    """Compiles the variant with bias, balance sums over two sets and z loss, which needs the most registers."""
     found = compiled(LAUNCHES)
     assert len(found) == 6
     for code in found:

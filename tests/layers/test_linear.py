@@ -40,7 +40,8 @@ def join(parts, layout, dim):
 
 
 KINDS = {"column": (0, stream, cut, 0, -1), "row": (1, cut, stream, -1, 0), "replicated": (None, stream, stream, 0, 0)}
-"""tp_dim, this rank's input, this rank's output, and the dims along which inputs and outputs are joined."""
+"""(tp_dim, selection of this rank's input, selection of its output, dims along which inputs and outputs are
+concatenated)."""
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

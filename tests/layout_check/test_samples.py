@@ -8,7 +8,7 @@ from megatron_moe.layout_check.samples import RandomSamples
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_documents_of_eight_sequences_start_with_different_tokens(packed: bool) -> None:
-    """Equal tokens at the starts of documents would have exactly equal router probabilities."""
+    """Equal first tokens of documents would have exactly equal router probabilities."""
     samples = RandomSamples(num_samples=64, seq_length=32, vocab_size=96, packed=packed)
     for group in np.split(np.arange(64), 8):
         rows = np.stack([samples.tokens(index)[:-1] for index in group])

@@ -17,7 +17,7 @@ METRICS = {
 
 
 def step_result(iteration: int = 20, **changes: Any) -> StepResult:
-    """A batch of 8 sequences in half a second."""
+    """Result of a step with 8 sequences that takes half a second."""
     result = StepResult(
         iteration=iteration,
         loss=7.25,
@@ -35,7 +35,7 @@ def step_result(iteration: int = 20, **changes: Any) -> StepResult:
 
 
 def step_report(*steps: StepResult, **changes: Any) -> StepReport:
-    """Iteration 20 of 250 with sequences of 256 tokens."""
+    """Report of iteration 20 of 250 with sequences of 256 tokens."""
     report = StepReport(
         when=datetime(2026, 1, 2, 3, 4, 5, 678901),
         steps=steps or (step_result(),),

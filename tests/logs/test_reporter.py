@@ -27,7 +27,7 @@ from tests.logs.reports import METRICS, step_result
 
 
 class Listener:
-    """Sink that keeps its entries."""
+    """Sink that records its entries."""
 
     name = "listener"
     rest_seconds = 0.0

@@ -40,7 +40,7 @@ RESTARTED = torch.tensor([[*range(9), *range(3), *range(11)], [*range(23)]])
 
 
 class Oracle:
-    """One sequence at a time, one token at a time, with autograd for the gradients."""
+    """Computes compressed attention from its formulas, token by token, with gradients from autograd."""
 
     def __init__(self, module, mb):
         self.config, self.tokens = module.config, mb.tokens
@@ -56,7 +56,7 @@ class Oracle:
         return normed if name is None else normed * self.weights[name]
 
     def turned(self, v, position, sign=1):
-        """The last channels as complex numbers, times e^(i angle)."""
+        """Rotates the last channels, as complex numbers, by e^(i angle)."""
         dims = self.config.rope.dim
         angle = sign * position * self.frequencies
         a, b = v[-dims::2], v[-dims + 1 :: 2]
@@ -91,7 +91,7 @@ class Oracle:
         return found
 
     def scores(self, x, latent, keys, position):
-        """Score of each key."""
+        """Indexer score of each key."""
         indexer = self.config.indexer
         x, latent = x.detach(), latent.detach()
         q = (self.weights["indexer.linear_wq_b.weight"] @ latent).view(indexer.num_heads, -1)
@@ -100,7 +100,7 @@ class Oracle:
         return [sum(w[h] * (heads[h] @ key).clamp(min=0) for h in range(indexer.num_heads)) for key, _, _ in keys]
 
     def divergence(self, scores, weights_of_heads, denominators):
-        """KL of the indexer's softmax from the mean of the heads' probabilities."""
+        """KL divergence between the mean of the heads' probabilities and the indexer's softmax."""
         if not scores:
             return 0.0
         sums = [
@@ -365,7 +365,7 @@ def test_layers_and_prediction_depths_have_their_ratios():
 
 
 def test_flops_count_the_visible_pairs():
-    """Tokens of a window of 3, and 2 chosen of (t + 1) // 4 entries, as areas."""
+    """Counts a window of 3 tokens and 2 selected of (t + 1) // 4 entries, approximated by areas."""
     window, chosen, every = compressed_config(0), compressed_config(4), compressed_config(8)
     pairs = 2 * 3 * 64 - 9
     assert window.flops(64).core_attention == window.q_width * pairs * 6
@@ -377,8 +377,8 @@ def test_flops_count_the_visible_pairs():
 @pytest.mark.parametrize("coeff", [0.0, 0.5])
 @pytest.mark.parametrize("ratio", [0, 4, 8])
 def test_flops_are_those_of_the_gemms(ratio, coeff):
-    """The cost model has areas in place of pairs, and leaves out logits and scores that are computed again, the second
-    attention of a loss, and sums over the indexer's heads."""
+    """The cost model approximates pairs by areas, and excludes recomputed logits and scores, the second attention of
+    the indexer loss, and sums over indexer heads."""
     seq, changes = 24, {"indexer_loss_coeff": coeff, "rotate_activation": False}
     config = compressed_config(ratio, indexer=changes)
     module, mb = make(config), make_mb(1, seq)

@@ -107,7 +107,7 @@ def reference_mask(query: tuple[range, ...], key: tuple[range, ...], config: Cor
 
 
 def test_zigzag_balances_the_work() -> None:
-    """Products per rank under a causal mask, over all steps of the ring."""
+    """Number of query-key pairs per rank under a causal mask, over all steps of the ring."""
     config, cp, seq = CoreAttentionConfig(softmax_scale=1.0), 4, 64
     parts = split_positions("zigzag", seq, cp)
     work = []
@@ -118,7 +118,8 @@ def test_zigzag_balances_the_work() -> None:
 
 
 def test_dropout_of_blocks_is_the_same_in_backward() -> None:
-    """The gradient of a dropped-out ring is that of finite differences, so both passes drop the same."""
+    """The gradient of ring attention with dropout equals finite differences, so forward and backward use the same
+    mask."""
     config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
 
     def on_rank(ctx: ParallelContext) -> bool:
@@ -148,7 +149,7 @@ def test_single_block_equals_attention() -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_bf16_blocks_are_merged_in_fp32(exchange: str) -> None:
-    """Two ranks in bf16 are as close to fp64 as one rank is, and give bf16."""
+    """Two ranks in bf16 are as close to fp64 as one rank, and return bf16."""
     case = CASES["documents, window, sinks"]
     exact, one = whole(case), whole(case, torch.bfloat16)
     two = split(case, ParallelConfig(world_size=2, cp=2), exchange, torch.bfloat16)
@@ -168,7 +169,7 @@ ROUNDS = {
     "documents, window, sinks": (replace(CASES["documents, window, sinks"], **FEW), 2, "zigzag", "p2p"),
     "four ranks": (Case(**FEW, core=(("off_by_one", True),)), 4, "zigzag", "p2p"),
 }
-"""Case, ranks, cut of the sequence, exchange."""
+"""(Case, number of ranks, split of the sequence, exchange)."""
 
 
 def in_turns(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -200,7 +200,7 @@ def test_context_degree_per_microbatch_equals_one_rank(exchange: str, limit: int
 
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
 def test_context_parallelism_with_sequence_parallelism(exchange: str) -> None:
-    """Every matrix that is cut over tp has the gradient of one rank, and so has every sink."""
+    """Every matrix and sink that is sharded over tp has the gradient of one rank."""
     layer = layer_config(exchanging(MIXERS["window and sinks"], exchange))
     config, parallel = model_config(layer, layer), ParallelConfig(world_size=4, tp=2, cp=2, sequence_parallel=True)
 

@@ -34,7 +34,8 @@ SCALE = 0.7
 
 
 def trained(config, mb, *, seed=2):
-    """Output, input gradient and weight gradients of the sum of the output times random numbers, and of the loss."""
+    """Output, input gradient and weight gradients of an objective: the output times random numbers, summed, plus the
+    indexer loss."""
     module = make(config)
     x = randn(SEQ, 2, HIDDEN).requires_grad_()
     out = run(module, x, mb)
@@ -250,7 +251,7 @@ def test_layouts_equal_one_rank(cell, sparse):
 
 
 def test_layouts_with_fp8_gemms_equal_one_rank():
-    """The up-projection of kv, which is absorbed, and the indexer stay in the model's dtype."""
+    """The absorbed up-projection of kv and the indexer are computed in the model's dtype."""
     plan = with_fp8(with_indexers(cells.plan_of(cell_of("attention=mla tp=2 sp=on balance=none"))))
     check_layout(plan)
     names = {quantizer.name for quantizer in quantizers_of(build_model(plan, ParallelContext.single(), KERNELS))}
@@ -297,7 +298,7 @@ def test_emulated_memory_agrees_with_the_cost_model(more, ranks):
 
 
 def counted_products(config):
-    """FLOPs of all matrix products in forward and backward of one sequence."""
+    """FLOPs of all matmuls in forward and backward of one sequence."""
     module, mb = make(config), make_mb(1, SEQ)
     with FlopCounterMode(display=False) as counter:
         run(module, randn(SEQ, 1, HIDDEN).requires_grad_(), mb).sum().backward()
@@ -306,7 +307,7 @@ def counted_products(config):
 
 @pytest.mark.parametrize("coeff", [0.0, 0.5])
 def test_flops_are_those_of_the_gemms(coeff, monkeypatch):
-    """The cost model has areas in place of pairs, and no recompute, norms or sums over the indexer's heads."""
+    """The cost model approximates pairs by areas, and excludes recompute, norms and sums over indexer heads."""
     monkeypatch.setattr(sparse_attention, "BLOCK_BYTES", 1)
     config = dsa_config(indexer={"indexer_loss_coeff": coeff, "rotate_activation": False})
     found, indexer = config.flops(SEQ), config.indexer

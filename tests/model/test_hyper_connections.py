@@ -45,7 +45,7 @@ def run(layer: TransformerLayer, stream: Tensor) -> dict[str, Tensor]:
 
 
 class ByHand(torch.nn.Module):
-    """The formulas of a connection, token by token, in Python's operators."""
+    """Computes the formulas of a connection token by token with Python operators."""
 
     def __init__(self, connection: HyperConnection) -> None:
         super().__init__()

@@ -22,12 +22,12 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 0, 1]])
 
 
 def ahead(document: list[int], s: int, d: int) -> int | None:
-    """Position d after s if it is in the same document, otherwise None."""
+    """Position s + d if it is in the same document, otherwise None."""
     return s + d if s + d < len(document) and document[s] == document[s + d] else None
 
 
 def loss_by_loop(model: GPT, batch: MicroBatch, mtp: MTPConfig, per_token: bool) -> Tensor:
-    """The objective, with everything that multi-token prediction adds done one position at a time."""
+    """Computes the objective with a loop over positions for multi-token prediction."""
     config, weights = model.config, dict(model.named_parameters())
     head = weights["embedding.word_embeddings.weight" if config.tied_embeddings else "output_layer.weight"]
     mb = model.rotations.attach(batch.context)

@@ -170,7 +170,7 @@ def test_sharding_is_proposed_where_it_is_the_fastest_way_to_fit():
 
 
 def test_step_time_is_within_six_percent_of_measurements():
-    """Milliseconds of benchmarks/2026-11-21-h200-step.md."""
+    """Compares with the step times in benchmarks/2026-11-21-h200-step.md, in ms."""
     planner = Planner(GPUS["h200"])
     for name, micro, measured in (("q6", 2, 321.1), ("q6", 4, 306.0), ("m8", 2, 447.2), ("m8", 4, 425.3)):
         words = ["--recipe", name, "--micro-batch-size", str(micro)]

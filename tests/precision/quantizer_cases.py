@@ -31,8 +31,8 @@ def cases() -> list[tuple[str, str, tuple[int, int], str, torch.dtype]]:
 
 
 def make_input(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> Tensor:
-    """Numbers made of integers, equal on every machine: magnitudes from 2^-130 on ("wide"), around 1 ("narrow"), or
-    mostly 0 ("zeros")."""
+    """Numbers derived from integers, so that they are equal on every machine: magnitudes of at least 2^-130 ("wide"),
+    around 1 ("narrow"), or mostly 0 ("zeros")."""
     random = np.random.Generator(np.random.PCG64(shape[0] * 1000 + len(kind)))
     digits = 7 if dtype == torch.bfloat16 else 23
     mantissa = random.integers(-(1 << digits), 1 << digits, shape).astype(np.float64)

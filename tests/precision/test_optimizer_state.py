@@ -30,7 +30,7 @@ HALF_UNIT = {"fp16": 2.0**-11, "fp8": 2.0**-4}
 
 
 def draw(size: int, seed: int = 0) -> Tensor:
-    """Numbers of very different sizes, and some zeros."""
+    """Draws numbers of very different magnitudes, and some zeros."""
     source = torch.Generator().manual_seed(seed)
     numbers = torch.randn(size, generator=source) * torch.exp2(torch.randint(-12, 3, (size,), generator=source))
     return torch.where(torch.rand(size, generator=source) < 0.05, 0.0, numbers)
@@ -41,7 +41,7 @@ def empty(name: str, size: int, *, root: bool = False) -> PackedState:
 
 
 def ties(size: int) -> Tensor:
-    """fp32 numbers half way between two of bf16, of both signs."""
+    """fp32 numbers halfway between two bf16 numbers, of both signs."""
     bits = torch.randint(0x3000, 0x4F00, (size,), generator=torch.Generator().manual_seed(3))
     wide = ((bits.to(torch.int32) << 16) + 0x8000).view(torch.float32)
     return torch.where(torch.arange(size) % 2 == 0, wide, -wide)
@@ -99,7 +99,7 @@ def test_positive_second_moments_stay_positive(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp16", "fp8"])
 def test_packing_copies_nothing_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host would wait for the copy."""
+    """On a GPU, such a copy would block the host."""
     state = PackedState.zeros(300, name, torch.float32, torch.device("cpu"), root=True)
     monkeypatch.setattr(torch, "tensor", None)
     packed = pack(torch.ones(300), state)
@@ -132,7 +132,7 @@ class State:
         self.second = PackedState.zeros(self.SIZE, second, dtype, CPU, root=second != "plain")
 
     def step(self, ops, number: int, *, apply_update: bool = True, bad: float | None = None, split: int = 0) -> None:
-        """`split`: in two parts."""
+        """Applies one step; `split` applies it in two parts."""
         grad = draw(self.SIZE, seed=number)
         if bad is not None:
             grad[::7] = bad
@@ -221,7 +221,7 @@ def test_low_precision_training_stays_close_to_fp32(ops, formats, dtype, bound: 
 
 
 def test_fp8_moments_follow_changes_below_their_resolution() -> None:
-    """beta2 = 0.999 moves an average by a thousandth a step, and fp8 has steps of a tenth."""
+    """With beta2 = 0.999, an average changes by a thousandth per step, while the spacing of fp8 is about a tenth."""
     state = State("plain", "plain", "fp8")
     state.weights.zero_()
     ones = torch.ones(State.SIZE)

@@ -81,7 +81,7 @@ def test_mxfp8_scales_are_powers_of_two_rounded_up() -> None:
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 def test_special_values(recipe: str) -> None:
-    """A block of zeros has scale 1; that of one with inf or nan is nan, and so are all its values."""
+    """The scale of a block of zeros is 1. If a block contains inf or nan, its scale and all its values are nan."""
     fmt = FORMATS[recipe][0]
     x = torch.tensor([[0.0, -0.0, 0.0], [math.inf, 2.0, -math.inf], [math.nan, 2.0, 500.0]])
     zeros, *others = (quantize_rows(row[None], fmt, rowwise=True, columnwise=True) for row in x)

@@ -1,4 +1,4 @@
-"""Table of the recipes that start: `python -m tests.recipes`, which `make recipes` runs; it goes to benchmarks/.
+"""Writes the table of recipes that start to benchmarks/: `python -m tests.recipes`, which `make recipes` runs.
 
 python -m tests.recipes                  dry runs of all recipes, published layouts and models, proxies of all recipes
 python -m tests.recipes --no-proxies     dry runs only, on standard output

@@ -1,4 +1,4 @@
-"""Every shipped recipe, published layout and public model: does its dry run start, and does its proxy train?"""
+"""Dry runs of every shipped recipe, published layout and public model, and proxy runs of the recipes."""
 
 import csv
 import json
@@ -51,7 +51,7 @@ def models() -> list[Case]:
 
 
 def dry_run(case: Case) -> str:
-    """`STARTS`, or the first reason why the run would not start."""
+    """Returns `STARTS`, or the first reason why the run would not start."""
     try:
         read_plan([*case.words, "--dry-run=json"], {}, vocab_size_of=lambda config: config.vocab_size or 512)
     except FlagErrors as error:
@@ -63,7 +63,7 @@ def dry_run(case: Case) -> str:
 
 
 def proxy(case: Case) -> str:
-    """`trains` if two CPU ranks take two steps, or the last line of the output."""
+    """Returns `trains` if two CPU ranks complete two steps, else the last line of the output."""
     flags = [*case.words, *"--proxy --train-iters 2 --device cpu --no-progress-bar".split()]
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -19,7 +19,7 @@ REFUSED = {
     "Nemotron-3-Ultra, GB200, MXFP8": "--outer-dp-sharding-strategy optim with weights stored in FP8",
     "Nemotron-H-56B, GB300, bf16": "a global batch of 192 is not a multiple of 128",
 }
-"""Start of a published hybrid's name -> why it does not start."""
+"""Prefix of a published hybrid's name -> reason why its dry run is rejected."""
 
 
 def test_every_source_is_in_the_table() -> None:

@@ -19,7 +19,7 @@ BROKEN = RuntimeError(
 
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allows seconds between the failure of a peer and the start of this rank."""
+    """Allows several seconds between the failure of a peer and the launch of this rank."""
     monkeypatch.setattr("megatron_moe.resilience.run_status._START_SKEW_SECONDS", 50.0)
 
 
@@ -73,7 +73,8 @@ def test_reported_cause_of_a_peer_is_quoted(tmp_path: Path) -> None:
 
 
 def report(run_dir: Path, rank: int, code: ExitCode, *, seconds: float) -> None:
-    """Writes the report of a rank, modified `seconds` from now; its host's clock is years behind."""
+    """Writes the report of a rank with a modification time `seconds` from now; the clock of the rank's host is years
+    behind."""
     folder = run_dir / "crash"
     folder.mkdir(exist_ok=True)
     path = folder / f"rank_{rank:05d}.json"

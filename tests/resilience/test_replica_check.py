@@ -23,7 +23,8 @@ def flip_lowest_bit(weights: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_flipped_bit_names_rank_and_parameter(ranks: int) -> None:
-    """With two replicas the message names both ranks, with three the deviating one. Every rank exits with code 12."""
+    """With two replicas the message names both ranks, with three replicas the deviating rank. Every rank exits with
+    code 12."""
 
     def main(context: ParallelContext) -> str:
         model = build_model(tiny.plan(), context, reference.bundle())

@@ -1,4 +1,4 @@
-"""Decisions whether a run that has ended is restarted."""
+"""Decision whether to restart a run that has ended."""
 
 import json
 import os

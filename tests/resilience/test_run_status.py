@@ -17,7 +17,7 @@ def read(run_dir: Path) -> dict:
 
 
 def test_written_on_state_changes_and_every_five_seconds(tmp_path: Path) -> None:
-    """The clock of the host is set back meanwhile."""
+    """The host's clock is set back between writes."""
     clock, timer = Clock(), Clock()
     status = RunStatus(tmp_path, clock=clock, timer=timer)
     status.update(state="running", iteration=1)
@@ -73,7 +73,7 @@ def test_failed_state_is_final(tmp_path: Path) -> None:
 
 
 def test_first_independent_failure_is_named(tmp_path: Path) -> None:
-    """Host clocks differ by an hour each."""
+    """The clocks of the hosts differ by an hour each."""
     clocks = [Clock() for _ in range(4)]
     for rank, clock in enumerate(clocks):
         clock.now -= 3600 * rank
@@ -135,7 +135,7 @@ def test_newest_checkpoint_known_to_any_rank_is_written(tmp_path: Path) -> None:
 
 
 def test_failures_of_an_earlier_start_and_invalid_files_are_ignored(tmp_path: Path) -> None:
-    """Even if written by a host whose clock is hours ahead."""
+    """The failure is overwritten even if the clock of the host that wrote it is hours ahead."""
     ahead = Clock()
     ahead.now = time.time() + 7200
     RunStatus(tmp_path, rank=5, clock=ahead).fail(ExitCode.DATA, "long ago")

@@ -37,7 +37,7 @@ def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
 
 
 def test_ctrl_c_is_an_exit_signal_from_the_first_step_on(capfd: pytest.CaptureFixture) -> None:
-    """Before, there is nothing to save."""
+    """Before the first step there is nothing to save."""
     before = signal.getsignal(signal.SIGINT)
     with Signals(has_launcher=False, says=True) as signals:
         assert signal.getsignal(signal.SIGINT) is before

@@ -67,7 +67,7 @@ def _findings(found: list[Instruction], root: Path) -> Iterator[tuple[int, str]]
 
 
 def _image(image: str, everywhere: set[str], found: list[Instruction]) -> Iterator[str]:
-    """True if an image has a fixed tag."""
+    """Yields a finding if an image has no fixed tag."""
     for name in _VARIABLE.findall(image):
         if name not in everywhere:
             yield f"{image} needs an ARG {name} above the first FROM"

@@ -18,7 +18,7 @@ from tools._common import map_in_order, positive, split_at_dashes, start_workers
 SAVES = (
     "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('saved', flush=True)"
 )
-"""A program with work to do after Ctrl-C."""
+"""Program that cleans up after Ctrl-C."""
 
 
 def test_arguments_are_split_at_the_first_dashes():

@@ -61,7 +61,7 @@ def test_an_unknown_family_is_named_before_anything_is_missing(tmp_path: Path, c
 
 
 def test_a_different_epsilon_of_latent_norms_is_noted(tmp_path: Path, capsys):
-    """Moonlight: flags have one epsilon, but transformers uses 1e-6 for the latent norms."""
+    """Covers Moonlight, whose flags have one epsilon, while transformers uses 1e-6 for the latent norms."""
     folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")
     assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
     capsys.readouterr()
@@ -87,7 +87,7 @@ def test_a_run_with_kernels_of_a_gpu_is_converted_and_sampled_on_a_cpu(folder: P
 
 
 def test_logits_of_experts_of_an_odd_width_are_compared(tmp_path: Path):
-    """Rows of 44 bytes: the grouped product, which is the default of transformers, rejects them."""
+    """Rows of 44 bytes are rejected by the grouped GEMM that transformers uses by default."""
     config = configs()[MODEL]
     odd = saved(hf_model(type(config)(**{**config.to_dict(), "moe_intermediate_size": 11})), tmp_path / "odd")
     assert main(["--load", f"hf:{odd}", "--save", str(tmp_path / "ours"), "--compare-logits", "9"]) == ExitCode.OK
@@ -183,7 +183,7 @@ def test_a_model_without_a_family_is_rejected_by_its_flags(folder: Path, tmp_pat
 
 
 def test_a_model_of_megatrons_defaults_is_rejected_by_its_flags(tmp_path: Path, capsys):
-    """GELU, LayerNorm, learned positions and biases: no family has them, and config.json of none can be written."""
+    """No family has GELU, LayerNorm, learned positions and biases, so no config.json can be generated."""
     defaults = "--no-swiglu --add-bias-linear --normalization LayerNorm --position-embedding-type learned_absolute"
     words = [*MODEL_FLAGS, *TRAINING, "--mock-data", "--train-iters", "4", *defaults.split()]
     export = ["--load", str(tmp_path / "run"), "--save", f"hf:{tmp_path}/b"]

@@ -23,7 +23,7 @@ def package(name: str) -> Package:
 
 @pytest.fixture(autouse=True)
 def no_probes(monkeypatch):
-    """The machine's own probes have their tests."""
+    """Replaces the probes of the machine, which other tests cover."""
     monkeypatch.setattr(doctor, "probes", lambda device: [Probe("bf16", True, "matrix product")])
 
 

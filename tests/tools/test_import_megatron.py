@@ -58,7 +58,7 @@ KEPT = (("0.16.1", "gqa"), ("0.19.2", "gqa"), ("0.19.2", "alike"), ("0.19.2", "m
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each version, with a folder for each model."""
+    """Folder with one subfolder per Megatron version and model."""
     root = tmp_path_factory.mktemp("megatron")
     for archive in FILES.glob("*.tar.xz"):
         with tarfile.open(archive) as tar:
@@ -200,7 +200,7 @@ V4_NAMES = (
     ("self_attention.indexer.", "self_attention.core_attention.indexer."),
     ("router.expert_table", "router.tid2eid"),
 )
-"""Parts of names here and in Megatron-LM's development branch."""
+"""Name fragments in this program and in Megatron-LM's development branch."""
 
 
 def in_megatron(name: str, value: Tensor) -> dict[str, Tensor]:
@@ -246,7 +246,7 @@ def test_a_checkpoint_per_rank_has_the_same_weights(model: str, kept: Path, tmp_
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_shards_of_several_ranks_are_merged(stored: bool, kept: Path, tmp_path: Path, capsys) -> None:
-    """tp 2, pp 2 and ep 2. Older Megatron versions do not store the tensor-parallel size of experts."""
+    """Covers tp 2, pp 2 and ep 2. Older Megatron versions do not store the tensor-parallel size of experts."""
     weights, folder = whole_weights(kept, tmp_path), tmp_path / "cut"
     args = Namespace(pipeline_model_parallel_size=2, expert_model_parallel_size=2, swiglu=True)
     if stored:
@@ -393,7 +393,7 @@ def test_fsdp_sections_of_a_projection_are_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["v4", "mla"])
 def test_joined_tensors_carry_their_optimizer_state(model: str, tmp_path: Path) -> None:
     """Scales and projections that hyper-connections split, and experts with separate gate and up halves. Every kind of
-    state has values of its own."""
+    state has different values."""
     shapes = import_megatron.skeleton(import_megatron.plan_of_run(MODELS[model].split()), FILES).state_dict()
     generator, stored, expected = torch.Generator().manual_seed(1), {}, {}
     for name, like in shapes.items():

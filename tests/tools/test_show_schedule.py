@@ -158,7 +158,7 @@ def test_chart_of_a_deadlocked_schedule(tmp_path):
 
 
 def test_it_runs_as_a_script_without_torch(tmp_path):
-    """Half a second, from any folder."""
+    """The script runs from any folder and takes half a second."""
     code = (
         "import runpy, sys; sys.argv = ['show', '--pp', '2']\n"
         "try: runpy.run_path(sys.orig_argv[-1], run_name='__main__')\n"

@@ -1,4 +1,4 @@
-"""Mistakes of users: each ends in one message that names the mistake, with its exit code and without a traceback."""
+"""Each user error ends in one message that names it, with its exit code and without a traceback."""
 
 import importlib
 import inspect

@@ -47,14 +47,14 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Notes(list):
-    """Reporter that keeps its notes."""
+    """Reporter that collects its notes."""
 
     note = list.append
 
 
 @dataclass
 class Run:
-    """Run after restoring, before training."""
+    """A run after its checkpoint was restored and before it trains."""
 
     trainer: Trainer
     loader: TrainLoader | None
@@ -132,7 +132,7 @@ def test_resumed_run_has_equal_state_and_reports_no_differences(trained: tuple[P
 
 
 def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Run]) -> None:
-    """Before the first step."""
+    """status.json contains the resumed iteration before the first step."""
     folder, _ = trained
     own, other = (start(plan).status.report for plan in (plan_of(save=folder), plan_of(load=folder)))
     assert (own.iteration, own.last_checkpoint) == (2, 2)
@@ -140,7 +140,7 @@ def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Ru
 
 
 def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
-    """The update mask does not detect weights modified otherwise."""
+    """The device flag of the update does not detect weights that were modified by other code."""
     run = start(plan_of(save=tmp_path))
     run.train(1)
     run.checkpoints.save(run.state, run.loader)
@@ -156,7 +156,7 @@ def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_checkpoint_committed_at_exit_is_reported(tmp_path: Path) -> None:
-    """Job scripts count starts without a new checkpoint."""
+    """Job scripts count launches without a new checkpoint."""
     run = start(plan_of(save=tmp_path))
     run.train(1)
     run.checkpoints.save(run.state, run.loader, in_background=True)
@@ -206,7 +206,7 @@ def test_changed_data_is_reported(trained: tuple[Path, Run]) -> None:
 
 
 def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path: Path) -> None:
-    """The file keeps its path and size, but contains other tokens."""
+    """The file keeps its path and size but contains different tokens."""
 
     def begin() -> Run:
         data = {"mock_data": False, "train_data_path": (str(tmp_path / "a"),), "data_path": ()}
@@ -229,7 +229,7 @@ MISSING = object()
 
 
 def put(*place: str | int, value: Any = MISSING) -> Callable[[dict], None]:
-    """Function that sets or, without `value`, deletes one entry of nested tables."""
+    """Returns a function that sets or, without `value`, deletes one entry of nested dicts."""
 
     def change(content: dict) -> None:
         *outer, key = place

@@ -38,7 +38,7 @@ MIXERS = {"gqa": tiny.attention(), "mla": tiny_models.mla_config(num_heads=4), "
 
 
 def model(mixer: AttentionConfig | MLAConfig, exchange: Any, **changes: Any) -> ModelConfig:
-    """A dense layer and two MoE layers with balancing losses."""
+    """Model with a dense layer and two MoE layers with balancing losses."""
     config = tiny.model(**{"vocab_size": 104, **changes})
     mixer = replace(mixer, core=replace(mixer.core, context_exchange=exchange))
     return replace(config, layers=tuple(replace(layer, mixer=mixer) for layer in config.layers))

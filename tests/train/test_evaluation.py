@@ -23,7 +23,7 @@ KERNELS = reference.bundle()
 
 
 def noisy_model():
-    """Dropout everywhere and router jitter."""
+    """Model with dropout in all places and router jitter."""
     config = tiny.model(moe_config=tiny.moe(tiny.router(input_jitter_eps=0.3)), embedding_dropout=0.5)
     core = CoreAttentionConfig(softmax_scale=8**-0.5, dropout=0.5)
     layers = tuple(replace(layer, hidden_dropout=0.5, mixer=replace(layer.mixer, core=core)) for layer in config.layers)
@@ -90,7 +90,8 @@ class NumberedLoader:
 
 
 def test_evaluations_read_consecutive_data_across_restarts():
-    """The first evaluation reads the beginning of the data. The final one is left out after the last iteration's."""
+    """The first evaluation reads the beginning of the data. The final evaluation is omitted if one was due after the
+    last iteration."""
     plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
     pipeline, data = (
         Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)),
@@ -110,7 +111,7 @@ def test_evaluations_read_consecutive_data_across_restarts():
 
 
 def test_evaluations_have_their_own_batches() -> None:
-    """Equal samples in smaller microbatches give the same loss; a larger batch takes more samples."""
+    """The same samples in smaller microbatches give the same loss; a larger batch reads more samples."""
     base = tiny.plan()
     model = build_model(base, CONTEXT, KERNELS)
     losses = []

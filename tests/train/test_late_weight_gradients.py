@@ -38,13 +38,13 @@ def experts(**changes: Any) -> Any:
 
 
 def model(num_layers: int = 2, *, moe: Any = None, **changes: Any) -> ModelConfig:
-    """Experts in every layer."""
+    """Model with experts in every layer."""
     layer = LayerConfig(mixer=tiny.attention(), feed_forward=moe or tiny.moe(), norm=tiny.NORM)
     return tiny.model(layers=(layer,) * num_layers, **changes)
 
 
 def plan(num_microbatches: int = 4, config: ModelConfig | None = None, *, dp: int = 1, **changes: Any) -> RunPlan:
-    """Microbatches of one short sequence."""
+    """Plan with microbatches of one short sequence."""
     return tiny.plan(
         model=config or model(),
         data=replace(tiny.plan().data, seq_length=8),
@@ -54,7 +54,7 @@ def plan(num_microbatches: int = 4, config: ModelConfig | None = None, *, dp: in
 
 
 def over_ranks(num_microbatches: int = 3, moe: Any = None, **sizes: Any) -> RunPlan:
-    """Two ranks that share the experts and see different tokens."""
+    """Layout with two expert-parallel ranks that process different tokens."""
     parallel = ParallelConfig(**{"world_size": 2, "ep": 2, **sizes})
     return plan(num_microbatches, model(moe=moe), dp=2, parallel=parallel)
 
@@ -164,7 +164,7 @@ def test_batched_weight_gradients_reject_captured_expert_modules(module: str) ->
     "number, interval, sizes", [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])]
 )
 def test_one_gemm_covers_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
-    """Counts products of two layers with two weight stacks each; evaluations add none."""
+    """Counts weight-gradient GEMMs of two layers with two weight stacks each; evaluations add none."""
     calls: Counter[int] = Counter()
     each = every(interval, plan(number))
     context = ParallelContext.single(dtype=torch.float64)

@@ -57,7 +57,8 @@ def plan(precision: str, scaling: LossScaleConfig | None, layout: str = "", **ch
 
 @pytest.mark.parametrize("layout", ["", "tp=2 sp=on dp=2 zero=on", "pp=2 accumulation=2 loss=token"])
 def test_losses_and_norms_equal_those_of_unscaled_fp32(layout: str) -> None:
-    """A power of two changes no digit, so a scaled fp32 run gives the bits of an unscaled one, auxiliary losses too."""
+    """Scaling by a power of two is exact, so a scaled fp32 run is bitwise equal to an unscaled one, including auxiliary
+    losses."""
     scaled = plan("fp32", LossScaleConfig(initial_loss_scale=2.0**10), layout)
     plain = plan("fp32", None, layout)
     of_scaled, of_plain = (

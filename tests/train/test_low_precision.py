@@ -91,7 +91,8 @@ POLICIES = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recomputed_and_stored_activations_give_the_same_bits(config: LowPrecisionConfig, policy: str) -> None:
-    """Recompute quantises the same numbers again; columnwise copies and originals are saved, moved and restored."""
+    """Recompute quantises the same values again; columnwise copies and unquantised tensors are saved, offloaded and
+    restored."""
     expected = trained(plan_of(config))
     EXACT.check_all(trained(plan_of(config, memory=POLICIES[policy])), expected, policy)
 
@@ -107,7 +108,8 @@ def modules_with_fp8(config: LowPrecisionConfig) -> set[str]:
 
 
 def test_linear_layers_of_the_chosen_layers_use_fp8() -> None:
-    """Neither router, embedding, norms, gates nor output layer; layers of multi-token prediction always."""
+    """Router, embedding, norms, gates and output layer are never quantised; layers of multi-token prediction always
+    are."""
     config = CONFIGS["mxfp8"]
     found = modules_with_fp8(config)
     attention = ("self_attention.linear_qkv", "self_attention.linear_proj")
@@ -123,7 +125,7 @@ def test_linear_layers_of_the_chosen_layers_use_fp8() -> None:
 
 
 def test_quantizers_of_all_kinds_of_layers_have_their_names() -> None:
-    """Latent attention, latent experts and shared experts."""
+    """Covers latent attention, latent experts and shared experts."""
     plan = replace(plan_of(CONFIGS["mxfp8"]), model=LATENT)
     model = build_model(plan, ParallelContext.single(), KERNELS)
     names = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
@@ -297,7 +299,8 @@ OTHER_STATE: dict[str, tuple[LowPrecisionConfig | None, LowPrecisionConfig | Non
 @pytest.mark.parametrize("optimizer", [True, False], ids=["resume", "weights only"])
 @pytest.mark.parametrize("change", OTHER_STATE)
 def test_state_of_delayed_scaling_is_optional(change: str, optimizer: bool, tmp_path: Path) -> None:
-    """Missing state starts at scale 1 with an empty history, another length is cut or padded, unused state ignored."""
+    """Missing state starts with scale 1 and an empty history; a history of another length is cut or padded; unused
+    state is ignored."""
     before, after, message = OTHER_STATE[change]
     context, notes = ParallelContext.single(), []
     plan = plan_of(CONFIGS["mxfp8"])

@@ -84,7 +84,7 @@ def train(
 
 @cache
 def unlimited() -> list[tuple[Reports, dict[str, Tensor], float]]:
-    """Training with any number of rows."""
+    """Training without a row bound."""
     return on_threads(EP2, lambda context: train(plan(None), context))
 
 
@@ -108,7 +108,7 @@ def test_repeated_steps_equal_steps_without_a_bound(factor: float, read_each: bo
 
 @pytest.mark.parametrize("config", GRAPHS, ids=["modules", "whole step"])
 def test_graphs_are_captured_again_with_the_raised_bound(config: CudaGraphConfig) -> None:
-    """On all ranks together, after one eager step."""
+    """All ranks capture again together, after one eager step."""
     captures: dict[int, list[int]] = {0: [], 1: []}
 
     def run(context: ParallelContext) -> tuple[Reports, dict[str, Tensor], float]:

@@ -43,14 +43,14 @@ ORDERS = {
 
 
 def moe(**changes):
-    """Four experts by all-to-all, with a gated shared expert, unless changed."""
+    """MoE config with four experts, all-to-all dispatch and a gated shared expert, with the given changes."""
     router = tiny.router(num_experts=4, z_loss_coeff=0.01)
     shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16), gate=True)
     return tiny.moe(router, **{"dispatcher": "alltoall", "shared": shared, **changes})
 
 
 def model(num_layers=3, moe_config=None, *, dropout=0.0, mla=False, **changes) -> ModelConfig:
-    """One dense layer, then MoE layers."""
+    """Model with one dense layer followed by MoE layers."""
     mixer = tiny_models.mla_config(num_heads=4) if mla else tiny.attention()
     dense = tiny_models.mlp_config(ffn_hidden_size=48)
     kinds = [dense, *[moe_config or moe()] * (num_layers - 1)]
@@ -214,7 +214,7 @@ def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
     ],
 )
 def test_overlapped_schedule_replays_captured_modules(case, order, modules):
-    """Replays within pairs of microbatches, weight gradients deferred or not."""
+    """Covers replays within overlapped pairs, with and without deferred weight gradients."""
     config = CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=0)
     check(ranks_of(replace(in_order(case, order), cuda_graphs=config)), case, captured=True)
 

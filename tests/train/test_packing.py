@@ -30,7 +30,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents of 1 to 19 tokens, and some that are longer than a row."""
+    """Data prefix of documents with 1 to 19 tokens, and some that are longer than a row."""
     lengths = np.random.default_rng(0).integers(1, 20, size=40)
     lengths[::9] = 40
     folder = tmp_path_factory.mktemp("corpus")
@@ -38,7 +38,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def plan(prefix: str, packing: PackingConfig, *, dispatcher: Any = "local", micro: int = 1, **changes: Any) -> RunPlan:
-    """Rows of 32 positions. No loss depends on which tokens share a microbatch."""
+    """Plan with rows of 32 positions, in which no loss depends on which tokens share a microbatch."""
     base = tiny.plan()
     data = replace(
         base.data,

@@ -20,7 +20,7 @@ from tests.helpers.tolerances import FP64_LAYOUT
 
 
 def model(num_layers=4, *, noisy=False, **changes):
-    """One dense layer, then MoE layers with expert bias; with dropout everywhere when noisy."""
+    """Model with one dense layer followed by MoE layers with expert bias; with dropout in all places if `noisy`."""
     biased = tiny.router(num_experts=4, score_function="sigmoid", expert_bias=True, bias_update_rate=0.01)
     config = tiny.model(num_layers=num_layers, moe_config=tiny.moe(biased), **changes)
     if not noisy:

@@ -49,7 +49,8 @@ PAIRS = (
     ("tied, shared", "pp=2 vpp=2 dp=2 accumulation=2 zero=on", f"cp=4 ep=4 {MOVED}"),
     ("bias, mtp", f"dp=2 cp=2 ep=2 experts=sequential {MOVED}", f"tp=2 sp=on pp=2 vpp=2 etp=2 accumulation=2 {MOVED}"),
 )
-"""(model, layout that saves, layout that resumes). Every size of every axis saves, and loads what others saved."""
+"""(model, layout that saves, layout that resumes). Every size of every axis occurs among the saving and among the
+loading layouts."""
 NUM_IN_CI = 7
 
 
@@ -133,7 +134,7 @@ def test_p3_resume_on_the_same_layout_is_bitwise_equal(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bf16_moments_resume_on_other_rank_counts(tmp_path: Path) -> None:
-    """From shards of two ranks to one rank, and back. Checkpoints store moments in fp32."""
+    """Resumes from two ranks on one rank and vice versa. Checkpoints store moments in fp32."""
     precision = PrecisionConfig(
         params="bf16", grads="fp32", main_params_dtype="fp32", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
     )
@@ -154,7 +155,8 @@ def test_bf16_moments_resume_on_other_rank_counts(tmp_path: Path) -> None:
 
 
 def test_checkpoints_move_between_sharding_strategies(tmp_path: Path) -> None:
-    """ZeRO-1 to sharded weights with replicas, to sharded gradients, and to expert parallelism."""
+    """Resumes a ZeRO-1 checkpoint with sharded weights with replicas, with sharded gradients, and with expert
+    parallelism."""
     config = FSDPConfig(outer_dp_sharding_strategy="optim")
     first = plan("bias, mtp", "dp=2 zero=on")
     sharded = with_fsdp(plan("bias, mtp", "dp=4 zero=on"), config, instances=2)

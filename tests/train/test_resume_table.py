@@ -72,7 +72,7 @@ def test_changed_micro_batch_size_keeps_samples_and_weights(trained: tuple[Path,
 
 @pytest.mark.parametrize("override", [False, True], ids=["continues by samples", "the command line wins"])
 def test_changed_global_batch_size_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
-    """100 iterations of 8 sequences become 100 of 4, so the schedule on the command line has half as many samples."""
+    """100 iterations of 8 sequences become 100 iterations of 4, so the command line's schedule has half the samples."""
     plan = plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4))
     halved = replace(
         plan, lr_schedule=replace(plan.lr_schedule, decay_samples=400, override_opt_param_scheduler=override)
@@ -89,7 +89,7 @@ def test_changed_global_batch_size_keeps_a_schedule_in_iterations(trained: tuple
 
 
 def model_functions() -> dict[str, tuple[ModelConfig, str]]:
-    """Models with the same tensors but another function, and the reported difference."""
+    """Pairs of (model with the same tensors but a different function, reported difference)."""
 
     def with_router(**changes: Any) -> ModelConfig:
         return tiny.model(moe_config=tiny.moe(tiny.router(**changes)))

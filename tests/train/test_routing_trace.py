@@ -189,7 +189,8 @@ LAYOUTS = {
 def test_replays_with_any_layout_equal_one_rank(
     tmp_path: Path, parallel: ParallelConfig, changes: dict[str, Any]
 ) -> None:
-    """The recorded choices are those of other weights, so a router that selects itself gives other numbers."""
+    """The recorded choices were made with other weights, so a router that selected experts itself would give other
+    results."""
     source, first, second = (tmp_path / name for name in ("source", "one", "ranks"))
     other = the_plan(trace=source)
     train(replace(other, loop=replace(other.loop, seed=99)))

@@ -148,7 +148,7 @@ LAYOUTS = {
 def test_ranks_whose_shards_cut_blocks_store_the_bytes_of_whole_weights(
     layout: str, config: LowPrecisionConfig, masters: FloatName
 ) -> None:
-    """Buckets of 200 elements: shards of 128 elements and more begin inside rows and blocks."""
+    """With buckets of 200 elements, shards begin inside rows and inside scale blocks."""
     plan = plan_of(
         config,
         precision=replace(BF16, main_params_dtype=masters, store_param_remainders=False),
