@@ -271,7 +271,7 @@ def build_trainer(
         optimizer = Optimizer(buffers, plan.precision, ParamStore if parallel.fsdp is None else GatheringStore)
     low_precision = None
     if plan.precision.low_precision is not None:
-        # tp_dp_cp: all ranks of a pipeline stage
+        # collective over tp_dp_cp: all ranks of a pipeline stage
         reduce_max = partial(all_reduce_, group=context.group("tp_dp_cp"), op="max")
         low_precision = ModelQuantizers(quantizers_of(model), plan.loop.seed, reduce_max)
         optimizer.on_new_weights = low_precision.invalidate_weights

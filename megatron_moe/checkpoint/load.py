@@ -96,7 +96,7 @@ def find(
             answer = _choose(config, say)
         except CheckpointProblem as problem:
             answer = str(problem)
-    # world: a few hundred bytes
+    # collective over world: a few hundred bytes
     (answer, *_) = gather_objects(answer, context.group("world"))
     if isinstance(answer, str):
         raise CheckpointProblem(answer)
@@ -119,13 +119,13 @@ def load(
         CheckpointProblem: no checkpoint verifies, or the tensors of an intact one do not match this run's.
     """
     wanted = tensors if source.optimizer else {key: t for key, t in tensors.items() if is_weight(key)}
-    # world: 8 bytes per tensor of every rank
+    # collective over world: 8 bytes per tensor of every rank
     known = set(split_digests(b"".join(gather_objects(b"".join(map(digest, wanted)), context.group("world")))))
     reasons = []
     for candidate in source.candidates:
         outcome = _attempt(candidate, wanted, known, check_state, casting=not source.optimizer)
         shared = outcome.notes if isinstance(outcome, LoadedCheckpoint) else outcome
-        # world: a few hundred bytes
+        # collective over world: a few hundred bytes
         outcomes = gather_objects(shared, context.group("world"))
         mismatches = [mismatch.message for mismatch in outcomes if isinstance(mismatch, _Mismatch)]
         if mismatches:

@@ -291,7 +291,7 @@ class CheckpointSaver:
             return None
         with _blocking(self._pending):
             ready = torch.tensor([float(self._pending.idle)])
-            # world: 4 bytes, in host memory
+            # collective over world: 4 bytes, in host memory
             if not all_reduce_(ready, self._group, "min").item():
                 return None
             return self._advance(self._pending)
@@ -370,7 +370,7 @@ class CheckpointSaver:
     def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """Selects the boxes (n-d slices) that this rank writes. The lowest rank that holds a box writes it."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
-        # world: 8 bytes per box of every rank
+        # collective over world: 8 bytes per box of every rank
         lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
         each = iter(digests)
         kept = {
@@ -480,7 +480,7 @@ class CheckpointSaver:
         self.retention.apply(self.folder, protected, self._storage, messages.append)
 
     def _gather(self, value: Any) -> list[Any]:
-        # world: the manifest entries of one rank, a few hundred bytes per tensor
+        # collective over world: the manifest entries of one rank, a few hundred bytes per tensor
         return gather_objects(value, self._group)
 
 

@@ -213,7 +213,7 @@ def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -
                         first.get()
                 except RunError as error:
                     problem = error
-            # world: one short object, no backward
+            # collective over world: one short object, no backward
             done, problem = gather_objects((done, problem), context.group("world"))[0]
     if problem is not None:
         raise problem

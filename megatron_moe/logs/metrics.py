@@ -137,7 +137,7 @@ class MetricAccumulator:
         """
         self._fold()
         entries, self.entries = self.entries, {}
-        # pp: the totals of every stage, a few kB for a hundred layers
+        # collective over pp: the totals of every stage, a few kB for a hundred layers
         stages = gather_objects(_reduced(entries, context), context.group("pp"))
         totals = {key: total for stage in stages for key, total in stage.items()}
         assert len(totals) == sum(map(len, stages)), (

@@ -145,7 +145,7 @@ class Reporter:
         self._guard.run("console", partial(self._console.start, iteration, last_iteration))
         if self._lock is not None and self._lock.warning is not None:
             self.note(self._lock.warning)
-        # world: keys of the records of one iteration, which only the last rank reads
+        # collective over world: keys of the records of one iteration, which only the last rank reads
         self._recorded = gather_objects(self._recorded, self.context.group("world"))[-1]
 
     def has_validation(self, iteration: int, split: str, data_set: str = "") -> bool:

@@ -121,7 +121,7 @@ class Timers:
         seconds: dict[str, float] = {}
         for span in chain.from_iterable(ended):
             seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds() / num_steps
-        # world, in host memory: a few hundred bytes per rank
+        # collective over world, in host memory: a few hundred bytes per rank
         ranks = gather_objects(seconds, context.host_group())
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: [rank.get(name, 0.0) for rank in ranks] for name in names}

@@ -74,5 +74,5 @@ def _gather(shard: Tensor, shape: torch.Size, group: ProcessGroup | None) -> Ten
     """All-gathers the shards that `_shard` made into a tensor of the given shape."""
     if group is None:
         return shard
-    # tp: one hidden state, not differentiable
+    # collective over tp: one hidden state, not differentiable
     return all_gather_flat(shard.new_empty(shape.numel()), shard, group).view(shape)

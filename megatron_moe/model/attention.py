@@ -149,8 +149,8 @@ class Attention(SoftmaxAttention):
             return qkv_SBC.unflatten(-1, (self.num_groups, -1))
         tp = self.ctx.group("tp")
         group, part = divmod(tp.rank, self.ranks_per_group)
-        # tp: all-gather of S * B * (N + 2 G) * D elements of the whole model; backward reduce-scatter, which sums the
-        # gradients of k and v over the ranks that share a group
+        # collective over tp: all-gather of S * B * (N + 2 G) * D elements of the whole model; backward reduce-scatter,
+        # which sums the gradients of k and v over the ranks that share a group
         whole_SBGC = all_gather(qkv_SBC, tp, dim=-1).unflatten(-1, (self.config.num_query_groups, -1))
         *of_q, k_SBD, v_SBD = whole_SBGC[:, :, group].split(self.config.group_rows, dim=-1)
         own = [x.chunk(self.ranks_per_group, dim=-1)[part] for x in of_q]
@@ -184,7 +184,8 @@ class Attention(SoftmaxAttention):
         if self.config.qk_norm != "full":
             return norm(x_SBND)
         tp = self.ctx.group("tp")
-        # tp: all-gather of S * B * N * D elements, backward reduce-scatter; the norm is over the heads of all ranks.
+        # collective over tp: all-gather of S * B * N * D elements, backward reduce-scatter; the norm is over the heads
+        # of all ranks.
         whole_SBC = all_gather(x_SBND.flatten(2), tp, dim=-1)
         if num_copies > 1:
             whole_SBC = torch.cat(whole_SBC.chunk(tp.size, dim=-1)[::num_copies], dim=-1)

@@ -247,7 +247,7 @@ class CompressedAttention(Mixer):
         part = mb.tokens.part
         if part is None or len(part.of_ranks) == 1:
             return x_SBC
-        # cp: all-gather of all rows; backward: reduce-scatter of their gradients
+        # collective over cp: all-gather of all rows; backward: reduce-scatter of their gradients
         return in_order(all_gather(x_SBC, self.ctx.group(part.group)), part.of_ranks)
 
     def _entries(

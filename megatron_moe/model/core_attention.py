@@ -129,15 +129,16 @@ class _CoreAttention:
 
     def _ring(self, group: ProcessGroup, parts: Sequence[Chunks], heads: Heads) -> Tensor:
         """Ring attention over `group`. `parts`: for each rank of the group, the chunks of positions that it holds."""
-        # cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; the same again in
-        # backward, plus size times the gradients of k and v in promote(fp32, dtype)
+        # collective over cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; the
+        # same again in backward, plus size times the gradients of k and v in promote(fp32, dtype)
         spans = tuple(self._span(chunks) for chunks in parts)
         return self._blockwise(Ring(group), spans[group.rank], spans, heads)
 
     def _gathered(self, cp: ProcessGroup, part: SequencePart, heads: Heads) -> Tensor:
         """All-gathers keys and values, then computes the attention of each local query chunk to all unmasked keys."""
         own, everywhere = part.chunks, part.of_ranks
-        # cp: all-gather of S * B * G * (D + E) elements per rank; backward: reduce-scatter of their gradients
+        # collective over cp: all-gather of S * B * G * (D + E) elements per rank; backward: reduce-scatter of their
+        # gradients
         k_SBGD = in_order(all_gather(heads.k_SBGD, cp), everywhere)
         v_SBGE = in_order(all_gather(heads.v_SBGE, cp), everywhere)
         keys = (self._span(joined(everywhere)),)
@@ -156,7 +157,8 @@ class _CoreAttention:
         held = groups[0 if outer is None else outer.rank]
         sinks_N = None if heads.sinks_N is None else heads.sinks_N.chunk(inner.size)[inner.rank]
         q_SBND, k_SBGD, v_SBGE = heads.q_SBND, *(_enough_groups(x, inner.size) for x in heads[1:3])
-        # inner group: S * B * (N * D + G * (D + E)) elements here, S * B * N * E back; backward: the same
+        # collective over inner group: S * B * (N * D + G * (D + E)) elements here, S * B * N * E back; backward: the
+        # same
         q_SBND, k_SBGD, v_SBGE = (in_order(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
         share, maxima = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N), self.maxima
         if maxima is not None:

@@ -91,7 +91,7 @@ class DSA(MLA):
         nope_SBND, rotated = self._queries(mb, q_latent, q).split((config.qk_head_dim, config.qk_rope_dim), dim=-1)
         q_SBNL = torch.einsum("sbnd,ndl->sbnl", nope_SBND, self._up_weights()[0])
         latent, key = kv_latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
-        # tp: S * B * (L + P) elements; the gradient is partial, because each rank's heads read all rows
+        # collective over tp: S * B * (L + P) elements; the gradient is partial, because each rank's heads read all rows
         rows = enter_tensor_parallel(torch.cat([self.kv_layernorm(latent), key], dim=-1), self.ctx)
         rows_SB1L = rotate(self.kernels, rows[:, :, None], config.rope, mb, start=config.kv_lora_rank)
         return torch.cat([q_SBNL, rotated], dim=-1), rows_SB1L.squeeze(2)
@@ -109,7 +109,8 @@ class DSA(MLA):
         own: tuple[range, ...] = (range(len(q_UBND)),)
         if part is not None and is_split:
             group, own, segments_BS = self.ctx.group(part.group), part.chunks, mb.tokens.whole_segments_BS
-            # cp: all-gather of S * B * (L + P) elements per rank; backward: reduce-scatter of their gradients
+            # collective over cp: all-gather of S * B * (L + P) elements per rank; backward: reduce-scatter of their
+            # gradients
             rows_SBD = in_order(all_gather(rows_SBD, group), part.of_ranks)
         queries = QueryRows(own, segments_BS, q_UBND.device)
         trains = bool(coeff) and mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
@@ -149,11 +150,12 @@ class DSA(MLA):
             assert isinstance(latent_SBQ, Tensor)
         q_RBID, k_SBD, w_RBI = self.indexer(hidden_SBH, latent_SBQ, mb)
         if self.ctx.config.sequence_parallel:
-            # tp: S * B * D elements of one key head; backward: reduce-scatter, which sums the gradients of all queries
+            # collective over tp: S * B * D elements of one key head; backward: reduce-scatter, which sums the gradients
+            # of all queries
             k_SBD = all_gather(k_SBD, self.ctx.group("tp"))
         part = mb.tokens.part
         if part is not None and len(part.of_ranks) > 1:
-            # cp: the same elements, all-gathered; backward: reduce-scatter
+            # collective over cp: the same elements, all-gathered; backward: reduce-scatter
             k_SBD = in_order(all_gather(k_SBD, self.ctx.group(part.group)), part.of_ranks)
         weight_BR = self._weights(mb, q_RBID) if trains else None
         state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")

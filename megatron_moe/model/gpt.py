@@ -180,7 +180,7 @@ class GPT(nn.Module):
         chain = self._hidden_states(tokens_BS, mb, len(self.chunks) - 1, by_node=False)
         head = self._head_node(lambda state, mb: self._head(state.hidden_SBH, self._tied_VH))
         logits_SBV = run_chain([*chain, BoundNodes(head, mb)], None)
-        # tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
+        # collective over tp: all-gather of S * B * V elements, backward this rank's part of the vocabulary
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
 
     def acquire_from(self, store: UnitStore) -> None:

@@ -102,8 +102,8 @@ class MLA(SoftmaxAttention):
         state if q has no latent; [S, B, kv_lora_rank + qk_rope_dim]: the kv latent, then the key part that all heads
         share)."""
         if self.gathers_input:
-            # tp: all-gather of S * B * H elements in forward and in backward, and reduce-scatter of the gradient in
-            # backward
+            # collective over tp: all-gather of S * B * H elements in forward and in backward, and reduce-scatter of the
+            # gradient in backward
             q, kv_latent = gathered_linears(hidden_SBH, (self.linear_q_proj, self.linear_kv_down_proj))
             return q, hidden_SBH, kv_latent
         hidden_SBH = with_common_copy(hidden_SBH, *self.input_linears)
@@ -122,7 +122,8 @@ class MLA(SoftmaxAttention):
             # the latent of all positions has a partial gradient, which is summed over tp with that of the hidden state
             kv = autograd.linear(self.kernels, normed, kv_up.weight, quantizer=kv_up.quantizer)
         else:
-            # tp: S * B * rope elements in backward; the gradient is partial: each rank's heads read the shared key
+            # collective over tp: S * B * rope elements in backward; the gradient is partial: each rank's heads read the
+            # shared key
             key, kv = enter_tensor_parallel(key, self.ctx), kv_up(normed)
         key_SB1D = rotate(self.kernels, key[:, :, None], config.rope, mb)
         kv_SBNC = kv.unflatten(-1, (self.num_heads, -1))

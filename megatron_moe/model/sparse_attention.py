@@ -198,7 +198,7 @@ class _SelectKeys(torch.autograd.Function):
 
 def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
     """All-gathers rows (dim 0) over a group."""
-    # tp: all-gather of the selections of this rank's queries, which have no gradient
+    # collective over tp: all-gather of the selections of this rank's queries, which have no gradient
     own = own.contiguous()
     return all_gather_flat(own.new_empty(group.size * len(own), *own.shape[1:]), own, group)
 
@@ -222,7 +222,7 @@ def _attended(
     logits_BNCK = bmm_in(q_BZD, rows_SBD[:num_keys].permute(1, 2, 0), wide).unflatten(1, (heads, -1))
     logits_BNCK.mul_(job.softmax_scale).masked_fill_(~allowed[:, None], -torch.inf)
     total_BCK = logits_BNCK.softmax(dim=-1).sum(dim=1)
-    # tp: all-reduce of one value per query and key; the target of the loss has no gradient
+    # collective over tp: all-reduce of one value per query and key; the target of the loss has no gradient
     if parts > 1:
         whole = total_BCK.transpose(0, 1).contiguous()
         own = whole.new_empty(len(whole) // parts, *whole.shape[1:])

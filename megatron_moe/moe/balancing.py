@@ -94,7 +94,7 @@ class BatchTokens:
         """Number of valid tokens of each sequence, int64 [B], computed at the first call. Requires a padding mask."""
         if self._per_sequence_B is None:
             assert self.valid_T is not None, "counts per sequence need a padding mask"
-            # tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
+            # collective over tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
             self._per_sequence_B = all_reduce_(self.valid_T.view(-1, self.batch_size).sum(dim=0), self.group)
         return self._per_sequence_B
 
@@ -132,7 +132,7 @@ class BalancingLosses:
         """P [G, E]: mean normalised score of expert e over the tokens of the microbatch, or of each sequence.
         Differentiable; its backward gives the gradients of this rank's tokens."""
         scores_GE = self._scores_GE if per_sequence else self._scores_GE.sum(dim=0, keepdim=True)
-        # tp x cp: G * E values in the internal dtype per layer and microbatch; backward: identity
+        # collective over tp x cp: G * E values in the internal dtype per layer and microbatch; backward: identity
         scores_GE = reduce_from(scores_GE, self._tokens.group)
         if self._tokens.valid_T is None:
             return scores_GE / max(self._tokens.num_whole // len(scores_GE), 1)
@@ -144,7 +144,7 @@ class BalancingLosses:
         if self._whole_counts_GE is None:
             self._whole_counts_GE = self._counts_GE
             if self._tokens.group.size > 1:
-                # tp x cp: 8 * G * E bytes per layer and microbatch; no gradient flows through counts
+                # collective over tp x cp: 8 * G * E bytes per layer and microbatch; no gradient flows through counts
                 own_GE = self._counts_GE if self._is_only else self._counts_GE.clone()
                 self._whole_counts_GE = all_reduce_(own_GE, self._tokens.group)
         return self._whole_counts_GE
@@ -210,7 +210,7 @@ def update_routers(
     parts = [router.batch_sums() for router in routers]
     flat = torch.cat(parts)
     if flat.numel():
-        # tp x dp x cp: 8 bytes per expert and MoE layer of this stage
+        # collective over tp x dp x cp: 8 bytes per expert and MoE layer of this stage
         all_reduce_(flat, context.group("tp_dp_cp"))
     for router, sums in zip(routers, flat.split([len(part) for part in parts]), strict=True):
         router.end_batch(sums, apply_update)

@@ -65,7 +65,7 @@ class ExpertClones:
         """Starts to exchange the weights, unless they have been received."""
         if self._received or not self.sizes.on_any_rank:
             return
-        # ep, backward `send_grad`: O * I elements per clone
+        # collective over ep, backward `send_grad`: O * I elements per clone
         for weight in self._weights:
             sent = [weight[expert] for expert in self._experts]
             self._received.append(_once(self._exchange.launch(_stacked(sent, weight))))
@@ -111,7 +111,7 @@ class ExpertClones:
     def send_grad(self, which: int, grad: Tensor) -> None:
         """Starts to send the gradients of the clones of stack `which` to the home ranks."""
         if self.sizes.on_any_rank:
-            # ep: O * I elements per clone in fp32
+            # collective over ep: O * I elements per clone in fp32
             self._grads[which] = self._exchange.transposed.launch(grad)
         if which == 0:  # the last gradient in backward
             self._release()

@@ -340,7 +340,7 @@ class Router(nn.Module):
         `local_E`: choices of this rank's tokens."""
         counts_E = self.counts_ahead.pop(mb.rng, None)
         if counts_E is None:
-            # tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
+            # collective over tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
             counts_E = self.global_counts + all_reduce_(local_E, self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():

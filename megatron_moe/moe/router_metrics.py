@@ -78,7 +78,7 @@ class _Loads:
     dropless: bool
 
     def __call__(self, metrics: MetricAccumulator, numbers: dict[int, int], counts_nE: Tensor) -> None:
-        # tp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
+        # collective over tp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
         loads_nE = all_reduce_(counts_nE.clone(), self.group).double()
         shares_nE = loads_nE / loads_nE.sum(dim=1, keepdim=True).clamp(min=1)
         values = {name: function(shares_nE) for name, function in _functions_of("loads", self.options)}

@@ -94,7 +94,7 @@ def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGr
     """All-gathers logits and valid-token mask of a microbatch that is split over `group`. Not differentiable."""
     if group.size == 1:
         return logits_TE, valid_T
-    # tp x cp: T * E logits and T bytes per layer and microbatch, only for quantile balancing
+    # collective over tp x cp: T * E logits and T bytes per layer and microbatch, only for quantile balancing
     everyone = AllGather(group)
     whole_TE = run(everyone, logits_TE.detach())
     return whole_TE, None if valid_T is None else run(everyone, valid_T.to(torch.uint8)).bool()

@@ -29,7 +29,7 @@ def gradient_norms(
         for grads in buffer.finished_grads():
             squares[_part(buffer)] += buffers.kernels.sum_of_squares(grads)
     flags = [] if nonfinite is None else [nonfinite.to(zero.dtype)]
-    # world: 16 or 32 bytes
+    # collective over world: 16 or 32 bytes
     sums = over_the_world(torch.stack([*squares.values(), *flags]), buffers, context)
     norms = {"all": sums[: len(squares)].sum().sqrt()}
     norms |= {part: square.sqrt() for part, square in zip(squares, sums, strict=False)}
@@ -66,7 +66,7 @@ def count_zeros(buffers: GradBuffers) -> Tensor:
     for buffer in counted(buffers):
         for (start, end), grads in zip(buffer.owned, buffer.finished_grads(), strict=True):
             zeros += buffer.layout.elements(start, end) - torch.count_nonzero(grads)
-    # world: 8 bytes
+    # collective over world: 8 bytes
     return over_the_world(zeros, buffers, buffers.context)
 
 

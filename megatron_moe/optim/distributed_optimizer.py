@@ -260,7 +260,7 @@ class Optimizer:
         if buffers and self.buffers.data_parallel.use_distributed_optimizer:
             for buffer in buffers:
                 for index, (start, end) in enumerate(buffer.layout.buckets):
-                    # dp_cp or edp: one bucket of weights
+                    # collective over dp_cp or edp: one bucket of weights
                     start_all_gather_(buffer.weights[start:end], buffer.group, buffer.shard_sizes(index)).wait()
         try:
             yield
@@ -318,7 +318,7 @@ class Optimizer:
             total = torch.stack(squares).sum()
         else:
             total = torch.zeros((), dtype=internal_dtype(self.buffers.context.dtype), device=self.buffers.device)
-        # world: 4 or 8 bytes
+        # collective over world: 4 or 8 bytes
         return over_the_world(total, self.buffers, self.buffers.context).sqrt()
 
 
@@ -331,7 +331,7 @@ def check_coverage(buffers: GradBuffers) -> None:
         RunError: the ranks own more or fewer elements of a parameter than it has.
     """
     own_sizes = {slot.name: prod(slot.parameter.global_shape) for slot in buffers.slots}
-    # pp: names and sizes of all parameters of a stage
+    # collective over pp: names and sizes of all parameters of a stage
     stages = gather_objects(own_sizes, buffers.context.group("pp"))
     sizes = {name: size for stage in stages for name, size in sorted(stage.items())}
     index = {name: number for number, name in enumerate(sizes)}
@@ -340,7 +340,7 @@ def check_coverage(buffers: GradBuffers) -> None:
         for param in (param for start, end in buffer.owned for param in buffer.param_slices(start, end)):
             owned[index[param.name]] += param.end - param.start
     sums = torch.tensor(owned, dtype=torch.int64, device=buffers.device)
-    # world: 8 bytes per parameter
+    # collective over world: 8 bytes per parameter
     found = over_the_world(sums, buffers, buffers.context).tolist()
     for (name, expected), number in zip(sizes.items(), found, strict=True):
         if number != expected:

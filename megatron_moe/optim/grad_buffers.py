@@ -472,10 +472,10 @@ def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count:
 def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> None:
     """All-reduces `grads` over the tp, etp or embedding group if each of its ranks has only a partial sum."""
     if buffer.key.partial:
-        # tp or etp: norms, gates and biases; a few vectors of H elements, and E * H elements per layer
+        # collective over tp or etp: norms, gates and biases; a few vectors of H elements, and E * H elements per layer
         all_reduce_(grads, context.group(tensor_group(buffer.key.grid)))
     if buffer.key.shared_stages:
-        # embedding: the sharded word embedding, V * H elements over all shards
+        # collective over embedding: the sharded word embedding, V * H elements over all shards
         all_reduce_(grads, context.group("embedding"))
 
 

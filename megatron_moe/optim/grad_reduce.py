@@ -60,7 +60,7 @@ class GradBucket:
     def start(self, config: DataParallelConfig) -> None:
         """Starts the reduction. No gradient may be added to the bucket until `pending` is None again."""
         self.fill_gaps()
-        # dp_cp or edp: one bucket, by default 40 million elements
+        # collective over dp_cp or edp: one bucket, by default 40 million elements
         if config.use_distributed_optimizer:
             wide = config.ddp_reduce_scatter_with_fp32_accumulation and self.grads.element_size() < 4
             mean = config.ddp_average_in_collective

@@ -220,13 +220,13 @@ def newton_schulz(
     wide = internal_dtype(x.dtype)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     if shards is not None:
-        # tp or etp: one scalar per matrix
+        # collective over tp or etp: one scalar per matrix
         norms = all_reduce_(norms.square(), shards).sqrt()
     y = torch.div(x, norms.clamp(min=_EPS), out=torch.empty_like(x))
     for a, b, c in coefficients:
         gram = kernels.syrk(y.mT if tall else y)
         if shards is not None:
-            # tp or etp: one Gram matrix per matrix
+            # collective over tp or etp: one Gram matrix per matrix
             all_reduce_(gram, shards)
         polynomial = kernels.syrk(gram, gram, b, c)
         y = torch.baddbmm(y, *((y, polynomial) if tall else (polynomial, y)), beta=a)

@@ -83,7 +83,7 @@ class ParamSlice:
         if not self.is_sharded:
             return shard
         flat = shard.new_empty(self.shards.size * shard.numel())
-        # tp or etp: the matrices of one parameter
+        # collective over tp or etp: the matrices of one parameter
         all_gather_flat(flat, shard.contiguous().view(-1), self.shards)
         whole = shard.new_empty(len(shard), *self.whole_shape)
         for rank, part in enumerate(flat.view(self.shards.size, *shard.shape)):

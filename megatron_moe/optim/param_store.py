@@ -130,7 +130,8 @@ class ParamStore:
         assert bucket not in self._pending, f"new weights of bucket {bucket} were not acquired before the next update"
         self._stale.discard(bucket)
         stored, group = self._buckets[bucket]
-        # dp_cp or edp: one bucket of weights, by default 40 million elements, or of their FP8 or FP4 bytes
+        # collective over dp_cp or edp: one bucket of weights, by default 40 million elements, or of their FP8 or FP4
+        # bytes
         pairs = zip(stored, self._sizes[bucket], strict=True) if self._sharded else ()
         gathers = tuple(start_all_gather_(flat, group, sizes) for flat, sizes in pairs)
         if streams is not None or gathers:

@@ -103,7 +103,8 @@ class StoredWeights:
                 if weight.scale is not None:
                     self._quantize(buffer, start, weight, part, [weight.grids[0].view(weight.delayed_factors)])
             if self._sharded:
-                # dp_cp or edp: 2 or 4 bytes per block of all weights; magnitudes of bf16 weights are exact in bf16
+                # collective over dp_cp or edp: 2 or 4 bytes per block of all weights; magnitudes of bf16 weights are
+                # exact in bf16
                 dtype = forms[0].weights[0].dtype
                 narrow = amax.to(dtype) if dtype.itemsize < amax.itemsize else amax
                 amax.copy_(all_reduce_(narrow, self._context.group(replica_group(grid)), "max"))

@@ -24,7 +24,7 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
     if world.size == 1:
         return
     own = _properties(run_yaml)
-    # world: 8 bytes per rank; if the checksums differ, some kB per rank
+    # collective over world: 8 bytes per rank; if the checksums differ, some kB per rank
     if len(set(gather_objects(zlib.crc32(repr(own).encode()), world))) == 1:
         return
     first, *others = gather_objects(own, world)
@@ -45,7 +45,7 @@ def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
         action()
     except (EnvironmentProblem, OSError) as error:
         problem = str(error)
-    # world: None or one error message per rank
+    # collective over world: None or one error message per rank
     for rank, message in enumerate(gather_objects(problem, context.host_group())):
         if message is not None:
             raise EnvironmentProblem(message if rank == 0 else f"on rank {rank}: {message}")

@@ -24,9 +24,9 @@ def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -
     for grid, name in (("attention", "dp_cp"), ("expert", "edp")):
         group = context.group(name)
         checksums = {key: _checksum(value) for key, value in named_parameters(model) if value.meta.grid == grid}
-        # dp_cp, edp: a few dozen bytes per parameter of every rank
+        # collective over dp_cp, edp: a few dozen bytes per parameter of every rank
         lines += differing_replicas(gather_objects(checksums, group), group)
-    # world: empty lists unless replicas differ
+    # collective over world: empty lists unless replicas differ
     every = sorted({line for part in gather_objects(lines, context.group("world")) for line in part})
     if every:
         raise DriftProblem(

@@ -110,7 +110,7 @@ class Repeatability:
         """Log line about reruns since the last call; None without reruns. Collective; synchronises with the device."""
         own = self._statistics.tolist()
         self._statistics.zero_()
-        # world: three numbers from every rank
+        # collective over world: three numbers from every rank
         ranks = gather_objects(own, context.group("world"))
         if not ranks[0][0]:
             return None

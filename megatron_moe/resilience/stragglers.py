@@ -49,7 +49,7 @@ class Stragglers:
 
     def report(self) -> list[str]:
         """Log lines about all steps since the last report, identical on all ranks. Collective."""
-        # world, in host memory: a few hundred bytes per rank
+        # collective over world, in host memory: a few hundred bytes per rank
         return straggler_lines(gather_objects(self._take(), self._group), self._num_named)
 
     def _take(self) -> dict[str, float]:

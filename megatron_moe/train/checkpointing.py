@@ -255,7 +255,7 @@ class Checkpointing:
         boxes = [(key, box.data) for key, tensor in tensors.items() for box in tensor.boxes]
         finite = [(key, all_finite(data)) for key, data in boxes if data.is_floating_point()]
         bad = [key for key, is_finite in finite if not is_finite]
-        # world: names of non-finite tensors, usually none
+        # collective over world: names of non-finite tensors, usually none
         every = sorted({key for names in gather_objects(bad, self._context.group("world")) for key in names})
         if every:
             raise NumericsProblem(

@@ -39,7 +39,7 @@ def evaluate(pipeline: Pipeline, steps: Iterable[Sequence[MicroBatch]]) -> float
             contexts = (replace(batch.context, rng=None, metrics=None, training=False) for batch in step)
             pipeline.run([replace(batch, context=mb) for batch, mb in zip(step, contexts, strict=True)], take_loss)
     model.train()
-    # pp, dp_cp: 16 bytes each
+    # collective over pp, dp_cp: 16 bytes each
     all_reduce_(totals, context.group("pp"))
     all_reduce_(totals, context.group("dp_cp"))
     return float(totals[0] / totals[1].clamp(min=1))

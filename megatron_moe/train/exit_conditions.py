@@ -79,7 +79,7 @@ class ExitConditions:
         self._pending.wait()
         interrupted = bool(self._interrupted.item())
         self._interrupted = torch.tensor(float(self._signals.received is not None))
-        # world: 4 bytes, in host memory
+        # collective over world: 4 bytes, in host memory
         self._pending = start_all_reduce_(self._interrupted, self._group)
         return int(signal.SIGINT) if interrupted else 0
 
@@ -87,6 +87,6 @@ class ExitConditions:
         """Maxima over all ranks of the elapsed minutes and of the received signal number (0 for none). All ranks get
         the same values and therefore end after the same iteration."""
         own = [(self._clock() - self._start) / 60, float(self._signals.received or 0)]
-        # world: 16 bytes, in host memory
+        # collective over world: 16 bytes, in host memory
         minutes, signal_number = all_reduce_(torch.tensor(own, dtype=torch.float64), self._group, "max").tolist()
         return minutes, int(signal_number)

@@ -163,7 +163,8 @@ class _Gatherer:
             size = [end - begin for begin, end in zip(*part, strict=True)]
             values = torch.empty(size, dtype=dtype, device=self._context.device)
         if source.rank != 0:
-            # world: one box of one parameter or expert. A send would need a communicator per pair of ranks.
+            # collective over world: one box of one parameter or expert. A send would need a communicator per pair of
+            # ranks.
             broadcast_(values, self._world, source=source.rank)
         return values
 

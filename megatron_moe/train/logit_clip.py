@@ -40,7 +40,7 @@ class LogitClip:
         if not self._mixers:
             return {}
         maxima = [mixer.max_logits for mixer in self._mixers if mixer.max_logits is not None]
-        # dp_cp: 4 or 8 bytes per head and layer of this stage
+        # collective over dp_cp: 4 or 8 bytes per head and layer of this stage
         largest = all_reduce_(torch.cat(maxima), self._context.group("dp_cp"), "max")
         factors: dict[Parameter, Tensor] = {}
         own = largest.split([len(each) for each in maxima])

@@ -60,7 +60,7 @@ def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repea
     run_dir = trainer.logging.run_dir
     if run_dir is not None and context.is_first:
         report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=result.iteration)))
-    # world: a few kB per rank, only in this diagnosis
+    # collective over world: a few kB per rank, only in this diagnosis
     return gather_objects(report, context.group("world"))
 
 
@@ -75,7 +75,7 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
     with trainer.optimizer.plain_weights():
         findings = (*nonfinite_weights(trainer.model), *moments)
     report = RankReport(rank=context.rank, stage=context.group("pp").rank, findings=findings)
-    # world: a few kB per rank, only in this diagnosis
+    # collective over world: a few kB per rank, only in this diagnosis
     return gather_objects(report, context.group("world"))
 
 

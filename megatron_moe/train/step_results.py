@@ -24,7 +24,7 @@ def largest_overflows(context: ParallelContext, comm: ExpertComm | None, stash: 
         found["stash_overflow"] = stash.overflowed.float()
     if not found:
         return found
-    # world: 4 or 8 bytes
+    # collective over world: 4 or 8 bytes
     largest = all_reduce_(torch.stack([*found.values()]), context.group("world"), "max")
     return dict(zip(found, largest.unbind(), strict=True))
 

@@ -268,7 +268,7 @@ class Trainer:
                 self.buffers.reducer.replayed()
         self.optimizer.finish_gather()  # also gathers weights that no forward has used
         totals = local.clone()
-        # pp, dp_cp: 16 bytes each; only the last stage has losses
+        # collective over pp, dp_cp: 16 bytes each; only the last stage has losses
         all_reduce_(totals, self.context.group("pp"))
         all_reduce_(totals, self.context.group("dp_cp"))
         return totals[0] / totals[1].clamp(min=1), totals[1], local
@@ -361,7 +361,7 @@ class Trainer:
         """True if no update so far stored a non-finite weight or moment on any rank. Collective; synchronises with the
         device."""
         self.optimizer.finish_gather()
-        # world: 4 bytes
+        # collective over world: 4 bytes
         return not all_reduce_(self.optimizer.nonfinite.float(), self.context.group("world"), "max").item()
 
     def compare_replicas(self, iteration: int) -> None:

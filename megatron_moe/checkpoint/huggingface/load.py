@@ -79,7 +79,7 @@ def match_weights(
     family, num_layers = hf_config["model_type"], len(published.layers)
     mappings, unknown = weight_map.map_names(family, targets, config, published)
     is_mtp = partial(weight_map.names_of(family).is_mtp, num_layers=num_layers)
-    # pp: names of tensors, and below of problems, so that all ranks raise together
+    # collective over pp: names of tensors, and below of problems, so that all ranks raise together
     wanted = set(_gather((name for mapping in mappings for name in mapping.hf_names), stages))
     extra = sorted(source.names - wanted)
     ignored = [name for name in extra if _ignorable(name, config, published, is_mtp)]

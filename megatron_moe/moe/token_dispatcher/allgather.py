@@ -50,7 +50,7 @@ class AllGatherDispatcher(Dispatcher[CombineHandle]):
         everyone = AllGather(self.group)
         choices = routing.ids_TK if routing.map_TE is None else routing.map_TE
         assert choices is not None, "a Routing needs either ids_TK or map_TE"
-        # etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
+        # collective over etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
         overlap = self.comm.overlap_weight_grads
         tokens, ids = exchange.start(everyone, tokens_TH, overlap), exchange.start(everyone, choices)
         return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs, overlap), routing)
@@ -71,7 +71,7 @@ class AllGatherDispatcher(Dispatcher[CombineHandle]):
         data_RH = rows.data
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
         sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_tokens)
-        # etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank
+        # collective over etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank
         return exchange.start(ReduceScatter(self.group), sums_TH, self.comm.overlap_weight_grads), data_RH.dtype
 
     def finish_combine(self, pending: tuple[CollectiveExchange, torch.dtype]) -> Tensor:

@@ -86,7 +86,8 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
         if plan.num_sent < len(rows_RH):
             index = first_rows(index, plan.num_sent)
             rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
-        # ep, backward all-to-all: R * H elements, T * K * H when nothing is dropped; probabilities R elements
+        # collective over ep, backward all-to-all: R * H elements, T * K * H when nothing is dropped; probabilities R
+        # elements
         rows = exchange.start(plan.over_ep, rows_RH, self.comm.overlap_weight_grads)
         probs = exchange.start(plan.over_ep, probs_R, self.comm.overlap_weight_grads)
         return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))
@@ -94,7 +95,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
         """Waits for the received rows, all-gathers them over etp, and sorts them by local expert."""
         plan = pending.plan
-        # etp, backward reduce-scatter: etp times the rows that this rank received
+        # collective over etp, backward reduce-scatter: etp times the rows that this rank received
         data_RH = exchange.run(plan.over_etp, pending.rows.finish())
         probs_R = exchange.run(plan.over_etp, pending.probs.finish())
         order = self._order(plan)
@@ -138,7 +139,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
 
     def _gathered(self, counts_E: Tensor) -> Tensor:
         """All-gathers the row counts of all P source ranks, [P, E]."""
-        # etp x ep: 8 * E bytes; no gradient flows through counts
+        # collective over etp x ep: 8 * E bytes; no gradient flows through counts
         return exchange.run(AllGather(self.etp_ep), counts_E).view(self.etp_ep.size, -1)[self.places_P]
 
     def _sized(self, counts_PQe: Tensor, rows_PQ: list[list[int]]) -> ExchangePlan:

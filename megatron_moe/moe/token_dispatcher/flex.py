@@ -189,8 +189,8 @@ class DispatchExchange(SplitExchange):
 
     def send(self, *inputs: Tensor) -> Work:
         tokens_TH, probs_TK = inputs
-        # etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one of its experts,
-        # and T * K ids and probabilities to every rank
+        # collective over etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one
+        # of its experts, and T * K ids and probabilities to every rank
         return self._transport.start_send_tokens(tokens_TH, self.route, probs_TK, self._format)
 
     def receive(self, work: Work) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,8 @@ class DispatchExchange(SplitExchange):
 
     def send_grads(self, *grads: Tensor) -> Work:
         grad_RH, grad_probs = grads
-        # etp x ep: a row of H elements per token of another rank that has rows here, and G * K gradients
+        # collective over etp x ep: a row of H elements per token of another rank that has rows here, and G * K
+        # gradients
         return self._transport.start_send_sums(grad_RH, self.route, grad_probs)
 
     def receive_grads(self, work: Work) -> tuple[Tensor | None, ...]:
@@ -218,14 +219,15 @@ class CombineExchange(SplitExchange):
         self._dequantize, self._format, self._route = comm.kernels.dequantize_rows, formats.grads, route
 
     def send(self, *inputs: Tensor) -> Work:
-        # etp x ep: a row of H elements per token of another rank that has rows here
+        # collective over etp x ep: a row of H elements per token of another rank that has rows here
         return self._transport.start_send_sums(inputs[0], self._route, None)
 
     def receive(self, work: Work) -> Tensor:
         return self._transport.finish_receive_sums(work, self._route)[0]
 
     def send_grads(self, *grads: Tensor) -> Work:
-        # etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one of its experts
+        # collective over etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one
+        # of its experts
         return self._transport.start_send_tokens(grads[0], self._route, None, self._format)
 
     def receive_grads(self, work: Work) -> tuple[Tensor | None, ...]:

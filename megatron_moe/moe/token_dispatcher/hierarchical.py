@@ -118,7 +118,7 @@ class HierarchicalTransport(TokenTransport):
         with self._streams.fork(_SIZES):
             rows_e = self._kernels.count_tokens(ids_TK, self._comm.num_experts).view(self._num_ep, -1).sum(dim=1)
             counts = torch.cat([needed_TN.sum(dim=0), needed_TP.sum(dim=0), rows_e])
-            # etp x ep: 8 (hosts + etp * ep + ep) bytes per rank; no gradient flows through sizes
+            # collective over etp x ep: 8 (hosts + etp * ep + ep) bytes per rank; no gradient flows through sizes
             sizes = self._own_sizes(AllGather(self._group).launch(counts)())
             buffer = self._copies.host_buffer(len(sizes), sizes.dtype, exact=False)
             copied = self._copies.to_host(buffer, sizes)
@@ -137,7 +137,7 @@ class HierarchicalTransport(TokenTransport):
         with self._streams.fork(_EXCHANGE):
             if choices is None:
                 rows_GH = tokens_TH
-                # inter, then intra: H elements per token and host, and per token and rank
+                # collective over inter, then intra: H elements per token and host, and per token and rank
                 for stage in state.stages:
                     rows_GH = stage.send(rows_GH)()
                 received = ReceivedTokens(rows_GH, None, None)
@@ -157,7 +157,8 @@ class HierarchicalTransport(TokenTransport):
         values_TK = None if grad_GK is None else grad_GK.to(internal_dtype(rows_RH.dtype))
         keep = (sums_TH, values_TK, route)
         with self._streams.fork(_EXCHANGE):
-            # intra, then inter: H elements, and with gradients of probabilities (4 or 8) K bytes, per received token
+            # collective over intra, then inter: H elements, and with gradients of probabilities (4 or 8) K bytes, per
+            # received token
             for stage in reversed(stages):
                 finish_send = stage.send_back(sums_TH)
                 values_TK = None if values_TK is None else stage.send_back(values_TK)()
@@ -181,7 +182,7 @@ class HierarchicalTransport(TokenTransport):
             index = state.index if over is between_hosts else self._by_rank(self._needed_on_host(ids_TK))
             assert over.send is not None
             stage = _ExchangeStage(self._kernels, over, first_rows(index, sum(over.send)))
-            # inter or intra, backward the same: 4 K + (4 or 8) K bytes and then H elements per token
+            # collective over inter or intra, backward the same: 4 K + (4 or 8) K bytes and then H elements per token
             wait_choices = over.launch(choices_TC[stage.index.token_R])
             wait = stage.send(wait() if wait else tokens_TH)
             choices_TC = wait_choices()
