@@ -66,7 +66,7 @@ def measured(question: str, repeats: int) -> str:
 def measure_start(flags: Sequence[str], ranks: int, cache: Path) -> dict[str, float]:
     """Runs pretrain_moe.py in `ranks` processes; returns rank 0's seconds per phase up to the end of the first step."""
     with tempfile.TemporaryDirectory() as folder:
-        program = [__file__, _WORKER, *flags, "--run-dir", f"{folder}/run"]
+        program = [__file__, _WORKER, *flags, "--run-dir", f"{folder}/run", "--exit-interval", "1"]
         launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         environment = os.environ | {"TRITON_CACHE_DIR": str(cache), _BEGIN: str(time.time()), _FOLDER: folder}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])

@@ -185,11 +185,13 @@ def _over_four(
     flex = "--moe-token-dispatcher-type flex"
     pp2, pp4 = (f"{flex} --expert-model-parallel-size {4 // pp} --pipeline-model-parallel-size {pp}" for pp in (2, 4))
     unbalanced = f"{flex} --moe-expert-rank-capacity-factor 2"
+    fp8_graphs = f"{flex} {BOUND} {FP8_WGRAD} {MOE_GRAPHS} --moe-expert-wgrad-interval 1"
     rows = (
         ("flex", "EP4, flex", flex, *goals),
         ("alltoall", "EP4, alltoall", "", *goals),
         ("flex-fp8", "EP4, flex, FP8 blockwise", f"{flex} {BOUND} {FP8_WGRAD}", "", ""),
         ("alltoall-fp8", "EP4, alltoall, FP8 blockwise", f"{BOUND} {FP8_WGRAD}", "", ""),
+        ("flex-fp8-graphs", "EP4, flex, FP8 blockwise, attention and MoE layers as CUDA graphs", fp8_graphs, "", ""),
         ("flex-pairs", "EP4, flex, overlapped", f"{flex} {OVERLAPS['-pairs']}", "", ""),
         ("alltoall-pairs", "EP4, alltoall, overlapped", OVERLAPS["-pairs"], "", ""),
         ("flex-whole", "EP4, flex, whole steps as CUDA graphs", f"{flex} {WHOLE} {NO_OVERLAP}", "", ""),

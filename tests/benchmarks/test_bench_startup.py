@@ -34,7 +34,7 @@ def test_a_start_is_measured_to_the_end_of_its_first_step(
     assert {"launcher", "imports", "rendezvous", "build the model", "first step"} <= set(seconds), seconds
     assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
     assert min(seconds.values()) >= 0.0 and seconds["imports"] > 0.1, seconds
-    assert "finished after 2 iterations" in capfd.readouterr().out
+    assert "exiting program at iteration 1\n" in capfd.readouterr().out
 
 
 def test_table_of_a_start_has_a_row_per_phase():

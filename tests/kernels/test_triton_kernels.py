@@ -1,5 +1,7 @@
 """Interpreted Triton kernels against the reference, with sizes that are not multiples of a tile."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -383,6 +385,40 @@ def test_weight_gradients_are_accumulated_as_autograd_would(name: str) -> None:
     for weight, buffer, grads in zip(weights, buffers, zip(*found, strict=True), strict=True):
         assert weight.grad is None
         EXACT.check(buffer.main_grad, grads[0].float() + grads[1].float())
+
+
+class _Deferred:
+    """Gradient accumulator that keeps the computations for later."""
+
+    merges = False
+
+    def __init__(self) -> None:
+        self.computations: list[Callable[[Tensor, bool], None]] = []
+
+    def add(self, compute: Callable[[Tensor, bool], None]) -> None:
+        self.computations.append(compute)
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_deferred_weight_gradients_do_not_need_the_weight(name: str) -> None:
+    """FSDP may have released the storage of the weight when the gradient is computed."""
+    op, num_weights = WITH_WEIGHTS[name]
+    weights = [draw(16, seed=number).bfloat16().requires_grad_() for number in range(num_weights)]
+    x = draw(6, 2, 3, 16, seed=3).bfloat16()
+    expected = torch.autograd.grad(op(x, *weights).float().square().sum(), weights)
+    accumulators = [_Deferred() for _ in weights]
+    for weight, accumulator in zip(weights, accumulators, strict=True):
+        weight.grad_accumulator = accumulator
+    op(x.requires_grad_(), *weights).float().square().sum().backward()
+    alive = [weakref.ref(weight) for weight in weights]
+    del weights, weight
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * num_weights
+    for accumulator, grad in zip(accumulators, expected, strict=True):
+        (compute,) = accumulator.computations
+        out = torch.full_like(grad, torch.nan, dtype=torch.float32)
+        compute(out, False)
+        EXACT.check(out, grad.float())
 
 
 def test_norm_that_returns_its_input_adds_gradients_as_autograd_would() -> None:

@@ -46,27 +46,38 @@ def power_of_two(number: int) -> int:
 def sum_of_shares(shares_PW: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums the partial results of P programs, fp32 [P, W] -> [W], in an order that depends only on P."""
     out_W = torch.empty(shares_PW.shape[1], device=shares_PW.device, dtype=dtype)
-    _add_shares(shares_PW, out_W, out_W, accumulate=False)
+    _add_shares(shares_PW, out_W, dtype, accumulate=False)
     return out_W
 
 
 def weight_grad(shares_PW: Tensor, weight: Tensor) -> Tensor | None:
     """Gradient of a weight with W elements from the partial results of all P programs, fp32 [P, W]: returns it, or adds
-    it to the weight's gradient buffer (`accumulate_grad`). Either way, it is rounded once to the weight's dtype."""
+    it to the weight's gradient buffer (`accumulate_grad`). Either way, it is rounded once to the weight's dtype. A
+    deferred call does not read the weight, whose storage FSDP may have released by then."""
+    dtype = weight.dtype
 
     def compute(out: Tensor, accumulate: bool) -> None:
-        _add_shares(shares_PW, out, weight, accumulate=accumulate)
+        _add_shares(shares_PW, out, dtype, accumulate=accumulate)
 
     return accumulate_grad(weight, compute)
 
 
-def _add_shares(shares_PW: Tensor, out: Tensor, like: Tensor, *, accumulate: bool) -> None:
-    """Writes the sum of the shares, rounded to the dtype of `like`, to `out`, or adds it."""
+def _add_shares(shares_PW: Tensor, out: Tensor, dtype: torch.dtype, *, accumulate: bool) -> None:
+    """Writes the sum of the shares, rounded to `dtype`, to `out`, or adds it."""
     num, width = shares_PW.shape
     rows = min(power_of_two(num), 256)
     columns = 2048 // rows
     _sum_shares[(cdiv(width, columns),)](
-        shares_PW, out, like, num, width, shares_PW.stride(0), ADD=accumulate, ROWS=rows, COLUMNS=columns, num_warps=8
+        shares_PW,
+        out,
+        num,
+        width,
+        shares_PW.stride(0),
+        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
+        ADD=accumulate,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=8,
     )
 
 
@@ -80,7 +91,15 @@ def dot(a, b, total, WIDEN: tl.constexpr):
 
 @triton.jit
 def _sum_shares(
-    shares_ptr, out_ptr, like_ptr, num, width, stride, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    shares_ptr,
+    out_ptr,
+    num,
+    width,
+    stride,
+    DTYPE: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -88,7 +107,7 @@ def _sum_shares(
         rows = start + tl.arange(0, ROWS)
         mask = (rows < num)[:, None] & (columns < width)[None, :]
         total += tl.load(shares_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
-    out = tl.sum(total, axis=0).to(like_ptr.dtype.element_ty)
+    out = tl.sum(total, axis=0).to(DTYPE)
     if ADD:
         before = tl.load(out_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
         out = before + out.to(tl.float32)
