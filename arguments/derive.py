@@ -194,8 +194,20 @@ def windowed_layers(
     return LAYER_PATTERNS["window_attn_skip_freq"](num_layers, window_attn_skip_freq)
 
 
-DELTA_NETS = ("gated_delta_net", "gdn")
-"""Values of `--experimental-attention-variant` that name the gated delta net."""
+DELTA_NETS = MappingProxyType(
+    {
+        "gated_delta_net": "gated_delta_net",
+        "gdn": "gated_delta_net",
+        "kimi_delta_attention": "kimi_delta_attention",
+        "kda": "kimi_delta_attention",
+    }
+)
+"""Values of `--experimental-attention-variant` with a delta rule -> name of the mixer."""
+
+
+def mla_has_yarn(flags: Flags) -> bool:
+    """Whether multi-latent attention has YaRN, which is the default."""
+    return flags.rope_type not in ("rope", "none")
 
 
 def has_sparse_attention(flags: Flags) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from arguments import derive
@@ -15,6 +16,7 @@ from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.functions import FunctionEntry, Options
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
+from megatron_moe.config.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
@@ -146,12 +148,14 @@ def _mixers(flags: Flags) -> tuple[MixerConfig, ...]:
     is_linear = from_flags(derive.linear_layers, flags)
     if not any(is_linear):
         return softmax
-    return tuple(linear if on else each for on, linear, each in zip(is_linear, _delta_net(flags), softmax, strict=True))
+    assert flags.experimental_attention_variant is not None, "a rule requires it"
+    linear = MIXERS.get(derive.DELTA_NETS[flags.experimental_attention_variant])(flags)
+    return tuple(own if on else each for on, own, each in zip(is_linear, linear, softmax, strict=True))
 
 
-def _delta_net(flags: Flags) -> tuple[GatedDeltaNetConfig, ...]:
+def _delta_net(kind: type[GatedDeltaNetConfig], flags: Flags) -> tuple[GatedDeltaNetConfig, ...]:
     config = from_flags(
-        GatedDeltaNetConfig,
+        kind,
         flags,
         prefix="linear_",
         conv_width=flags.linear_conv_kernel_dim,
@@ -255,11 +259,11 @@ def _yarn(flags: Flags, dim: int, interleaved: bool, original_max_positions: int
 
 
 def _mla(flags: Flags) -> tuple[MLAConfig, ...]:
-    rope_dim = flags.qk_pos_emb_head_dim
-    gain = 1.0
+    rope_dim, gain = flags.qk_pos_emb_head_dim, 1.0
+    rope: RopeConfig | None = None
     if flags.rope_type == "rope":
         rope = RopeConfig(dim=rope_dim, base=flags.rotary_base, interleaved=True)
-    else:
+    elif derive.mla_has_yarn(flags):
         rope = _yarn(flags, rope_dim, True, flags.original_max_position_embeddings)
         gain = yarn_mscale(flags.rotary_scaling_factor, flags.mscale_all_dim)
     common = from_flags(
@@ -279,6 +283,7 @@ def _mla(flags: Flags) -> tuple[MLAConfig, ...]:
 def _dsa(flags: Flags) -> tuple[DSAConfig, ...]:
     latent, eps = _mla(flags), flags.dsa_indexer_k_norm_epsilon
     norm = NormConfig(kind="LayerNorm", eps=flags.norm_epsilon if eps is None else eps)
+    assert latent[0].rope is not None, "a rule requires it"
     indexer = _indexer(flags, replace(latent[0].rope, interleaved=flags.dsa_indexer_rope_interleaved), norm)
     return tuple(DSAConfig.of(each, indexer) for each in latent)
 
@@ -445,7 +450,8 @@ MIXERS.register("attention", _attention)
 MIXERS.register("mla", _mla)
 MIXERS.register("dsa", _dsa)
 MIXERS.register("compressed_attention", _compressed_attention)
-MIXERS.register("gated_delta_net", _delta_net)
+MIXERS.register("gated_delta_net", partial(_delta_net, GatedDeltaNetConfig))
+MIXERS.register("kimi_delta_attention", partial(_delta_net, KimiDeltaAttentionConfig))
 MIXERS.register("mamba", _mamba)
 MIXERS.register("none", lambda flags: (NoMixer(hidden_size=flags.hidden_size),) * flags.num_layers)
 FEED_FORWARDS.register("auto", _feed_forwards)

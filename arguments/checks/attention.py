@@ -63,6 +63,8 @@ def sparse_attention_has_an_indexer(flags: RuleFlags) -> Violations:
         return
     if flags.experimental_attention_variant == "dsa" and not flags.multi_latent_attention:
         yield "sparse attention (dsa) extends multi-latent attention", "add --multi-latent-attention"
+    if flags.rope_type == "none":
+        yield "sparse attention (dsa) rotates q and keys of its indexer", "use --rope-type rope or yarn"
     if flags.q_lora_rank is None:
         yield "the indexer of sparse attention (dsa) reads the query latent, which is not set", "add --q-lora-rank"
     missing = [option for option, size in derive.indexer_sizes(flags).items() if size is None]
@@ -158,7 +160,7 @@ def yarn_original_length_matches_attention(flags: RuleFlags) -> Violations:
     """YaRN's original context length has a different flag in multi-latent attention than in other attention."""
     latent, other = flags.original_max_position_embeddings, flags.yarn_original_max_position_embeddings
     if flags.multi_latent_attention:
-        if flags.rope_type == "rope" or other in (None, latent):
+        if not derive.mla_has_yarn(flags) or other in (None, latent):
             return
         yield (
             f"--yarn-original-max-position-embeddings {other} does not apply to multi-latent attention",

@@ -61,7 +61,7 @@ def rope_type_without_latent_attention(flags: Flags) -> Iterator[str]:
 
 def unused_rope_scaling(flags: Flags) -> Iterator[str]:
     """Each scaling flag applies to one kind of RoPE scaling and has no effect on models without that kind."""
-    yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
+    yarn = derive.mla_has_yarn(flags) if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     unused = []
     if flags.rotary_scaling_factor != 1 and not yarn:
         unused.append(f"--rotary-scaling-factor {flags.rotary_scaling_factor:g}")

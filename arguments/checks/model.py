@@ -80,7 +80,7 @@ def one_rope_scaling(flags: RuleFlags) -> Violations:
 
 def yarn_ramp_is_valid(flags: RuleFlags) -> Violations:
     """YaRN interpolates dims with few rotations (< --yarn-beta-slow), but not dims with many (> --yarn-beta-fast)."""
-    yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
+    yarn = derive.mla_has_yarn(flags) if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     fast, slow = derive.yarn_betas(flags)
     if yarn and (flags.rotary_base <= 1 or not 0 < slow <= fast):
         yield (

@@ -58,7 +58,7 @@ class AttentionFlags:
     """Dimension of the rotary part of a query or key head."""
     v_head_dim: int = flag(128, least=1)
     """Value head dimension."""
-    rope_type: Literal["rope", "yarn"] | None = flag(None)
+    rope_type: Literal["rope", "yarn", "none"] | None = differs(None, "none leaves positions out, as in Kimi-Linear")
     """Rotary embedding of multi-latent attention. Default: yarn."""
     rotary_scaling_factor: float = flag(1.0, least=1)
     """YaRN: factor by which the context is extended."""
@@ -72,11 +72,13 @@ class AttentionFlags:
 
     experimental_attention_variant: str | None = unsupported(
         None,
-        note="of the variants, gated delta nets and the attention of DeepSeek-V3.2 and V4 are implemented",
-        works=("gated_delta_net", "gdn", "dsa", "dsv4_hybrid"),
+        note="of Megatron's variants, gated delta nets and the attention of DeepSeek-V3.2 and V4 are implemented; Kimi "
+        "delta attention (kda) is an addition",
+        works=("gated_delta_net", "gdn", "kimi_delta_attention", "kda", "dsa", "dsv4_hybrid"),
     )
-    """Mixer that replaces softmax attention: a gated delta net in the layers of `--linear-attention-freq`, or, in all
-    layers, sparse (dsa) or compressed attention (dsv4_hybrid) instead of multi-latent attention."""
+    """Mixer that replaces softmax attention: a gated delta net or Kimi delta attention in the layers of
+    `--linear-attention-freq`, or, in all layers, sparse (dsa) or compressed attention (dsv4_hybrid) instead of
+    multi-latent attention."""
     linear_attention_freq: LayerPattern | None = flag(None)
     """Layers with linear attention: all but every n-th layer, or a list with 1 (linear) or 0 (softmax) per layer."""
     linear_conv_kernel_dim: int = flag(4, least=1)

@@ -231,11 +231,13 @@ def _patterns(draft: Draft, num_layers: int) -> dict[str, tuple[Any, ...]]:
     mixers, feed_forwards = (derive.repeated(draft.value(name), num_layers) for name in ("mixer", "feed_forward"))
     windowed = derive.windowed_layers(num_layers, draft.value("window_size"), draft.value("window_attn_skip_freq"))
     rotated = derive.rotated_layers(num_layers, draft.value("no_rope_freq"))
+    variant, linear_freq = draft.value("experimental_attention_variant"), draft.value("linear_attention_freq")
     return {
         "moe_layer_freq": tuple(map(int, moe)),
         "moe_n_hash_layers": tuple(layer < draft.value("moe_n_hash_layers") for layer in range(num_layers)),
         "window_attn_skip_freq": tuple(map(int, windowed)),
         "no_rope_freq": tuple(int(not rope) for rope in rotated),
+        "linear_attention_freq": tuple(map(int, derive.linear_layers(num_layers, variant, linear_freq))),
         "cp_comm_type": derive.context_exchanges(num_layers, draft.value("cp_comm_type")),
         "mixer": mixers,
         "feed_forward": feed_forwards,
@@ -302,7 +304,8 @@ def _reduce_linear_heads(draft: Draft, sizes: Sizes) -> None:
     """Reduces head dims and numbers of heads of Mamba and of linear attention. Each rank has one or two groups of key
     heads, each with one or two value heads."""
     full = draft.value("tensor_model_parallel_size") * draft.value("context_parallel_size")
-    linear = draft.value("linear_attention_freq") is not None or "gated_delta_net" in draft.value("mixer")
+    named = set(derive.DELTA_NETS.values()) & set(draft.value("mixer"))
+    linear = draft.value("linear_attention_freq") is not None or bool(named)
     num_heads = derive.mamba_heads(draft.settings.flags), draft.value("linear_num_value_heads")
     for used, num_values, (keys, values, *dims) in zip(
         ("mamba" in draft.value("mixer"), linear), num_heads, _LINEAR, strict=True

@@ -129,7 +129,7 @@ class DSAConfig(MLAConfig):
 
     @property
     def rotary_tables(self) -> tuple[RopeConfig, ...]:
-        return (self.rope, self.indexer.rope)
+        return (*super().rotary_tables, self.indexer.rope)
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         for spec in super().parameters(parallel):

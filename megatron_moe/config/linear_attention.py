@@ -62,6 +62,12 @@ class LinearAttentionConfig(MixerConfig):
         """Output widths of `in_proj`, in the order of its rows."""
         raise NotImplementedError
 
+    @property
+    def exchanged_channels(self) -> int:
+        """Width of the recurrence's inputs and of its output. The gate, which has the width of the output, is not
+        exchanged."""
+        return sum(self.sections)
+
     def shard(self, tp: int) -> Self:
         """Config with the heads of one of `tp` ranks."""
         return replace(self, num_key_heads=self.num_key_heads // tp, num_value_heads=self.num_value_heads // tp)
@@ -107,8 +113,7 @@ class LinearAttentionConfig(MixerConfig):
             tokens = (self.conv_width - 1) * sum(shard.mixed_sections)
             rows = self._chunk_rows(parallel, sizes) * (parallel.cp - 1)
             return float(rows * (state + transition + tokens) * sizes.activation_itemsize)
-        # the gate stays on the ranks of its positions; the output has its width
-        return 2 * sizes.inner * sum(shard.sections) * sizes.activation_itemsize * (parallel.cp - 1) / parallel.cp
+        return 2 * sizes.inner * shard.exchanged_channels * sizes.activation_itemsize * (parallel.cp - 1) / parallel.cp
 
     def _chunk_rows(self, parallel: ParallelConfig, sizes: ActivationSizes) -> int:
         """Number of chunks of a rank in all sequences of the microbatch."""

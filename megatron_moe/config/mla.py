@@ -26,7 +26,8 @@ class MLAConfig(SoftmaxMixerConfig):
     qk_rope_dim: int
     """Rotated channels per q or k head (`--qk-pos-emb-head-dim`). All k heads share the same rotated channels."""
     v_head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
+    """None means that no channels are rotated (`--rope-type none`)."""
     qk_norm: bool
     """Normalises the compressed q and the compressed kv (`--qk-layernorm`)."""
     norm: NormConfig = NormConfig(kind="RMSNorm")
@@ -45,15 +46,16 @@ class MLAConfig(SoftmaxMixerConfig):
     )
 
     def as_flags(self) -> dict[str, Any]:
-        is_yarn = self.rope.scaling == "yarn"
+        rope: dict[str, Any] = {"rope_type": "none"}
+        if self.rope is not None:
+            rope = {**self.rope.as_flags(), "position_embedding_type": "rope", "no_rope_freq": True}
+            rope["rope_type"] = "yarn" if self.rope.scaling == "yarn" else "rope"
+            if self.rope.scaling == "yarn":
+                rope["original_max_position_embeddings"] = self.rope.original_max_positions
         return {
             **super().as_flags(),
-            **self.rope.as_flags(),
+            **rope,
             "multi_latent_attention": True,
-            "position_embedding_type": "rope",
-            "no_rope_freq": True,
-            "rope_type": "yarn" if is_yarn else "rope",
-            **({"original_max_position_embeddings": self.rope.original_max_positions} if is_yarn else {}),
             "q_lora_rank": self.q_lora_rank,
             "kv_lora_rank": self.kv_lora_rank,
             "qk_head_dim": self.qk_head_dim,
@@ -85,7 +87,7 @@ class MLAConfig(SoftmaxMixerConfig):
 
     @property
     def rotary_tables(self) -> tuple[RopeConfig, ...]:
-        return (self.rope,)
+        return () if self.rope is None else (self.rope,)
 
     saves_normed_kv: ClassVar[bool] = True
     """Whether the up-projection of the compressed kv saves its input."""

@@ -565,6 +565,11 @@ class MoEConfig(FeedForwardConfig):
             yield NameRule("router.weight", ("block_sparse_moe.gate.weight",))
             yield NameRule("router.expert_bias", ("block_sparse_moe.e_score_correction_bias",))
             yield from mlp_names("experts.", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2"), num)
+        elif model_type == "kimi_linear":
+            yield NameRule("router.weight", ("block_sparse_moe.gate.weight",))
+            yield NameRule("router.expert_bias", ("block_sparse_moe.gate.e_score_correction_bias",))
+            yield from mlp_names("experts.", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2"), num)
+            yield from mlp_names("shared_experts.", "block_sparse_moe.shared_experts")
         elif model_type == "nemotron_h":
             yield from plain_mlp_names("experts.", "mixer.experts.{e}", num)
             yield from plain_mlp_names("shared_experts.", "mixer.shared_experts")

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,36 +28,42 @@ KEY_EPS = 1e-6
 class GatedDeltaNet(LinearAttention):
     """Gated delta net; see `LinearAttention`."""
 
+    gate_activation: ClassVar[Literal["silu", "sigmoid"]] = "silu"
+
     def __init__(self, config: GatedDeltaNetConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
         self.config = config
         self.dt_bias = self.declared.parameter("dt_bias")
         self.out_norm = Norm(config.norm, config.value_head_dim, self.ctx, self.kernels, over_heads=True)
 
-    def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         sizes = (sum(self.local.mixed_sections), *self.local.sections[3:])
-        mixed_SBC, gate_SBC, *others = projected_SBC.split(sizes, dim=-1)
+        mixed_SBC, gate_SBC, *others = self.in_proj(hidden_SBH).split(sizes, dim=-1)
         return mixed_SBC, gate_SBC, others
 
     def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
-        (beta_SBM, decay_SBM), config = others, self.config
+        (beta_SBM, decay_SBC), config = others, self.config
         filters_CK = scan.share_of(self.conv1d.weight, self.local.mixed_sections)
         conv_SBC = scan.short_conv(mixed_SBC, filters_CK, None)
         widths = self.local.shard(scan.num_shares).mixed_sections
         q_SBC, k_SBC, v_SBC = conv_SBC.split(widths, dim=-1)
-        wide = internal_dtype(conv_SBC.dtype)
-        rate_SBM = F.softplus(decay_SBM.to(wide) + scan.share_of(self.dt_bias).to(wide))
         return scan.linear_attention(
             q_SBC.unflatten(-1, (-1, config.key_head_dim)),
             k_SBC.unflatten(-1, (-1, config.key_head_dim)),
             v_SBC.unflatten(-1, (-1, config.value_head_dim)),
-            -scan.share_of(self.A_log).to(wide).exp() * rate_SBM,
-            beta_SBM.to(wide).sigmoid(),
+            self.log_decay(decay_SBC, scan),
+            beta_SBM.to(internal_dtype(beta_SBM.dtype)).sigmoid(),
             config.key_head_dim**-0.5,
             KEY_EPS,
         )
 
+    def log_decay(self, decay_SBC: Tensor, scan: Scan) -> Tensor:
+        """Logarithms of the decays in the internal dtype, [S, B, M], or [S, B, M, K] for one per channel of k."""
+        wide = internal_dtype(decay_SBC.dtype)
+        rate_SBM = F.softplus(decay_SBC.to(wide) + scan.share_of(self.dt_bias).to(wide))
+        return -scan.share_of(self.A_log).to(wide).exp() * rate_SBM
+
     def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:
         gate_SBMV = gate_SBC.unflatten(-1, out_SBMV.shape[2:])
         weight_V, eps = self.out_norm.weight, self.config.norm.eps
-        return self.kernels.gated_rms_norm(out_SBMV, gate_SBMV, weight_V, eps, True).flatten(2)
+        return self.kernels.gated_rms_norm(out_SBMV, gate_SBMV, weight_V, eps, True, self.gate_activation).flatten(2)

@@ -45,7 +45,7 @@ class LinearAttention(Mixer):
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Applies the mixer to the hidden states [S, B, H] of this rank; returns the same shape."""
-        mixed_SBC, gate_SBC, others = self.split_projection(self.in_proj(hidden_SBH))
+        mixed_SBC, gate_SBC, others = self.project(hidden_SBH)
         tokens, part = mb.tokens, mb.tokens.part
         if part is None or len(part.of_ranks) == 1:
             assert part is not None or self.ctx.group("cp").size == 1, "TokenMeta.part is not set"
@@ -67,7 +67,7 @@ class LinearAttention(Mixer):
             out_SBMV = gather_heads(by_rank(out_SBMV, part.of_ranks), group)
         return self.out_proj(self.gated_norm(out_SBMV, gate_SBC))
 
-    def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Returns the input of the convolution, with the channels of `mixed_sections`; the output gate; and the other
         inputs of the recurrence, whose channels are ordered by head. All are [S, B, C]."""
         raise NotImplementedError

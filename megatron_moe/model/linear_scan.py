@@ -44,7 +44,7 @@ class Scan(Protocol):
         scale: float,
         eps: float | None = None,
     ) -> Tensor:
-        """See `Kernels.linear_attention`."""
+        """See `Kernels.linear_attention`. Decays per channel need `beta_SBM`."""
         ...
 
 
@@ -151,7 +151,7 @@ class ChunksOverRanks:
         none, still = torch.zeros_like(basis), decay.new_zeros(width, *decay.shape[1:])
         reading = (torch.cat([q, basis]), torch.cat([k, none]))
         decays = torch.cat([decay, still])
-        betas = None if beta is None else torch.cat([beta, torch.zeros_like(still, dtype=beta.dtype)])
+        betas = None if beta is None else torch.cat([beta, beta.new_zeros(width, *beta.shape[1:])])
         values = torch.cat([v, v.new_zeros(width, *v.shape[1:])])
         out = self._kernels.linear_attention(*reading, values, decays, betas, segments, scale, eps)
         added = out[length:].movedim(0, 2) / scale
@@ -180,6 +180,7 @@ class ChunksOverRanks:
 
     def _decayed(self, q: Tensor, log_decay: Tensor, scale: float) -> _Transition:
         """Transition of a chunk whose tokens only decay the state."""
+        assert log_decay.dim() == 3, f"decays per channel without beta: {list(log_decay.shape)}"
         total = log_decay.to(internal_dtype(log_decay.dtype)).cumsum(0)
         segments = self._segments(1)
         if segments is not None:

@@ -31,9 +31,9 @@ class Mamba(LinearAttention):
         self.norm = WeightAndBias()
         self.norm.weight = self.declared.parameter("norm.weight")
 
-    def split_projection(self, projected_SBC: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         sizes = (self.local.value_width, sum(self.local.mixed_sections), self.local.num_value_heads)
-        gate_SBC, mixed_SBC, step_SBM = projected_SBC.split(sizes, dim=-1)
+        gate_SBC, mixed_SBC, step_SBM = self.in_proj(hidden_SBH).split(sizes, dim=-1)
         return mixed_SBC, gate_SBC, [step_SBM]
 
     def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:

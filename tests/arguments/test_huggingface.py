@@ -59,6 +59,8 @@ ARCHITECTURES = (
     "--mixer gated_delta_net attention --feed-forward none mlp moe --linear-key-head-dim 24",
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-value-heads 16 "
     "--linear-key-head-dim 24 --linear-value-head-dim 20 --linear-conv-kernel-dim 3 --attention-output-gate",
+    "--experimental-attention-variant kda --linear-attention-freq [1,1,0,1] --no-group-query-attention "
+    "--multi-latent-attention --rope-type none --position-embedding-type none --linear-num-value-heads 16",
 )
 """Further combinations of flags that define a model."""
 

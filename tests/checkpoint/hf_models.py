@@ -9,8 +9,10 @@ contain the auxiliary loss; no cache, no dropout, `eval()`.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         **_delta_nets(),
         **_nemotron(),
         **_later_families(),
+        **_kimi_linear(),
         **_compressed(),
     }
 
@@ -113,6 +116,36 @@ def _delta_nets() -> dict[str, transformers.PretrainedConfig]:
             **odd,
             layer_types=["linear_attention", "full_attention"],
             rms_norm_eps=1e-4,
+        ),
+    }
+
+
+def _kimi_linear() -> dict[str, transformers.PretrainedConfig]:
+    """Configs of Kimi-Linear: Kimi delta attention and latent attention without positions."""
+    sizes = {"intermediate_size": 40, "moe_intermediate_size": 12, "num_experts": 8, "num_key_value_heads": 4}
+    latent = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    common = {**_COMMON, **sizes, **latent, "num_hidden_layers": 3}
+    return {
+        # a large eps, as for Qwen3-Next
+        "kimi_linear": transformers.KimiLinearConfig(
+            **common,
+            linear_num_heads=4,
+            linear_head_dim=12,
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+            rms_norm_eps=0.1,
+        ),
+        "kimi_linear, odd": transformers.KimiLinearConfig(
+            **{**common, "num_experts_per_tok": 4, "v_head_dim": 7},
+            q_lora_rank=9,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            linear_num_heads=3,
+            linear_head_dim=9,
+            linear_conv_kernel_dim=3,
+            layer_types=["full_attention", "linear_attention", "full_attention"],
+            mlp_layer_types=["dense", "dense", "sparse"],
+            rms_norm_eps=1e-2,
         ),
     }
 
@@ -438,12 +471,13 @@ def _distribution(name: str, tensor: Tensor, transposed_experts: bool) -> tuple[
 def saved(model: transformers.PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
     """Saves a model to a folder with the tensor names of published folders."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    if model.config.model_type == "deepseek_v4":
+    published = _PUBLISHED_NAMES.get(model.config.model_type)
+    if published is not None:
         for path in folder.glob("*.safetensors"):
-            save_file({_published_name(name): tensor for name, tensor in load_file(path).items()}, path)
+            save_file({published(name): tensor for name, tensor in load_file(path).items()}, path)
         for path in folder.glob("*.index.json"):
             index = json.loads(path.read_text())
-            index["weight_map"] = {_published_name(name): file for name, file in index["weight_map"].items()}
+            index["weight_map"] = {published(name): file for name, file in index["weight_map"].items()}
             path.write_text(json.dumps(index))
     return folder
 
@@ -452,6 +486,15 @@ def _published_name(name: str) -> str:
     """Maps a DeepSeek-V4 tensor name of `save_pretrained` to the name in published folders."""
     name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
     return name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+
+
+def _published_kimi_name(name: str) -> str:
+    """Maps a Kimi-Linear tensor name of `save_pretrained`, which renames dense MLPs like experts, to that in published
+    folders."""
+    return re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)
+
+
+_PUBLISHED_NAMES = MappingProxyType({"deepseek_v4": _published_name, "kimi_linear": _published_kimi_name})
 
 
 def saved_gradients(model: transformers.PreTrainedModel, folder: Path) -> Path:

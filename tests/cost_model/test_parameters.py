@@ -8,6 +8,7 @@ import pytest
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.component import NoFeedForward, NoMixer, ParamSpec
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig, with_experts
@@ -85,6 +86,7 @@ def hybrid() -> ModelConfig:
     none = NoMixer(hidden_size=attention_config().hidden_size)
     return model_config(
         layer_config(GatedDeltaNetConfig(**options)),
+        layer_config(KimiDeltaAttentionConfig(**options)),
         layer_config(MambaConfig(**options), NoFeedForward()),
         layer_config(none, mlp_config()),
     )

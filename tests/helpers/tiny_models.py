@@ -12,6 +12,7 @@ from megatron_moe.config.compressed_attention import CompressedAttentionConfig
 from megatron_moe.config.dsa import DSAConfig, IndexerConfig
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
+from megatron_moe.config.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import MLPConfig
@@ -108,7 +109,11 @@ _LINEAR_SIZES = {
     "norm": NormConfig(kind="RMSNorm", eps=1e-3),
 }
 LINEAR_ATTENTION = MappingProxyType(
-    {"delta": GatedDeltaNetConfig(**_LINEAR_SIZES), "mamba": MambaConfig(**_LINEAR_SIZES)}
+    {
+        "delta": GatedDeltaNetConfig(**_LINEAR_SIZES),
+        "mamba": MambaConfig(**_LINEAR_SIZES),
+        "kda": KimiDeltaAttentionConfig(**_LINEAR_SIZES),
+    }
 )
 """Mixers with linear attention, by name: four key heads, each shared by two value heads."""
 

@@ -16,7 +16,19 @@ EXCEPTIONS = {
     "OptimizerOffloadConfig": ("fraction",),  # of --optimizer-cpu-offload or of --chunked-optimizer-state-offload
 }
 RECORDED = (
-    *("attention", "linear_attention", "gated_delta_net", "mamba", "mla", "dsa", "mlp", "moe", "model", "optimizer"),
+    *(
+        "attention",
+        "linear_attention",
+        "gated_delta_net",
+        "kimi_delta_attention",
+        "mamba",
+        "mla",
+        "dsa",
+        "mlp",
+        "moe",
+        "model",
+        "optimizer",
+    ),
     *("compressed_attention", "hyper_connections", "transport"),
 )
 """Files of megatron_moe/config whose fields may have another name than their flag: those that checkpoints record by

@@ -60,6 +60,7 @@ GENERIC = (
 """Packages and modules that treat all mixers and feed-forward modules alike, through the protocol of components."""
 COMPONENTS = frozenset(
     "AttentionConfig SoftmaxMixerConfig MLAConfig DSAConfig LinearAttentionConfig GatedDeltaNetConfig MambaConfig "
+    "KimiDeltaAttentionConfig KimiDeltaAttention "
     "MLPConfig Attention MLA DSA GatedDeltaNet Mamba MLP MoELayer".split()
 )
 PARSERS = tuple(f"checkpoint.huggingface.config_{name}" for name in ("deepseek_v4", "map", "reader", "write"))

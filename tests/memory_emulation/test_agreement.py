@@ -145,6 +145,21 @@ def test_closed_form_and_emulation_agree_for_every_recipe(name: str) -> None:
     assert abs(compare(plan_of(name)).ratio - 1) < WITHIN
 
 
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "moe recomputed"])
+def test_kimi_delta_attention_agrees(recomputed: bool) -> None:
+    """Five layers of Kimi-Linear on eight ranks, of which four have Kimi delta attention."""
+    sizes = "--num-layers 5 --moe-layer-freq [0,1,1,1,1] --linear-attention-freq [1,1,0,1,1] --num-experts 32"
+    layout = "--pipeline-model-parallel-layout EtttttL --pipeline-model-parallel-size 1 --global-batch-size 16"
+    words = f"--recipe kimi-linear-48b-a3b-h100-64 {sizes} {layout} --moe-token-dispatcher-type alltoall"
+    settings = plan_search.settings_of(words.split(), REGISTRY)
+    plan = plan_settings.as_given(settings, GPUS["h100"], 8)
+    if not recomputed:
+        plan = replace(plan, memory=replace(plan.memory, recompute=RecomputeConfig()))
+    found = compare(plan)
+    assert abs(found.ratio - 1) < 0.001
+    assert abs(found.emulated["activations"] / found.closed.kept - 1) < 0.001
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in recipe_names() if "nemotron-3" in name] + ["deepseek-v3-gb200-256"])
 def test_hybrid_models_and_padded_experts_agree_within_a_percent(name: str) -> None:

@@ -117,13 +117,13 @@ def sparse_attention(k: Any) -> Any:
     return out, [q, kv, sinks]
 
 
-def linear_attention(*, delta: bool) -> Case:
+def linear_attention(*, delta: bool, channels: bool = False) -> Case:
     def case(k: Any) -> Any:
         q, k_, v, decay = (
             leaf(70, 2, 2, 16),
             leaf(70, 2, 2, 16),
             leaf(70, 2, 4, 32),
-            leaf(70, 2, 4, dtype=torch.float32),
+            leaf(70, 2, 4, *([16] if channels else []), dtype=torch.float32),
         )
         beta = [leaf(70, 2, 4, dtype=torch.float32)] if delta else []
         used = [q, k_, v, decay, *beta]
@@ -171,6 +171,7 @@ CASES: dict[str, Case] = {
     "attention_block with window": attention_block(range(16, 32), range(64, 96), window=(40, 0)),
     "linear_attention": linear_attention(delta=False),
     "linear_attention with the delta rule": linear_attention(delta=True),
+    "linear_attention with a decay per channel": linear_attention(delta=True, channels=True),
     "sparse_attention": sparse_attention,
     "short_conv": differentiable("short_conv", [(20, 2, 96), (96, 4), (96,)], None),
     "gated_rms_norm": differentiable("gated_rms_norm", [(20, 2, 3, 32), (20, 2, 3, 32), (32,)], 1e-6, True),
@@ -243,6 +244,14 @@ def memory_of(case: Case, backend: Any) -> list[tuple[int, int]]:
             del given
         timeline = tracker.timeline()
     return [figures(timeline, *span) for span in found]
+
+
+def test_a_decay_per_channel_takes_the_memory_of_plain_torch() -> None:
+    """The fake has the inputs, the output, the gradients and the states of chunks; plain torch also has one chunk."""
+    case = linear_attention(delta=True, channels=True)
+    fake, real = (memory_of(case, backend) for backend in (KERNELS, reference.bundle()))
+    assert [kept for _, kept in fake] == [kept for _, kept in real]
+    assert fake[1][0] <= real[1][0]
 
 
 def test_norm_backward_has_two_weight_gradient_shares_per_multiprocessor() -> None:

@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import NemotronHConfig, Qwen3NextConfig
+from transformers import KimiLinearConfig, NemotronHConfig, Qwen3NextConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from megatron_moe.checkpoint.huggingface.linear_attention import FILTERS, by_key_head, by_section
+from megatron_moe.checkpoint.huggingface.weight_map import COPY, Transform
 from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.registry import resolve
 from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.init import init_parameters
@@ -25,10 +28,15 @@ from tests.helpers.tiny_models import HIDDEN, LINEAR_ATTENTION, UNIT_GAIN, make_
 from tests.helpers.tolerances import FP32_MODEL, FP64_LAYOUT
 
 SEQ, BATCH = 12, 2
-DELTA_NET, MAMBA = LINEAR_ATTENTION["delta"], LINEAR_ATTENTION["mamba"]
-MIXERS = pytest.mark.parametrize("config", [DELTA_NET, MAMBA], ids=["gated delta net", "Mamba-2"])
+PUBLISHED = (
+    *("q_proj.weight", "k_proj.weight", "v_proj.weight", "b_proj.weight", "o_proj.weight", "o_norm.weight"),
+    *("f_a_proj.weight", "f_b_proj.weight", "g_a_proj.weight", "g_b_proj.weight", "A_log", "dt_bias"),
+)
+"""Names of the tensors of Kimi delta attention in published files, except those of the convolution."""
+DELTA_NET, MAMBA, KIMI = (LINEAR_ATTENTION[name] for name in ("delta", "mamba", "kda"))
+MIXERS = pytest.mark.parametrize("config", LINEAR_ATTENTION.values(), ids=LINEAR_ATTENTION)
 CHUNKWISE = pytest.mark.parametrize(
-    "config", [replace(mixer, cp_mode="chunkwise") for mixer in (DELTA_NET, MAMBA)], ids=["gated delta net", "Mamba-2"]
+    "config", [replace(mixer, cp_mode="chunkwise") for mixer in LINEAR_ATTENTION.values()], ids=LINEAR_ATTENTION
 )
 LAYOUTS = {
     "tp2": ParallelConfig(world_size=2, tp=2),
@@ -211,6 +219,65 @@ def test_mamba_is_that_of_transformers():
     (expected * probe).sum().backward()
     for name, mine in ours.named_parameters():
         FP32_MODEL.check(mine.grad, theirs.get_parameter(names[name]).grad.view_as(mine), name)
+
+
+def test_kimi_delta_attention_is_that_of_transformers():
+    width, heads = 12, 4
+    theirs = KimiLinearDeltaAttention(
+        KimiLinearConfig(
+            hidden_size=HIDDEN,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+            linear_num_heads=heads,
+            linear_head_dim=width,
+            linear_conv_kernel_dim=3,
+            rms_norm_eps=1e-3,
+        ),
+        0,
+    )
+    torch.manual_seed(3)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    sizes = {"num_value_heads": heads, "key_head_dim": width, "value_head_dim": width, "conv_width": 3}
+    config = replace(KIMI, **sizes)
+    ours = make(config, ParallelContext.single(dtype=torch.float32))
+    moved = {
+        "A_log": "forget_gate.A_log",
+        "dt_bias": "forget_gate.dt_bias",
+        "f_a_proj.weight": "forget_gate.f_a_proj.weight",
+    }
+    moved |= {"f_b_proj.weight": "forget_gate.f_b_proj.weight"}
+
+    def published(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by the names of published files, which have the filters of q, k and v apart."""
+        found = {name: values[moved.get(name, name)] for name in PUBLISHED if "conv1d" not in name}
+        for name, part in zip("qkv", values["conv1d.weight"].chunk(3), strict=True):
+            found[f"{name}_conv1d.weight"] = part
+        return found
+
+    def as_ours(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        rules = {rule.name: rule for rule in config.name_rules("kimi_linear")}
+        assert rules.keys() == dict(ours.named_parameters()).keys()
+        named, found = published(values), {}
+        for name, rule in rules.items():
+            transform = COPY if rule.transform == "copy" else resolve(rule.transform)
+            transform = transform if isinstance(transform, Transform) else transform(*rule.arguments)
+            tensors = [named[each.removeprefix("self_attn.")] for each in rule.hf_names]
+            found[name] = transform.from_hf(tensors)
+            back = transform.to_hf(found[name])
+            assert all(torch.equal(*pair) for pair in zip(back, tensors, strict=True)), name
+        return found
+
+    with torch.no_grad():
+        for name, value in as_ours(dict(theirs.named_parameters())).items():
+            ours.get_parameter(name).copy_(value)
+    hidden, probe = (randn(70, BATCH, HIDDEN, seed=seed).float() for seed in (1, 4))
+    out, expected = ours(hidden, make_mb(BATCH, 70)), theirs(hidden.transpose(0, 1)).transpose(0, 1)
+    FP32_MODEL.check(out, expected, "output")
+    (out * probe).sum().backward()
+    (expected * probe).sum().backward()
+    grads = as_ours({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    FP32_MODEL.check_all({name: parameter.grad for name, parameter in ours.named_parameters()}, grads, "gradients")
 
 
 @pytest.mark.parametrize("transform", [by_key_head(2, 6, 3, 5), by_section(2 * 2 * 3 + 30, 30, 6, 6)])

@@ -8,10 +8,12 @@ from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import Balancing, MoEConfig
+from tests.helpers import tiny_models
 from tests.helpers.tiny_models import with_streams_and_hash
 from tests.parity.cells import compare_plan, plan_of
 from tests.parity.dimensions import cell_of
 
+KIMI_DELTA = tiny_models.LINEAR_ATTENTION["kda"]
 FOLDS = {
     "eight context-parallel ranks": ("cp=4 ep=8 dp=2 dispatcher=alltoall", {"world_size": 8, "cp": 8, "ep": 8}),
     "tensor, context and data parallelism of two stages": (
@@ -67,6 +69,30 @@ def test_several_residual_streams_and_hash_layers_equal_one_rank(cell: str) -> N
         recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=HYPER[cell])
         plan = replace(plan, memory=replace(plan.memory, recompute=recompute))
     comparison = compare_plan(plan)
+    assert comparison.equal, comparison.text()
+
+
+KIMI = (
+    "tp=2 sp=on cp=2 ep=4 dispatcher=alltoall documents=packed loss=token recompute=full accumulation=2",
+    "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall zero=on recompute=small accumulation=2",
+)
+KIMI_PAIRS = (
+    "tp=2 sp=on accumulation=2", "cp=2", "pp=2 vpp=2 accumulation=2", "tp=2 sp=on pp=2 accumulation=2",
+    "cp=2 pp=2 vpp=2 accumulation=2 documents=packed", "tp=2 sp=on ep=2 dispatcher=alltoall optimizer=muon",
+    "cp=2 ep=2 dispatcher=alltoall recompute=moe", "tp=4 sp=on", "cp=4 dp=2 zero=params",
+    "cp=2 documents=varlen loss=token",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", [*KIMI, *(pytest.param(cell, marks=pytest.mark.slow) for cell in KIMI_PAIRS)])
+def test_kimi_delta_and_latent_attention_without_positions_equal_one_rank(cell: str) -> None:
+    plan = plan_of(cell_of(f"{cell} attention=delta"))
+    latent = replace(tiny_models.mla_config(num_heads=4), rope=None)
+    layers = tuple(
+        replace(layer, mixer=KIMI_DELTA if isinstance(layer.mixer, LinearAttentionConfig) else latent)
+        for layer in plan.model.layers
+    )
+    comparison = compare_plan(replace(plan, model=replace(plan.model, layers=layers)))
     assert comparison.equal, comparison.text()
 
 

@@ -26,6 +26,7 @@ OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
 HYBRIDS = {
     "DeepSeek-V3.2": ("671.88", "38.40"),  # 671.03 of DeepSeek-V3 and 61 indexers
     "GLM-5": ("743.91", "41.78"),
+    "Kimi-Linear-48B-A3B": ("49.12", "3.48"),
     "Nemotron-3-Nano-30B-A3B": ("31.58", "3.58"),
     "Nemotron-3-Super-120B-A12B": ("120.67", "12.77"),
     "Nemotron-3-Ultra-550B-A55B": ("549.31", "56.06"),

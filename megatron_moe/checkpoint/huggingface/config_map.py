@@ -19,6 +19,7 @@ from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeed
 from megatron_moe.config.dsa import DSAConfig, IndexerConfig, has_hadamard_matrix
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
@@ -72,7 +73,7 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
         layers=layers,
         norm=layers[0].norm,
         position_embedding="rope" if any(layer.mixer.rotary_tables for layer in layers) else "none",
-        max_positions=hf_config.get("max_position_embeddings", 4096),
+        max_positions=hf_config.get("max_position_embeddings", hf_config.get("model_max_length", 4096)),
         tied_embeddings=hf_config.get("tie_word_embeddings", False),
         mtp=MTPConfig(num_layers=num_mtp, layer=depth[0] if depth else None) if num_mtp else None,
         init=InitConfig(std=std, output_std=std / sum(len(layer.sublayers) for layer in layers) ** 0.5),
@@ -369,15 +370,11 @@ def glm_moe_dsa(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ...]:
     """Layers of DeepSeek-V3 with indexers, whose rotation is `interleaved` or not."""
-    dense = {"dense": True, "sparse": False}
-    kinds = config.get("mlp_layer_types", None)
-    if kinds is not None:
-        leading = sum(dense[kind] for kind in kinds)
-        config.refuse_if(any(dense[kind] for kind in kinds[leading:]), "has dense layers after experts")
-        config = HFConfig({**config.values, "first_k_dense_replace": leading})
+    config = _with_leading_dense(config)
     config.require("q_lora_rank")
     layers = deepseek_v3(config)
     mixer = _mla(config, interleaved=True)
+    assert mixer.rope is not None, "_mla reads one"
     indexer = IndexerConfig(
         num_heads=config.integer("index_n_heads"),
         head_dim=config.integer("index_head_dim"),
@@ -388,6 +385,58 @@ def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ..
         norm=NormConfig(kind="LayerNorm", eps=_INDEXER_NORM_EPS),
     )
     return tuple(replace(layer, mixer=DSAConfig.of(mixer, indexer)) for layer in layers)
+
+
+def _with_leading_dense(config: HFConfig) -> HFConfig:
+    """Copy of the config with the number of dense layers, which are the first ones, instead of `mlp_layer_types`."""
+    dense = {"dense": True, "sparse": False}
+    kinds = config.get("mlp_layer_types", None)
+    if kinds is None:
+        return config
+    leading = sum(dense[kind] for kind in kinds)
+    config.refuse_if(any(dense[kind] for kind in kinds[leading:]), "has dense layers after experts")
+    return HFConfig({**config.values, "first_k_dense_replace": leading})
+
+
+_KIMI_LINEAR_KEYS = MappingProxyType(
+    {
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "n_group": "num_expert_group",
+        "norm_topk_prob": "moe_renormalize",
+    }
+)
+"""Key of DeepSeek-V3 -> key of Kimi-Linear."""
+
+
+def kimi_linear(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Layers of Kimi-Linear (arXiv 2510.26692): Kimi delta attention, and in some layers multi-latent attention without
+    positions; experts as in DeepSeek-V3. Published files list the layers of each kind, counted from 1."""
+    config.refuse_other("moe_router_activation_func", "sigmoid")
+    config.refuse_if(not config.get("mla_use_nope", True), "rotates q and k (mla_use_nope)")
+    named = {own: config.values[key] for own, key in _KIMI_LINEAR_KEYS.items() if key in config.values}
+    config = _with_leading_dense(HFConfig({**config.values, **named}))
+    listed = config.get("linear_attn_config", {})
+    num_heads, width = (
+        listed.get(key, config.get(f"linear_{key}", default)) for key, default in (("num_heads", 32), ("head_dim", 128))
+    )
+    delta_attention = KimiDeltaAttentionConfig(
+        hidden_size=config.integer("hidden_size"),
+        num_key_heads=num_heads,
+        num_value_heads=num_heads,
+        key_head_dim=width,
+        value_head_dim=width,
+        conv_width=listed.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4)),
+        norm=read_norm(config, 1e-5),
+    )
+    latent = replace(_mla(config, interleaved=True), rope=None)
+    mixers = {"linear_attention": delta_attention, "full_attention": latent}
+    full = listed.get("full_attn_layers", ())
+    layers = _deepseek_layers(config, _sigmoid_moe(config), interleaved=True)
+    default = ["full_attention" if number in full else "linear_attention" for number in range(1, len(layers) + 1)]
+    kinds = _layer_kinds(config, "layer_types", tuple(mixers), default)
+    return tuple(replace(layer, mixer=mixers[kind]) for layer, kind in zip(layers, kinds, strict=True))
 
 
 def _sigmoid_moe(config: HFConfig, **options: Any) -> MoEConfig:
@@ -425,6 +474,7 @@ FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingP
         "deepseek_v2": deepseek_v2,
         "deepseek_v3": deepseek_v3,
         "kimi_k2": deepseek_v3,
+        "kimi_linear": kimi_linear,
         "deepseek_v32": deepseek_v32,
         "glm_moe_dsa": glm_moe_dsa,
         "deepseek_v4": read_deepseek_v4,

@@ -16,6 +16,7 @@ from megatron_moe.config.dsa import DSAConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
+from megatron_moe.config.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
@@ -343,7 +344,7 @@ def _minimax_m2(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _latent(model: ModelConfig, moe: MoEConfig) -> tuple[MLAConfig, Values]:
-    mixer = model.layers[0].mixer
+    mixer = _softmax_mixers(model)[0]
     if not isinstance(mixer, MLAConfig):
         raise _NoFamily
     return mixer, {
@@ -370,6 +371,33 @@ def _deepseek_v2(model: ModelConfig, moe: MoEConfig) -> Values:
     _, keys = _latent(model, moe)
     method = "group_limited_greedy" if (moe.router.num_groups or 1) > 1 else "greedy"
     return {**keys, "scoring_func": "softmax", "topk_method": method}
+
+
+def _kimi_linear(model: ModelConfig, moe: MoEConfig) -> Values:
+    """Keys of published config files, which transformers reads too."""
+    _, keys = _latent(model, moe)
+    linear = _linear(model, KimiDeltaAttentionConfig)
+    numbers: dict[bool, list[int]] = {True: [], False: []}
+    for number, layer in enumerate(model.layers, start=1):
+        numbers[isinstance(layer.mixer, KimiDeltaAttentionConfig)].append(number)
+    return {
+        **keys,
+        "linear_attn_config": {
+            "full_attn_layers": numbers[False],
+            "kda_layers": numbers[True],
+            "head_dim": linear.key_head_dim,
+            "num_heads": linear.num_key_heads,
+            "short_conv_kernel_size": linear.conv_width,
+        },
+        "mla_use_nope": True,
+        "model_max_length": model.max_positions,
+        "moe_renormalize": keys["norm_topk_prob"],
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": keys["n_group"],
+        "num_experts": keys["n_routed_experts"],
+        "num_experts_per_token": moe.router.topk,
+        "num_shared_experts": keys["n_shared_experts"],
+    }
 
 
 def _indexed(model: ModelConfig, moe: MoEConfig) -> Values:
@@ -465,6 +493,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "minimax_m2": Family("MiniMaxM2ForCausalLM", _minimax_m2),
         "deepseek_v3": Family("DeepseekV3ForCausalLM", _deepseek_v3),
         "deepseek_v2": Family("DeepseekV2ForCausalLM", _deepseek_v2),
+        "kimi_linear": Family("KimiLinearForCausalLM", _kimi_linear),
         "deepseek_v32": Family("DeepseekV32ForCausalLM", _indexed),
         "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", _glm_moe_dsa),
         "deepseek_v4": Family("DeepseekV4ForCausalLM", _deepseek_v4),

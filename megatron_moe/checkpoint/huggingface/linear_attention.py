@@ -11,6 +11,18 @@ FILTERS = Transform(lambda tensors: tensors[0].squeeze(1), lambda tensor: [tenso
 """Filters of the short convolution: Hugging Face [C, 1, K] <-> this program's [C, K]."""
 
 
+BY_HEAD = Transform(lambda tensors: tensors[0].flatten(), lambda tensor: [tensor.view(1, 1, -1, 1)])
+"""One number per head: Hugging Face [1, 1, N, 1] <-> this program's [N]."""
+
+
+def filters_by_section(*sizes: int) -> Transform:
+    """Separate filters of q, k and v, each [C, 1, K] <-> this program's [3 C, K]. `sizes`: number of channels of
+    each."""
+    return Transform(
+        lambda tensors: torch.cat(list(tensors)).squeeze(1), lambda tensor: list(tensor.unsqueeze(1).split(sizes))
+    )
+
+
 def by_key_head(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Transform:
     """Qwen3-Next's `in_proj_qkvz` and `in_proj_ba` <-> our rows q, k, v, z, beta, decay.
 

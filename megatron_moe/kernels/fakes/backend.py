@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.linear_attention import CHUNK
+from megatron_moe.kernels.ops import internal_dtype
 
 _BACKENDS = "megatron_moe.kernels.backends"
 _CUDNN_WIDEST_HEAD = 256
@@ -145,6 +147,29 @@ class _FakeAttention(torch.autograd.Function):
         return *(grad.permute(2, 0, 1, 3) for grad in _differentiate(*inputs)), None
 
 
+def _channel_decay(q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor, *others: Any) -> Tensor:
+    return _FakeChannelDecay.apply(q_SBND, k_SBND, v_SBME, *others)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _FakeChannelDecay(torch.autograd.Function):
+    """Fake of linear attention in plain torch, whose loop over chunks would make many small calls."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs[:6])
+        out: Tensor = inputs[2].new_empty(inputs[2].shape)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _, k, v, *_ = ctx.saved_tensors
+        chunks = -(-len(v) // CHUNK)
+        states = v.new_empty(chunks, *v.shape[1:3], k.shape[-1], v.shape[-1], dtype=internal_dtype(v.dtype))
+        found = [None if x is None else torch.empty_like(x) for x in ctx.saved_tensors[:5]]
+        del states
+        return *found, None, None, None
+
+
 _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         f"{_BACKENDS}.torch_native.backend": {
@@ -153,6 +178,7 @@ _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "_grouped_mm": _grouped_mm,
             "_dot_product_attention": _dot_product_attention,
         },
+        f"{_BACKENDS}.triton.linear_attention.op": {"channel_decay": _channel_decay},
         f"{_BACKENDS}.torch_native.cudnn": {"serves": _serves, "_attend": _attend, "_differentiate": _differentiate},
     }
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,7 @@ def linear_attention(
     eps: float | None = None,
 ) -> Tensor:
     if log_decay_SBM.dim() == 4:
-        inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
-        of_channels: Tensor = _ChannelDecay.apply(*inputs)  # type: ignore[no-untyped-call]
-        return of_channels
+        return channel_decay(q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
     wide, (length, batch, num_heads, _) = internal_dtype(q_SBND.dtype), v_SBME.shape
     if eps is not None:
         q_SBND, k_SBND = (x * torch.rsqrt(x.square().sum(-1, True) + eps) for x in (q_SBND.to(wide), k_SBND.to(wide)))
@@ -74,6 +72,15 @@ def linear_attention(
     return out.to(v_SBME.dtype)
 
 
+def channel_decay(*inputs: Tensor | float | None) -> Tensor:
+    """Linear attention with a decay per channel of k; see `Kernels.linear_attention` for the inputs."""
+    out: Tensor = _ChannelDecay.apply(*inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+_DIFFERENTIABLE = ("q", "k", "v", "log_decay", "beta")
+
+
 class _ChannelDecay(torch.autograd.Function):
     """Linear attention with a decay per channel of k (Kimi delta attention, arXiv 2510.26692). Only the inputs are
     saved: backward computes the states of the chunks again, and then each chunk with its gradients."""
@@ -93,8 +100,8 @@ class _ChannelDecay(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, log_decay, beta, segments)
         ctx.scale, ctx.eps = scale, eps
         out, state = torch.empty_like(v, memory_format=torch.contiguous_format), _no_state(k, v)
-        for start, *inputs in _chunks(q, k, v, log_decay, beta, segments):
-            chunk, state = _chunk(*inputs, state, scale, eps)
+        for start, inputs in _chunks(q, k, v, log_decay, beta, segments):
+            chunk, state = _run_chunk(inputs, state, scale, eps)
             out[start : start + len(chunk)] = chunk
         return out
 
@@ -103,15 +110,18 @@ class _ChannelDecay(torch.autograd.Function):
         tensors = ctx.saved_tensors
         chunks = list(_chunks(*tensors))
         states = [_no_state(*tensors[1:3])]
-        for _, *inputs in chunks[:-1]:
-            states.append(_chunk(*inputs, states[-1], ctx.scale, ctx.eps)[1])
+        for _, inputs in chunks[:-1]:
+            states.append(_run_chunk(inputs, states[-1], ctx.scale, ctx.eps)[1])
         found, of_state = [torch.empty_like(x) for x in tensors[:5] if x is not None], torch.zeros_like(states[0])
-        for start, *inputs in reversed(chunks):
-            leaves = [x.detach().requires_grad_() for x in (*inputs[:5], states.pop()) if x is not None]
+        for start, inputs in reversed(chunks):
+            own = {
+                name: x.detach().requires_grad_()
+                for name, x in inputs._asdict().items()
+                if name in _DIFFERENTIABLE and x is not None
+            }
+            leaves = [*own.values(), states.pop().requires_grad_()]
             with torch.enable_grad():
-                values = iter(leaves)
-                again = [x if x is None else next(values) for x in (*inputs[:5], of_state)]
-                out, state = _chunk(*again[:5], *inputs[5:], again[5], ctx.scale, ctx.eps)
+                out, state = _run_chunk(inputs._replace(**own), leaves[-1], ctx.scale, ctx.eps)
             of_out = grads[0][start : start + len(out)]
             *of_inputs, of_state = torch.autograd.grad([out, state], leaves, [of_out, of_state])
             for whole, part in zip(found, of_inputs, strict=True):
@@ -123,31 +133,40 @@ def _no_state(k: Tensor, v: Tensor) -> Tensor:
     return torch.zeros(*v.shape[1:3], k.shape[-1], v.shape[-1], dtype=internal_dtype(v.dtype), device=v.device)
 
 
-def _chunks(*inputs: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yields each chunk's first token and its part of the inputs of `_chunk`: q, k, v, log decay, beta [L, B, ...], the
-    ids of its documents [B, L], and the id before it [B, 1]."""
-    *values, segments = inputs
-    assert values[0] is not None
-    length = len(values[0])
-    for start, end in pairwise((*range(0, length, CHUNK), length)):
-        of_chunk = None if segments is None else segments[:, start:end]
-        before = None if segments is None else segments[:, max(start - 1, 0), None]
-        yield start, *(x if x is None else x[start:end] for x in values), of_chunk, before
+class _Chunk(NamedTuple):
+    """Inputs of a chunk of L tokens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor | None
+    segments: Tensor | None
+    """Ids of the documents of the chunk, [B, L]."""
+    before: Tensor | None
+    """Id of the document of the token before it, [B, 1]; for the first chunk, that of its first token."""
 
 
-def _chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    segments: Tensor | None,
-    before: Tensor | None,
-    state: Tensor,
-    scale: float,
-    eps: float | None,
-) -> tuple[Tensor, Tensor]:
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, segments: Tensor | None
+) -> Iterator[tuple[int, _Chunk]]:
+    """Yields the first token of each chunk, and its inputs."""
+    for start, end in pairwise((*range(0, len(q), CHUNK), len(q))):
+        inputs = _Chunk(
+            q=q[start:end],
+            k=k[start:end],
+            v=v[start:end],
+            log_decay=log_decay[start:end],
+            beta=None if beta is None else beta[start:end],
+            segments=None if segments is None else segments[:, start:end],
+            before=None if segments is None else segments[:, max(start - 1, 0), None],
+        )
+        yield start, inputs
+
+
+def _run_chunk(inputs: _Chunk, state: Tensor, scale: float, eps: float | None) -> tuple[Tensor, Tensor]:
     """Output [L, B, M, E] of a chunk, in the dtype of v, and the state [B, M, D, E] after it."""
+    q, k, v, log_decay, beta, segments, before = inputs
     wide, repeats = state.dtype, v.shape[2] // q.shape[2]
     q, k = (x.to(wide).repeat_interleave(repeats, dim=2).movedim(0, 2) for x in (q, k))
     if eps is not None:

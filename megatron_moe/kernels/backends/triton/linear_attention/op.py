@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.linear_attention import backward, forward
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import WIDEST_HEAD, ScanShape, strided
 from megatron_moe.kernels.reference import linear_attention as reference
+from megatron_moe.kernels.reference.linear_attention import channel_decay
 
 
 def linear_attention(
@@ -27,8 +28,9 @@ def linear_attention(
 ) -> Tensor:
     """See `Kernels.linear_attention`. Head dims above 128 and decays per channel use the reference implementation."""
     inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
-    is_wide = max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD
-    if is_wide or log_decay_SBM.dim() == 4 or not v_SBME.numel():
+    if log_decay_SBM.dim() == 4:
+        return channel_decay(*inputs)
+    if max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD or not v_SBME.numel():
         return reference.linear_attention(*inputs)
     out: Tensor = _ChunkScan.apply(*inputs)  # type: ignore[no-untyped-call]
     return out
