@@ -154,6 +154,7 @@ def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
             flags,
             shards_weights=strategy == "optim_grads_params",
             gathers_from_peers=flags.fsdp_gather_backend == "auto" and flags.device != "cpu",
+            reduces_through_peers=flags.fsdp_reduce_backend == "auto" and flags.device != "cpu",
             grad_comm=None if comm == "auto" or flags.fp64 else comm,
             num_passes=2 if flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1 else 1,
         )

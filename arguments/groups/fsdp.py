@@ -28,6 +28,9 @@ class FSDPFlags:
     fsdp_gather_backend: Literal["auto", "nccl"] = new_flag("auto")
     """How sharded weights are gathered. auto: on GPUs of one host, by copies from the memory of the other GPUs, which
     occupy no SM; otherwise NCCL."""
+    fsdp_reduce_backend: Literal["auto", "nccl"] = new_flag("auto")
+    """How gradients are reduced to shards. auto: on GPUs of one host, by copies to the memory of the other GPUs and a
+    sum in fp32; otherwise NCCL."""
     init_model_with_meta_device: bool = differs(False, "has an effect only with gradient sharding")
     """Create and initialise the model unit by unit, so that the full weights are never in memory at the same time."""
     megatron_fsdp_main_params_dtype: Literal["fp32", "fp16", "auto"] = differs(

@@ -63,6 +63,8 @@ _TINY = (
 _TINY_MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall"
 _ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _ZERO_3 = "--use-megatron-fsdp"
+_ZERO_2 = f"{_ZERO_3} --data-parallel-sharding-strategy optim_grads --global-batch-size 32"
+_BY_NCCL = "--fsdp-reduce-backend nccl"
 _MILLION = "--global-batch-size 256"
 """1,048,576 tokens a step."""
 _CASE_TIMEOUT_S = 240.0
@@ -115,10 +117,18 @@ def _model_cases(model: str) -> tuple[Case, ...]:
             title=f"{title}, ZeRO-3, double buffer, gradients reduced in bf16",
             flags=f"{_ZERO_3} --fsdp-double-buffer --megatron-fsdp-grad-comm-dtype bf16 --global-batch-size 32",
         ),
+        against(
+            name=f"{model}-bf16-nccl",
+            title=f"{title}, ZeRO-3, double buffer, gradients reduced in bf16 by NCCL",
+            flags=(
+                f"{_ZERO_3} --fsdp-double-buffer --megatron-fsdp-grad-comm-dtype bf16 {_BY_NCCL} --global-batch-size 32"
+            ),
+        ),
+        Case(name=f"{model}-zero2", title=f"{title}, ZeRO-2", flags=_ZERO_2, baseline=base),
         Case(
-            name=f"{model}-zero2",
-            title=f"{title}, ZeRO-2",
-            flags=f"{_ZERO_3} --data-parallel-sharding-strategy optim_grads --global-batch-size 32",
+            name=f"{model}-zero2-nccl",
+            title=f"{title}, ZeRO-2, gradients reduced by NCCL",
+            flags=f"{_ZERO_2} {_BY_NCCL}",
             baseline=base,
         ),
     )
@@ -229,9 +239,10 @@ def peak_mib(device: torch.device) -> float:
 
 
 def shared_mib(run: TimedRun) -> float:
-    """Size of the weight shards in symmetric memory, which torch's allocator does not count."""
+    """Size of weight shards and receive buffers in symmetric memory, which torch's allocator does not count."""
+    memory = sum(each.nbytes for each in run.trainer.buffers.reducer.memory)
     buffers = [each for each in run.trainer.buffers.buffers if isinstance(each, UnitBuffer) and each.shared]
-    return sum(shard.nbytes for buffer in buffers for shard in buffer.weight_shards) / 2**20
+    return (memory + sum(shard.nbytes for buffer in buffers for shard in buffer.weight_shards)) / 2**20
 
 
 def num_processes() -> int:

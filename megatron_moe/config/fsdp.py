@@ -11,6 +11,11 @@ NUM_BUFFERS = 2
 """Number of layers whose weights (or gradients) are in memory at the same time, per pass."""
 
 
+MOST_RECEIVE_BYTES = 2**29
+"""Maximum size of a receive buffer for gradients. A rank has one for dense parameters and one for experts. Larger units
+are reduced in several rounds."""
+
+
 def unit_of(name: str, grid: Grid) -> str:
     """Name of the unit of a parameter, given its global name: `embedding`, `layers.N`, `layers.N.experts`, `mtp.N`,
     `mtp.N.experts` or `head` (final norm and output layer)."""
@@ -38,6 +43,8 @@ class FSDPConfig:
     gathers_from_peers: bool = False
     """Gathers weights inside a host by copies from the memory of the other GPUs (`--fsdp-gather-backend`). The first
     gather after an update remains a collective."""
+    reduces_through_peers: bool = False
+    """Reduces gradients inside a host by copies to the memory of the other GPUs (`--fsdp-reduce-backend`)."""
     grad_comm: FloatName | None = None
     """Dtype in which a microbatch's gradients are computed and reduced; None means the dtype of the accumulated
     gradients (`--megatron-fsdp-grad-comm-dtype`)."""

@@ -90,6 +90,8 @@ class GatheredElements(NamedTuple):
     """Gathered weights of layers in use, embedding and head."""
     grads: LocalElements
     """Gradients of a microbatch before their reduction."""
+    largest: LocalElements
+    """Gradients of the largest unit."""
 
 
 def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
@@ -105,7 +107,7 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
         key = spec.meta.grid, unit_of(name, spec.meta.grid)
         units[key] = units.get(key, 0) + spec.local_numel(parallel)
-    weights, grads = {"attention": 0, "expert": 0}, {"attention": 0, "expert": 0}
+    weights, grads, largest = ({"attention": 0, "expert": 0} for _ in range(3))
     repeats_mtp = plan.model.mtp is not None and plan.model.mtp.num_distinct_layers < plan.model.num_mtp
     for grid in grads:
         of_grid = {unit: size for (each, unit), size in units.items() if each == grid}
@@ -114,10 +116,11 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
         ends = sum(of_grid.values()) - sum(sizes)
         buffers = sum(max(sizes[first::NUM_BUFFERS], default=0) for first in range(NUM_BUFFERS))
         grads[grid] = ends + buffers
+        largest[grid] = max(of_grid.values(), default=0)
         in_backward = sizes[NUM_BUFFERS:][-NUM_BUFFERS:] if config.num_passes == 2 else []
         in_use = sum((*sizes[:NUM_BUFFERS], *in_backward))
         weights[grid] = ends + (buffers if config.fsdp_double_buffer else in_use)
-    return GatheredElements(LocalElements(**weights), LocalElements(**grads))
+    return GatheredElements(LocalElements(**weights), LocalElements(**grads), LocalElements(**largest))
 
 
 class RuleState(NamedTuple):

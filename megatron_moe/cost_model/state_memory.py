@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_moe.config.costs import CostSum, num_bytes
+from megatron_moe.config.fsdp import MOST_RECEIVE_BYTES
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import state_bytes_per_element
 from megatron_moe.cost_model.shards import GatheredElements, LocalElements, RuleState, stored_bytes
+from megatron_moe.parallel.grid import shards_span_hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ def state_bytes(
         parts = _sharded_parts(plan, held, gathered)
         gradients = parts.shards * num_bytes(precision.grads) + parts.grads * comm
         gradients += parts.whole * num_bytes(precision.grads)
+        if fsdp.reduces_through_peers:
+            gradients += _receive_bytes(plan, gathered, comm)
         if fsdp.shards_weights:
             weights = of_weight_bytes * (parts.shards + parts.whole + parts.weights)
     return StateBytes(
@@ -94,3 +98,15 @@ def _sharded_parts(plan: RunPlan, held: LocalElements, gathered: GatheredElement
             weights += of_weights
             grads += of_grads
     return _ShardedParts(shards, weights, grads, whole)
+
+
+def _receive_bytes(plan: RunPlan, gathered: GatheredElements, comm: float) -> float:
+    """Bytes of the receive buffers for gradients of `comm` bytes per element."""
+    parallel, total = plan.parallel, 0.0
+    instances = parallel.num_distributed_optimizer_instances
+    grids = (parallel.dp * parallel.cp, gathered.largest.attention), (parallel.edp, gathered.largest.expert)
+    for experts, (replicas, elements) in enumerate(grids):
+        num_shards = max(replicas // instances, 1)
+        if not shards_span_hosts(parallel, experts=bool(experts)):
+            total += min(elements * comm * (num_shards - 1) / num_shards, MOST_RECEIVE_BYTES)
+    return total

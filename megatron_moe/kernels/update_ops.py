@@ -55,6 +55,14 @@ class UpdateOps(Protocol):
         """Sum of the squared elements as a scalar in the internal dtype."""
         ...
 
+    def sum_contributions_(self, out: Tensor, own: Tensor, received_PN: Tensor, rank: int, *, accumulate: bool) -> None:
+        """Sets `out` [N] to the sum of the contributions of several ranks or, if `accumulate`, adds the sum to it.
+
+        `own` [N] is the contribution of this rank, whose index is `rank`. The rows of `received_PN`, which may be any
+        distance apart, are those of the other ranks in rank order. Contributions are added in rank order in
+        promote(fp32, dtype of `out`), and the result is rounded once."""
+        ...
+
     def adamw_(
         self,
         master: Tensor,

@@ -72,6 +72,8 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
     for buffer in trainer.buffers.buffers:
         for what, tensor in buffer.tensors():
             tracker.is_state(tensor, what)
+    for memory in trainer.buffers.reducer.memory:
+        tracker.is_state(memory, "gradients")
     for state in trainer.optimizer.states:
         stored = state.stored
         named = [("moments", each) for each in stored.states.values()]

@@ -338,7 +338,6 @@ class Sharding:
 
     by_unit = False
     """Whether every unit has its own buffers, each of which is one bucket."""
-    reducer: type[GradReducer] = GradReducer
 
     def new_buffers(
         self, layout: ParamLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
@@ -347,6 +346,10 @@ class Sharding:
         limits peak memory."""
         for each in layout.buffers:
             yield FlatBuffer(each, grad_dtype, context, sharded=sharded)
+
+    def new_reducer(self, buckets: Sequence[GradBucket], config: DataParallelConfig, kernels: Kernels) -> GradReducer:
+        """Creates the reducer of all buckets, after their buffers have been created."""
+        return GradReducer(buckets, config)
 
 
 class GradBuffers:
@@ -405,7 +408,7 @@ class GradBuffers:
         self._several_uses = [slot for slot in self.slots if slot.parameter.uses != 1]
         order = reduction_order(self.layout)
         buckets = [self.buffers[buffer].bucket(index) for buffer, index in order]
-        self.reducer = sharding.reducer(buckets, self.data_parallel)
+        self.reducer = sharding.new_reducer(buckets, self.data_parallel, kernels)
 
     @property
     def whole(self) -> bool:

@@ -90,6 +90,11 @@ class GradReducer:
         for bucket in self.buckets:
             bucket.on_arrival = self.arrived if config.overlap_grad_reduce else None
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """Memory of this rank that reductions need in addition to gradients."""
+        return ()
+
     def begin_step(self, num_microbatches: int | None) -> None:
         """Resets the counters for a new step. If `num_microbatches` is None, no reduction starts before `finish`."""
         self._num_microbatches = num_microbatches

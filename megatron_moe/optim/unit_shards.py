@@ -15,16 +15,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_moe.config.fsdp import NUM_BUFFERS, FSDPConfig
+from megatron_moe.config.fsdp import MOST_RECEIVE_BYTES, NUM_BUFFERS, FSDPConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.param_meta import Grid
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, replica_group, unless_equal
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
 from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamLayout, Range
 from megatron_moe.parallel.collectives import Sizes, start_all_reduce_, start_reduce_scatter_, start_reduce_scatters_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, torch_dtype
 from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
-from megatron_moe.parallel.shared_shards import SharedRegion, SharedShards, aligned_bytes, can_share
+from megatron_moe.parallel.peer_reduce import PeerReduce, Round, slot_bytes_for
+from megatron_moe.parallel.shared_shards import SharedRegion, SharedShards, aligned_bytes, can_share, why_not_shared
 from megatron_moe.parallel.streams import Event, make_streams
 
 Spec = tuple[int, torch.dtype]
@@ -221,7 +223,11 @@ class UnitBuffer(FlatBuffer):
             self.grad_shard.add_(self.grads[start:end])
         else:
             self.grad_shard.copy_(self.grads[start:end])
-        self.is_stored = True
+
+    @property
+    def sizes_of_shards(self) -> tuple[int, ...]:
+        """Number of elements of the shards of all ranks."""
+        return self._shard_sizes[0]
 
 
 class UnitBucket(GradBucket):
@@ -245,8 +251,15 @@ class UnitReducer(GradReducer):
     Replicas of the shards, if there are any, sum them after the last microbatch.
     """
 
-    def __init__(self, buckets: Sequence[GradBucket], config: DataParallelConfig) -> None:
+    def __init__(
+        self, buckets: Sequence[GradBucket], config: DataParallelConfig, kernels: Kernels, peers: dict[Grid, PeerReduce]
+    ) -> None:
+        """`peers`: receive buffers of the grids whose gradients are reduced by copies."""
         super().__init__([bucket for bucket in buckets if not isinstance(bucket, UnitBucket)], config)
+        self._peers = peers
+        self._kernels = kernels
+        self._rounds: dict[str, tuple[Round, ...]] = {}
+        """Rounds of the reduction of each unit that is reduced by copies."""
         self._units: dict[str, list[UnitBucket]] = {}
         for bucket in buckets:
             if isinstance(bucket, UnitBucket):
@@ -255,6 +268,10 @@ class UnitReducer(GradReducer):
         self._arrivals = dict.fromkeys(self._units, 0)
         """Number of buckets of each unit that a microbatch has completed, over the step."""
         self._streams = make_streams(buckets[0].grads.device, "reduce") if buckets else None
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return tuple(each.memory for each in self._peers.values())
 
     def begin_step(self, num_microbatches: int | None) -> None:
         super().begin_step(num_microbatches)
@@ -278,17 +295,38 @@ class UnitReducer(GradReducer):
         first = buffers[0]
         for buffer in buffers:
             buffer.fill_gaps()
-        wide = self.config.ddp_reduce_scatter_with_fp32_accumulation and first.grads.element_size() < 4
         with self._streams.fork("reduce"):
-            sizes = [buffer.shard_sizes(0) for buffer in buffers]
-            flats = [buffer.grads for buffer in buffers]
-            # inner dp_cp or edp: the gradients of one unit
-            for pending in start_reduce_scatters_(flats, first.group, sizes, fp32_sums=wide):
-                pending.wait()
+            peers = self._peers.get(first.key.grid)
+            if peers is None:
+                self._reduce_by_collective(buffers)
+            else:
+                self._reduce_by_copies(buffers, peers)
             for buffer in buffers:
-                buffer.store_grads()
+                buffer.is_stored = True
             first.grad_memory.last_use = self._streams.record()
         first.grad_memory.unit = ""
+
+    def _reduce_by_collective(self, buffers: Sequence[UnitBuffer]) -> None:
+        flats, group = [buffer.grads for buffer in buffers], buffers[0].group
+        wide = self.config.ddp_reduce_scatter_with_fp32_accumulation and flats[0].element_size() < 4
+        # inner dp_cp or edp: the gradients of one unit
+        for pending in start_reduce_scatters_(
+            flats, group, [buffer.shard_sizes(0) for buffer in buffers], fp32_sums=wide
+        ):
+            pending.wait()
+        for buffer in buffers:
+            buffer.store_grads()
+
+    def _reduce_by_copies(self, buffers: Sequence[UnitBuffer], peers: PeerReduce) -> None:
+        unit, rank = buffers[0].key.unit, buffers[0].group.rank
+        if unit not in self._rounds:
+            flats = [buffer.grads for buffer in buffers]
+            self._rounds[unit] = peers.rounds(flats, [buffer.sizes_of_shards for buffer in buffers])
+        for each in self._rounds[unit]:
+            with peers.exchanged(each):
+                for flat, start, own, received_PN in each.received:
+                    shard = buffers[flat].grad_shard[start : start + len(own)]
+                    self._kernels.sum_contributions_(shard, own, received_PN, rank, accumulate=buffers[flat].is_stored)
 
     def complete(self) -> None:
         super().complete()
@@ -323,10 +361,11 @@ class UnitSharding(Sharding):
     """Sharding of gradients (ZeRO-2) and weights (ZeRO-3) of units."""
 
     by_unit = True
-    reducer = UnitReducer
 
     def __init__(self, config: FSDPConfig) -> None:
         self.config = config
+        self._peers: dict[Grid, PeerReduce] = {}
+        """Receive buffers of the grids whose gradients are reduced by copies."""
 
     def new_buffers(
         self, layout: ParamLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
@@ -338,6 +377,7 @@ class UnitSharding(Sharding):
             units.setdefault(each.key.unit, []).append(each)
         shared = {unit: each for unit, each in units.items() if is_sharded(each[0].key.grid, context)}
         grads = _memories(shared, lambda each: [(each.size, comm)], context.device, share=True)
+        self._peers = self._receive_buffers(layout, comm, context)
         weights: dict[str, UnitMemory] = {}
         if self.config.shards_weights:
             weights = _memories(shared, _stored_specs, context.device, share=self.config.fsdp_double_buffer)
@@ -365,24 +405,61 @@ class UnitSharding(Sharding):
             if memory is not None and not self.config.fsdp_double_buffer:
                 memory.free()
 
+    def new_reducer(self, buckets: Sequence[GradBucket], config: DataParallelConfig, kernels: Kernels) -> GradReducer:
+        return UnitReducer(buckets, config, kernels, self._peers)
+
     def _regions(self, layout: ParamLayout, context: ParallelContext) -> dict[Grid, SharedRegion]:
         """Symmetric memory of the shards of weights of each grid, if the ranks of a shard can read each other's."""
         if not (self.config.shards_weights and self.config.gathers_from_peers):
             return {}
-        loads: dict[BufferKey, list[float]] = {}
         num_bytes: dict[Grid, list[int]] = {}
-        for each in layout.buffers:
-            group = sharding_group(each.key.grid, context)
-            if not can_share(group, context):
-                continue
-            own = loads.setdefault(each.key.of_all_units, [0.0] * group.size)
-            of_ranks = num_bytes.setdefault(each.key.grid, [0] * group.size)
-            for rank, ((start, end),) in enumerate(each.owner_ranges(group.size, own)):
-                of_ranks[rank] += num_bytes_of(_stored_specs(each, end - start))
+        for each, sizes in _sizes_of_shards(layout, context):
+            of_ranks = num_bytes.setdefault(each.key.grid, [0] * len(sizes))
+            for rank, size in enumerate(sizes):
+                of_ranks[rank] += num_bytes_of(_stored_specs(each, size))
         return {
             grid: SharedRegion(max(of_ranks), sharding_group(grid, context), context)
             for grid, of_ranks in num_bytes.items()
         }
+
+    def _receive_buffers(
+        self, layout: ParamLayout, dtype: torch.dtype, context: ParallelContext
+    ) -> dict[Grid, PeerReduce]:
+        """Receive buffers for the gradients of each grid, if the ranks of a shard can write to each other's memory."""
+        if not self.config.reduces_through_peers:
+            return {}
+        units: dict[Grid, dict[str, list[list[int]]]] = {}
+        for each, sizes in _sizes_of_shards(layout, context):
+            units.setdefault(each.key.grid, {}).setdefault(each.key.unit, []).append(sizes)
+        found: dict[Grid, PeerReduce] = {}
+        for grid, of_units in units.items():
+            group = sharding_group(grid, context)
+            slot_bytes = slot_bytes_for(list(of_units.values()), dtype, MOST_RECEIVE_BYTES)
+            found[grid] = PeerReduce(slot_bytes, group, context)
+        return found
+
+
+def _sizes_of_shards(layout: ParamLayout, context: ParallelContext) -> Iterator[tuple[BufferLayout, list[int]]]:
+    """Yields each buffer whose shards belong to ranks that can access each other's memory, with the number of elements
+    of each rank's shard."""
+    loads: dict[BufferKey, list[float]] = {}
+    for each in layout.buffers:
+        group = sharding_group(each.key.grid, context)
+        if can_share(group, context):
+            own = loads.setdefault(each.key.of_all_units, [0.0] * group.size)
+            yield each, [end - start for ((start, end),) in each.owner_ranges(group.size, own)]
+
+
+def collective_notes(config: FSDPConfig, context: ParallelContext) -> Iterator[str]:
+    """Yields a log line for each kind of parameters whose shards cannot be gathered and reduced by copies, although the
+    configuration allows it."""
+    what = ["gathered"] * (config.shards_weights and config.gathers_from_peers)
+    what += ["reduced"] * config.reduces_through_peers
+    names: dict[Grid, str] = {"attention": "dense parameters", "expert": "experts"}
+    for grid, name in names.items():
+        reason = why_not_shared(sharding_group(grid, context), context)
+        if what and reason:
+            yield f"--use-megatron-fsdp: shards of {name} are {' and '.join(what)} by NCCL, because {reason}"
 
 
 def is_sharded(grid: Grid, context: ParallelContext) -> bool:

@@ -208,7 +208,10 @@ class ParallelContext:
             importlib.import_module("torch.distributed._tools.fake_collectives")
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
-        launch = ProcessInfo(rank=rank, world_size=config.world_size)
+        on_host = config.ranks_per_host or config.world_size
+        launch = ProcessInfo(
+            rank=rank, world_size=config.world_size, local_rank=rank % on_host, local_world_size=on_host
+        )
         return cls(config, launch, torch.device(device), dtype, 1234, owns_process_group=True, is_fake=True)
 
     def set_timeout(self, timeout_s: float) -> None:

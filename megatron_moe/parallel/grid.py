@@ -112,7 +112,8 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
         groups |= {f"cp_{degree}": _neighbours(attention, degree) for degree in context_degrees(config.cp)}
     if config.num_distributed_optimizer_instances > 1:
         for name, grid, axes in (("dp_cp", attention, ("cp",)), ("edp", expert, ())):
-            groups[f"{name}_inner"], groups[f"{name}_outer"] = _replicas(grid, axes, config)
+            cut = _with_replicas(grid, config)
+            groups[f"{name}_inner"], groups[f"{name}_outer"] = cut.groups(("inner", *axes)), cut.groups(("outer",))
     groups["world"] = [tuple(range(config.world_size))]
     return groups
 
@@ -141,16 +142,25 @@ def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
     return attention.cut("cp", (("near", degree), ("far", cp // degree))).groups(("near",))
 
 
-def _replicas(
-    grid: Grid, others: tuple[str, ...], config: ParallelConfig
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Groups of ranks that shard weights, over part of the axis dp and the axes `others`, and groups of the ranks that
-    hold the same shard. Raises FoldError if the number of replicas does not divide dp."""
+def shards_span_hosts(config: ParallelConfig, *, experts: bool) -> bool:
+    """Whether some groups of ranks that shard the weights of experts, or all other weights, span several hosts."""
+    if config.ranks_per_host is None or config.world_size <= config.ranks_per_host:
+        return False
+    stride, block = 1, 1
+    for axis, size in _with_replicas(expert_grid(config) if experts else attention_grid(config), config).axes:
+        stride *= size
+        if axis in ("inner", "cp") and size > 1:
+            block = stride
+    return config.ranks_per_host % block != 0
+
+
+def _with_replicas(grid: Grid, config: ParallelConfig) -> Grid:
+    """Splits the axis dp into "inner", along which ranks shard weights, and "outer", along which they hold the same
+    shard. Raises FoldError if the number of replicas does not divide dp."""
     number, dp = config.num_distributed_optimizer_instances, dict(grid.axes)["dp"]
     if dp % number:
         raise FoldError(f"{number} distributed optimizer instances do not divide {dp} data-parallel ranks")
-    cut = grid.cut("dp", (("inner", dp // number), ("outer", number)))
-    return cut.groups(("inner", *others)), cut.groups(("outer",))
+    return grid.cut("dp", (("inner", dp // number), ("outer", number)))
 
 
 def _embedding_groups(config: ParallelConfig, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:

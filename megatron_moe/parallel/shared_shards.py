@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric, has_peer_access
 
-_ALIGN = 512
+ALIGN = 512
+"""Alignment in bytes of flat tensors in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class SharedRegion:
 
     def __init__(self, num_bytes: int, group: ProcessGroup, context: ParallelContext) -> None:
         """Allocates `num_bytes` on every rank. Collective over the group."""
-        self._memory = allocate_symmetric(num_bytes, group, context)
+        self._memory = allocate_symmetric(
+            num_bytes, group, context, purpose="gather weights", alternative="--fsdp-gather-backend nccl"
+        )
         self._rank = group.rank
         self._ends = [0] * group.size
 
@@ -56,11 +59,18 @@ class SharedRegion:
 
 def aligned_bytes(size: int, dtype: torch.dtype) -> int:
     """Bytes that a flat tensor of `size` elements occupies in memory that several of them share."""
-    return -(-size * dtype.itemsize // _ALIGN) * _ALIGN
+    return -(-size * dtype.itemsize // ALIGN) * ALIGN
 
 
 def can_share(group: ProcessGroup, context: ParallelContext) -> bool:
-    """Whether all ranks of the group are on one host, with access to each other's memory."""
+    """Whether the ranks of the group can access each other's memory."""
+    return group.size > 1 and not why_not_shared(group, context)
+
+
+def why_not_shared(group: ProcessGroup, context: ParallelContext) -> str:
+    """Reason why ranks of the group cannot access each other's memory; empty if they can."""
     on_host = context.process.local_world_size
-    hosts = {rank // on_host for rank in group.ranks}
-    return group.size > 1 and len(hosts) == 1 and has_peer_access(group, context)
+    num_hosts = len({rank // on_host for rank in group.ranks})
+    if num_hosts > 1:
+        return f"their {group.size} ranks are on {num_hosts} hosts"
+    return "" if has_peer_access(group, context) else "GPUs of this host cannot access each other's memory"

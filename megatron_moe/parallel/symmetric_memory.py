@@ -24,14 +24,25 @@ SHARED_FOLDER = Path("/dev/shm")
 _PREFIX = "megatron_moe_"
 
 
-def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext) -> tuple[Tensor, ...]:
+def allocate_symmetric(
+    num_bytes: int, group: ProcessGroup, ctx: ParallelContext, *, purpose: str, alternative: str
+) -> tuple[Tensor, ...]:
     """Allocates `num_bytes` zeros on every rank of the group: uint8 [num_bytes] per rank, in group order.
 
-    Collective over the group. The buffers live as long as the tensors.
+    Collective over the group. The buffers live as long as the tensors. `purpose` and `alternative`: what the memory is
+    for, as in "exchange tokens", and flags that avoid it, for the message of an error.
     """
     if is_emulated(group, ctx):
         return (torch.zeros(num_bytes, dtype=torch.uint8, device=ctx.device),) * group.size
-    return _from_torch(num_bytes, group, ctx.device) if ctx.device.type == "cuda" else _from_files(num_bytes, group)
+    if ctx.device.type == "cuda":
+        return _from_torch(num_bytes, group, ctx.device)
+    try:
+        return _from_files(num_bytes, group)
+    except _FileProblem as problem:
+        raise EnvironmentProblem(
+            f"rank {problem.rank} cannot {purpose} through {SHARED_FOLDER}: {problem}; provide the same folder to all "
+            f"ranks of the host with enough space (docker run --shm-size or --ipc host), or use {alternative}"
+        ) from None
 
 
 def is_emulated(group: ProcessGroup, ctx: ParallelContext) -> bool:
@@ -64,8 +75,16 @@ def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tu
     )
 
 
+class _FileProblem(Exception):
+    """Reason why `rank` cannot share a file with the other ranks."""
+
+    def __init__(self, reason: str, rank: int) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+
 def _from_files(num_bytes: int, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """Maps a file of every rank. Raises EnvironmentProblem, on all ranks, if one cannot create or find a file."""
+    """Maps a file of every rank. Raises _FileProblem, on all ranks, if one cannot create or find a file."""
     remove_stale_files()
     handle, name, problem = -1, "", ""
     try:
@@ -91,14 +110,10 @@ def _from_files(num_bytes: int, group: ProcessGroup) -> tuple[Tensor, ...]:
 
 
 def _raise_first(problems: Sequence[str], group: ProcessGroup) -> None:
-    """Raises EnvironmentProblem for the first problem of a rank, if there is one."""
+    """Raises _FileProblem for the first problem of a rank, if there is one."""
     for rank, problem in zip(group.ranks, problems, strict=True):
         if problem:
-            raise EnvironmentProblem(
-                f"rank {rank} cannot exchange tokens through {SHARED_FOLDER}: {problem}; provide the same folder to "
-                "all ranks of the host with enough space (docker run --shm-size or --ipc host), or use "
-                "--moe-token-dispatcher-type alltoall"
-            )
+            raise _FileProblem(problem, rank)
 
 
 def remove_stale_files() -> None:

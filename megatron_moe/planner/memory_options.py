@@ -64,7 +64,12 @@ def without_options(plan: RunPlan) -> RunPlan:
 
 def with_sharding(plan: RunPlan, *, weights: bool) -> RunPlan:
     """Copy of the plan with sharded gradients and, if `weights`, sharded weights (`--use-megatron-fsdp`)."""
-    config = FSDPConfig(shards_weights=weights, num_passes=2 if plan.pipeline.overlap else 1)
+    config = FSDPConfig(
+        shards_weights=weights,
+        gathers_from_peers=plan.device != "cpu",
+        reduces_through_peers=plan.device != "cpu",
+        num_passes=2 if plan.pipeline.overlap else 1,
+    )
     changed = replace(plan.data_parallel, use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=config)
     return replace(plan, data_parallel=changed)
 

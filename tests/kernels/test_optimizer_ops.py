@@ -125,3 +125,28 @@ def test_sum_of_squares_is_computed_in_fp32(ops, size: int, dtype: torch.dtype) 
 def test_sum_of_squares_of_long_buffers_is_accurate(ops) -> None:
     flat = torch.full((4_000_003,), 0.1, dtype=torch.float32)
     FP32_REF.check(ops.sum_of_squares(flat), 4_000_003 * float(flat[0].double()) ** 2)
+
+
+@pytest.mark.parametrize("ops", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_contributions_are_added_in_rank_order(ops, rank: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Large and small values make the sum depend on its order; rows of the other ranks are not adjacent."""
+    total, comm = dtypes
+    parts = [(draw(5000, seed) * scale).to(comm) for seed, scale in enumerate((1e8, 1.0, 1e8))]
+    memory = torch.full((2, 5100), math.nan, dtype=comm)
+    memory[:, :5000] = torch.stack(parts[:rank] + parts[rank + 1 :])
+    expected = parts[0].to(total) + parts[1].to(total) + parts[2].to(total)
+    out = torch.full((5000,), math.nan, dtype=total)
+    for number in (1, 2):
+        ops.sum_contributions_(out, parts[rank], memory[:, :5000], rank, accumulate=number > 1)
+        EXACT.check(out, expected if number == 1 else expected + expected)
+    ops.sum_contributions_(out[:0], parts[rank][:0], memory[:, :0], rank, accumulate=True)
+
+
+@pytest.mark.parametrize("ops", [reference, triton], ids=["reference", "triton"])
+def test_contributions_are_rounded_once(ops) -> None:
+    """1 + 2^-8 + 2^-8 in bf16: each of the two small values would be lost if the sum were rounded in between."""
+    out, small = torch.ones(3).bfloat16(), torch.full((1, 3), 2.0**-8).bfloat16()
+    ops.sum_contributions_(out, small[0], small, 0, accumulate=True)
+    EXACT.check(out, torch.full((3,), 1.0078125).bfloat16())

@@ -43,6 +43,7 @@ REGISTRY = Registry.declared()
 WITHIN = 0.03
 """Relative tolerance of the total memory."""
 SMALL = ("quickstart", "q6", "m8", "ds4", "olmoe-1b-7b-h100-8")
+COPIES = FSDPConfig(gathers_from_peers=True, reduces_through_peers=True)
 STATE = ("weights", "gradients", "master weights", "moments")
 
 
@@ -358,8 +359,22 @@ def test_several_residual_streams_agree(recomputed: str) -> None:
         (FSDPConfig(shards_weights=False, grad_comm="bf16"), {"world_size": 2}),
         (FSDPConfig(num_passes=2), {"world_size": 4, "ep": 2}),
         (FSDPConfig(num_passes=2), {"world_size": 8, "ep": 2, "pp": 4, "virtual_stages": 2}),
+        (replace(COPIES, grad_comm="bf16"), {"world_size": 4, "ep": 2, "ranks_per_host": 4}),
+        (COPIES, {"world_size": 8, "ep": 2, "num_distributed_optimizer_instances": 2, "ranks_per_host": 4}),
+        (COPIES, {"world_size": 8, "ranks_per_host": 4}),
     ],
-    ids=["weights", "double buffer and replicas", "outer", "stages", "gradients", "two passes", "passes and stages"],
+    ids=[
+        "weights",
+        "double buffer and replicas",
+        "outer",
+        "stages",
+        "gradients",
+        "two passes",
+        "passes and stages",
+        "copies",
+        "copies and replicas",
+        "two hosts",
+    ],
 )
 def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str, int]) -> None:
     plan = shallow("m8", 8 if "pp" in axes else 3)

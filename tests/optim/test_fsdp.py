@@ -20,6 +20,8 @@ from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.optimizer import QKClipConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.optim import unit_shards
+from megatron_moe.optim.unit_shards import UnitReducer
 from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
@@ -118,7 +120,10 @@ def test_copies_from_peers_replace_all_but_the_first_gather_after_an_update(
 ) -> None:
     base = plan(case)
     base = replace(base, optimizer=replace(base.optimizer, optimizer=rule))
-    runs = [sharded(base, replace(config, gathers_from_peers=from_peers)) for from_peers in (False, True)]
+    runs = [
+        sharded(base, replace(config, gathers_from_peers=from_peers, reduces_through_peers=from_peers))
+        for from_peers in (False, True)
+    ]
     by_nccl, copied = (on_threads(each.parallel, lambda context, each=each: train(each, context)) for each in runs)
     for (expected, gathers), (figures, trace) in zip(by_nccl, copied, strict=True):
         EXACT.check_all(figures, expected, "losses, norms and weights")
@@ -128,6 +133,14 @@ def test_copies_from_peers_replace_all_but_the_first_gather_after_an_update(
                 assert event == ("copy" if unit in seen else "gather"), f"{event} of {unit}"
                 seen.add(unit)
         assert any(event == "copy" for event, _ in trace)
+
+
+@pytest.mark.parametrize("most", [2**29, 1024])
+def test_every_gradient_is_reduced_by_copies(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Receive buffers of 1024 bytes are smaller than the shards, which then need several rounds."""
+    monkeypatch.setattr(unit_shards, "MOST_RECEIVE_BYTES", most)
+    monkeypatch.setattr(UnitReducer, "_reduce_by_collective", None)
+    compare(plan("expert parallel"), replace(ZERO_2, reduces_through_peers=True))
 
 
 def test_updates_of_units_overlap_with_the_next_forward() -> None:

@@ -5,7 +5,7 @@ import fcntl
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,9 @@ import pytest
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel import symmetric_memory
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.peer_reduce import PeerReduce
+from megatron_moe.parallel.shared_shards import SharedRegion
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric, remove_stale_files
 from tests.helpers.ranks import on_threads
 
@@ -30,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def allocation(ctx: ParallelContext) -> str:
     """Allocates symmetric memory; returns the error message, or "" if the buffers of both ranks are mapped."""
     try:
-        parts = allocate_symmetric(1000, ctx.group("etp_ep"), ctx)
+        parts = allocate_symmetric(1000, ctx.group("etp_ep"), ctx, purpose="exchange tokens", alternative="--flag")
     except EnvironmentProblem as problem:
         assert problem.code == ExitCode.ENVIRONMENT
         return str(problem)
@@ -60,6 +62,35 @@ def test_a_full_folder_is_a_problem_on_all_ranks(folder: Path, monkeypatch: pyte
     assert found[0].startswith(
         f"rank 1 cannot exchange tokens through {folder}: No space left on device for 1,000 bytes"
     )
+    assert found[0].endswith("with enough space (docker run --shm-size or --ipc host), or use --flag")
+
+
+@pytest.mark.parametrize(
+    ("allocate", "purpose", "flags"),
+    [
+        (lambda group, ctx: SharedRegion(4096, group, ctx), "gather weights", "--fsdp-gather-backend nccl"),
+        (lambda group, ctx: PeerReduce(4096, group, ctx), "reduce gradients", "--fsdp-reduce-backend nccl"),
+    ],
+    ids=["gathers", "reductions"],
+)
+def test_the_remedy_for_a_full_folder_is_that_of_sharded_weights(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allocate: Callable[[ProcessGroup, ParallelContext], object],
+    purpose: str,
+    flags: str,
+) -> None:
+    def full(handle: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def rank(ctx: ParallelContext) -> str:
+        with pytest.raises(EnvironmentProblem) as problem:
+            allocate(ctx.group("etp_ep"), ctx)
+        return str(problem.value)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for message in on_threads(RANKS, rank):
+        assert message.startswith(f"rank 0 cannot {purpose} through {folder}: ") and message.endswith(f"use {flags}")
 
 
 def test_space_is_reserved_before_it_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ def fsdp_of(cell: Cell) -> FSDPConfig | None:
     return FSDPConfig(
         shards_weights=cell["zero"] != "grads",
         fsdp_double_buffer=cell["zero"] == "buffers",
+        reduces_through_peers=cell["zero"] in ("grads", "outer"),
         outer_dp_sharding_strategy="optim" if cell["zero"] == "outer" else "no_shard",
         num_passes=2 if cell["overlap"] == "experts" else 1,
     )

@@ -386,6 +386,12 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     return flat.to(internal_dtype(flat.dtype)).square().sum()
 
 
+def sum_contributions_(out: Tensor, own: Tensor, received_PN: Tensor, rank: int, *, accumulate: bool) -> None:
+    first, *others = (each.to(internal_dtype(out.dtype)) for each in (*received_PN[:rank], own, *received_PN[rank:]))
+    total = sum(others, start=first)
+    out.copy_(out + total if accumulate else total)
+
+
 def adamw_(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_moe.parallel.streams import make_streams
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric, is_emulated
 
 _STREAM = "expert exchange"
+_ALTERNATIVE = "--moe-token-dispatcher-type alltoall"
 _PAST_ALL_EPOCHS = 1 << 30
 _SHARE_OF_TIMEOUT = 0.9
 """Timeout of an exchange as a fraction of the timeout of collectives. It is below 1 so that the late rank is reported
@@ -51,7 +53,7 @@ class SymmetricTransport(TokenTransport):
             raise EnvironmentProblem(
                 f"--moe-token-dispatcher-type flex: the {self._group.size} ranks that exchange tokens are on "
                 f"{len(hosts)} hosts of {launch.local_world_size} ranks, and memory is shared within one host only; "
-                f"use --moe-token-dispatcher-type alltoall, or at most {launch.local_world_size} expert ranks"
+                f"use {_ALTERNATIVE}, or at most {launch.local_world_size} expert ranks"
             )
         priority = comm.ctx.config.high_priority_a2a_comm_stream
         self._streams = make_streams(comm.ctx.device, _STREAM, high_priority=priority)
@@ -158,7 +160,7 @@ class SymmetricTransport(TokenTransport):
             channel = new_channel(
                 shape,
                 group.rank,
-                lambda num_bytes: allocate_symmetric(num_bytes, group, ctx),
+                partial(allocate_symmetric, group=group, ctx=ctx, purpose="exchange tokens", alternative=_ALTERNATIVE),
                 timeout_s=timeout_s,
                 num_programs=self._num_sms,
             )

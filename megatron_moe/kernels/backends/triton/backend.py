@@ -22,7 +22,7 @@ from megatron_moe.kernels.backends.triton.layer_norm import layer_norm
 from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention
 from megatron_moe.kernels.backends.triton.matrices import apply_direction_, momentum_, syrk
 from megatron_moe.kernels.backends.triton.norm import add_rms_norm, rms_norm, rms_norm_quantized
-from megatron_moe.kernels.backends.triton.optimizer import adamw_, adamw_packed_
+from megatron_moe.kernels.backends.triton.optimizer import adamw_, adamw_packed_, sum_contributions_
 from megatron_moe.kernels.backends.triton.pages import free_pages, pack_rows, unpack_rows
 from megatron_moe.kernels.backends.triton.push import (
     acknowledge,

@@ -1,4 +1,5 @@
-"""AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, for all state formats.
+"""AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, for all state formats; sums of the
+gradients of several ranks.
 
 The formats are those of `precision/optimizer_state.py`. Every program processes whole blocks of 128 elements, which
 share a scale. Rounding to 16 and 8 bits uses integer arithmetic or conversions that agree with torch. The interpreter
@@ -20,6 +21,9 @@ from megatron_moe.precision.optimizer_state import PackedState
 
 BLOCK = 1024
 """Elements per program."""
+SUM_BLOCK = 4096
+"""Elements per program of `sum_contributions_`. Its programs are short, so that GEMMs on another stream start soon on
+all SMs."""
 PLAIN, FP16, FP8, REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 SCALED = tl.constexpr(optimizer_state.BLOCK)
 LEAST_EXPONENT = tl.constexpr(optimizer_state.LEAST_EXPONENT)
@@ -252,3 +256,32 @@ def _dither(number, step, SALT: tl.constexpr):
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
     mixed = (mixed ^ (mixed >> 12)) * 0x297A2D39
     return (mixed >> 16).to(tl.float32) * 1.52587890625e-05
+
+
+def sum_contributions_(out: Tensor, own: Tensor, received_PN: Tensor, rank: int, *, accumulate: bool) -> None:
+    """See `Kernels.sum_contributions_`."""
+    if len(out):
+        _sum_contributions[(cdiv(len(out), SUM_BLOCK),)](
+            out, own, received_PN, len(out), received_PN.stride(0),
+            RANK=rank, NUM_RANKS=len(received_PN) + 1, ACCUMULATE=accumulate, BLOCK=SUM_BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_contributions(
+    out_ptr, own_ptr, received_ptr, num, stride,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    each = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = each < num
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(NUM_RANKS):
+        if rank == RANK:
+            values = tl.load(own_ptr + each, mask=mask)
+        else:
+            row = rank - (rank > RANK)
+            values = tl.load(received_ptr + row * stride + each, mask=mask)
+        total = values.to(tl.float32) if rank == 0 else total + values.to(tl.float32)
+    if ACCUMULATE:
+        total = tl.load(out_ptr + each, mask=mask).to(tl.float32) + total
+    tl.store(out_ptr + each, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,79 @@
+"""Flags in symmetric memory that one rank sets and another waits for, in the order of a CUDA stream.
+
+On GPUs, stream memory operations set flags and wait for them without a kernel. A kernel that waits for another rank
+would occupy an SM, and a persistent GEMM beside it would run its last thread block as a second wave.
+"""
+
+import ctypes
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.symmetric_memory import is_emulated
+
+FLAG_BYTES = 128
+"""Distance between two flags, so that ranks do not write to the same cache line."""
+_POLL_S = 20e-6
+
+
+class StreamFlags:
+    """Sets and waits for flags, which are int32 [1]. This base class, for emulated ranks, does nothing."""
+
+    def set(self, flag: Tensor, value: int) -> None:
+        """Sets a flag when all earlier work of the current stream has completed and is visible to all ranks."""
+
+    def wait(self, flag: Tensor, value: int, rank: int) -> None:
+        """Makes the current stream wait until a flag, which only `rank` sets, to growing values, is at least
+        `value`."""
+
+
+class _HostFlags(StreamFlags):
+    """Flags of CPU ranks, for which the host waits."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def set(self, flag: Tensor, value: int) -> None:
+        flag.fill_(value)
+
+    def wait(self, flag: Tensor, value: int, rank: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while int(flag) < value:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {rank} did not exchange its gradients within {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+
+class _CudaFlags(StreamFlags):
+    """Flags in the memory of GPUs of one host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        driver = ctypes.CDLL("libcuda.so.1")
+        # the second version of these functions needs no kernel module option
+        self._set, self._wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+        for function in (self._set, self._wait):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+
+    def set(self, flag: Tensor, value: int) -> None:
+        # 0: a memory barrier at system scope precedes the write
+        self._call(self._set, flag, value)
+
+    def wait(self, flag: Tensor, value: int, rank: int) -> None:
+        # 0: waits until the flag is greater or equal
+        self._call(self._wait, flag, value)
+
+    def _call(self, function: Any, flag: Tensor, value: int) -> None:
+        status = function(torch.cuda.current_stream(self._index).cuda_stream, flag.data_ptr(), value, 0)
+        if status:
+            raise RuntimeError(f"{function.__name__} failed with CUDA driver error {status}")
+
+
+def make_stream_flags(group: ProcessGroup, context: ParallelContext) -> StreamFlags:
+    """Creates the flag operations for the ranks of a group on the context's device."""
+    if is_emulated(group, context):
+        return StreamFlags()
+    return _CudaFlags(context.device) if context.device.type == "cuda" else _HostFlags(context.timeout_s)
