@@ -1,0 +1,93 @@
+"""Reduction of gradients to shards that are empty or smaller than a rank's share, and dtypes of main gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from arguments.read import read_plan
+from megatron_moe.config.fsdp import FSDPConfig
+from megatron_moe.config.optimizer import OptimizerConfig
+from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.optim.grad_buffers import finish_grads
+from megatron_moe.optim.unit_shards import UnitBuffer, UnitSharding
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.optim_parameters import KINDS, make_buffers, make_gradients, make_parameters
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT
+from tests.optim.test_fsdp import ZERO_2, ZERO_3, plan, sharded, train
+
+NUM_RANKS, NUM_MICROBATCHES = 5, 2
+COPIES = FSDPConfig(gathers_from_peers=True, reduces_through_peers=True)
+
+
+def reduced(rule: str, config: FSDPConfig, context: ParallelContext) -> tuple[dict[str, Tensor], set[int]]:
+    """Reduces gradients of parameters of all kinds. Returns those that this rank owns, in flat tensors with zeros
+    elsewhere, and the sizes of its shards."""
+    parallel = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=config)
+    buffers = make_buffers(
+        make_parameters(),
+        context=context,
+        optimizer=OptimizerConfig(optimizer=rule),
+        data_parallel=parallel,
+        sharding=UnitSharding(config),
+    )
+    buffers.begin_step(NUM_MICROBATCHES)
+    for microbatch in range(NUM_MICROBATCHES):
+        gradients = make_gradients(NUM_MICROBATCHES * context.rank + microbatch)
+        for slot in buffers.slots:
+            slot.add(lambda out, accumulate, grad=gradients[slot.name]: out.copy_(grad))
+    finish_grads(buffers, context)
+    found = {name: torch.zeros(shape, dtype=torch.float64).flatten() for name, (shape, _) in KINDS.items()}
+    sizes = set()
+    for buffer in buffers.buffers:
+        assert isinstance(buffer, UnitBuffer)
+        for start, end in buffer.owned:
+            sizes.add(end - start)
+            for index in buffer.layout.within(start, end):
+                param = buffer.layout.params[index]
+                first, last = max(start, param.start), min(end, param.end)
+                found[param.name][first - param.start : last - param.start] = buffer.owned_grads(first, last)
+    return found, sizes
+
+
+@pytest.mark.parametrize("config", [ZERO_3, ZERO_2, COPIES], ids=["zero-3", "zero-2", "copies"])
+@pytest.mark.parametrize("rule", ["adam", "muon"])
+def test_tiny_parameters_and_empty_shards_are_reduced(rule: str, config: FSDPConfig) -> None:
+    """Some parameters have fewer elements than there are ranks. Muon gives the only matrix of a unit to one rank."""
+    found = on_threads(
+        ParallelConfig(world_size=NUM_RANKS), lambda context: reduced(rule, config, context), dtype=torch.float64
+    )
+    microbatches = [make_gradients(step) for step in range(NUM_RANKS * NUM_MICROBATCHES)]
+    for name in KINDS:
+        mean = sum(each[name].flatten() for each in microbatches) / NUM_RANKS
+        FP64_LAYOUT.check(sum(own[name] for own, _ in found), mean, name)
+    assert (0 in set().union(*(sizes for _, sizes in found))) == (rule == "muon")
+
+
+@pytest.mark.parametrize("config", [ZERO_3, replace(ZERO_2, reduces_through_peers=True)], ids=["zero-3", "zero-2"])
+@pytest.mark.parametrize("dtype", ["auto", "fp32", "bf16"])
+def test_main_gradients_have_the_dtype_of_the_flag_and_the_values_of_zero_1(dtype: str, config: FSDPConfig) -> None:
+    """One microbatch per step and two ranks, so that both strategies round the same sums."""
+    words = "--config scripts/recipes/parts/transformer.yaml --mock-data --tokenizer-type NullTokenizer "
+    words += "--vocab-size 512 --num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 "
+    words += "--ffn-hidden-size 64 --max-position-embeddings 64 --lr 1e-4 --bf16 --device cpu --micro-batch-size 1 "
+
+    def precision(flags: str) -> PrecisionConfig:
+        return read_plan([*words.split(), *flags.split()], {}, vocab_size_of=lambda config: 1).precision
+
+    of_fsdp = precision(f"--use-megatron-fsdp --megatron-fsdp-main-grads-dtype {dtype}")
+    of_zero_1 = precision(f"--use-distributed-optimizer {'--grad-reduce-in-bf16' if dtype == 'bf16' else ''}")
+    assert of_fsdp == of_zero_1 and of_fsdp.grads == ("bf16" if dtype == "bf16" else "fp32")
+
+    base = replace(plan("plain"), precision=of_zero_1)
+    runs = base, sharded(replace(base, precision=of_fsdp), config)
+    expected, found = (
+        on_threads(run.parallel, lambda context, run=run: train(run, context)[0], dtype=torch.bfloat16) for run in runs
+    )
+    for mine, others in zip(found, expected, strict=True):
+        weights = {name: value for name, value in mine.items() if "." in name}
+        assert len(weights) > 20
+        EXACT.check_all(weights, {name: others[name] for name in weights}, "weights")
