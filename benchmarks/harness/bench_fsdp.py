@@ -239,7 +239,10 @@ def peak_mib(device: torch.device) -> float:
 
 
 def shared_mib(run: TimedRun) -> float:
-    """Size of weight shards and receive buffers in symmetric memory, which torch's allocator does not count."""
+    """Size of weight shards and receive buffers in symmetric memory, which torch's allocator does not count; 0 if the
+    other rank does not exist, because this memory then comes from the allocator."""
+    if run.context.is_fake:
+        return 0.0
     memory = sum(each.nbytes for each in run.trainer.buffers.reducer.memory)
     buffers = [each for each in run.trainer.buffers.buffers if isinstance(each, UnitBuffer) and each.shared]
     return (memory + sum(shard.nbytes for buffer in buffers for shard in buffer.weight_shards)) / 2**20
