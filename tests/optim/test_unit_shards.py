@@ -11,8 +11,9 @@ from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.optim import unit_shards
 from megatron_moe.optim.grad_buffers import finish_grads
-from megatron_moe.optim.unit_shards import UnitBuffer, UnitSharding
+from megatron_moe.optim.unit_shards import UnitBuffer, UnitSharding, collective_notes
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.optim_parameters import KINDS, make_buffers, make_gradients, make_parameters
 from tests.helpers.ranks import on_threads
@@ -65,6 +66,25 @@ def test_tiny_parameters_and_empty_shards_are_reduced(rule: str, config: FSDPCon
         mean = sum(each[name].flatten() for each in microbatches) / NUM_RANKS
         FP64_LAYOUT.check(sum(own[name] for own, _ in found), mean, name)
     assert (0 in set().union(*(sizes for _, sizes in found))) == (rule == "muon")
+
+
+def test_shards_over_hosts_are_reduced_by_collectives_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_shards.PeerReduce, "__init__", None)
+
+    def rank_main(context: ParallelContext) -> tuple[dict[str, Tensor], list[str]]:
+        assert list(collective_notes(COPIES, context)) == []
+        context.process = replace(context.process, local_world_size=2)
+        found, _ = reduced("adam", COPIES, context)
+        return found, list(collective_notes(COPIES, context))
+
+    results = on_threads(ParallelConfig(world_size=4), rank_main)
+    for name in KINDS:
+        mean = sum(make_gradients(step)[name].flatten() for step in range(4 * NUM_MICROBATCHES)) / 4
+        FP64_LAYOUT.check(sum(found[name] for found, _ in results), mean, name)
+    dense, experts = results[0][1]
+    why = "by NCCL, because their 4 ranks are on 2 hosts"
+    assert dense == f"--use-megatron-fsdp: shards of dense parameters are gathered and reduced {why}"
+    assert experts == f"--use-megatron-fsdp: shards of experts are gathered and reduced {why}"
 
 
 @pytest.mark.parametrize("config", [ZERO_3, replace(ZERO_2, reduces_through_peers=True)], ids=["zero-3", "zero-2"])
