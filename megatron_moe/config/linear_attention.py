@@ -1,4 +1,5 @@
-"""Base of mixers with linear attention: a projection, a short convolution, a recurrence, a gated norm, a projection."""
+"""Base config of linear-attention mixers: input projection, short convolution, recurrence, gated norm, output
+projection."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from megatron_moe.config.precision import LowPrecisionConfig
 
 CPMode = Literal["headwise", "chunkwise"]
 CHUNK = 64
-"""Tokens of a chunk, within which the kernels of linear attention compute matmuls."""
+"""Tokens per chunk of linear attention. Computations within a chunk are matmuls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class LinearAttentionConfig(MixerConfig):
     norm: NormConfig
     """Norm of the gated output, without a bias. Its weight is never stored zero-centred."""
     cp_mode: CPMode = "headwise"
-    """Context parallelism (`--linear-cp-mode`): all-to-all exchanges make each rank compute some heads on all positions
-    (headwise), or each rank computes all heads on its positions and passes on their states (chunkwise)."""
+    """Context parallelism (`--linear-cp-mode`): headwise: all-to-all exchanges give each rank some heads for all
+    positions. chunkwise: each rank computes all heads for its positions, and ranks pass the recurrent states on."""
 
     mixed_rows: ClassVar[bool] = False
     """`ParamMeta.mixed_rows` of the input projection."""
@@ -104,8 +105,8 @@ class LinearAttentionConfig(MixerConfig):
         )
 
     def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        """headwise: bytes of the recurrence's inputs, whose heads are scattered, and of its output, gathered again.
-        chunkwise: bytes of the states and transitions that are gathered, and of the last tokens of chunks."""
+        """Bytes that context parallelism exchanges. headwise: inputs and output of the recurrence. chunkwise: recurrent
+        states and transitions, and the tokens that the short convolution needs from the previous rank."""
         shard = self.shard(parallel.tp)
         if self.cp_mode == "chunkwise":
             state = shard.num_value_heads * self.key_head_dim * self.value_head_dim
@@ -116,7 +117,7 @@ class LinearAttentionConfig(MixerConfig):
         return 2 * sizes.inner * shard.exchanged_channels * sizes.activation_itemsize * (parallel.cp - 1) / parallel.cp
 
     def _chunk_rows(self, parallel: ParallelConfig, sizes: ActivationSizes) -> int:
-        """Number of chunks of a rank in all sequences of the microbatch."""
+        """Number of chunks that a rank has in all sequences of the microbatch."""
         batch_size = max(1, sizes.inner * parallel.cp // sizes.length)
         return batch_size * (2 if parallel.cp_split == "zigzag" else 1)
 
@@ -124,8 +125,8 @@ class LinearAttentionConfig(MixerConfig):
         return {"low": "" if parallel.sequence_parallel else "qkv_linear"}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """Saved tensors. The output gate is a view of the output of the projection; q, k and v are views of that of the
-        convolution."""
+        """Tensors saved by the mixer. The output gate is a view of the input projection's output; q, k and v are views
+        of the convolution's output."""
         shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation_itemsize
         tensor, heads = partial(saved_tensor, "attention"), tokens * shard.num_value_heads
         mixed = tokens * sum(shard.mixed_sections)
@@ -141,7 +142,7 @@ class LinearAttentionConfig(MixerConfig):
         yield tensor("gated output", "U N V", heads * self.value_head_dim, size, {"low": "attn_proj"})
 
     def _chunk_tensors(self, shard: Self, rows: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """Inputs of the ops on `rows` chunks, to which tokens that read or write the state are added."""
+        """Inputs of the ops for `rows` chunks, including the tokens that are added to read or write the state."""
         keys, heads, size = self.key_head_dim, shard.num_value_heads, sizes.activation_itemsize
         tensor, channels = partial(saved_tensor, "attention"), sum(shard.mixed_sections)
         yield tensor("chunks with tokens before", "U C", (sizes.inner + rows * (self.conv_width - 1)) * channels, size)
@@ -156,13 +157,15 @@ class LinearAttentionConfig(MixerConfig):
         yield tensor("states", "N K V", rows * heads * keys * (keys + self.value_head_dim), size)
 
     def recurrence_tensors(self, heads: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-        """Saved tensors besides q, k, v and output. `heads`: local tokens times value heads."""
+        """Tensors that the recurrence saves in addition to q, k, v and its output. `heads`: local tokens times value
+        heads."""
         raise NotImplementedError
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Backward of the recurrence: states, stored values and, with systems, their solutions, and all gradients."""
+        """Workspace of the backward of the recurrence: states, stored values, solutions of the triangular systems (if
+        any), and all gradients."""
         keys, values = self.key_head_dim, self.value_head_dim
         heads = sizes.inner * self.shard(parallel.tp).num_value_heads
         narrow = 2 * keys * values / CHUNK + 3 * values

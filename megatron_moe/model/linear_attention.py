@@ -16,7 +16,7 @@ from megatron_moe.parallel.parameter import Parameter
 
 
 class WeightAndBias(nn.Module):
-    """Parameters `weight` and, if set, `bias` under the name of a submodule, as Megatron's checkpoints have them."""
+    """Parameters `weight` and, if set, `bias` in a submodule, so that their names match Megatron's checkpoints."""
 
     weight: Parameter
     bias: Parameter
@@ -25,9 +25,9 @@ class WeightAndBias(nn.Module):
 class LinearAttention(Mixer):
     """Mixer with linear attention.
 
-    Heads are sharded over tensor-parallel ranks. Under context parallelism, ranks pass on the states of their chunks
-    (`linear_scan`), or an all-to-all gathers the positions and scatters the heads before the convolution, and another
-    one reverses this after the recurrence (arXiv 2309.14509).
+    Heads are sharded over tensor-parallel ranks. With context parallelism, either ranks pass on the recurrent states of
+    their chunks (`linear_scan`), or an all-to-all before the convolution gathers positions and scatters heads, and
+    another one after the recurrence reverses this (arXiv 2309.14509).
     """
 
     def __init__(self, config: LinearAttentionConfig, site: Site, resources: ModelResources) -> None:
@@ -56,7 +56,8 @@ class LinearAttention(Mixer):
             out_SBMV = self.recurrence(mixed_SBC, others, chunks)
         else:
             group = self.ctx.group(part.group)
-            # cp: S * B elements of all channels but the gate here, S * B * v back; backward: the same
+            # collective over cp: all-to-all of S * B elements of all channels but the gate, later of S * B * M * V
+            # elements of the output; backward: the same
             channels = (*mixed_SBC.split(self.local.mixed_sections, dim=-1), *others)
             packed_SBNC = torch.cat([x.unflatten(-1, (group.size, -1)) for x in channels], dim=-1)
             own_SBC = in_order(scatter_heads(packed_SBNC, group).squeeze(2), part.of_ranks)
@@ -73,9 +74,10 @@ class LinearAttention(Mixer):
         raise NotImplementedError
 
     def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
-        """Output [S, B, M, V] of convolution and linear attention, which `scan` computes."""
+        """Applies convolution and linear attention with the ops of `scan`; returns [S, B, M, V]."""
         raise NotImplementedError
 
     def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:
-        """Input [S, B, C] of the output projection."""
+        """Applies norm and output gate to the output of the recurrence; returns the input [S, B, C] of the output
+        projection."""
         raise NotImplementedError

@@ -1,7 +1,8 @@
-"""Convolution and linear attention of a mixer over its positions: of whole sequences, or of the chunks of this rank.
+"""Ops of linear-attention mixers over whole sequences, or over the chunks of this rank (chunkwise context parallelism).
 
-A chunk of positions changes the state of a head from S to P S + Q. Ranks compute P and Q of their chunks, all-gather
-them, and each adds the outputs that the state before a chunk causes (arXiv 2404.02882, 2501.08313).
+A chunk of positions changes the recurrent state of a head from S to P S + Q. Ranks compute P and Q of their chunks and
+all-gather them. Each rank then adds to its outputs the contribution of the state before each of its chunks (arXiv
+2404.02882, 2501.08313).
 """
 
 from collections.abc import Sequence
@@ -16,18 +17,19 @@ from megatron_moe.parallel.context_parallel import SequencePart
 from megatron_moe.parallel.tensor_parallel import all_gather
 
 _LONG = 2.0**20
-"""Length of a row of q or k whose direction survives a normalisation with an epsilon."""
+"""Norm of basis vectors that are passed as rows of q or k; large enough that the epsilon of their normalisation is
+negligible."""
 
 
 class Scan(Protocol):
     """The ops of a recurrence on this rank's positions and heads."""
 
     num_shares: int
-    """Number of ranks that share the heads of this tensor-parallel rank equally."""
+    """Number of context-parallel ranks over which the heads of this tensor-parallel rank are divided equally."""
 
     def share_of(self, parameter: Tensor, sections: Sequence[int] = ()) -> Tensor:
-        """Part of a parameter of the local heads for the heads of this rank. `sections`: sizes of parts of dim 0, each
-        of which is divided equally; empty: the whole is."""
+        """Slice of a parameter of this tensor-parallel rank for the heads that this rank computes. `sections`: sizes of
+        parts of dim 0, each of which is divided equally over the ranks; empty: dim 0 is one part."""
         ...
 
     def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:
@@ -49,7 +51,7 @@ class Scan(Protocol):
 
 
 class WholeSequences:
-    """This rank has all positions of all local heads, or of its share of them among the ranks of `group`."""
+    """Ops over whole sequences. This rank computes all local heads or, with `group`, its share of them."""
 
     def __init__(self, kernels: Kernels, segments_BS: Tensor | None, group: ProcessGroup | None = None) -> None:
         self._kernels, self._segments_BS, self._group = kernels, segments_BS, group
@@ -79,23 +81,27 @@ class WholeSequences:
 
 
 class _Transition(NamedTuple):
-    """What a chunk does with the state [D, E] before it. Leading dims of both: [L, R, M] and [R, M], with R rows."""
+    """Effect of the state [D, E] before a chunk on its outputs, and on the state after it. R: chunks times
+    sequences."""
 
     rows: Tensor
-    """[..., D]: the output of a token is this row times the state. Zeros after a document has ended."""
+    """[L, R, M, D]: a token's row times the state is the state's contribution to its output; 0 once a new document
+    begins."""
     whole: Tensor
-    """P, as a matrix [D, D] or as a factor [1, 1]."""
+    """P as matrices [R, M, D, D], or as factors [R, M, 1, 1]."""
 
     def then(self, state: Tensor) -> Tensor:
         return self.whole * state if self.whole.shape[-1] == 1 else self.whole @ state
 
 
 class ChunksOverRanks:
-    """This rank has all local heads of its chunks of the sequences; states and the last tokens of chunks are gathered.
+    """Ops over this rank's chunks of sequences, with all local heads. States and the last tokens of chunks are
+    gathered.
 
-    The n chunks of a rank are equally long and become rows of the ops, so B sequences are n * B rows. Gathered states
-    have the dtype of v. Communication over the ranks of a sequence: an all-gather of n * B * (K - 1) * C elements, and
-    one of n * B * M * D * (D + E), or of n * B * M * (D * E + 1) without `beta`; backward: reduce-scatters.
+    The n chunks of a rank have equal lengths and are separate sequences for the ops, so B sequences become n * B rows.
+    Gathered states have the dtype of v. Communication over the ranks of a sequence: an all-gather of n * B * (K - 1) *
+    C elements, and one of n * B * M * D * (D + E), or of n * B * M * (D * E + 1) without `beta`; backward:
+    reduce-scatters.
     """
 
     num_shares = 1
@@ -103,13 +109,13 @@ class ChunksOverRanks:
     def __init__(
         self, kernels: Kernels, part: SequencePart, group: ProcessGroup, segments_BS: Tensor | None, batch: int
     ) -> None:
-        """`segments_BS`: documents of all positions of this rank's sequences. `batch`: B."""
+        """`segments_BS`: document ids of all positions of the sequences. `batch`: number of sequences B."""
         self._kernels, self._group = kernels, group
         chunks, self._length = part.chunks, len(part.chunks[0])
         self._num = len(chunks)
         starts = [chunk.start for of_rank in part.of_ranks for chunk in of_rank]
         self._order = sorted(range(len(starts)), key=starts.__getitem__)
-        """Index, among the chunks in the order of the ranks, of each chunk in the order of positions."""
+        """For each chunk in sequence order, its index in rank order."""
         ordered = [starts[index] for index in self._order]
         self._own = [ordered.index(chunk.start) for chunk in chunks]
         self._starts = [chunk.start for chunk in chunks]
@@ -120,7 +126,7 @@ class ChunksOverRanks:
 
     def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:
         seen = weight_CK.shape[1] - 1
-        assert seen <= self._length, f"a convolution over {seen + 1} tokens, and chunks of {self._length} tokens"
+        assert seen <= self._length, f"convolution of width {seen + 1} on chunks of {self._length} tokens"
         x = x_SBC.unflatten(0, (self._num, self._length))
         ends = self._gathered(x[:, self._length - seen :])
         before = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])[self._own]
@@ -146,7 +152,7 @@ class ChunksOverRanks:
         length, width = self._length, q.shape[-1]
         unit = torch.eye(width, dtype=q.dtype, device=q.device) * (1.0 if eps is None else _LONG)
         basis = unit[:, None, None].expand(-1, *q.shape[1:])
-        # tokens with q = each basis vector, which change nothing, read the state after the chunk
+        # appended tokens whose q are the basis vectors read the state after the chunk and do not change it
         segments = self._segments(0, width)
         none, still = torch.zeros_like(basis), decay.new_zeros(width, *decay.shape[1:])
         reading = (torch.cat([q, basis]), torch.cat([k, none]))
@@ -158,7 +164,7 @@ class ChunksOverRanks:
         if beta is None:
             transition = self._decayed(q, decay, scale)
         else:
-            # tokens with k = each basis vector and beta 1 first write the identity as the state
+            # prepended tokens whose k are the basis vectors, with beta 1, set the state to the identity
             ones = torch.ones(width, *beta.shape[1:], dtype=beta.dtype, device=beta.device)
             identity = torch.eye(width, dtype=v.dtype, device=v.device)[:, None, None].expand(-1, *v.shape[1:3], -1)
             no_values = v.new_zeros(length + width, *v.shape[1:3], width)
@@ -196,7 +202,7 @@ class ChunksOverRanks:
         states = [torch.zeros_like(sums[0])]
         for whole, added_by in zip(wholes[:-1], sums[:-1], strict=True):
             states.append((_Transition(whole, whole).then(states[-1]) + added_by).to(added_by.dtype))
-        # selected from all, so that the backward of the all-gather runs on every rank
+        # selected from the states of all chunks, so that the backward of the all-gather runs on every rank
         return torch.stack(states)[self._own].flatten(0, 1)
 
     def _gathered(self, x: Tensor) -> Tensor:

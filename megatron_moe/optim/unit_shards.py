@@ -39,7 +39,7 @@ class UnitMemory:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.unit = ""
-        """Unit whose weights or gradients the memory contains; empty if it contains none that are valid."""
+        """Unit whose weights or gradients the memory contains; empty if the contents are not valid."""
         self.last_use: Event = None
         """Event that completes with the last use of these weights or gradients."""
 
@@ -86,8 +86,9 @@ class UnitBuffer(FlatBuffer):
         loads: list[float],
         region: SharedRegion | None,
     ) -> None:
-        """`weights`: memory and flat tensors of weights or codes; None: they are always in memory. `loads`: see
-        `BufferLayout.owner_ranges`. `region`: memory of the shards of weights; None: newly allocated memory."""
+        """`weights`: memory and flat tensors of weights or codes; None if all weights are always in memory. `loads`:
+        see `BufferLayout.owner_ranges`. `region`: symmetric memory for the shards of weights; None if other ranks do
+        not read them."""
         self.weight_memory = None if weights is None else weights[0]
         self.grad_memory = grads[0]
         self._flats, self._flat_grads = [] if weights is None else weights[1], grads[1]
@@ -241,7 +242,7 @@ class UnitBucket(GradBucket):
 
     @property
     def is_complete(self) -> bool:
-        """Whether a microbatch has added all its gradients."""
+        """Whether the last microbatch has added all of its gradients."""
         return self.num_arrived > 0 and self.num_arrived % self.num_per_microbatch == 0
 
 
@@ -266,7 +267,7 @@ class UnitReducer(GradReducer):
                 bucket.on_arrival = self._arrived
                 self._units.setdefault(bucket.buffer.key.unit, []).append(bucket)
         self._arrivals = dict.fromkeys(self._units, 0)
-        """Number of buckets of each unit that a microbatch has completed, over the step."""
+        """Number of completed buckets of each unit, summed over the microbatches of the step."""
         self._streams = make_streams(buckets[0].grads.device, "reduce") if buckets else None
 
     @property
@@ -348,7 +349,7 @@ class UnitReducer(GradReducer):
                 buffer.is_stored = True
             if buffer.replicas is None:
                 continue
-            # sums the gradient shard of a unit over its replicas, the outer data-parallel ranks
+            # collective over the outer dp_cp or edp group: sums the gradient shard of a unit over its replicas
             if buffer.shards_state:
                 pending.append(start_reduce_scatter_(buffer.grad_shard, buffer.replicas, sizes=buffer.replica_sizes))
             else:
@@ -384,7 +385,7 @@ class UnitSharding(Sharding):
         regions = self._regions(layout, context)
         views: dict[str, tuple[Iterator[Tensor], Iterator[Tensor]]] = {}
         loads: dict[BufferKey, list[float]] = {}
-        """Update costs of the matrices of earlier units, per owner."""
+        """Update costs of the matrices of earlier units, per owning rank."""
         for each in layout.buffers:
             unit = each.key.unit
             if unit not in shared:
@@ -409,7 +410,7 @@ class UnitSharding(Sharding):
         return UnitReducer(buckets, config, kernels, self._peers)
 
     def _regions(self, layout: ParamLayout, context: ParallelContext) -> dict[Grid, SharedRegion]:
-        """Symmetric memory of the shards of weights of each grid, if the ranks of a shard can read each other's."""
+        """Symmetric memory for the shards of weights, for each grid whose ranks can access each other's memory."""
         if not (self.config.shards_weights and self.config.gathers_from_peers):
             return {}
         num_bytes: dict[Grid, list[int]] = {}
@@ -487,7 +488,7 @@ def is_layer(unit: str, layouts: Sequence[BufferLayout]) -> bool:
 
 
 def _stored_specs(layout: BufferLayout, size: int | None = None) -> list[Spec]:
-    """Flat tensors that store the weights of a buffer, or `size` elements of them."""
+    """Sizes and dtypes of the flat tensors that store the weights of a buffer, or `size` elements of it."""
     size = layout.size if size is None else size
     if layout.key.code_bits:
         return [(size * bits // 8, torch.uint8) for bits in layout.key.code_bits]

@@ -1,10 +1,10 @@
 """Gathers the sharded weights of a unit before its use, and those of the next units during it (ZeRO-3).
 
-The gathers run on a separate stream, in the order of use. Weights stay in memory until another layer needs it, so that
-the last layers of a forward pass need no gather in backward. Weights of embedding, head and layers that run several
-times are gathered once per step.
+The gathers run on a separate stream, in the order of use. Weights stay in memory until another layer needs the memory,
+so that the last layers of a forward pass need no gather in backward. Weights of embedding, head and layers that run
+several times are gathered once per step.
 
-The first gather of a unit after its update is a collective, which waits for the updates of the other ranks. Inside a
+The first gather of a unit after its update is a collective, which waits for the updates of the other ranks. Within a
 host, later gathers of the step may copy the shards from the memory of the other ranks (`SharedShards`). No rank changes
 a shard while another one copies it: its next update follows the reduction of the unit's gradients, to which every rank
 contributes after its last use of the unit in a step.
@@ -26,7 +26,7 @@ from megatron_moe.parallel.streams import Event, Streams, make_streams
 
 
 class _Unit:
-    """Buffers of one unit, whose gradients and, if `memory` is not None, weights are sharded."""
+    """Buffers of one unit. Its gradients are sharded; its weights are sharded unless `memory` is None."""
 
     def __init__(self, name: str, buffers: Sequence[UnitBuffer]) -> None:
         self.name = name
@@ -75,7 +75,7 @@ class GatheringStore(ParamStore):
         self._recent: list[_Unit] = []
         """Layers with gathered weights, the least recently used first."""
         self.trace: list[tuple[str, str]] | None = None
-        """(event, unit) of all gathers and uses; None: not recorded."""
+        """(event, unit) of all gathers and uses; None if they are not recorded."""
 
     @property
     def gathers(self) -> bool:
@@ -200,7 +200,7 @@ class GatheringStore(ParamStore):
     def _gather_into(self, buffers: Sequence[UnitBuffer], flats: Sequence[Sequence[Tensor]]) -> None:
         shards = [shard for buffer in buffers for shard in buffer.weight_shards]
         sizes = [each for buffer in buffers for each in buffer.stored_sizes(0)]
-        # inner dp_cp or edp: the weights of one unit
+        # collective over the inner dp_cp or edp group: the weights of one unit
         for pending in start_all_gathers_([flat for each in flats for flat in each], shards, buffers[0].group, sizes):
             pending.wait()
 
@@ -245,7 +245,8 @@ class GatheringStore(ParamStore):
         if memory.unit == unit.name:
             return
         if memory.unit:
-            self._weight_grads.run()  # those of layers below the last exchange, or between two layers with experts
+            # deferred weight gradients of layers below the last all-to-all, or between two layers with experts
+            self._weight_grads.run()
         assert not memory.unit, f"gradients of {memory.unit} are not complete, but {unit.name} needs their memory"
         self._streams.wait(memory.last_use)
         memory.last_use = None
@@ -260,5 +261,5 @@ def _gather_shard(buffer: UnitBuffer) -> None:
     """Gathers the parts of this rank's shard that the replicas of the shard have updated."""
     if buffer.shards_state and buffer.replicas is not None:
         for shard, sizes in zip(buffer.weight_shards, buffer.replica_parts(), strict=True):
-            # gathers the parts of one unit's shard over its replicas, the outer data-parallel ranks
+            # collective over the outer dp_cp or edp group: gathers the parts of one unit's shard
             start_all_gather_(shard, buffer.replicas, sizes).wait()

@@ -1,7 +1,7 @@
 """Shards of flat tensors in symmetric memory, which the other ranks of the host copy without a collective.
 
 Copies between GPUs run on copy engines. An NCCL kernel would occupy SMs, for which persistent GEMMs that run beside it
-would wait. A copy needs no action of the shard's owner, so the caller orders copies and changes of shards.
+would wait. A copy does not involve the rank that owns the shard, so the caller must order copies and writes of shards.
 """
 
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ class SharedRegion:
         self._ends = [0] * group.size
 
     def take(self, sizes: Sequence[int], dtype: torch.dtype) -> SharedShards:
-        """Returns shards of `sizes` elements, which may be 0, in memory that is not in use. All ranks of the group take
-        the same shards in the same order."""
+        """Allocates one shard per rank, of `sizes` elements, which may be 0. All ranks of the group must allocate the
+        same shards in the same order."""
         shards = []
         for rank, size in enumerate(sizes):
             start = self._ends[rank]

@@ -12,7 +12,8 @@ from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.ops import internal_dtype
 
 _BLOCK = 16
-"""Tokens of a block of a chunk. With a decay per channel, products of tokens of a block are sums of [16, 16, D]."""
+"""Tokens per block of a chunk. With a decay per channel, scores within a block are computed from a tensor [16, 16,
+D]."""
 
 
 def linear_attention(
@@ -195,10 +196,9 @@ def _run_chunk(inputs: _Chunk, state: Tensor, scale: float, eps: float | None) -
 
 
 def _decayed_products(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """Products sum_d x_id k_jd exp(total_id - total_jd) for j <= i, and 0 for j > i: [B, M, L, L].
-
-    The sums of log decays `total` fall, so both factors exp(total_i - total_s) and exp(total_s - total_j) of products
-    across the first token s of a block are at most 1."""
+    """Scores sum_d x_id k_jd exp(total_id - total_jd) for j <= i, and 0 for j > i: [B, M, L, L]. The cumulative log
+    decays `total` are non-increasing. For tokens j < s <= i, where s is the first token of a block, both factors
+    exp(total_i - total_s) and exp(total_s - total_j) are therefore at most 1."""
     length, rows = k.shape[-2], []
     for start in range(0, length, _BLOCK):
         of_block = slice(start, min(start + _BLOCK, length))

@@ -40,7 +40,7 @@ from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
 
 
 class ScanGradients(NamedTuple):
-    """Gradients of linear attention; those of q and k for each value head, [S, B, M, D]."""
+    """Gradients of linear attention. The gradients of q and k are per value head, [S, B, M, D]."""
 
     q: Tensor
     k: Tensor

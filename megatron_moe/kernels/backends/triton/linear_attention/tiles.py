@@ -32,7 +32,7 @@ class ScanShape:
     value_width: int
 
     strides: tuple[int, int, int]
-    """Elements between consecutive rows of q, k and v."""
+    """Numbers of elements between consecutive rows, for q, k and v."""
     eps: float | None
     """Epsilon of the L2 normalisation of the rows of q and k; None for no normalisation."""
 
@@ -94,8 +94,8 @@ def load_keys(
     ptr, stride, eps, chunk, head, length, batch, groups, heads, width,
     NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Loads the rows of q or k, [CHUNK, WIDTH], that value head `head` of [B, heads] reads. `stride`: elements between
-    the rows of [S, B]. `NORMS`: divides each row by its norm."""
+    """Loads the rows of q or k, [CHUNK, WIDTH], that value head `head` (index in [B, heads]) reads. `stride`: elements
+    between the rows of [S, B]. `NORMS`: divides each row by its norm."""
     rows, mask = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
     dims = tl.arange(0, WIDTH)
     ptr += (head % heads) // (heads // groups) * width
@@ -111,8 +111,8 @@ def grad_of_keys(
     grad, ptr, stride, eps, chunk, head, length, batch, groups, heads, width,
     NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the rows of q or k in memory, from `grad`, fp32 [CHUNK, WIDTH], the gradient of the rows that
-    `load_keys` returns."""
+    """Gradient of rows of q or k before normalisation. `grad`: gradient of the rows that `load_keys` returns, fp32
+    [CHUNK, WIDTH]."""
     if NORMS:
         x = load_keys(ptr, stride, eps, chunk, head, length, batch, groups, heads, width, False, CHUNK, WIDTH).to(
             tl.float32
@@ -127,7 +127,7 @@ def grad_of_keys(
 def load_values(
     ptr, stride, chunk, head, length, batch, heads, width, first, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Loads the rows of v of value head `head` of [B, heads], channels `first` and following; see `load_keys`."""
+    """Loads the rows of v of value head `head` (index in [B, heads]), from channel `first` on; see `load_keys`."""
     rows, mask = token_offsets(chunk, head // heads, length, batch, 1, CHUNK)
     dims = first + tl.arange(0, WIDTH)
     ptr += (head % heads) * width
@@ -138,8 +138,8 @@ def load_values(
 
 @triton.jit
 def load_tile(ptr, rows, mask, width, first, WIDTH: tl.constexpr):
-    """Loads a tile [CHUNK, WIDTH] of channels `first` and following; padded with 0. `rows`: offsets of the rows in
-    units of `width` elements."""
+    """Loads a tile [CHUNK, WIDTH] from channel `first` on, padded with 0. `rows`: offsets of the rows in units of
+    `width` elements."""
     dims = first + tl.arange(0, WIDTH)
     return tl.load(ptr + rows[:, None] * width + dims[None, :], mask=mask[:, None] & (dims < width)[None, :], other=0.0)
 
@@ -160,8 +160,8 @@ def chunk_number(chunk, head, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def state_offsets(number, width, value_width, first, WIDTH: tl.constexpr, VALUE: tl.constexpr):
-    """Returns (offsets [WIDTH, VALUE], mask) of state [width, value_width] number `number`, from value channel `first`
-    on."""
+    """Returns (offsets [WIDTH, VALUE], mask) of the state [width, value_width] with index `number`, from value channel
+    `first` on."""
     keys, values = tl.arange(0, WIDTH), first + tl.arange(0, VALUE)
     offsets = number * width * value_width + keys[:, None] * value_width + values[None, :]
     return offsets, (keys < width)[:, None] & (values < value_width)[None, :]
