@@ -53,7 +53,7 @@ FLEX = tiny.moe(
     shared=SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16)),
     expert_rank_capacity_factor=1.9,
 )
-DENSE_FIRST = tiny.model(num_layers=3, moe_config=FLEX)
+DENSE_FIRST = tiny.model(num_layers=2, moe_config=FLEX)
 LATENT = tiny.model(
     layers=(
         tiny_models.layer_config(tiny_models.mla_config()),
@@ -112,9 +112,9 @@ CASES = {
     ),
 }
 ONE_RANK = tiny.plan(
-    model=tiny.model(num_layers=3, moe_config=tiny.moe(tiny.router(**ROUTER)), mtp=MTPConfig(num_layers=1)),
+    model=tiny.model(num_layers=2, moe_config=tiny.moe(tiny.router(**ROUTER)), mtp=MTPConfig(num_layers=1)),
     precision=replace(tiny.plan().precision, low_precision=low_precision_config("blockwise", blocks=8)),
-    batch=BatchConfig(micro_batch_size=1, global_batch_size=4),
+    batch=BatchConfig(micro_batch_size=1, global_batch_size=2),
 )
 TAPED = {
     "prediction": ONE_RANK,

@@ -118,7 +118,7 @@ def run_of(features: str) -> tuple[RunPlan, CudaGraphConfig]:
     stages = "pp" in words
     layout = "Et|t|t|tL" if "vpp" in words else "Ett|ttL"
     plan = tiny.plan(
-        model=model_with(words, values, num_layers=4 if stages else 3),
+        model=model_with(words, values, num_layers=4 if stages else 3 if "mamba" in words else 2),
         batch=BatchConfig(micro_batch_size=1, global_batch_size=8 if stages else 4),
         pipeline=PipelineConfig(overlap="pairs" in words, delay_wgrad_compute="later" in words),
         memory=MemoryConfig(
