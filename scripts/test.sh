@@ -45,12 +45,12 @@ tests() { # tests NAME ARGUMENTS...: one pytest session; its counts go into the 
 quick="tests/house_rules tests/arguments tests/config"
 long=(
     "tests/parity"
-    "tests/end_to_end tests/faults tests/recipes"
-    "tests/kernels"
     "tests/train"
     "tests/memory tests/memory_emulation"
-    "tests/moe"
+    "tests/kernels"
+    "tests/end_to_end tests/faults tests/recipes"
     "tests/model tests/optim"
+    "tests/moe"
 )
 all_long=${long[*]}
 

@@ -6,7 +6,7 @@ SAMPLED = {
     "kernels/test_attention_blocks.py": 2,
     "kernels/test_backends.py": 2,
     "kernels/test_fp8_kernels.py": 2,
-    "kernels/test_linear_attention.py": 2,
+    "kernels/test_linear_attention.py": 3,
     "kernels/test_push.py": 2,
     "kernels/test_triton_kernels.py": 2,
     "kernels/test_triton_packed.py": 2,
