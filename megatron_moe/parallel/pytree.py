@@ -6,6 +6,7 @@ The structure (`TreeSpec`) is hashable and includes shapes and dtypes, so CUDA g
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -64,24 +65,30 @@ def map_state(state: Any, change: Callable[[Any], Any], leaves: tuple[type, ...]
 
     A pending exchange is changed in place, because its start and its finish refer to the same object.
     """
-    if state is None:  # most fields of a state are None
+    if state is None:
         return None
     if isinstance(state, leaves):
         return change(state)
     if isinstance(state, tuple):
-        return tuple(map_state(part, change, leaves) for part in state)
+        if not state:
+            return state
+        parts = tuple([map_state(part, change, leaves) for part in state])
+        return state if all(map(is_, parts, state)) else parts
     if hasattr(state, "replace_boundary"):
         state.replace_boundary(change)
-    elif is_dataclass(state) and not isinstance(state, type):
-        return map_fields(state, lambda part: map_state(part, change, leaves))
+    elif hasattr(state, "__dataclass_fields__"):
+        changes = {}
+        for name, part in vars(state).items():
+            if part is not None and (changed := map_state(part, change, leaves)) is not part:
+                changes[name] = changed
+        return evolve(state, changes) if changes else state
     return state
 
 
 def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
     """Copy of a dataclass instance with `change` applied to each field; the instance itself if nothing changes."""
-    changed = {name: change(value) for name, value in vars(instance).items()}
-    same = all(value is changed[name] for name, value in vars(instance).items())
-    return instance if same else evolve(instance, changed)
+    changes = {name: changed for name, value in vars(instance).items() if (changed := change(value)) is not value}
+    return evolve(instance, changes) if changes else instance
 
 
 def evolve(instance: T, changes: Mapping[str, Any]) -> T:

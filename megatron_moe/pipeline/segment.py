@@ -49,12 +49,19 @@ class SegmentedMicrobatch:
     def __init__(self, steps: Sequence[Step], received: Tensor | None, streams: Streams) -> None:
         """`received`: output of the previous stage; None in the first stage."""
         self._steps = steps
+        self._indices: dict[tuple[str, int | None], list[int]] = {}
+        """Indices of the steps of every node: two if it is an exchange, else one."""
+        for index, step in enumerate(steps):
+            self._indices.setdefault((step.node, step.layer), []).append(index)
         self._streams = streams
         self._last_step: Event = streams.record()
         self._received = GradBoundary(None)
         self._state: Any = received
+        self._cuts: Sequence[CutTensor] = ()
+        """All `CutTensor`s of the state."""
         if received is not None and torch.is_grad_enabled():
             self._state = CutTensor(received, self._received)
+            self._cuts = (self._state,)
         self._boundaries: list[list[GradBoundary]] = []
         """Boundaries of the outputs of each step, for steps whose forward has run and whose backward has not."""
         self._num_forward = 0
@@ -62,7 +69,7 @@ class SegmentedMicrobatch:
 
     def forward(self, entry: OverlapNode | None = None) -> None:
         """Runs the pending steps up to and including the first step of `entry`, or all of them if `entry` is None."""
-        end = len(self._steps) if entry is None else min(self._step_indices(entry), default=-1) + 1
+        end = len(self._steps) if entry is None else self._step_indices(entry, (-1,))[0] + 1
         while self._num_forward < end:
             self._forward(self._steps[self._num_forward])
             self._num_forward += 1
@@ -85,7 +92,7 @@ class SegmentedMicrobatch:
 
     def backward(self, entry: OverlapNode | None = None) -> None:
         """Runs pending backwards in reverse step order, down to the last step of `entry`, or all if `entry` is None."""
-        start = 0 if entry is None else max(self._step_indices(entry), default=len(self._boundaries))
+        start = 0 if entry is None else self._step_indices(entry, (len(self._boundaries),))[-1]
         while len(self._boundaries) > start:
             self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
 
@@ -95,18 +102,17 @@ class SegmentedMicrobatch:
         assert gradient is not None, "the received tensor has no gradient"
         return gradient
 
-    def _step_indices(self, entry: OverlapNode) -> list[int]:
-        """Indices of the steps of an entry's node: two if the node is an exchange, else one; none if the chunk lacks
-        the node."""
-        return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (entry.node, entry.layer)]
+    def _step_indices(self, entry: OverlapNode, default: Sequence[int]) -> Sequence[int]:
+        """Indices of the steps of an entry's node in ascending order; `default` if the chunk lacks the node."""
+        return self._indices.get((entry.node, entry.layer), default)
 
     def _forward(self, step: Step) -> None:
         streams = self._streams
         with streams.on(step.stream):
             streams.wait(self._last_step)
-            cut = _GraphCut(streams.record_use)
+            cut = _GraphCut(streams.record_use, self._cuts)
             state, self._state = cut.enter(self._state), None
-            self._state = cut.leave(step.run(state))
+            self._state, self._cuts = cut.leave(step.run(state))
             self._last_step = streams.record()
         self._boundaries.append(cut.boundaries)
 
@@ -119,72 +125,92 @@ class SegmentedMicrobatch:
                 if boundary.gradient is not None:
                     streams.record_use(boundary.gradient)
             if reached:
-                edges = tuple(each.edge for each in reached if each.edge is not None)
-                torch.autograd.backward(edges, tuple(each.gradient for each in reached))
+                _run_backward([each.edge for each in reached], [each.gradient for each in reached])
             for boundary in boundaries:
                 boundary.edge = boundary.gradient = None
             self._last_step = streams.record()
 
 
+def _run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
+    """Runs the backward from `edges`; the gradient None means 1. Gradients that an earlier backward has computed have
+    the right shapes, so that they are passed to the engine without the checks of `torch.autograd.backward`, which take
+    as long on the host as the launches of a node."""
+    if any(gradient is None for gradient in gradients):
+        torch.autograd.backward(tuple(edge for edge in edges if edge is not None), tuple(gradients))
+        return
+    run = torch.autograd.Variable._execution_engine.run_backward
+    run(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 class _GraphCut:
     """Cuts the autograd graph before and after a step: `enter` converts the step's input, `leave` its output."""
 
-    def __init__(self, record_use: Callable[[Tensor], None]) -> None:
-        """`record_use`: called with every tensor of the step's input (`Streams.record_use`)."""
+    def __init__(self, record_use: Callable[[Tensor], None], cuts: Sequence[CutTensor]) -> None:
+        """`record_use`: called with every tensor of the step's input (`Streams.record_use`). `cuts`: all `CutTensor`s
+        of the step's input."""
         self.boundaries: list[GradBoundary] = []
         """Boundaries of the output tensors that the step itself computed, not of tensors that it passed through."""
         self._record_use = record_use
-        self._entered: dict[CutTensor, Tensor] = {}
-        self._cuts: dict[int, tuple[Tensor, CutTensor]] = {}
+        self._entered = dict(zip(cuts, _enter(cuts), strict=True))
+        self._cuts = {id(tensor): (tensor, cut) for cut, tensor in self._entered.items()}
         """Maps id(tensor) to (tensor, its `CutTensor`). The reference to the tensor keeps the id valid."""
+        self._left: dict[CutTensor, None] = {}
+        """`CutTensor`s of the step's output."""
 
     def enter(self, state: Any) -> Any:
         """Replaces each `CutTensor` of the state by a tensor that starts a new graph."""
         return map_state(state, self._enter, (Tensor, CutTensor))
 
-    def leave(self, state: Any) -> Any:
-        """Replaces each tensor that requires a gradient by a `CutTensor`. A tensor that `enter` made from a `CutTensor`
-        is replaced by that `CutTensor`."""
-        state = map_state(state, self._leave, (Tensor, CutTensor))
-        self._entered.clear()
-        self._cuts.clear()
-        return state
+    def leave(self, state: Any) -> tuple[Any, Sequence[CutTensor]]:
+        """Replaces each tensor that requires a gradient by a `CutTensor`, and returns all of these. A tensor that
+        `enter` made from a `CutTensor` is replaced by that `CutTensor`."""
+        state, left = map_state(state, self._leave, (Tensor, CutTensor)), tuple(self._left)
+        del self._entered, self._cuts
+        return state, left
 
     def _enter(self, leaf: Tensor | CutTensor) -> Tensor:
-        if not isinstance(leaf, CutTensor):
-            self._record_use(leaf)
-            return leaf
-        if leaf not in self._entered:
-            data = leaf.data
-            self._record_use(data)
-            anchor = torch.empty(0, dtype=data.dtype, device=data.device, requires_grad=True)
-            tensor: Tensor = _Enter.apply(anchor, data, leaf.boundary)  # type: ignore[no-untyped-call]
-            self._entered[leaf] = tensor
-            self._cuts[id(tensor)] = tensor, leaf
-        return self._entered[leaf]
+        if isinstance(leaf, CutTensor):
+            self._record_use(leaf.data)
+            return self._entered[leaf]
+        self._record_use(leaf)
+        return leaf
 
     def _leave(self, leaf: Tensor | CutTensor) -> Tensor | CutTensor:
         assert isinstance(leaf, Tensor), "a CutTensor inside a segment was not replaced by `enter`"
-        if id(leaf) in self._cuts:
-            return self._cuts[id(leaf)][1]
         if not leaf.requires_grad:
             return leaf
-        boundary = GradBoundary(get_gradient_edge(leaf))
-        self.boundaries.append(boundary)
-        cut = CutTensor(leaf.detach(), boundary)
-        self._cuts[id(leaf)] = leaf, cut
+        if id(leaf) not in self._cuts:
+            boundary = GradBoundary(get_gradient_edge(leaf))
+            self.boundaries.append(boundary)
+            self._cuts[id(leaf)] = leaf, CutTensor(leaf.detach(), boundary)
+        cut = self._cuts[id(leaf)][1]
+        self._left[cut] = None
         return cut
 
 
+def _enter(cuts: Sequence[CutTensor]) -> Sequence[Tensor]:
+    """Returns a tensor per `CutTensor` with its data, all of which start a new graph."""
+    if not cuts:
+        return ()
+    data = [cut.data for cut in cuts]
+    anchor = data[0].new_empty(0, requires_grad=True)
+    found: Sequence[Tensor] = _Enter.apply(anchor, [cut.boundary for cut in cuts], *data)  # type: ignore[no-untyped-call]
+    return found
+
+
 class _Enter(torch.autograd.Function):
-    """Identity of `data`. Its backward adds the gradient to `boundary`; `anchor` makes autograd record the function."""
+    """Identity of `data`. Its backward adds the gradients to `boundaries`; `anchor` makes autograd record the
+    function."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, data: Tensor, boundary: GradBoundary) -> Tensor:
-        ctx.boundary = boundary
-        return data.view_as(data)
+    def forward(ctx: Any, anchor: Tensor, boundaries: Sequence[GradBoundary], *data: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.boundaries = boundaries
+        return tuple(each.view_as(each) for each in data)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.boundary.add(grads[0])
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        for boundary, grad in zip(ctx.boundaries, grads, strict=True):
+            if grad is not None:
+                boundary.add(grad)
+        return (None,) * (2 + len(grads))

@@ -46,6 +46,19 @@ class Pipeline:
         """Pool of CUDA graph instances for the microbatches in flight; None means eager execution."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
         self._slots: dict[ScheduleConfig, dict[At, int]] = {}
+        self._pairs: dict[tuple[int, int], tuple[OverlapNode, ...]] = {}
+
+    def interleaved_nodes(self, forward_chunk: int, backward_chunk: int) -> tuple[OverlapNode, ...]:
+        """Nodes of the forward and the backward of an overlapped pair, in launch order."""
+        chunks = forward_chunk, backward_chunk
+        if chunks not in self._pairs:
+            self._pairs[chunks] = pair_nodes(
+                *(self.model.chunks[chunk] for chunk in chunks),
+                split_backward=self.config.delay_wgrad_compute,
+                early_dispatch=not self.model.blocks_host,
+                early_attention_backward=self.config.ep_overlap_early_attn_memory_release,
+            )
+        return self._pairs[chunks]
 
     def run(
         self,
@@ -110,14 +123,7 @@ class RankStage:
         return replace(batch, context=replace(batch.context, graph_instance=graph_instance))
 
     def interleaved_nodes(self, forward_chunk: int, backward_chunk: int) -> Sequence[OverlapNode]:
-        chunks, config = self._pipeline.model.chunks, self._pipeline.config
-        return pair_nodes(
-            chunks[forward_chunk],
-            chunks[backward_chunk],
-            split_backward=config.delay_wgrad_compute,
-            early_dispatch=not self._pipeline.model.blocks_host,
-            early_attention_backward=config.ep_overlap_early_attn_memory_release,
-        )
+        return self._pipeline.interleaved_nodes(forward_chunk, backward_chunk)
 
     def input_shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
         """Shape of the tensor sent to a stage: [S, B, n H] for n residual streams and, after the final norm, [S, B, H].

@@ -94,7 +94,8 @@ def test_every_specialisation_has_its_own_kernel(launches: Launches) -> None:
 
 
 def test_hooks_see_every_launch(launches: Launches) -> None:
-    kernel, x, seen = kernel_of("megatron_moe.kernels"), torch.zeros(64), []
+    kernel, x = kernel_of("megatron_moe.kernels"), torch.zeros(64)
+    seen: list[Any] = []
     kernel[(1,)](x, x, 64, BLOCK=16)
     knobs.runtime.launch_enter_hook.add(seen.append)
     try:
