@@ -23,7 +23,7 @@ from megatron_moe.memory.saved_tensors import DiscardScope, SavedTensorPolicy
 from megatron_moe.optim.param_layout import Direction
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.pytree import map_state
-from megatron_moe.pipeline.overlap import NodeName, Step, stream_of
+from megatron_moe.pipeline.overlap import EXCHANGES, NodeName, Step
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
 State = TypeVar("State")
@@ -398,10 +398,12 @@ def schedule_steps(chain: Iterable[BoundNodes], *, exchange_steps: bool = True) 
         groups: list[tuple[NodeName, list[Node]]] = []
         for node, following in itertools.zip_longest(nodes, nodes[1:]):
             kind = node.kind
-            if kind is not None and stream_of(kind) == "communication" and not exchange_steps:
-                # only the node that finishes an exchange is followed by a node of another kind
+            in_exchange = kind in EXCHANGES
+            if in_exchange and not exchange_steps:
+                # only the last node of the exchange, the finish, has a following node of another kind
                 kind = None if following.kind == kind else following.kind
-            if kind is None or groups and groups[-1][0] == kind and stream_of(kind) == "compute":
+                in_exchange = False
+            if kind is None or groups and groups[-1][0] == kind and not in_exchange:
                 groups[-1][1].append(node)
             else:
                 groups.append((kind, [node]))

@@ -6,6 +6,7 @@ fakes selected by `kernels.py`. On a GPU, real kernels run, and placeholders rep
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import ECHO, HIERARCHICAL, NCCL, SYMMETRIC, ExpertTransport
 from megatron_moe.cost_model.expert_load import RoutingSizes, token_copies
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, split_sequence
-from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory_emulation.graphs import EmulatedGraphRecorder
@@ -288,5 +289,6 @@ def with_assumed_choices(
         routed = kernels.route(logits_TE, bias_E, router, **given)
         return routed._replace(ids_TK=ids_TK, counts_E=kernels.count_tokens(ids_TK, router.num_experts))
 
-    functions = {op: getattr(kernels, op) for op in OPS} | {"route": route}
-    return KernelSet.of(functions, kernels.choices)
+    chosen = copy(kernels)
+    vars(chosen)["route"] = route
+    return chosen

@@ -13,16 +13,20 @@ Event = torch.cuda.Event | None
 """CUDA event; None stands for work that has already completed."""
 
 
+_NO_CHANGE = nullcontext()
+"""Keeps the current stream."""
+
+
 class Streams:
     """Named CUDA streams of one device. This base class, for CPU and meta tensors, does nothing."""
 
     def on(self, name: str) -> AbstractContextManager[object]:
         """Makes the stream `name` current in a with block. "compute" is the stream that was current at construction."""
-        return nullcontext()
+        return _NO_CHANGE
 
     def fork(self, name: str) -> AbstractContextManager[object]:
         """Makes stream `name` current, as `on` does, and makes it wait for the work queued on the previous stream."""
-        return nullcontext()
+        return _NO_CHANGE
 
     def record(self) -> Event:
         """Records an event on the current stream."""

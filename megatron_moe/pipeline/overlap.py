@@ -19,9 +19,8 @@ includes the loss. "chunk" is a whole chunk that is not divided into nodes."""
 Stream = Literal["compute", "communication"]
 
 
-def stream_of(node: NodeName) -> Stream:
-    """Stream on which a node runs: communication for dispatch and combine, compute for all others."""
-    return "communication" if node in ("dispatch", "combine") else "compute"
+EXCHANGES: tuple[NodeName, ...] = ("dispatch", "combine")
+"""Nodes that run on the communication stream; all others run on the compute stream."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Step:
 
     @property
     def stream(self) -> Stream:
-        return stream_of(self.node)
+        return "communication" if self.node in EXCHANGES else "compute"
 
 
 @dataclass(frozen=True)

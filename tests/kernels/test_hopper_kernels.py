@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
-from megatron_moe.kernels.backends.hopper.tiles import aligned, rows_by_slice
+from megatron_moe.kernels.backends.hopper.tiles import aligned, blocks_of, rows_by_slice
 from megatron_moe.kernels.kernel_set import Priority
 from megatron_moe.kernels.registry import provided_ops
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
@@ -98,3 +100,10 @@ def test_other_triton_versions_are_not_supported(version: str, fit: Priority, mo
     for op in provided_ops(hopper_kernels):
         support = hopper_kernels.support(op, torch.device("cuda"), torch.bfloat16)
         assert support.fit is fit and (fit is Priority.TAILORED or "Triton 3.6; installed is 3.9.0" in support.reason)
+
+
+def test_descriptors_equal_checked_ones() -> None:
+    rows = torch.zeros(64, 128, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    checked = TensorDescriptor.from_tensor(rows, [16, 64], layout)
+    assert repr(blocks_of(rows, [16, 64])) == repr(checked), "the text is part of a kernel's specialisation"

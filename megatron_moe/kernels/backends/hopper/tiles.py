@@ -6,6 +6,8 @@ half a tile each. Every stage has two barriers: `full` completes when both opera
 warpgroups have read them. Loads for the next tile can therefore overlap with the last MMA and store of a tile.
 """
 
+from collections.abc import Sequence
+from dataclasses import fields
 from types import MappingProxyType
 
 import torch
@@ -28,9 +30,23 @@ _BAND = gl.constexpr(16)
 """Row tiles per band, see `tile_origin`."""
 _FAR = gl.constexpr(1 << 30)
 """Index that exceeds the number of rows of any tensor; see `rows_by_slice`."""
+
+
+class _Layout(gl.NVMMASharedLayout):
+    """Layout that formats its text once, because the text is part of the specialisation of every launch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        text = repr(gl.NVMMASharedLayout(**{field.name: getattr(self, field.name) for field in fields(self)}))
+        object.__setattr__(self, "_text", text)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 _LAYOUTS = MappingProxyType(
     {
-        (size, rank): gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=rank)
+        (size, rank): _Layout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=rank)
         for size in (1, 2, 4)
         for rank in (2, 3, 4)
     }
@@ -41,7 +57,7 @@ once, because building one takes as long on the host as a launch."""
 
 def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """TMA descriptor for blocks of a tensor. Out-of-bounds elements are read as zero and not written."""
-    return TensorDescriptor.from_tensor(tensor, block, _layout(tensor.element_size(), block[-1], len(block)))
+    return _described(tensor, tensor.shape, tensor.stride(), block)
 
 
 def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
@@ -54,7 +70,16 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]
-    return TensorDescriptor(matrix, shape, strides, [1, 1, *block], _layout(matrix.element_size(), block[-1], 4))
+    return _described(matrix, shape, strides, [1, 1, *block])
+
+
+def _described(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], block: list[int]) -> TensorDescriptor:
+    """Creates a descriptor without the checks of its constructor, which take longer on the host than a launch.
+    `aligned` checks what depends on the tensor."""
+    descriptor: TensorDescriptor = object.__new__(TensorDescriptor)
+    layout = _layout(tensor.element_size(), block[-1], len(block))
+    vars(descriptor).update(base=tensor, shape=shape, strides=strides, block_shape=block, layout=layout, padding="zero")
+    return descriptor
 
 
 def aligned(matrix: Tensor, what: str) -> Tensor:
