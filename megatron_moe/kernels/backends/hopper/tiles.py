@@ -32,7 +32,7 @@ _FAR = gl.constexpr(1 << 30)
 """Index that exceeds the number of rows of any tensor; see `rows_by_slice`."""
 
 
-class _Layout(gl.NVMMASharedLayout):
+class _SharedLayout(gl.NVMMASharedLayout):
     """Layout that formats its text once, because the text is part of the specialisation of every launch."""
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class _Layout(gl.NVMMASharedLayout):
 
 _LAYOUTS = MappingProxyType(
     {
-        (size, rank): _Layout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=rank)
+        (size, rank): _SharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=rank)
         for size in (1, 2, 4)
         for rank in (2, 3, 4)
     }
