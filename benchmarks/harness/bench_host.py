@@ -131,6 +131,10 @@ def _input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     return grad.new_empty(*grad.shape[:-1], weight.shape[1])
 
 
+def _scaled_gemm(x: Tensor, weight: Tensor, *scaling: Any, output_dtype: torch.dtype) -> Tensor:
+    return x.new_empty(len(x), weight.shape[1], dtype=output_dtype)
+
+
 @contextmanager
 def _without_gpu() -> Iterator[None]:
     """Replaces launches of kernels and calls of libraries in the body, on tensors of the CPU."""
@@ -147,6 +151,7 @@ def _without_gpu() -> Iterator[None]:
             for name in names:
                 undo.enter_context(patch.object(module, name, getattr(fakes, name)))
         undo.enter_context(patch.object(cudnn, "serves", fakes._serves))
+        undo.enter_context(patch.object(torch.nn.functional, "scaled_mm", _scaled_gemm))
         undo.enter_context(patch.object(reference, "linear_forward", _multiplied))
         undo.enter_context(patch.object(reference, "linear_input_grad", _input_grad))
         undo.enter_context(patch.object(driver, "_active", _StandInDriver()))

@@ -30,6 +30,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     first_tile,
     halves,
     new_barriers,
+    scales_of,
     tile_origin,
 )
 from megatron_moe.kernels.backends.hopper.weight_grad import MOST_PARTS
@@ -90,15 +91,9 @@ def _described(part: GroupedPart[MatrixOperand]) -> tuple[TensorDescriptor | Ten
     grad, grad_scales = _columnwise(part.grad)
     rows, rows_scales = _columnwise(part.rows)
     return (
-        blocks_of(grad, [CHUNK.value, ROWS.value]), _scales(grad_scales, OUTPUTS.value),
-        blocks_of(rows, [INPUTS.value, ROWS.value]), _scales(rows_scales, INPUTS.value), part.offsets_e,
+        blocks_of(grad, [CHUNK.value, ROWS.value]), scales_of(grad_scales, OUTPUTS.value),
+        blocks_of(rows, [INPUTS.value, ROWS.value]), scales_of(rows_scales, INPUTS.value), part.offsets_e,
     )  # fmt: skip
-
-
-def _scales(scales: Tensor, width: int) -> TensorDescriptor:
-    """TMA descriptor for the scales of `width` channels in one row block."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor.from_tensor(aligned(scales, "scales"), [1, width], layout)
 
 
 def _columnwise(operand: MatrixOperand) -> tuple[Tensor, Tensor]:

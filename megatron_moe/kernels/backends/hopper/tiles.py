@@ -6,6 +6,7 @@ half a tile each. Every stage has two barriers: `full` completes when both opera
 warpgroups have read them. Loads for the next tile can therefore overlap with the last MMA and store of a tile.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from types import MappingProxyType
@@ -53,11 +54,18 @@ _LAYOUTS = MappingProxyType(
 )
 """Shared-memory layouts by element size in bytes and number of dims. The 128-byte swizzle avoids bank conflicts. Built
 once, because building one takes as long on the host as a launch."""
+_LAYOUT_OF_SCALES = _SharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """TMA descriptor for blocks of a tensor. Out-of-bounds elements are read as zero and not written."""
-    return _described(tensor, tensor.shape, tensor.stride(), block)
+    return _described(tensor, tensor.shape, tensor.stride(), block, _layout(tensor.element_size(), block))
+
+
+def scales_of(scales: Tensor, width: int) -> TensorDescriptor:
+    """TMA descriptor for the scales, fp32 [blocks, channels], of `width` channels in one block."""
+    scales = aligned(scales, "scales")
+    return _described(scales, scales.shape, scales.stride(), [1, width], _LAYOUT_OF_SCALES)
 
 
 def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
@@ -70,14 +78,16 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]
-    return _described(matrix, shape, strides, [1, 1, *block])
+    block = [1, 1, *block]
+    return _described(matrix, shape, strides, block, _layout(matrix.element_size(), block))
 
 
-def _described(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], block: list[int]) -> TensorDescriptor:
+def _described(
+    tensor: Tensor, shape: Sequence[int], strides: Sequence[int], block: list[int], layout: _SharedLayout
+) -> TensorDescriptor:
     """Creates a descriptor without the checks of its constructor, which take longer on the host than a launch.
     `aligned` checks what depends on the tensor."""
     descriptor: TensorDescriptor = object.__new__(TensorDescriptor)
-    layout = _layout(tensor.element_size(), block[-1], len(block))
     vars(descriptor).update(base=tensor, shape=shape, strides=strides, block_shape=block, layout=layout, padding="zero")
     return descriptor
 
@@ -88,22 +98,25 @@ def aligned(matrix: Tensor, what: str) -> Tensor:
 
     Raises `EnvironmentProblem` if the row size is not a multiple of 16 bytes.
     """
-    width = matrix.shape[-1] * matrix.element_size()
+    size = matrix.element_size()
+    *steps, last = matrix.stride()
+    fits = last == 1 and math.gcd(matrix.shape[-1], *steps) * size % _ALIGNMENT == 0
+    if fits and matrix.data_ptr() % _ALIGNMENT == 0:
+        return matrix
+    width = matrix.shape[-1] * size
     if width % _ALIGNMENT:
         raise EnvironmentProblem(
             f"Kernel backend '{NAME}' cannot multiply {what} of shape {tuple(matrix.shape)}: a row has {width} bytes, "
             f"but TMA requires a multiple of {_ALIGNMENT}; make the hidden and expert FFN sizes multiples of "
-            f"{_ALIGNMENT // matrix.element_size()}, or use --kernel-backend reference."
+            f"{_ALIGNMENT // size}, or use --kernel-backend reference."
         )
-    steps = (stride * matrix.element_size() for stride in matrix.stride()[:-1])
-    fits = matrix.stride(-1) == 1 and matrix.data_ptr() % _ALIGNMENT == 0 and all(s % _ALIGNMENT == 0 for s in steps)
-    return matrix if fits else matrix.clone(memory_format=torch.contiguous_format)
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
-def _layout(size: int, width: int, rank: int) -> gl.NVMMASharedLayout:
-    """Shared-memory layout of a block with `rank` dims and rows of `width` elements of `size` bytes."""
-    assert width * size % 128 == 0, f"rows of {width} elements of {size} bytes"
-    return _LAYOUTS[size, rank]
+def _layout(size: int, block: list[int]) -> _SharedLayout:
+    """Shared-memory layout of a block with elements of `size` bytes."""
+    assert block[-1] * size % 128 == 0, f"rows of {block[-1]} elements of {size} bytes"
+    return _LAYOUTS[size, len(block)]
 
 
 @builtin
