@@ -52,8 +52,8 @@ class ContainerPaths:
     problems: list[Problem] = field(default_factory=list)
 
     def inside(self, path: str | Path) -> Path | None:
-        """Translates a path to its name in the container; None if no mount covers it. Paths that exist only in the
-        container are returned unchanged."""
+        """Translates a host path to its path in the container; None if no mount covers it. A path that is already below
+        the container folder of a mount is returned unchanged."""
         absolute = Path(normpath(self.folder / path))
         covering = [mount for mount in self.mounts if absolute.is_relative_to(mount.host)]
         if covering:

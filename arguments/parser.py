@@ -97,7 +97,7 @@ def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
 
 def _repaired(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
     """Repairs words that a shell or the clipboard has corrupted. Returns the problems and the repaired words. Only the
-    first problem of each kind is returned, to avoid follow-up errors."""
+    first problem of each kind is returned, because one cause usually corrupts many words."""
     problems: dict[str, Problem] = {}
     repaired: list[str] = []
     for word in words:

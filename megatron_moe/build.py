@@ -44,7 +44,7 @@ from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.optim.param_store import ParamStore
-from megatron_moe.optim.unit_shards import UnitSharding, collective_notes
+from megatron_moe.optim.unit_shards import UnitSharding, nccl_fallback_notes
 from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
@@ -476,7 +476,7 @@ def run_summary(plan: RunPlan, context: ParallelContext, model: GPT, datasets: D
     if model.expert_comm is not None and model.expert_comm.note and model.expert_comm.note not in plan.notes:
         yield model.expert_comm.note
     if plan.data_parallel.fsdp is not None:
-        yield from collective_notes(plan.data_parallel.fsdp, context)
+        yield from nccl_fallback_notes(plan.data_parallel.fsdp, context)
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
     yield f"parameters: {total.total:,} in all, {active.total:,} active per token, {held:,} on this rank"

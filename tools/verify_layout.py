@@ -85,10 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nproc", type=positive, help=f"ranks to fold to (default: the fewest with all axes, at most {MOST_RANKS})"
     )
-    parser.add_argument("--steps", type=positive, default=STEPS, help=f"training steps to compare ({STEPS})")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"training steps to compare (default: {STEPS})")
     parser.add_argument("--every", action="store_true", help="one line per parameter, layer and step")
     parser.add_argument("--inject", metavar="ERROR", help="inject an error, such as scale-expert-grads:2")
-    parser.add_argument("--timeout", type=positive, default=300, help="time limit of the ranks in seconds (300)")
+    parser.add_argument(
+        "--timeout", type=positive, default=300, help="time limit of the ranks in seconds (default: 300)"
+    )
     return parser
 
 

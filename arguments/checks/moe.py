@@ -14,7 +14,7 @@ def moe_layer_pattern_matches_layers(flags: RuleFlags) -> Violations:
 
 
 def shared_experts_have_no_bias(flags: RuleFlags) -> Violations:
-    """Shared experts do not support biases."""
+    """The linear layers of shared experts have no bias, as in Megatron-LM."""
     if flags.num_experts and flags.moe_shared_expert_intermediate_size and flags.add_bias_linear:
         yield "shared experts do not support biases", "use --disable-bias-linear"
 

@@ -121,9 +121,9 @@ def with_tokenizer(flags: Flags) -> Flags:
 
 
 def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -> Finished:
-    """Creates the report of a plan, with exit code OK if the run would start and else NOT_READY.
+    """Creates the report of a plan. The exit code is OK if the run would start, otherwise NOT_READY.
 
-    Raises FlagErrors.
+    Raises FlagErrors if the simulation of the pipeline schedule would take too long.
     """
     too_long = too_long_to_simulate(plan)
     if too_long:

@@ -384,7 +384,8 @@ def _state_of_other_rules(missing: Iterable[str], unknown: Iterable[str], saved:
 
 
 def _other_keys(wanted: Mapping[str, Any], known: Set[bytes], saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns (keys that only this rank has, keys that only the checkpoint has)."""
+    """Returns (keys of this rank that the checkpoint lacks, keys of the checkpoint that no rank has). `known`: digests
+    of the keys of all ranks."""
     missing = [key for key in wanted if key not in saved]
     return missing, [key for key in saved if key not in wanted and digest(key) not in known]
 

@@ -41,7 +41,7 @@ class RoutingSizes(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadChoice:
+class RandomRouting:
     """Random routing: a token selects `group_topk` of `num_groups` groups of experts, then `topk` of their experts."""
 
     num_experts: int
@@ -50,7 +50,7 @@ class LoadChoice:
     group_topk: int = 1
 
     @classmethod
-    def of(cls, router: RoutingSizes) -> "LoadChoice":
+    def of(cls, router: RoutingSizes) -> "RandomRouting":
         """Creates random routing with the top-k, the number of experts and the groups of `router`."""
         if not router.num_groups or not router.group_topk:
             return cls(router.num_experts, router.topk)
@@ -137,7 +137,7 @@ class TokenCopies:
 def token_copies(router: RoutingSizes, parallel: ParallelConfig, *, rank: int | None = None) -> TokenCopies:
     """Copies of a token between the hosts of the etp x ep group of `rank`; None selects the group with the most
     hosts."""
-    choice, num_hosts = LoadChoice.of(router), _num_hosts(parallel, rank)
+    choice, num_hosts = RandomRouting.of(router), _num_hosts(parallel, rank)
     ranks_per_host = parallel.ep * parallel.etp // num_hosts
     if ranks_per_host % parallel.etp:  # parts of an expert are on different hosts
         per_token = choice.destinations(parallel.ep).mean * parallel.etp / ranks_per_host

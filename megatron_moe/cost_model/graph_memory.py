@@ -105,7 +105,8 @@ class GraphMemory:
         return sum(each.device for _, saved in self._parts(layer) for each in saved)
 
     def _forward_workspace(self, layer: LayerConfig) -> float:
-        """Peak bytes that the forward of a captured part allocates and does not save, with its output."""
+        """Largest number of bytes that the forward of one captured part of a layer allocates but does not save,
+        including its output."""
         low = self.plan.precision.low_precision
         output = stream_bytes(layer, self.sizes) / 2
         found = (

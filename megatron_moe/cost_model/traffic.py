@@ -16,7 +16,7 @@ from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import SentCopies, TokenExchange
 from megatron_moe.cost_model.activations import activation_sizes
-from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, token_copies
+from megatron_moe.cost_model.expert_load import LoadSpread, RandomRouting, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import (
@@ -98,7 +98,7 @@ def expert_traffic(
 ) -> ExpertTraffic:
     """Dispatch volume of uniformly random routing over `num_ranks` expert-parallel ranks in `num_domains` NVLink
     domains. `block`: channels per FP8 scale, 128 (4-byte scales) or 32 (MXFP8, 1-byte scales)."""
-    choice, tokens = LoadChoice.of(exchange), sizes.residual
+    choice, tokens = RandomRouting.of(exchange), sizes.residual
     ranks, domains = choice.destinations(num_ranks), choice.destinations(num_domains)
     width = exchange.width
     scale = 4 if block == 128 else 1

@@ -77,8 +77,9 @@ class MicrobatchContext:
     """Base key for the random numbers of dropout and router jitter. None in evaluation."""
     training: bool = True
     aux_loss_scale: Tensor | float = 1.0
-    """Factor that multiplies the gradients of balancing losses. With `--calculate-per-token-loss`, it is the number of
-    non-padding tokens in the unsplit microbatch. Otherwise, it is cp size / number of microbatches per step."""
+    """Factor that multiplies the gradients of balancing losses: with `--calculate-per-token-loss`, the number of
+    non-padding tokens in the unsplit microbatch, otherwise cp size / number of microbatches per step; with fp16, times
+    the loss scale. A repeated MTP layer divides it by its number of depths."""
     metrics: MetricAccumulator | None = None
     """Accumulates metrics of the forward. None in evaluation and in recomputed forwards."""
     rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None

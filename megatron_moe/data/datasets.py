@@ -180,8 +180,9 @@ def build_datasets(
     """
     sizes = split_sizes(batch, loop)
     too_many = MemoryProblem(
-        f"the host has too little memory for the order of {sizes.train:,} training, {sizes.valid:,} validation and "
-        f"{sizes.test:,} test samples; use fewer --train-iters or --train-samples, --eval-iters, or evaluations"
+        f"host memory cannot hold the shuffled sample index ({sizes.train:,} training, {sizes.valid:,} validation and "
+        f"{sizes.test:,} test samples); lower --train-iters or --train-samples, lower --eval-iters, or raise "
+        "--eval-interval"
     )
     if max(sizes.train, sizes.valid, sizes.test) > _MOST_SAMPLES:
         raise too_many

@@ -7,9 +7,9 @@ could overlap its copies. The first forward of a model chunk measures its groups
 
 A storage is offloaded once, even if several tensors or views of it are saved. Parameters are not offloaded.
 
-A CUDA graph of a whole step captures the copies too. A captured copy uses a host buffer of the pool, which keeps its
-address as long as the run. The allocator reuses no memory that a captured side stream has used, so device memory is
-freed only after the compute stream has waited for its copy (`fine_grained_offloading_max_inflight_offloads`).
+A CUDA graph of a whole step captures the copies too. A captured copy uses a host buffer of the `BufferPool`, which
+keeps its address for the whole run. The allocator reuses no memory that a captured side stream has used, so device
+memory is freed only after the compute stream has waited for its copy (`fine_grained_offloading_max_inflight_offloads`).
 """
 
 from collections import defaultdict, deque

@@ -76,7 +76,7 @@ class MoELayer(FeedForward):
             self.fc2_latent_proj = declared.linear("fc2_latent_proj", role="expert_latent")
         self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
         self.dispatcher = self.expert_comm.new_dispatcher(self._row_formats(config))
-        self._read_by_dispatch = self.dispatcher.serve(self.experts.weights)
+        self._read_by_dispatch = self.dispatcher.register_weights(self.experts.weights)
         # otherwise the other microbatch runs in between, on another stream
         if not self.expert_comm.overlaps_microbatches:
             of_shared = None if self.shared_experts is None else self.shared_experts.linear_fc1

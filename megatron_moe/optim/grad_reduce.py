@@ -22,14 +22,14 @@ class GradBucket:
         grads: Tensor,
         group: ProcessGroup,
         num_per_microbatch: int,
-        fill_gaps: Sequence[Callable[[], None]],
+        zero_missing_grads: Sequence[Callable[[], None]],
         sizes: Sizes = None,
         on_reduced: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             grads: gradients of the bucket, flat. num_per_microbatch: number of gradients that a microbatch adds.
-            fill_gaps: one function per parameter, which zeroes the parameter's gradient if the step has not added any.
+            zero_missing_grads: one function per parameter, which zeroes the parameter's gradient if the step has not added any.
             sizes: numbers of elements that each rank of the group owns; None if the numbers are equal. on_reduced:
             called by `finish`.
         """
@@ -41,7 +41,7 @@ class GradBucket:
         self.pending: PendingCollective | None = None
         """Reduction of this step; None before it has started."""
         self.on_arrival: Callable[[GradBucket], None] | None = None
-        self._fill_gaps = fill_gaps
+        self._fill_gaps = zero_missing_grads
         self._sizes = sizes
         self._on_reduced = on_reduced
 
@@ -52,14 +52,14 @@ class GradBucket:
         if self.on_arrival is not None:
             self.on_arrival(self)
 
-    def fill_gaps(self) -> None:
+    def zero_missing_grads(self) -> None:
         """Zeroes the gradients of parameters to which this step has added none."""
         for fill in self._fill_gaps:
             fill()
 
     def start(self, config: DataParallelConfig) -> None:
         """Starts the reduction. No gradient may be added to the bucket until `pending` is None again."""
-        self.fill_gaps()
+        self.zero_missing_grads()
         # collective over dp_cp or edp: one bucket, by default 40 million elements
         if config.use_distributed_optimizer:
             wide = config.ddp_reduce_scatter_with_fp32_accumulation and self.grads.element_size() < 4
@@ -120,7 +120,7 @@ class GradReducer:
     def complete(self) -> None:
         """Called after the last backward of a step: afterwards, the buffers contain this rank's sums over the step."""
         for bucket in self.buckets:
-            bucket.fill_gaps()
+            bucket.zero_missing_grads()
 
     def arrived(self, bucket: GradBucket) -> None:
         """Called when gradients have been added to a bucket."""

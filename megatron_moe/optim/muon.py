@@ -213,9 +213,8 @@ def newton_schulz(
     """Approximates U V^T of matrices x = U S V^T, [n, rows, columns], in the dtype of x.
 
     Args:
-        tall: computes the Gram matrix x^T x instead of x x^T, which is smaller if x has more rows than columns. shards:
-        group over
-        which the dim that the Gram matrix sums over is sharded; None if `x` is not sharded.
+        tall: computes the Gram matrix x^T x instead of x x^T, which is smaller if x has more rows than columns.
+        shards: group over which the dim that the Gram matrix sums over is sharded; None if `x` is not sharded.
     """
     wide = internal_dtype(x.dtype)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)

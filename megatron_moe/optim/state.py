@@ -87,7 +87,7 @@ class UpdateOperands(NamedTuple):
     @property
     def param_slices(self) -> Sequence[ParamSlice]:
         """Parameters, or parts of them, that the elements belong to."""
-        return self.state.slices_of(self.start, self.start + len(self.grads))
+        return self.state.slices_between(self.start, self.start + len(self.grads))
 
     def grad(self, param: ParamSlice) -> Tensor:
         """Gradient of a parameter slice before clipping, as this rank's TP shard of each of its n matrices: [n, rows,
@@ -272,7 +272,7 @@ class OptimizerState:
         """Parameters, or parts of them, in the range."""
         return tuple(self.buffer.param_slices(self.start, self.end))
 
-    def slices_of(self, start: int, end: int) -> Sequence[ParamSlice]:
+    def slices_between(self, start: int, end: int) -> Sequence[ParamSlice]:
         """Parameters, or parts of them, between two offsets in the buffer."""
         return (
             self.param_slices if (start, end) == (self.start, self.end) else tuple(self.buffer.param_slices(start, end))

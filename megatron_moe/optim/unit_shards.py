@@ -209,7 +209,7 @@ class UnitBuffer(FlatBuffer):
         super().begin_step(num_microbatches)
         self.is_stored = False
 
-    def fill_gaps(self) -> None:
+    def zero_missing_grads(self) -> None:
         """Zeroes the gradients that this microbatch has not computed, and the padding, which norms include."""
         for slot in self.slots:
             slot.zero_if_empty()
@@ -295,7 +295,7 @@ class UnitReducer(GradReducer):
         assert self._streams is not None
         first = buffers[0]
         for buffer in buffers:
-            buffer.fill_gaps()
+            buffer.zero_missing_grads()
         with self._streams.fork("reduce"):
             peers = self._peers.get(first.key.grid)
             if peers is None:
@@ -451,7 +451,7 @@ def _sizes_of_shards(layout: ParamLayout, context: ParallelContext) -> Iterator[
             yield each, [end - start for ((start, end),) in each.owner_ranges(group.size, own)]
 
 
-def collective_notes(config: FSDPConfig, context: ParallelContext) -> Iterator[str]:
+def nccl_fallback_notes(config: FSDPConfig, context: ParallelContext) -> Iterator[str]:
     """Yields a log line for each kind of parameters whose shards cannot be gathered and reduced by copies, although the
     configuration allows it."""
     what = ["gathered"] * (config.shards_weights and config.gathers_from_peers)

@@ -57,7 +57,8 @@ def on_first_rank(action: Callable[[], None], context: ParallelContext) -> None:
 
 
 def _properties(run_yaml: str) -> dict[str, str]:
-    """Values that must be equal on all ranks, by name: flags except paths, torch version, source file checksum."""
+    """Values that must be equal on all ranks, by name: the torch version, a checksum of the source files, and all flags
+    except paths."""
     checksum = 0
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)

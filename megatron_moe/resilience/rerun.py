@@ -2,7 +2,8 @@
 
 On intact hardware, a rerun of a step gives the same result. If the result differs, the error was transient, and the
 ranks whose own losses differ are suspect. If the result is the same, the cause is the data, the model or a permanent
-hardware fault. If a later start also computes the same values at this iteration, the cause is the data or the model.
+hardware fault. If a later launch computes the same values at this iteration, the cause is the data or the
+model, provided that it ran on other hardware, which is not checked.
 """
 
 import math

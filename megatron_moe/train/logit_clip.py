@@ -19,7 +19,8 @@ from megatron_moe.parallel.parameter import Parameter
 
 
 class LogitClip:
-    """Reduces the largest logits of all softmax attention of a pipeline rank once per step.
+    """Computes the largest attention logit of each head of a pipeline rank over one step (max all-reduce over dp_cp),
+    and from it the QK-clip factors of the q and k weights.
 
     Args:
         config: None if weights are not rescaled.

@@ -24,7 +24,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.config.transport import HIERARCHICAL, NCCL, TokenExchange
 from megatron_moe.cost_model.activations import activation_sizes
-from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, fullest, token_copies
+from megatron_moe.cost_model.expert_load import LoadSpread, RandomRouting, fullest, token_copies
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
@@ -54,17 +54,17 @@ BATCH, SEQ = 2, 32
 FP32 = 4
 
 CHOICES = {
-    "deepseek-v3, 64 ranks": (LoadChoice(256, 8, 8, 4), 64),
-    "deepseek-v3, 4 nodes": (LoadChoice(256, 8, 8, 4), 4),
-    "deepseek-v3 without groups": (LoadChoice(256, 8), 64),
-    "qwen3-30b, 8 ranks": (LoadChoice(128, 8), 8),
-    "mixtral, 8 ranks": (LoadChoice(8, 2), 8),
-    "parts that cut through groups": (LoadChoice(60, 4, 5, 3), 4),
-    "one expert per rank": (LoadChoice(16, 3), 16),
+    "deepseek-v3, 64 ranks": (RandomRouting(256, 8, 8, 4), 64),
+    "deepseek-v3, 4 nodes": (RandomRouting(256, 8, 8, 4), 4),
+    "deepseek-v3 without groups": (RandomRouting(256, 8), 64),
+    "qwen3-30b, 8 ranks": (RandomRouting(128, 8), 8),
+    "mixtral, 8 ranks": (RandomRouting(8, 2), 8),
+    "parts that cut through groups": (RandomRouting(60, 4, 5, 3), 4),
+    "one expert per rank": (RandomRouting(16, 3), 16),
 }
 
 
-def simulated(choice: LoadChoice, num_parts: int, tokens: int = 60_000) -> np.ndarray:
+def simulated(choice: RandomRouting, num_parts: int, tokens: int = 60_000) -> np.ndarray:
     """Number of each token's experts on each part, int [tokens, parts]."""
     random = np.random.default_rng(5)
     per_group = choice.num_experts // choice.num_groups
@@ -91,7 +91,7 @@ def test_destinations_and_rows_are_those_of_random_routing(name):
 
 
 def test_estimated_load_of_the_fullest_rank():
-    choice, num_parts, tokens = LoadChoice(256, 8), 64, 2048
+    choice, num_parts, tokens = RandomRouting(256, 8), 64, 2048
     counts = simulated(choice, num_parts, tokens * 24).reshape(24, tokens, num_parts).sum(axis=1)
     estimated = fullest(choice.rows(num_parts, tokens), num_parts)
     assert 0.97 < counts.max(axis=1).mean() / estimated < 1.0
@@ -267,15 +267,15 @@ def test_exchange_of_any_feed_forward_module_is_counted():
 
 def rotated_choices(
     num_experts: int, num_tokens: int, ep: int
-) -> tuple[torch.Tensor, Callable[[LoadChoice, int], LoadSpread]]:
-    """Choices [T, 2] and a replacement of `LoadChoice.destinations`. The choices contain every rotation of a token's
+) -> tuple[torch.Tensor, Callable[[RandomRouting, int], LoadSpread]]:
+    """Choices [T, 2] and a replacement of `RandomRouting.destinations`. The choices contain every rotation of a token's
     choices by the experts of a rank, so that all hosts and all ranks get the same number of tokens."""
     draw = torch.Generator().manual_seed(3)
     first_TK = torch.rand(num_tokens // ep, num_experts, generator=draw).topk(2).indices
     turns = num_experts // ep * torch.arange(ep)
     ids_TK = ((first_TK[:, None] + turns[:, None]) % num_experts).flatten(0, 1)
 
-    def measured(choice: LoadChoice, num_parts: int) -> LoadSpread:
+    def measured(choice: RandomRouting, num_parts: int) -> LoadSpread:
         parts_TK = ids_TK // (num_experts // num_parts)
         return LoadSpread(mean=sum(len(set(row)) for row in parts_TK.tolist()) / num_tokens, std=0.0)
 
@@ -296,7 +296,7 @@ def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold, monkeypatch)
 
     num_copies = sum(on_threads(parallel, copies)) / parallel.world_size
     changed = plan(layer_config(feed_forward=config), parallel)
-    monkeypatch.setattr(LoadChoice, "destinations", measured)
+    monkeypatch.setattr(RandomRouting, "destinations", measured)
     communication = Communication(changed, placements(parallel))
     found = [each for each in communication.of_rank(0) if each.group in ("ep", "etp", "etp_ep")]
     # two layers each exchange dispatch, combine and the gradients of both
@@ -344,7 +344,7 @@ def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
     monkeypatch.setattr(AllToAll, "launch", counting)
     on_threads(parallel, rank, dtype=torch.float32)
     changed = plan(layer_config(feed_forward=config), parallel)
-    monkeypatch.setattr(LoadChoice, "destinations", measured)
+    monkeypatch.setattr(RandomRouting, "destinations", measured)
     traffic = Communication(changed, placements(parallel)).of_rank(0)
     for group, where in (("etp_ep_inter", "between hosts"), ("etp_ep_intra", "within hosts")):
         predicted_bytes = sum(each.bytes for each in traffic if each.what.endswith(where))

@@ -13,7 +13,7 @@ from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.optim import unit_shards
 from megatron_moe.optim.grad_buffers import finish_grads
-from megatron_moe.optim.unit_shards import UnitBuffer, UnitSharding, collective_notes
+from megatron_moe.optim.unit_shards import UnitBuffer, UnitSharding, nccl_fallback_notes
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.optim_parameters import KINDS, make_buffers, make_gradients, make_parameters
 from tests.helpers.ranks import on_threads
@@ -72,10 +72,10 @@ def test_shards_over_hosts_are_reduced_by_collectives_and_the_log_says_so(monkey
     monkeypatch.setattr(unit_shards.PeerReduce, "__init__", None)
 
     def rank_main(context: ParallelContext) -> tuple[dict[str, Tensor], list[str]]:
-        assert list(collective_notes(COPIES, context)) == []
+        assert list(nccl_fallback_notes(COPIES, context)) == []
         context.process = replace(context.process, local_world_size=2)
         found, _ = reduced("adam", COPIES, context)
-        return found, list(collective_notes(COPIES, context))
+        return found, list(nccl_fallback_notes(COPIES, context))
 
     results = on_threads(ParallelConfig(world_size=4), rank_main)
     for name in KINDS:

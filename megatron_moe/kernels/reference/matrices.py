@@ -1,4 +1,4 @@
-"""Reference implementation of the ops of update rules for whole matrices."""
+"""Reference implementation of the optimizer ops that work on whole matrices, as Muon needs them."""
 
 import torch
 from torch import Tensor

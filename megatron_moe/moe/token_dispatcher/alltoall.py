@@ -86,8 +86,8 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
         if plan.num_sent < len(rows_RH):
             index = first_rows(index, plan.num_sent)
             rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
-        # collective over ep, backward all-to-all: R * H elements, T * K * H when nothing is dropped; probabilities R
-        # elements
+        # collective over ep: all-to-all, in backward too, of R * H elements (T * K * H if nothing is dropped) and R
+        # probabilities
         rows = exchange.start(plan.over_ep, rows_RH, self.comm.overlap_weight_grads)
         probs = exchange.start(plan.over_ep, probs_R, self.comm.overlap_weight_grads)
         return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))

@@ -128,9 +128,9 @@ class Dispatcher(ABC, Generic[Handle]):
         self.comm, self.kernels, self.formats = comm, comm.kernels, formats
         self.num_local = comm.num_experts // comm.ep.size
 
-    def serve(self, weights: Sequence[Parameter]) -> tuple[Parameter, ...]:
-        """Receives the stacked weights of the layer's experts before the first dispatch, for a dispatcher that sends
-        weights to other ranks. Returns the weights that `start_dispatch` reads."""
+    def register_weights(self, weights: Sequence[Parameter]) -> tuple[Parameter, ...]:
+        """Called before the first dispatch with the stacked weights of the layer's experts. A dispatcher that sends
+        weights to other ranks keeps them and returns the weights that `start_dispatch` reads; others return ()."""
         return ()
 
     @abstractmethod

@@ -58,7 +58,7 @@ class EchoDispatcher(AllToAllDispatcher):
         self.num_own, self.num_clones = self.num_local, self.config.moe_num_echo_experts // self.ep.size
         self.num_local = self.num_own + self.num_clones
 
-    def serve(self, weights: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    def register_weights(self, weights: Sequence[Parameter]) -> tuple[Parameter, ...]:
         self.weights = tuple(weights)
         for weight in self.weights:
             weight.uses = 2  # GEMMs with the rows of this rank, and gradients from clones

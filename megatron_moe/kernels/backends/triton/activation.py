@@ -100,7 +100,8 @@ def quantize_activation_grad(
             grad_RF, x_RF, probs_R, config, fmt, columns=columns, offsets_e=offsets_e, quantize=quantize
         )
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
-    assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
+    width = grad_RF.shape[-1]
+    assert not config.gated or width % BLOCK == 0, f"the width {width} of a gated activation is no multiple of {BLOCK}"
     quantized = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, fmt)
     grad_x_RF = torch.empty(x_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
     out_RF = torch.empty(grad_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
