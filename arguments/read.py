@@ -54,10 +54,10 @@ def read_plan(
     """Builds the plan of a command line.
 
     Args:
-        argv: the arguments after the program's name. environ: environment variables. They give the rank and world size
-        and are substituted into files. vocab_size_of: returns the vocabulary size of a tokenizer. Without it
-        `--vocab-size` is not checked. waiting: also returns a plan that cannot start yet; its `blockers` and
-        `missing_inputs` contain the reasons.
+        argv: the arguments after the program's name.
+        environ: environment variables. They give the rank and world size and are substituted into files.
+        vocab_size_of: returns the vocabulary size of a tokenizer. Without it `--vocab-size` is not checked.
+        waiting: also returns a plan that cannot start yet; its `blockers` and `missing_inputs` contain the reasons.
 
     Raises:
         FlagErrors: all problems of the command line.

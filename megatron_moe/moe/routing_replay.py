@@ -98,10 +98,11 @@ def forced_routing(
     Args:
         ids_BSLK: integer choices of the whole microbatch, of S positions or of the first S - 1: a rollout does not
             route the last token that it generates, whose experts are then selected.
-        layers: global index of each of the L layers; more than those of this rank are allowed. tokens: positions of
-        this rank's part of the microbatch. own_layers: layers of this rank, as `routed_layers` returns them. given_BS:
-        bool; False for positions whose experts are selected as usual. None means that the choices of all positions are
-        given.
+        layers: global index of each of the L layers; more than those of this rank are allowed.
+        tokens: positions of this rank's part of the microbatch.
+        own_layers: layers of this rank, as `routed_layers` returns them.
+        given_BS: bool; False for positions whose experts are selected as usual. None means that the choices of all
+            positions are given.
 
     Raises ValueError for a wrong number of layers, sequences or positions, or if a layer of this rank is missing.
     """

@@ -28,10 +28,12 @@ class GradBucket:
     ) -> None:
         """
         Args:
-            grads: gradients of the bucket, flat. num_per_microbatch: number of gradients that a microbatch adds.
-            zero_missing_grads: one function per parameter, which zeroes the parameter's gradient if the step has not added any.
-            sizes: numbers of elements that each rank of the group owns; None if the numbers are equal. on_reduced:
-            called by `finish`.
+            grads: gradients of the bucket, flat.
+            num_per_microbatch: number of gradients that a microbatch adds.
+            zero_missing_grads: one function per parameter, which zeroes the parameter's gradient if the step has not
+                added any.
+            sizes: numbers of elements that each rank of the group owns; None if the numbers are equal.
+            on_reduced: called by `finish`.
         """
         self.grads = grads
         self.group = group

@@ -63,7 +63,8 @@ def report_out_of_memory(
 
     Args:
         run_dir: run folder; the report is also written to its crash/. None means that the report is only in the
-        exception. advice: returns lines about expected memory and remedies, given the name of the GPU ("" on a CPU).
+            exception.
+        advice: returns lines about expected memory and remedies, given the name of the GPU ("" on a CPU).
         iteration: current iteration; 0 before the first one.
     """
     try:
