@@ -159,7 +159,15 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
         ("cp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {CP2} {WHOLE} {NO_OVERLAP}", "390", "430"),
         ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} --decoder-first-pipeline-num-layers 6", "425", "440"),
         ("vpp2", "PP2, VPP2, EP1", f"{stages} --pipeline-model-parallel-layout Ettt|ttt|ttt|tL", "430", "445"),
+        ("ep2-whole", "EP2, flex, whole steps as CUDA graphs", f"{FLEX} {WHOLE} {NO_OVERLAP}", "", ""),
         ("ep2-pairs", "EP2, overlapped exchange", f"{FLEX} {OVERLAPS['-pairs']}", "", ""),
+        (
+            "ep2-pairs-whole",
+            "the same, whole steps as CUDA graphs",
+            f"{FLEX} {OVERLAPS['-pairs']} {WHOLE} {NO_OVERLAP}",
+            "",
+            "",
+        ),
         ("ep2-mb1", "EP2, micro batch 1", f"{FLEX} --micro-batch-size 1", "", ""),
         (
             "ep2-mb1-whole",
@@ -185,6 +193,7 @@ def _over_four(
     flex = "--moe-token-dispatcher-type flex"
     pp2, pp4 = (f"{flex} --expert-model-parallel-size {4 // pp} --pipeline-model-parallel-size {pp}" for pp in (2, 4))
     unbalanced = f"{flex} --moe-expert-rank-capacity-factor 2"
+    fp8_whole = f"{flex} {BOUND} {FP8_WGRAD} {WHOLE} {NO_OVERLAP}"
     fp8_graphs = f"{flex} {BOUND} {FP8_WGRAD} {MOE_GRAPHS} --moe-expert-wgrad-interval 1"
     rows = (
         ("flex", "EP4, flex", flex, *goals),
@@ -195,6 +204,14 @@ def _over_four(
         ("flex-pairs", "EP4, flex, overlapped", f"{flex} {OVERLAPS['-pairs']}", "", ""),
         ("alltoall-pairs", "EP4, alltoall, overlapped", OVERLAPS["-pairs"], "", ""),
         ("flex-whole", "EP4, flex, whole steps as CUDA graphs", f"{flex} {WHOLE} {NO_OVERLAP}", "", ""),
+        (
+            "flex-pairs-whole",
+            "EP4, flex, overlapped, whole steps as CUDA graphs",
+            f"{flex} {OVERLAPS['-pairs']} {WHOLE} {NO_OVERLAP}",
+            "",
+            "",
+        ),
+        ("flex-fp8-whole", "EP4, flex, FP8 blockwise, whole steps as CUDA graphs", fp8_whole, "", ""),
         ("flex-graphs", "EP4, flex, attention and MoE layers as CUDA graphs", f"{flex} {MOE_GRAPHS}", "", ""),
         ("flex-skew3", "EP4, flex, expert skew 3", f"{SKEW3} {unbalanced}", "95%", ""),
         ("flex-replayed", "EP4, flex, replayed choices", unbalanced, "95%", ""),
