@@ -187,6 +187,13 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     yield KernelCase("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), FP32 * size / 1e9)
     # reads master weights, gradient and moments; writes master weights and moments
     yield KernelCase("adamw_", lambda k: k.adamw_(*flat, move), (), 7 * FP32 * size / 1e9)
+
+    def add_shares(k: Kernels) -> None:
+        k.sum_contributions_(total, flat[0], received_PN, 1, accumulate=True)
+
+    total, received_PN = torch.zeros(size, device=device), torch.randn(3, size, device=device)
+    # reads the contributions of four ranks and the sum, which it also writes
+    yield KernelCase("sum_contributions_ (4 ranks)", add_shares, (), 6 * FP32 * size / 1e9)
     grad = flat[0]
     weights = torch.randn(size, device=device).bfloat16()
     zeros = partial(PackedState.zeros, size, dtype=torch.float32, device=device)
