@@ -54,7 +54,7 @@ def test_a_recipe_with_sharded_weights_keeps_them_as_a_proxy_on_two_ranks() -> N
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     words = [*SHIPPED["nemotron-3-ultra-550b-a55b-gb300-256"].words, "--proxy"]
     plan = read_plan(words, ranks, lambda config: config.vocab_size or 512)
-    assert plan.data_parallel.fsdp == FSDPConfig(grad_comm="bf16", gathers_from_peers=True)
+    assert plan.data_parallel.fsdp == FSDPConfig(grad_comm="bf16", gathers_from_peers=True, reduces_through_peers=True)
     assert plan.parallel.dp == 2
 
 
