@@ -21,6 +21,7 @@ from megatron_moe.logs.timers import Span, Timers
 from megatron_moe.memory.cuda_graphs.layer_graphs import CapturedModule
 from megatron_moe.memory.saved_tensors import DiscardScope, SavedTensorPolicy
 from megatron_moe.optim.param_layout import Direction
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.pytree import map_state
 from megatron_moe.pipeline.overlap import EXCHANGES, NodeName, Step
@@ -238,12 +239,12 @@ def _at_backward(state: Any, call: Callable[[], None]) -> tuple[Any, bool]:
     found = _differentiable(state)
     if not found:
         return state, False
-    outputs = _CallInBackward.apply(call, *found.values())  # type: ignore[no-untyped-call]
+    outputs = _CallInBackward.apply(call, *found.values())
     changed = dict(zip(found, outputs, strict=True))
     return map_state(state, lambda tensor: changed.get(id(tensor), tensor)), True
 
 
-class _CallInBackward(torch.autograd.Function):
+class _CallInBackward(AutogradFunction):
     """Identity of several tensors. Its backward calls `call` when the gradients of all of them are known."""
 
     @staticmethod

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.pytree import map_state
 from megatron_moe.parallel.streams import Event, Streams
 from megatron_moe.pipeline.overlap import OverlapNode, Step
@@ -141,7 +142,7 @@ class SegmentedMicrobatch:
         if self._anchor is None:
             self._anchor = tensor.new_empty(0, requires_grad=True)
         boundary.stream = stream
-        entered: Tensor = _Enter.apply(self._anchor, boundary, (tensor,))  # type: ignore[no-untyped-call]
+        entered: Tensor = _Enter.apply(self._anchor, boundary, (tensor,))
         return entered
 
     def _backward(self, step: Step, boundaries: Sequence[GradBoundary]) -> None:
@@ -177,7 +178,7 @@ def _edge(tensor: Tensor) -> GradientEdge:
     return GradientEdge(node, 0)
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(AutogradFunction):
     """Alias of the tensor in `source`, outside of its graph. Its backward adds the gradient to `boundary`.
 
     `anchor` makes autograd record the function.
