@@ -11,6 +11,7 @@ previous step computed but do not save it, so unsaved activations are freed as u
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class SegmentedMicrobatch:
     def __init__(self, steps: Sequence[Step], received: Tensor | None, streams: Streams) -> None:
         """`received`: output of the previous stage; None in the first stage."""
         self._steps = steps
+        self._stream_names = [step.stream for step in steps]
         self._indices: dict[tuple[str, int | None], list[int]] = {}
         """Indices of the steps of every node: two if it is an exchange, else one."""
         for index, step in enumerate(steps):
@@ -60,15 +62,17 @@ class SegmentedMicrobatch:
         """Boundaries of the outputs of each step, for steps whose forward has run and whose backward has not."""
         self._num_forward = 0
         self._output: GradBoundary | None = None
+        self._loss: Tensor | None = None
+        """Output of the chunk if it is a scalar."""
         self._state: Any = received
         if received is not None and torch.is_grad_enabled():
-            self._state = self._enter(received, self._received, steps[0].stream if steps else "")
+            self._state = self._enter(received, self._received, self._stream_names[0] if steps else "")
 
     def forward(self, entry: OverlapNode | None = None) -> None:
         """Runs the pending steps up to and including the first step of `entry`, or all of them if `entry` is None."""
         end = len(self._steps) if entry is None else self._indices.get((entry.node, entry.layer), (-1,))[0] + 1
         while self._num_forward < end:
-            self._forward(self._steps[self._num_forward])
+            self._forward()
 
     def output(self) -> Tensor:
         """Returns the output of the chunk; to be called once, after the last step."""
@@ -81,20 +85,24 @@ class SegmentedMicrobatch:
         if self._output is None:
             self._output = GradBoundary(_edge(state))
             self._boundaries[-1].append(self._output)
-        return state.detach()
+        output = state.detach()
+        self._loss = None if output.dim() else output
+        return output
 
     def begin_backward(self, gradient: Tensor | None) -> None:
         """Sets the gradient of the chunk's output; None if the output is the scalar loss."""
         assert self._output is not None, "the output of this chunk requires no gradient"
-        if gradient is not None:
-            self._output.add(gradient)
+        if gradient is None:
+            assert self._loss is not None, "the output of this chunk is not a scalar and needs a gradient"
+            gradient = torch.ones_like(self._loss)
+        self._output.add(gradient)
 
     def backward(self, entry: OverlapNode | None = None) -> None:
         """Runs pending backwards in reverse step order, down to the last step of `entry`, or all if `entry` is None."""
         end = len(self._boundaries)
         start = 0 if entry is None else self._indices.get((entry.node, entry.layer), (end,))[-1]
         for index in reversed(range(start, end)):
-            self._backward(self._steps[index], self._boundaries.pop())
+            self._backward(self._stream_names[index], self._boundaries.pop())
 
     def input_gradient(self) -> Tensor:
         """Returns the gradient of the received tensor; to be called once, after the last backward."""
@@ -102,38 +110,45 @@ class SegmentedMicrobatch:
         assert gradient is not None, "the received tensor has no gradient"
         return gradient
 
-    def _forward(self, step: Step) -> None:
+    def _forward(self) -> None:
+        """Runs the next step and cuts the graph after it."""
+        index = self._num_forward
+        following = index + 1
+        stream = self._stream_names[index]
+
         def run() -> None:
             state, self._state = self._state, None
-            self._state = step.run(state)
+            self._state = self._steps[index].run(state)
 
-        self._last_step = self._streams.run(step.stream, self._last_step, run)
+        self._last_step = self._streams.run(stream, self._last_step, run)
+        self._num_forward = following
         self._boundaries.append([])
-        self._num_forward += 1
-        if self._num_forward < len(self._steps):
+        if following < len(self._steps):
             # autograd runs the backward of `_Enter` on the stream of its forward: that of the step that computes the
             # gradient, so that no other stream waits for it
-            self._streams.run(self._steps[self._num_forward].stream, None, self._cut)
+            name = self._stream_names[following]
+            self._streams.run(name, None, partial(self._cut, name, stream))
 
-    def _cut(self) -> None:
-        """Cuts the graph before the next step: replaces every tensor of the state that requires a gradient by one with
-        the same data from which a new graph starts."""
-        stream, boundaries, entered = self._steps[self._num_forward].stream, self._boundaries[-1], dict[int, Tensor]()
-        record_use = self._streams.record_use
+    def _cut(self, stream: str, previous: str) -> None:
+        """Replaces every tensor of the state that requires a gradient by one with the same data from which a new graph
+        starts. `stream`, `previous`: streams of the next step and of the previous one."""
+        boundaries, entered = self._boundaries[-1], dict[int, Tensor]()
 
         def cut(leaf: Tensor) -> Tensor:
-            record_use(leaf)
+            if stream != previous:
+                self._streams.record_use(leaf)
             if not leaf.requires_grad:
                 return leaf
             boundary = getattr(leaf.grad_fn, "cut_boundary", None)
             if boundary is not None and boundary.stream == stream:
                 return leaf  # passed through by the step
-            if id(leaf) not in entered:
+            key = id(leaf)
+            if key not in entered:
                 if boundary is None:
                     boundary = GradBoundary(_edge(leaf))
                     boundaries.append(boundary)
-                entered[id(leaf)] = self._enter(leaf, boundary, stream)
-            return entered[id(leaf)]
+                entered[key] = self._enter(leaf, boundary, stream)
+            return entered[key]
 
         self._state = map_state(self._state, cut)
 
@@ -145,29 +160,22 @@ class SegmentedMicrobatch:
         entered: Tensor = _Enter.apply(self._anchor, boundary, (tensor,))
         return entered
 
-    def _backward(self, step: Step, boundaries: Sequence[GradBoundary]) -> None:
-        def run() -> None:
-            reached = [each for each in boundaries if each.gradient is not None or each is self._output]
-            for boundary in reached:
-                if boundary.gradient is not None:
-                    self._streams.record_use(boundary.gradient)
-            if reached:
-                _run_backward([each.edge for each in reached], [each.gradient for each in reached])
+    def _backward(self, stream: str, boundaries: Sequence[GradBoundary]) -> None:
+        self._last_step = self._streams.run(stream, self._last_step, partial(self._run_backward, boundaries))
 
-        self._last_step = self._streams.run(step.stream, self._last_step, run)
+    def _run_backward(self, boundaries: Sequence[GradBoundary]) -> None:
+        """Runs the backward of a step from the gradients of its outputs. They have the right shapes, because an earlier
+        backward has computed them: the checks of `torch.autograd.backward` take as long as the launches of a node."""
+        edges, gradients = [], []
         for boundary in boundaries:
+            if boundary.gradient is not None:
+                self._streams.record_use(boundary.gradient)
+                edges.append(boundary.edge)
+                gradients.append(boundary.gradient)
             boundary.edge = boundary.gradient = None
-
-
-def _run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
-    """Runs the backward from `edges`; the gradient None means 1. Gradients that an earlier backward has computed have
-    the right shapes, so that they are passed to the engine without the checks of `torch.autograd.backward`, which take
-    as long on the host as the launches of a node."""
-    if any(gradient is None for gradient in gradients):
-        torch.autograd.backward(tuple(edge for edge in edges if edge is not None), tuple(gradients))
-        return
-    run = torch.autograd.Variable._execution_engine.run_backward
-    run(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if edges:
+            run = torch.autograd.Variable._execution_engine.run_backward
+            run(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _edge(tensor: Tensor) -> GradientEdge:
