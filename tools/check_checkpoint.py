@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+if __name__ == "__main__" and sys.stderr.isatty():
+    print("loading torch", file=sys.stderr, flush=True)
 
 from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.verify import VerificationReport, verify_checkpoint

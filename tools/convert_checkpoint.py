@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+if __name__ == "__main__" and sys.stderr.isatty():
+    print("loading torch", file=sys.stderr, flush=True)
+
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry

@@ -12,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+if __name__ == "__main__" and sys.stderr.isatty():
+    print("loading torch", file=sys.stderr, flush=True)
 
 import torch
 import torch.distributed as dist

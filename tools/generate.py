@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+if __name__ == "__main__" and sys.stderr.isatty():
+    print("loading torch", file=sys.stderr, flush=True)
+
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.api import LanguageModel, plan_of_checkpoint
 from megatron_moe.checkpoint.directory import Candidate, find_checkpoints

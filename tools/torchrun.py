@@ -7,6 +7,9 @@ distinguished from a rejected command line. As in shells, the code of a rank tha
 import sys
 from collections.abc import Sequence
 
+if __name__ == "__main__" and sys.stderr.isatty():
+    print("loading torch", file=sys.stderr, flush=True)
+
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 

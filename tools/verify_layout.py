@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
+if __name__ == "__main__" and sys.stderr.isatty():
+    print("loading torch", file=sys.stderr, flush=True)
 
 from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.read import layout_to_fold, read_plan

@@ -16,7 +16,7 @@ from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.data.loader import RowPacker
 from megatron_moe.kernels.kernel_set import KernelSet
-from megatron_moe.logs.metrics import MetricValue
+from megatron_moe.logs.metric_values import MetricValue
 from megatron_moe.memory.cuda_graphs.graph_metrics import MetricRecorder
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.token_dispatcher.base import Routing

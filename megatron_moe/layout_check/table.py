@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_moe.config.param_meta import ParamBox
 from megatron_moe.config.text import aligned
 from megatron_moe.layout_check.record import MetricKey, RankRecord, RecordedTensor
-from megatron_moe.logs.metrics import MetricValue
+from megatron_moe.logs.metric_values import MetricValue
 from megatron_moe.parallel.parameter import write_part
 
 RELATIVE_TOLERANCE = 1e-12

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from megatron_moe.config.logging import LoggingConfig
-from megatron_moe.logs.metrics import Metric
+from megatron_moe.logs.metric_values import Metric
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_moe.logs.metric_values import Metric
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 Reduction = Literal["mean", "sum", "max"]
-MetricValue = float | list[float]
-"""Value of a metric: a number, or a list with one number per element of a recorded vector (e.g. per expert)."""
 Key = tuple[str, int | None]
 """(metric name, global layer index). The layer index is None for metrics that are not per layer."""
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
@@ -54,16 +53,6 @@ class _PendingRows:
 
 _Total = tuple[Reduction, Tensor]
 """(reduction of an entry, its value over all ranks of a pipeline stage as fp64 tensor in host memory)."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """Final value of a metric, over all ranks and microbatches of a log interval."""
-
-    value: MetricValue
-    """Mean over the layers that recorded the metric, or the maximum over them if the reduction is "max"."""
-    layers: dict[int, MetricValue] = field(default_factory=dict)
-    """Values by global layer index; empty for a metric recorded without a layer."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.log_line import StepReport, ValidationReport, perplexity, scalars
-from megatron_moe.logs.metrics import Metric, MetricValue
+from megatron_moe.logs.metric_values import Metric, MetricValue
 
 Record = dict[str, Any]
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")

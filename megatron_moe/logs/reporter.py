@@ -26,7 +26,7 @@ from megatron_moe.logs.log_line import (
     step_line,
     validation_lines,
 )
-from megatron_moe.logs.metrics import Metric
+from megatron_moe.logs.metric_values import Metric
 from megatron_moe.logs.metrics_file import (
     MEMORY_TAGS,
     enabled_tags,

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import GroupedPart, Kernels, RowIndex, internal_dtype
-from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllToAll, Wait
 from megatron_moe.parallel.parameter import Parameter
@@ -59,7 +58,7 @@ class ExpertClones:
         self._exchange = AllToAll(ep, tuple(len(each) for each in sizes.sent), sizes.received)
         self._received: list[Wait] = []
         self._grads: list[Wait | None] = [None] * len(self._weights)
-        self._boundary: Tensor = _Home.apply(self, *self._weights)
+        self._boundary: Tensor = _Home.apply(self, *self._weights)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def fetch(self) -> None:
@@ -85,7 +84,9 @@ class ExpertClones:
         """Maps rows [R, I] to [R, O] with the clones of stack `which`, as `ExpertStack` does. Experts with clones have
         no biases, to which `probs_R` would apply."""
         assert index is None and rows_q is None, "clones process plain rows"
-        out_RO: Tensor = _CloneLinear.apply(self._boundary, rows, self, which, kernels, offsets_e[: self._num_clones])
+        out_RO: Tensor = _CloneLinear.apply(  # type: ignore[no-untyped-call]
+            self._boundary, rows, self, which, kernels, offsets_e[: self._num_clones]
+        )
         if which == len(self._weights) - 1 and not self._keeps_weights:
             self._release()
         return out_RO
@@ -94,7 +95,7 @@ class ExpertClones:
         """Returns `rows`, and takes part in the exchange of weights and, in backward, of gradients."""
         self.fetch()
         self._release()
-        joined: Tensor = _Join.apply(rows, self._boundary, self)
+        joined: Tensor = _Join.apply(rows, self._boundary, self)  # type: ignore[no-untyped-call]
         return joined
 
     def weight(self, which: int) -> Tensor:
@@ -138,7 +139,7 @@ class ExpertClones:
         self._received = []
 
 
-class _Home(AutogradFunction):
+class _Home(torch.autograd.Function):
     """Connects the weights of experts with their clones: backward adds the gradients of the clones."""
 
     @staticmethod
@@ -151,7 +152,7 @@ class _Home(AutogradFunction):
         return None, *ctx.clones.receive_grads()
 
 
-class _CloneLinear(AutogradFunction):
+class _CloneLinear(torch.autograd.Function):
     """Grouped GEMM of rows [R, I] and the weights of clones [n, O, I]."""
 
     @staticmethod
@@ -176,7 +177,7 @@ class _CloneLinear(AutogradFunction):
         return grad_boundary, grad_rows, None, None, None, None
 
 
-class _Join(AutogradFunction):
+class _Join(torch.autograd.Function):
     """Identity on rows. Backward takes part in the exchanges of other ranks' clones."""
 
     @staticmethod

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.context import ProcessGroup
 
 Sizes = tuple[int, ...]
@@ -154,12 +153,12 @@ class SplitExchange(ABC):
 
     def start(self, *inputs: Tensor) -> Self:
         """Starts the exchange."""
-        self._boundary = _Start.apply(self, *inputs)
+        self._boundary = _Start.apply(self, *inputs)  # type: ignore[no-untyped-call]
         return self
 
     def finish(self) -> Any:
         """Finishes the exchange and returns what was received. Can be called once."""
-        return _Finish.apply(self._take_boundary(), self)
+        return _Finish.apply(self._take_boundary(), self)  # type: ignore[no-untyped-call]
 
     def replace_boundary(self, change: Callable[[Any], Any]) -> None:
         """Replaces the boundary tensor by `change(tensor)`, so that a schedule can cut the autograd graph between start
@@ -181,7 +180,7 @@ class SplitExchange(ABC):
 # which is the input of `_Finish`.
 
 
-class _Start(AutogradFunction):
+class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: SplitExchange, *inputs: Tensor) -> Tensor:
         ctx.exchange = exchange
@@ -196,7 +195,7 @@ class _Start(AutogradFunction):
         return None, *ctx.exchange.receive_grads(ctx.exchange._take_work())
 
 
-class _Finish(AutogradFunction):
+class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, boundary: Tensor, exchange: SplitExchange) -> Any:
         ctx.exchange = exchange

@@ -42,6 +42,24 @@ def test_the_first_start_reports_that_it_compiles(tmp_path: Path) -> None:
     assert second.stderr == "" and first.stdout == second.stdout != ""
 
 
+TOOLS = sorted(path for path in (REPOSITORY / "tools").glob("*.py") if "__main__" in path.read_text())
+
+
+@pytest.mark.parametrize("tool", thinned(TOOLS), ids=lambda path: path.stem)
+def test_a_tool_writes_to_the_terminal_before_torch_is_loaded(tool: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    environment = child_environment(TERM="xterm")
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    reading, writing = pty.openpty()
+    command = [sys.executable, str(tool), "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing, env=environment, text=True) as process:
+        os.close(writing)
+        shown = process.communicate(timeout=300)[0]
+    messages = os.read(reading, 4096).decode() if process.returncode else ""
+    os.close(reading)
+    assert shown.startswith("usage: ") or messages.startswith("loading torch\r\ntorch was imported")
+
+
 def run(data: str, *more: str, terminal: bool) -> str:
     """Runs four iterations and returns standard output without escape sequences."""
     words = [*arguments(data, None, "--train-iters", "4", "--eval-iters", "1", "--no-plots", "--progress-bar"), *more]

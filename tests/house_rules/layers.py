@@ -18,7 +18,8 @@ NO_TORCH = (
     "pipeline.slots",
     "planner", "parallel.grid", "optim.param_layout", "checkpoint.huggingface.config_map",
     "checkpoint.huggingface.config_write", "checkpoint.huggingface.config_deepseek_v4",
-    "checkpoint.huggingface.config_reader", "data.packing", "kernels.backend_names", "resilience.packages",
+    "checkpoint.huggingface.config_reader", "data.packing", "kernels.backend_names", "logs.metric_values",
+    "resilience.packages",
 )  # fmt: skip
 """Packages and modules that load without torch, so that `--help` and `--dry-run` start fast."""
 

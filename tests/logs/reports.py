@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from megatron_moe.logs.log_line import StepReport, StepResult
-from megatron_moe.logs.metrics import Metric
+from megatron_moe.logs.metric_values import Metric
 
 METRICS = {
     "load_balancing_loss": Metric(1.25, {1: 1.0, 2: 1.5}),

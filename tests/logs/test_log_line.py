@@ -13,7 +13,7 @@ from megatron_moe.logs.log_line import (
     step_line,
     validation_lines,
 )
-from megatron_moe.logs.metrics import Metric
+from megatron_moe.logs.metric_values import Metric
 from tests.helpers.tolerances import EXACT
 from tests.logs.reports import step_report, step_result
 

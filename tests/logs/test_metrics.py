@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.logs.metrics import Metric, MetricAccumulator
+from megatron_moe.logs.metric_values import Metric
+from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_REF

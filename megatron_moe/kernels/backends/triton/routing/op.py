@@ -14,7 +14,6 @@ from megatron_moe.kernels.backends.triton.routing.forward import route_forward
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.routing import EPSILON
-from megatron_moe.parallel.autograd_function import AutogradFunction
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 """Number of elements (tokens times columns) of an fp32 tile. An fp64 tile has half as many elements."""
@@ -38,7 +37,7 @@ def route(
         return plain(
             logits_TE, bias_E, config, forced_ids_TK=forced_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
-    probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(
+    probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(  # type: ignore[no-untyped-call]
         logits_TE, bias_E, forced_ids_TK, valid_T, config, balance_sets, z
     )
     num_experts = config.num_experts
@@ -48,7 +47,7 @@ def route(
     return RoutedTokens(ids_TK, probs_TK, counts[:num_experts], balance, z_sum)
 
 
-class _Route(AutogradFunction):
+class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
