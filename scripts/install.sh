@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${1:+[$1]}
 # wheels only: building a package from source takes minutes, and its build tools print warnings
-export PIP_ONLY_BINARY=":all:" PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_ONLY_BINARY=":all:" PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS="ignore:Editable installation"
 # torch first: whatever else asks for it then finds the pinned one.
 python -m pip install --quiet --constraint constraints.txt "${@:2}" torch
 python -m pip install --quiet --constraint constraints.txt "${@:2}" --editable ".$extras"
