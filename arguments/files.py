@@ -80,7 +80,7 @@ def read_files(
     if path.resolve() in above:
         problem = Problem(what=f"{shown(path)} includes itself", remedy="remove it from `base`")
         return [FlagFile(path, problems=[problem])]
-    named_in = f"`base` of {shown(above[-1])}" if above else "--config"
+    named_in = f"`base` of {shown(above[-1])}, whose paths start at the folder of that file" if above else "--config"
     file = read_file(path, registry, environ, needless, named_in, allowed)
     below = (*above, path.resolve())
     paths = [Path(normpath(path.parent / base)) for base in file.bases]

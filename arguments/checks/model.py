@@ -20,7 +20,10 @@ def one_activation(flags: RuleFlags) -> Violations:
     """A feed-forward block has one activation, so only one activation flag may be set."""
     switches = flags.swiglu + flags.quick_geglu + flags.geglu + flags.squared_relu + flags.openai_gelu
     if switches + (flags.activation_func is not None) > 1:
-        yield "several activations are requested", "use one of them; the default is GELU"
+        remedy = "use one of them; the default is GELU"
+        if flags.swiglu and flags.activation_func is not None:
+            remedy = "--no-swiglu --gated-linear-unit for a gated activation, or --no-swiglu"
+        yield "several activations are requested", remedy
 
 
 def is_gated(flags: RuleFlags) -> bool:

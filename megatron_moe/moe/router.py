@@ -308,7 +308,11 @@ class Router(nn.Module):
         if routed is not None and routed.balance is not None:
             batch_counts, is_only = partial(self._batch_counts, mb), len(self._balancing_losses) == 1
             load = BalancingLosses(routed.balance, self.config.topk, tokens, batch_counts, is_only=is_only)
-            made += [(loss, function(load), coeff) for loss, function, coeff in self._balancing_losses]
+            for entry, function, coeff in self._balancing_losses:
+                loss = function(load)
+                if logits_TE.requires_grad and isinstance(loss, Tensor):
+                    _check_loss(entry.metric, loss)
+                made.append((entry, loss, coeff))
         return made
 
     def _attach_losses(
@@ -469,3 +473,14 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
+
+
+def _check_loss(name: str, loss: Tensor) -> None:
+    """Raises RegistrationProblem unless a registered balancing loss is one number with a gradient."""
+    if loss.shape != ():
+        raise RegistrationProblem(f"the balancing loss {name} must be one number, but has the shape {list(loss.shape)}")
+    if not loss.requires_grad:
+        raise RegistrationProblem(
+            f"the balancing loss {name} has no gradient and would balance nothing; use load.mean_scores(), because the "
+            f"shares of load.fractions() are counts"
+        )

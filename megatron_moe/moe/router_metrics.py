@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.functions import Options
-from megatron_moe.config.registry import METRICS
+from megatron_moe.config.registry import METRICS, RegistrationProblem
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ProcessGroup
@@ -81,7 +81,10 @@ class _Loads:
         # collective over tp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
         loads_nE = all_reduce_(counts_nE.clone(), self.group).double()
         shares_nE = loads_nE / loads_nE.sum(dim=1, keepdim=True).clamp(min=1)
-        values = {name: function(shares_nE) for name, function in _functions_of("loads", self.options)}
+        values = {
+            name: _one_value_each(name, function(shares_nE), len(shares_nE), "row of shares [n, E]")
+            for name, function in _functions_of("loads", self.options)
+        }
         end = 0
         for layer, number in numbers.items():
             own_rows, end = slice(end, end + number), end + number
@@ -121,9 +124,19 @@ def record_tokens(
     logits_TE = routed[0]
     count = logits_TE.new_full((), len(logits_TE), dtype=torch.float64) if valid_T is None else valid_T.sum()
     for name, function in functions:
-        value_T = function(*routed)
+        value_T = _one_value_each(name, function(*routed), len(logits_TE), "token")
         value_T = value_T if valid_T is None else torch.where(valid_T, value_T, 0)
         metrics.record(name, value_T.double().sum(), layer=layer, count=count)
+
+
+def _one_value_each(name: str, values: Tensor, number: int, of: str) -> Tensor:
+    """Returns the values of a registered metric. Raises RegistrationProblem if they are not `number` values."""
+    if values.shape == (number,):
+        return values
+    shape = list(values.shape)
+    raise RegistrationProblem(
+        f"the metric {name} must return one value per {of}, shape [{number}], but returns {shape}"
+    )
 
 
 def _functions_of(kind: str, options: Options) -> list[tuple[str, Callable[..., Tensor]]]:

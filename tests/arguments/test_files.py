@@ -360,7 +360,8 @@ def test_cyclic_and_missing_base_files_are_rejected(tmp_path):
     third.write_text("base: nowhere.yaml\n")
     assert any("a.yaml includes itself" in text for text in texts_of(f"--config {first}"))
     (missing,) = problems_of(f"--config {third}")
-    assert "nowhere.yaml cannot be read" in missing.what and missing.remedy == f"correct `base` of {third}"
+    assert "nowhere.yaml cannot be read" in missing.what
+    assert missing.remedy == f"correct `base` of {third}, whose paths start at the folder of that file"
 
 
 def test_a_recipe_has_a_description(tmp_path, monkeypatch):

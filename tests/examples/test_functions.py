@@ -21,7 +21,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.moe.upcycling import expected_weight_sum
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, generate, losses, records, succeed
-from tests.helpers.command_lines import calls_of, plan_of, texts_of
+from tests.helpers.command_lines import calls_of, plan_of, problems_of, texts_of
 from tests.helpers.example_proofs import check_layout, check_memory, check_replay, covering, with_fp8
 from tests.helpers.programs import run_ranks
 from tests.helpers.tolerances import FP64_REF
@@ -192,6 +192,11 @@ def test_an_unknown_name_is_one_sentence(flags, message):
     assert message in text and "\n" not in text
 
 
+def test_an_activation_beside_swiglu_is_rejected_with_the_flags_that_replace_it():
+    (problem,) = problems_of("--swiglu --activation-func relu")
+    assert problem.remedy == "--no-swiglu --gated-linear-unit for a gated activation, or --no-swiglu"
+
+
 def test_errors_of_an_imported_file_name_its_line(tmp_path):
     file = tmp_path / "mistake.py"
     file.write_text('"""Two lines."""\nvalue = undefined\n')
@@ -247,6 +252,42 @@ def test_a_wrong_score_function_ends_a_run_in_one_sentence(data, tmp_path, capfd
     with SCORE_FUNCTIONS.restored():
         command = ["--import", str(file), "--moe-router-score-function", f"wrong_{abs(hash(function))}"]
         assert main([*arguments(data, tmp_path / "run", *command)], {}) == ExitCode.CONFIG
+    error = capfd.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("code", "flags", "message"),
+    [
+        (
+            "BALANCING.register('wrong', Balancing(function=lambda load: load.fractions().var(), metric='my_loss'))",
+            "--moe-router-load-balancing-type wrong --moe-aux-loss-coeff 0.01",
+            "the balancing loss my_loss has no gradient and would balance nothing; use load.mean_scores()",
+        ),
+        (
+            "BALANCING.register('wrong', Balancing(function=lambda load: load.mean_scores(), metric='my_loss'))",
+            "--moe-router-load-balancing-type wrong --moe-aux-loss-coeff 0.01",
+            "the balancing loss my_loss must be one number, but has the shape [1, ",
+        ),
+        (
+            "METRICS.register('wrong', RouterMetric(function=lambda shares: shares.max(), of='loads'))",
+            "",
+            "the metric moe/wrong must return one value per row of shares [n, E], shape [",
+        ),
+        (
+            "METRICS.register('wrong', RouterMetric(function=lambda logits, ids, probs: probs))",
+            "",
+            "the metric moe/wrong must return one value per token, shape [",
+        ),
+    ],
+)
+def test_a_wrong_loss_or_metric_ends_a_run_in_one_sentence(data, tmp_path, capfd, code, flags, message):
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from megatron_moe.config.functions import Balancing, RouterMetric\n"
+        f"from megatron_moe.config.registry import BALANCING, METRICS\n{code}\n"
+    )
+    assert main(arguments(data, tmp_path / "run", "--import", str(file), *flags.split()), {}) == ExitCode.CONFIG
     error = capfd.readouterr().err
     assert message in error and "Traceback" not in error
 
