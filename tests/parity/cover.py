@@ -11,12 +11,14 @@ from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tests.parity.dimensions import DIMENSIONS, RULES, Cell, Rule, name_of, num_ranks
+from tests.parity.dimensions import DIMENSIONS, RULES, Cell, Rule, cell_of, name_of, num_ranks
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "order")
 """Dimensions that the search assigns first, because only all of them together determine whether the grids fold."""
 NUM_CANDIDATES = MappingProxyType({2: 12, 3: 4})
 """Number of candidate cells by strength. For each entry of the list, the best candidate is selected."""
+FIXED_COST = 16
+"""Cost of a cell that does not depend on its size, in microbatches of a rank."""
 Choice = tuple[str, str]
 """Pair (dimension, value)."""
 Choices = tuple[Choice, ...]
@@ -72,6 +74,25 @@ def cover(strength: int, ranks: int | None = None, *, graphs: bool = False) -> C
         search.covered.update(_masks(best, strength))
         names.append(name_of(best))
     return Cover(tuple(names), frozenset(impossible))
+
+
+def cells_of_every_value(names: Iterable[str]) -> list[str]:
+    """Selects cells in which every value of every dimension occurs, if it occurs in any of the cells.
+
+    Cells with many values that are not yet covered, few ranks and few microbatches are preferred.
+    """
+    cells = {name: cell_of(name) for name in names}
+    covered = {(dimension, values[0]) for dimension, values in DIMENSIONS.items()}
+    taken: list[str] = []
+
+    def gain(name: str) -> float:
+        runs = (num_ranks(cells[name]) or 1) * int(cells[name]["accumulation"])
+        return len(cells[name].items() - covered) / (FIXED_COST + runs)
+
+    while gain(best := max(cells, key=gain)):
+        taken.append(best)
+        covered |= cells[best].items()
+    return taken
 
 
 def domains_of(*, graphs: bool) -> Domains:

@@ -10,12 +10,26 @@ from megatron_moe.build import build_train_loader
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
-from tests.helpers.thinned import thinned
+from tests.helpers.thinned import nightly_only, thinned
 from tests.parity.cells import NUM_STEPS, command_of, compare_cell, plan_of
-from tests.parity.cover import all_combinations, cover, domains_of
+from tests.parity.cover import all_combinations, cells_of_every_value, cover, domains_of
 from tests.parity.dimensions import DIMENSIONS, cell_of, name_of
 
 SINGLE = (Path(__file__).parent.parent / "goldens" / "parity_single.txt").read_text(encoding="utf-8").splitlines()
+LONG_SINGLE = (
+    "cp=4 cpdegree=dynamic documents=packed accumulation=4",
+    "tp=2 sp=on dp=4 ep=8 dispatcher=hierarchical",
+    "tp=2 sp=on dp=4 ep=8 dispatcher=alltoall",
+    "tp=2 sp=on dp=2 ep=2 etp=2 dispatcher=hierarchical shared=overlap",
+    "pp=2 balance=global accumulation=4 recompute=full graphs=step",
+    "pp=2 balance=global accumulation=4 recompute=moe",
+    "pp=4 vpp=2 stages=custom mtp=on accumulation=4",
+    "pp=2 vpp=2 mtp=on accumulation=4 recompute=full",
+    "dp=2 ep=2 dispatcher=alltoall overlap=experts accumulation=4",
+    "dp=4 zero=outer optimizer=muon",
+    "dp=2 attention=delta",
+)
+"""Cells that take more than a second and whose values occur in shorter cells; they run nightly."""
 
 
 def pytest_generate_tests(metafunc):
@@ -29,12 +43,17 @@ def check(name: str, *, processes: bool = False) -> None:
     assert comparison.equal, f"{comparison.text()}\nrepeat with: {command_of(name)}"
 
 
-@pytest.mark.parametrize("name", SINGLE, ids=str)
+@pytest.mark.parametrize("name", nightly_only(SINGLE, LONG_SINGLE), ids=str)
 def test_one_feature_equals_one_rank(name):
     check(name)
 
 
-@pytest.mark.parametrize("name", cover(2).names, ids=str)
+PAIRWISE = cover(2).names
+IN_CI = cells_of_every_value(PAIRWISE)
+"""Pairwise cells that CI runs; the nightly run has all."""
+
+
+@pytest.mark.parametrize("name", nightly_only(PAIRWISE, set(PAIRWISE) - set(IN_CI)), ids=str)
 def test_features_together_equal_one_rank(name):
     check(name)
 
@@ -52,19 +71,27 @@ def test_three_features_together_equal_one_rank(triple):
 @pytest.mark.parametrize(
     "name",
     [
-        "dp=4 ep=4 dispatcher=alltoall zero=on overlap=params accumulation=2",
         "tp=2 sp=on pp=2 vpp=2 etp=2 dispatcher=allgather mtp=on head=tied accumulation=2",
-        "cp=2 pp=2 dp=2 ep=4 dispatcher=alltoall overlap=grads balance=bias accumulation=2",
-        "dp=4 ep=4 dispatcher=hierarchical overlap=experts accumulation=2",
+        "dp=4 ep=4 dispatcher=hierarchical overlap=experts zero=on accumulation=2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "dp=4 ep=4 dispatcher=alltoall zero=on overlap=params accumulation=2",
+                "cp=2 pp=2 dp=2 ep=4 dispatcher=alltoall overlap=grads balance=bias accumulation=2",
+            )
+        ),
     ],
 )
 def test_ranks_that_are_processes_equal_one_rank(name):
     check(name, processes=True)
 
 
-def test_every_value_has_a_single_feature_cell():
-    found = {choice for name in SINGLE for choice in cell_of(name).items()}
+@pytest.mark.parametrize("names", [set(SINGLE) - set(LONG_SINGLE), IN_CI], ids=["single features", "pairs"])
+def test_every_value_has_a_cell_in_ci(names):
+    found = {choice for name in names for choice in cell_of(name).items()}
     wanted = {(dimension, value) for dimension, values in DIMENSIONS.items() for value in values}
+    if names is IN_CI:  # cells with graphs have their own list
+        wanted = {choice for choice in wanted if choice[0] != "graphs"}
     assert wanted <= found, f"no cell for {sorted(wanted - found)}"
 
 
@@ -85,9 +112,9 @@ def check_cover(strength: int, ranks: int | None, num_cells: int, checksum: str,
     ("ranks", "graphs", "num_cells", "checksum"),
     [
         (None, False, 61, "3111ee4cd49afa3d"),
-        (None, True, 64, "7b6ca7077b72822a"),
-        pytest.param(2, False, 62, "2fa28652376737c4", marks=pytest.mark.slow),  # as with 4 ranks
-        (4, False, 71, "d1ab5a5d2664ee18"),
+        pytest.param(None, True, 64, "7b6ca7077b72822a", marks=pytest.mark.slow),
+        pytest.param(2, False, 62, "2fa28652376737c4", marks=pytest.mark.slow),
+        pytest.param(4, False, 71, "d1ab5a5d2664ee18", marks=pytest.mark.slow),
     ],
 )
 def test_pairwise_cells_are_reproducible_and_contain_every_legal_pair(ranks, graphs, num_cells, checksum):

@@ -9,6 +9,7 @@ from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import Balancing, MoEConfig
 from tests.helpers import tiny_models
+from tests.helpers.thinned import nightly_only
 from tests.helpers.tiny_models import with_streams_and_hash
 from tests.parity.cells import compare_plan, plan_of
 from tests.parity.dimensions import cell_of
@@ -27,7 +28,7 @@ The second layout is a reduced form of TP 4, CP 2, DP 8, PP 4, EP 64 on 256 rank
 """
 
 
-@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("fold", nightly_only(FOLDS, ["eight context-parallel ranks"]))
 def test_more_expert_parallel_than_data_parallel_ranks_equal_one_rank(fold: str) -> None:
     cell, sizes = FOLDS[fold]
     plan = plan_of(cell_of(cell))
@@ -39,7 +40,7 @@ def test_more_expert_parallel_than_data_parallel_ranks_equal_one_rank(fold: str)
 
 @pytest.mark.parametrize("kind", ["sinkhorn", "expert_choice", "quantile_balancing"])
 def test_routing_that_depends_on_all_tokens_of_a_rank_equals_one_rank_with_the_same_tokens(kind: Balancing) -> None:
-    plan = plan_of(cell_of("tp=2 sp=on cp=2 dp=2 ep=4 dispatcher=alltoall balance=none accumulation=2"))
+    plan = plan_of(cell_of("tp=2 sp=on cp=2 ep=4 dispatcher=alltoall balance=none accumulation=2"))
 
     def with_method(moe: MoEConfig) -> MoEConfig:
         return replace(moe, router=replace(moe.router, balancing=(kind,), z_loss_coeff=0.01))
@@ -59,9 +60,11 @@ HYPER = {
 
 With custom stages, the stage with the final norm sends two tensors to the stage of multi-token prediction.
 """
+LONG_HYPER = [cell for cell in HYPER if cell.startswith(("pp=4", "ep=2"))]
+"""Cells that run nightly; the first cell has a pipeline and prediction as well."""
 
 
-@pytest.mark.parametrize("cell", HYPER)
+@pytest.mark.parametrize("cell", nightly_only(HYPER, LONG_HYPER))
 def test_several_residual_streams_and_hash_layers_equal_one_rank(cell: str) -> None:
     plan = plan_of(cell_of(cell))
     plan = replace(plan, model=with_streams_and_hash(plan.model))
@@ -73,7 +76,7 @@ def test_several_residual_streams_and_hash_layers_equal_one_rank(cell: str) -> N
 
 
 KIMI = (
-    "tp=2 sp=on cp=2 ep=4 dispatcher=alltoall documents=packed loss=token recompute=full accumulation=2",
+    "tp=2 sp=on cp=2 ep=4 dispatcher=alltoall documents=packed loss=token recompute=full",
     "pp=2 vpp=2 dp=2 ep=2 dispatcher=alltoall zero=on recompute=small accumulation=2",
 )
 KIMI_PAIRS = (
@@ -98,10 +101,10 @@ def test_kimi_delta_and_latent_attention_without_positions_equal_one_rank(cell: 
 
 @pytest.mark.parametrize("mixer", ["delta", "mamba"])
 def test_states_passed_between_chunks_equal_one_rank(mixer: str) -> None:
-    """Linear attention with `--linear-cp-mode chunkwise`, combined with tensor, pipeline and expert parallelism."""
+    """Linear attention with `--linear-cp-mode chunkwise`, combined with tensor and expert parallelism."""
     plan = plan_of(
         cell_of(
-            f"tp=2 sp=on cp=2 pp=2 ep=4 dispatcher=alltoall attention={mixer} accumulation=2 documents=packed "
+            f"tp=2 sp=on cp=2 ep=4 dispatcher=alltoall attention={mixer} accumulation=2 documents=packed "
             "loss=token recompute=full"
         )
     )
