@@ -13,8 +13,8 @@ from megatron_moe.kernels.registry import BACKENDS, discover
 OURS = ("triton", "hopper")
 """Backends with kernels of this project; in these tests the Triton kernels are interpreted."""
 SMALL = (
-    "--tokens 64 --seq 32 --hidden 32 --ffn 24 --experts 4 --topk 2 --vocab 128 --heads 4 --groups 2 --head-dim 16 "
-    "--weights 1000"
+    "--tokens 16 --seq 16 --hidden 32 --ffn 24 --experts 4 --topk 2 --vocab 64 --heads 2 --groups 1 --head-dim 16 "
+    "--weights 100"
 ).split()
 CPU, FP32 = torch.device("cpu"), torch.float32
 

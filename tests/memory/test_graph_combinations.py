@@ -179,7 +179,7 @@ def trained(each: RunPlan, config: CudaGraphConfig | None = None) -> list[dict[s
             trainer.pipeline.run(batches, lambda output, *_: output.loss_BS.sum())
         if config is not None:
             assert (trainer.full_iteration or trainer.pipeline.graph_instances).summary()
-        return first | {f"later {name}": value for name, value in run_steps(each, trainer, state, 2).items()}
+        return first | {f"later {name}": value for name, value in run_steps(each, trainer, state, 1).items()}
 
     return on_threads(each.parallel, run)
 

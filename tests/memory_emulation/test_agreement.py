@@ -6,6 +6,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import pytest
@@ -96,6 +97,7 @@ def missing(settings: Settings, world_size: int) -> list[str]:
     return found + [problem.what for problem in broken]
 
 
+@cache
 def plan_of(recipe: str) -> RunPlan:
     """Builds the plan of a recipe without features that need other hardware."""
     settings, _ = without_hardware(recipe)

@@ -345,8 +345,8 @@ WORDS = (
         "([4]*4) --csa-dense-mode",
         "([4]*4) --recompute-granularity selective --recompute-modules mla_up_proj",
         "([4,4,128,0]) --dsa-indexer-loss-coeff 0.1",
-        "([4,4,128,0]*2) --dsa-indexer-loss-coeff 0.1 --enable-hyper-connections --fp8-format e4m3 "
-        "--fp8-recipe blockwise --num-layers 8 --moe-layer-freq ([0]*1+[1]*7)",
+        "([4,4,128,0]) --dsa-indexer-loss-coeff 0.1 --enable-hyper-connections --fp8-format e4m3 "
+        "--fp8-recipe blockwise --mhc-sinkhorn-iterations 4",
     ],
 )
 def test_emulated_memory_agrees_with_the_cost_model(more):

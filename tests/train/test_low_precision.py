@@ -19,6 +19,7 @@ from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.context import ParallelContext
@@ -43,7 +44,8 @@ SHARED = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16), gat
 
 
 def plan_of(config: LowPrecisionConfig, **changes) -> RunPlan:
-    plan = tiny.plan(model=tiny.model(moe_config=tiny.moe(shared=SHARED)), **changes)
+    batch = BatchConfig(micro_batch_size=2, global_batch_size=4)
+    plan = tiny.plan(**{"model": tiny.model(moe_config=tiny.moe(shared=SHARED)), "batch": batch, **changes})
     return replace(plan, precision=replace(plan.precision, low_precision=config))
 
 

@@ -18,6 +18,7 @@ from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.precision import FloatName, LowPrecisionConfig, PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.layout_check.table import compare_runs
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
@@ -57,7 +58,8 @@ def plan_of(
     config: LowPrecisionConfig, *, stored: bool = True, precision: PrecisionConfig | None = None, **changes
 ) -> RunPlan:
     """Disables clipping, because the number of buffers changes the last bit of the norm."""
-    plan = tiny.plan(model=tiny.model(moe_config=tiny.moe(dispatcher="alltoall")), **changes)
+    batch = BatchConfig(micro_batch_size=2, global_batch_size=4)
+    plan = tiny.plan(**{"model": tiny.model(moe_config=tiny.moe(dispatcher="alltoall")), "batch": batch, **changes})
     low = replace(precision or plan.precision, low_precision=config, low_precision_params=stored)
     return replace(plan, precision=low, optimizer=replace(plan.optimizer, clip_grad=0.0))
 
@@ -70,7 +72,7 @@ def start(plan: RunPlan, context: ParallelContext | None = None) -> Trainer:
     return make_trainer(plan, context or ParallelContext.single(dtype=DTYPES[plan.precision.params]))
 
 
-def trained(plan: RunPlan, context: ParallelContext | None = None, steps: int = 3) -> dict[str, Tensor]:
+def trained(plan: RunPlan, context: ParallelContext | None = None, steps: int = 2) -> dict[str, Tensor]:
     """Losses, gradients and weights; norms are left out, see `plan_of`."""
     found = run_steps(plan, start(plan, context), TrainState(), steps)
     return {name: value for name, value in found.items() if " norm " not in name}
