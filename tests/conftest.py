@@ -45,12 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = defaultdict(list)
     for item in items:
         path = item.path.relative_to(ROOT / "tests").as_posix()
-        if path in SAMPLED and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            if not any(item.iter_markers("slow")):
-                tests[path, item.originalname].append(item)
-    for (path, _), cases in tests.items():
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not any(item.iter_markers("slow")):
+            name = f"{path}::{item.originalname}"
+            if number := SAMPLED.get(name, SAMPLED.get(path)):
+                tests[name, number].append(item)
+    for (_, number), cases in tests.items():
         values = [frozenset((name, id(value)) for name, value in case.callspec.params.items()) for case in cases]
-        taken = sample(values, SAMPLED[path])
+        taken = sample(values, number)
         for place, case in enumerate(cases):
             if place not in taken:
                 case.add_marker(pytest.mark.slow)

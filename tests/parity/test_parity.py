@@ -26,7 +26,6 @@ LONG_SINGLE = (
     "pp=4 vpp=2 stages=custom mtp=on accumulation=4",
     "pp=2 vpp=2 mtp=on accumulation=4 recompute=full",
     "dp=2 ep=2 dispatcher=alltoall overlap=experts accumulation=4",
-    "dp=4 zero=outer optimizer=muon",
     "dp=2 attention=delta",
 )
 """Cells that take more than a second and whose values occur in shorter cells; they run nightly."""

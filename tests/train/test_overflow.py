@@ -29,7 +29,7 @@ from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
-STEPS = 6
+STEPS = 4
 EP2 = ParallelConfig(world_size=2, ep=2)
 GRAPHS = [
     CudaGraphConfig(cuda_graph_modules=("attn", "mlp", "moe"), cuda_graph_warmup_steps=1),
@@ -195,7 +195,7 @@ def test_void_steps_do_not_change_the_loss_scale() -> None:
     base = plan(None)
     scaled = replace(base, optimizer=replace(base.optimizer, loss_scaling=scaling))
     free = on_threads(EP2, lambda context: scales(scaled, context))
-    assert free == [([8.0, 8.0, 16.0, 16.0, 32.0, 32.0], [])] * 2
+    assert free == [([8.0, 8.0, 16.0, 16.0], [])] * 2
     for found, notes in on_threads(EP2, lambda context: scales(with_stash(scaled, 0.5), context)):
         assert found == free[0][0] and notes
 

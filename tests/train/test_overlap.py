@@ -28,7 +28,7 @@ from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
 from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.ranks import on_processes, on_threads
-from tests.helpers.thinned import thinned
+from tests.helpers.thinned import nightly_only, thinned
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
 
 ORDERS = {
@@ -186,7 +186,13 @@ def test_schedule_orders_train_the_same_weights(case, order):
     check(ranks_of(in_order(case, order)), case)
 
 
-@pytest.mark.parametrize("case", ["MLA, multi-token prediction, dropout", "two chunks on each of two stages"])
+@pytest.mark.parametrize(
+    "case",
+    nightly_only(
+        ["MLA, multi-token prediction, dropout", "two chunks on each of two stages"],
+        ["MLA, multi-token prediction, dropout"],
+    ),
+)
 def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
     # gloo sums four ranks in another order than the in-memory group of threads
     check(ranks_of(in_order(case, "weight gradients later"), processes=True), case, FP64_LAYOUT)
