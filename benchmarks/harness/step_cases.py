@@ -133,7 +133,7 @@ def _traced_rows(name: str, model: str, base: str, rows: Sequence[_Row], **field
         StepCase(
             name=f"{name}-{suffix}",
             title=f"{model}, {title}",
-            flags=f"{base} {flags}",
+            flags=f"{base} {flags}".strip(),
             target=target,
             aim=aim,
             unbalanced=target.endswith("%"),
@@ -179,6 +179,33 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
     )
     base = f"{EP2['m27']} --global-batch-size 32"
     return _traced_rows("layout", "M27", base, rows, steps=6, step_seconds=1.2, num_gpus=2)
+
+
+def _long_contexts() -> tuple[StepCase, ...]:
+    """Cases of dense stacks with sequences of 65,536 tokens on two context-parallel ranks, by kind of exchange.
+
+    The same cases on one GPU, without peers, are the computation alone.
+    """
+    shapes = (
+        "--seq-length 65536 --max-position-embeddings 65536 --micro-batch-size 1 --global-batch-size 2 "
+        "--context-parallel-size 2 --vocab-size 8192 --num-experts 0 --expert-model-parallel-size 1 "
+        "--moe-token-dispatcher-type alltoall --moe-expert-wgrad-interval 1"
+    )
+    gqa, mla = (f"--recipe {recipe} --num-layers 4 {shapes}" for recipe in ("q24", "m27"))
+    delta, mamba = f"--recipe qn4 {shapes}", f"--recipe nn9 --hybrid-layer-pattern MMMM {shapes}"
+    levels = "--hierarchical-context-parallel-sizes 2 1"
+    rows = (
+        ("gqa-p2p", "GQA, ring", f"{gqa} --cp-comm-type p2p", "", ""),
+        ("gqa-allgather", "GQA, all-gather", f"{gqa} --cp-comm-type allgather", "", ""),
+        ("gqa-a2a", "GQA, all-to-all", f"{gqa} --cp-comm-type a2a", "", ""),
+        ("gqa-levels", "GQA, all-to-all and ring", f"{gqa} --cp-comm-type a2a+p2p {levels}", "", ""),
+        ("mla-p2p", "MLA, ring", f"{mla} --cp-comm-type p2p", "", ""),
+        ("delta-heads", "three gated delta nets by heads, one attention", delta, "", ""),
+        ("delta-chunks", "the same by chunks", f"{delta} --linear-cp-mode chunkwise", "", ""),
+        ("mamba-heads", "four Mamba layers by heads", mamba, "", ""),
+        ("mamba-chunks", "the same by chunks", f"{mamba} --linear-cp-mode chunkwise", "", ""),
+    )
+    return _traced_rows("long", "64k tokens, CP2", "", rows, warmup=2, steps=3, step_seconds=1.2, num_gpus=2)
 
 
 def _over_four(
@@ -358,6 +385,7 @@ CASES = (
     *_over_two("m27", step_seconds=1.1),
     *_over_two("q24", step_seconds=0.8),
     *_layouts_of_two(),
+    *_long_contexts(),
     *_over_four(
         "m27",
         "M27",

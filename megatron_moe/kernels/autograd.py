@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 from megatron_moe.precision.carried_copies import QuantizedGrad, carried_copy, carried_grad, values_of, without_copy
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
@@ -69,12 +70,12 @@ def linear(
     multiply quantised operands.
     """
     if quantizer is None:
-        out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
+        out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)
     else:
         saves = torch.is_grad_enabled()
         keeps_copy = saves and sharded is None and not quantizer.save_input
         options = (sharded, quantizer, saves, keeps_copy)
-        out = _QuantizedLinear.apply(kernels, x, weight, bias, *options)  # type: ignore[no-untyped-call]
+        out = _QuantizedLinear.apply(kernels, x, weight, bias, *options)
     return out
 
 
@@ -86,7 +87,7 @@ def linears_of_shard(
     gradient, each once for all layers. With `shards.overlaps`, both are overlapped with GEMMs that do not depend on
     them."""
     parameters = [parameter for layer in layers for parameter in layer]
-    return list(_LinearsOfShard.apply(kernels, shard, shards, *parameters))  # type: ignore[no-untyped-call]
+    return list(_LinearsOfShard.apply(kernels, shard, shards, *parameters))
 
 
 def grouped_linear(
@@ -106,10 +107,10 @@ def grouped_linear(
     `quantizer`, the GEMMs multiply quantised operands; `rows_q`: the rowwise copy of `rows`, if it exists.
     """
     if quantizer is None:
-        out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
+        out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)
     else:
         options = (index, quantizer, rows_q, torch.is_grad_enabled())
-        out = _QuantizedGroupedLinear.apply(kernels, rows, weight, offsets_e, *options)  # type: ignore[no-untyped-call]
+        out = _QuantizedGroupedLinear.apply(kernels, rows, weight, offsets_e, *options)
     return out
 
 
@@ -133,17 +134,17 @@ def activation_linear(
     """
     offsets_e, probs_R = (None, None) if rows is None else (rows.offsets_e, rows.probs_R)
     arguments = (kernels, x, probs_R, weight, offsets_e, activation, quantizer, producer, rows)
-    out: Tensor = _QuantizedActivationLinear.apply(*arguments)  # type: ignore[no-untyped-call]
+    out: Tensor = _QuantizedActivationLinear.apply(*arguments)
     return out
 
 
 def embedding(kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
     """Embedding lookup: rows `ids` (int64 [...]) of weight [V, H] -> [..., H]."""
-    out: Tensor = _EmbeddingFunction.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
+    out: Tensor = _EmbeddingFunction.apply(kernels, ids, weight)
     return out
 
 
-class _EmbeddingFunction(torch.autograd.Function):
+class _EmbeddingFunction(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.kernels, ctx.weight = kernels, weight
@@ -161,7 +162,7 @@ class _EmbeddingFunction(torch.autograd.Function):
         return None, None, accumulate_grad(ctx.weight, compute) if ctx.needs_input_grad[2] else None
 
 
-class _LinearFunction(torch.autograd.Function):
+class _LinearFunction(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, sharded: ShardedInput | None
@@ -189,7 +190,7 @@ class _LinearFunction(torch.autograd.Function):
         return None, grad_x, grad_weight, grad_bias, None
 
 
-class _LinearsOfShard(torch.autograd.Function):
+class _LinearsOfShard(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, kernels: Kernels, shard: Tensor, shards: SequenceShards, *parameters: Tensor | None
@@ -236,7 +237,7 @@ def _grad_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.flatten(0, -2).sum(dim=0, dtype=internal_dtype(grad.dtype)).to(dtype)
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor, index: RowIndex | None
@@ -265,7 +266,7 @@ class _GroupedLinear(torch.autograd.Function):
         return None, grad_rows, grad_weight, None, None
 
 
-class _QuantizedLinear(torch.autograd.Function):
+class _QuantizedLinear(AutogradFunction):
     """Autograd function of a linear layer with quantised operands. The input is quantised once in forward, the gradient
     once in backward."""
 
@@ -319,7 +320,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return None, grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-class _QuantizedGroupedLinear(torch.autograd.Function):
+class _QuantizedGroupedLinear(AutogradFunction):
     """Autograd function of a grouped GEMM with quantised operands."""
 
     @staticmethod
@@ -382,7 +383,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         return None, grad_rows, grad_weight, *(None,) * 5
 
 
-class _QuantizedActivationLinear(torch.autograd.Function):
+class _QuantizedActivationLinear(AutogradFunction):
     """Autograd function of an activation and the linear layer or grouped GEMM after it, with quantised operands."""
 
     @staticmethod

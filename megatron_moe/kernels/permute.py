@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.reference import routing as reference
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class RowCopies:
         """See `Kernels.permute`. Plain torch is used if `index.rows_TK` is None."""
         if index.rows_TK is None:
             return reference.permute(tokens_TH, index)
-        return _Permute.apply(tokens_TH, index, self)  # type: ignore[no-untyped-call,no-any-return]
+        return _Permute.apply(tokens_TH, index, self)  # type: ignore[no-any-return]
 
     def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
         """See `Kernels.unpermute`. Plain torch is used if `index.rows_TK` is None."""
         if index.rows_TK is None:
             return reference.unpermute(rows_RH, index, num_tokens)
-        return _Unpermute.apply(rows_RH, index, self)  # type: ignore[no-untyped-call,no-any-return]
+        return _Unpermute.apply(rows_RH, index, self)  # type: ignore[no-any-return]
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, tokens_TH: Tensor, index: RowIndex, copies: RowCopies) -> Tensor:
         ctx.index, ctx.copies = index, copies
@@ -44,7 +44,7 @@ class _Permute(torch.autograd.Function):
         return ctx.copies.add(grads[0], ctx.index), None, None
 
 
-class _Unpermute(torch.autograd.Function):
+class _Unpermute(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, index: RowIndex, copies: RowCopies) -> Tensor:
         ctx.index, ctx.copies = index, copies

@@ -21,6 +21,7 @@ from megatron_moe.logs.timers import Span, Timers
 from megatron_moe.memory.cuda_graphs.layer_graphs import CapturedModule
 from megatron_moe.memory.saved_tensors import DiscardScope, SavedTensorPolicy
 from megatron_moe.optim.param_layout import Direction
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.pytree import map_state
 from megatron_moe.pipeline.overlap import EXCHANGES, NodeName, Step
@@ -238,12 +239,12 @@ def _at_backward(state: Any, call: Callable[[], None]) -> tuple[Any, bool]:
     found = _differentiable(state)
     if not found:
         return state, False
-    outputs = _CallInBackward.apply(call, *found.values())  # type: ignore[no-untyped-call]
+    outputs = _CallInBackward.apply(call, *found.values())
     changed = dict(zip(found, outputs, strict=True))
     return map_state(state, lambda tensor: changed.get(id(tensor), tensor)), True
 
 
-class _CallInBackward(torch.autograd.Function):
+class _CallInBackward(AutogradFunction):
     """Identity of several tensors. Its backward calls `call` when the gradients of all of them are known."""
 
     @staticmethod
@@ -392,7 +393,9 @@ def _run_captured(
 def schedule_steps(chain: Iterable[BoundNodes], *, exchange_steps: bool = True) -> list[Step]:
     """Converts the chain to the steps of a schedule that interleaves two microbatches. Consecutive compute nodes of one
     kind form one step. The start and the finish of a dispatch or combine are separate steps. Without `exchange_steps`,
-    the start is the end of the previous step, and the finish the beginning of the next one, which saves host time."""
+    the start is the end of the previous step, and the finish the beginning of the next one, which saves host time. Then
+    the end of a layer ("post") and the attention of the next one are one step, so that the finish of a combine and the
+    start of the next dispatch are as far apart as possible."""
     steps: list[Step] = []
     for nodes, mb, layer in chain:
         groups: list[tuple[NodeName, list[Node]]] = []
@@ -407,8 +410,18 @@ def schedule_steps(chain: Iterable[BoundNodes], *, exchange_steps: bool = True) 
                 groups[-1][1].append(node)
             else:
                 groups.append((kind, [node]))
-        steps += [Step(kind, layer, partial(run_nodes, group, mb=mb)) for kind, group in groups]
+        for kind, group in groups:
+            run = partial(run_nodes, group, mb=mb)
+            if kind == "attention" and steps and steps[-1].node == "post" and not exchange_steps:
+                before = steps.pop()
+                steps.append(Step("post", before.layer, partial(_run_both, before.run, run), (kind, layer)))
+            else:
+                steps.append(Step(kind, layer, run))
     return steps
+
+
+def _run_both(first: Callable[[Any], Any], second: Callable[[Any], Any], state: Any) -> Any:
+    return second(first(state))
 
 
 def _all_parameters(nodes: Iterable[Node]) -> tuple[nn.Parameter, ...]:

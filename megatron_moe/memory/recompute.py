@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_gather_flat, shard_of
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.precision.carried_copies import without_copy
@@ -30,11 +31,11 @@ def checkpoint(
         return forward(*tensors)
     # Parameters need gradients even if no input does.
     anchor = tensors[0].new_empty(0).requires_grad_()
-    out: Tensor = _Checkpoint.apply(anchor, forward, recompute, shard_over, *tensors)  # type: ignore[no-untyped-call]
+    out: Tensor = _Checkpoint.apply(anchor, forward, recompute, shard_over, *tensors)
     return out
 
 
-class _Checkpoint(torch.autograd.Function):
+class _Checkpoint(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any,

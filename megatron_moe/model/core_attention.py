@@ -32,6 +32,7 @@ from megatron_moe.kernels.ops import (
     PositionSpan,
     internal_dtype,
 )
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.context_parallel import (
     Chunks,
@@ -175,7 +176,7 @@ class _CoreAttention:
         if key is not None:
             key = (*key, "tp", self.ctx.group("tp").rank, "place", query.chunks[0].start)
         blocks = _Blocks(self.kernels, self.config, ring, query, keys, key, self.maxima)
-        return _BlockAttention.apply(*heads, blocks)  # type: ignore[no-untyped-call,no-any-return]
+        return _BlockAttention.apply(*heads, blocks)  # type: ignore[no-any-return]
 
     def _span(self, chunks: Chunks) -> PositionSpan:
         segments_BS = None if self.segments_BS is None else select_positions(self.segments_BS, chunks)
@@ -222,7 +223,7 @@ class _Blocks:
         return found
 
 
-class _BlockAttention(torch.autograd.Function):
+class _BlockAttention(AutogradFunction):
     """Blockwise attention over the keys and values of all ranks of a ring, one block b per rank.
 
     Forward: out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). The sinks are merged first, as a block

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.model.sparse_attention import best_keys, blocks, bmm_in
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 def chosen_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
@@ -71,10 +72,10 @@ class AttentionTarget:
 
 def indexer_loss(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, target: AttentionTarget, relu: bool) -> Tensor:
     """This rank's term of the indexer loss, a scalar in the internal dtype; the loss is the sum over ranks."""
-    return _IndexerLoss.apply(q_UBID, k_EBD, w_UBI, target, relu)  # type: ignore[no-untyped-call,no-any-return]
+    return _IndexerLoss.apply(q_UBID, k_EBD, w_UBI, target, relu)  # type: ignore[no-any-return]
 
 
-class _IndexerLoss(torch.autograd.Function):
+class _IndexerLoss(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, target: AttentionTarget, relu: bool) -> Tensor:
         wide = target.lse_UBN.dtype

@@ -21,6 +21,7 @@ from megatron_moe.layers.components import Connection, SublayerInput
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import DiscardScope
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
@@ -65,7 +66,7 @@ def _chunks(stream_SBW: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK, num_tokens)) for start in range(0, num_tokens, CHUNK))
 
 
-class _ReadStreams(torch.autograd.Function):
+class _ReadStreams(AutogradFunction):
     """(streams, W, scale, bias) -> (streams, their weighted sum [S, B, H], weights).
 
     The streams are returned so that their gradient is added in the backward of this function."""
@@ -125,7 +126,7 @@ class _ReadStreams(torch.autograd.Function):
         return grad_TW.view_as(stream_SBW), *of_parameters, None, None
 
 
-class _WriteStreams(torch.autograd.Function):
+class _WriteStreams(AutogradFunction):
     """(streams, sublayer's output [S, B, H], post, mix) -> new streams."""
 
     @staticmethod
@@ -213,7 +214,7 @@ class HyperConnection(_Projection, Connection):
 
     def write(self, stream: Tensor, weights: _Writing, out_SBH: Tensor) -> Tensor:
         with weights.scope:
-            new_SBW: Tensor = _WriteStreams.apply(stream, out_SBH, weights.post_TN, weights.mix_TNN)  # type: ignore[no-untyped-call]
+            new_SBW: Tensor = _WriteStreams.apply(stream, out_SBH, weights.post_TN, weights.mix_TNN)
         return new_SBW
 
     def write_and_read(self, stream: Tensor, weights: _Writing, out_SBH: Tensor, norm: Norm) -> SublayerInput:
@@ -228,7 +229,7 @@ class HyperConnection(_Projection, Connection):
         with scope:
             stream, hidden_SBH, pre_TN, post_TN, mix_TNN = _ReadStreams.apply(
                 stream, *self.parameters_of_streams, stream_weights, self.config
-            )  # type: ignore[no-untyped-call]
+            )
             remake = saved_tensors.discard_output("mhc", weighted_sum, (stream, pre_TN.detach()), hidden_SBH)
             with remake:
                 normed_SBH = norm(hidden_SBH)
@@ -245,6 +246,6 @@ class StreamsHead(_Projection):
 
     def forward(self, stream: Tensor) -> Tensor:
         """[S, B, n H] -> [S, B, H]."""
-        _, hidden_SBH, _ = _ReadStreams.apply(stream, *self.parameters_of_streams, head_weights, self.config)  # type: ignore[no-untyped-call]
+        _, hidden_SBH, _ = _ReadStreams.apply(stream, *self.parameters_of_streams, head_weights, self.config)
         out_SBH: Tensor = hidden_SBH
         return out_SBH

@@ -12,6 +12,7 @@ from megatron_moe.kernels.ops import Kernels, VocabShard, internal_dtype
 from megatron_moe.kernels.reference.backend import store
 from megatron_moe.layers.linear import column_parallel_linear
 from megatron_moe.layers.quantized_module import QuantizedModule
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import new_parameter
@@ -65,7 +66,7 @@ class Head(QuantizedModule):
         seq, batch, hidden = whole_SBH.shape
         settings = (self.kernels, self.ctx.group("tp"), chunk)
         hidden_TH, labels_T = whole_SBH.reshape(-1, hidden), labels_BS.T.reshape(-1)
-        loss_T: Tensor = _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, labels_T, *settings)  # type: ignore[no-untyped-call]
+        loss_T: Tensor = _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, labels_T, *settings)
         return loss_T.view(seq, batch).T
 
     def loss(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
     return kernels.cross_entropy(logits_TV, labels_T, VocabShard(group.rank * logits_TV.shape[1], gather))
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(AutogradFunction):
     """Computes output projection and `cross_entropy` [T] in chunks of tokens. The backward recomputes the logits."""
 
     @staticmethod

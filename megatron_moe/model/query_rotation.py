@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_moe.config.compressed_attention import NORM_BLOCK_BYTES, CompressedAttentionConfig
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.memory.output_discard import PackedTensor, unpack
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,15 @@ class SavedQueries:
 def normed_and_rotated(x_SBND: Tensor, rotation: QueryRotation, saved: SavedQueries) -> Tensor:
     """Normalises and rotates queries: R(x / rms(x)). The caller must set `saved.packed` before backward, which reads
     the queries from it."""
-    return _RotatedQueries.apply(x_SBND, rotation, saved)  # type: ignore[no-untyped-call,no-any-return]
+    return _RotatedQueries.apply(x_SBND, rotation, saved)  # type: ignore[no-any-return]
 
 
 def grouped_output(context_SBND: Tensor, weight: Tensor, rotation: QueryRotation, groups: int) -> Tensor:
     """Rotates the output of attention back, and multiplies each group of heads by its rows of `weight`: [S, B, C]."""
-    return _GroupedOutput.apply(context_SBND, weight, rotation, groups)  # type: ignore[no-untyped-call,no-any-return]
+    return _GroupedOutput.apply(context_SBND, weight, rotation, groups)  # type: ignore[no-any-return]
 
 
-class _RotatedQueries(torch.autograd.Function):
+class _RotatedQueries(AutogradFunction):
     """q = R(x / rms(x)) for a rotation R. With s = 1 / rms(x), the gradient of x is s R^-1(g - q mean(g q)), so that
     only q and s are saved, and q by attention anyway."""
 
@@ -89,7 +90,7 @@ class _RotatedQueries(torch.autograd.Function):
         return ctx.rotation.rotate(of_normed, back=True), None, None
 
 
-class _GroupedOutput(torch.autograd.Function):
+class _GroupedOutput(AutogradFunction):
     """Rotates the output of attention back, and multiplies each group of heads by its matrix. Backward rotates again
     instead of saving the result."""
 

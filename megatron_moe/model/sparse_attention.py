@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_moe.config.dsa import BLOCK_BYTES, IndexerConfig
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_, reduce_scatter_flat
 from megatron_moe.parallel.context import ProcessGroup
 
@@ -133,7 +134,7 @@ class KeySelection:
     """Weight in the indexer loss of every query that this rank scores, 0 for padding; None means no loss."""
 
 
-class _SelectKeys(torch.autograd.Function):
+class _SelectKeys(AutogradFunction):
     """Autograd function of `select_keys`: selected keys of all queries of this rank, and this rank's term of the
     indexer loss."""
 
@@ -243,4 +244,4 @@ def select_keys(
     heads share; the loss has no gradient for them.
     """
     given = q_RBID, k_SBD, w_RBI, q_UBND.detach(), rows_SBD.detach()
-    return _SelectKeys.apply(*given, job)  # type: ignore[no-untyped-call,no-any-return]
+    return _SelectKeys.apply(*given, job)  # type: ignore[no-any-return]

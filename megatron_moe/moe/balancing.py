@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import BalanceSums
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.tensor_parallel import reduce_from
 
 
-class AttachLosses(torch.autograd.Function):
+class AttachLosses(AutogradFunction):
     """Returns its first input unchanged and, in backward, passes `scale * coeffs[i]` as gradient to each scalar loss i,
     as if the weighted losses were added to the objective. All losses have the same dtype."""
 
@@ -58,7 +59,7 @@ class WeightedScores(NamedTuple):
         return self.scores_GE.detach() * self.weights_GE
 
 
-class AttachWeightedScores(torch.autograd.Function):
+class AttachWeightedScores(AutogradFunction):
     """Variant of `AttachLosses` for one `WeightedScores`, which does not compute the sum."""
 
     @staticmethod

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import GroupedPart, Kernels, RowIndex, internal_dtype
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllToAll, Wait
 from megatron_moe.parallel.parameter import Parameter
@@ -58,7 +59,7 @@ class ExpertClones:
         self._exchange = AllToAll(ep, tuple(len(each) for each in sizes.sent), sizes.received)
         self._received: list[Wait] = []
         self._grads: list[Wait | None] = [None] * len(self._weights)
-        self._boundary: Tensor = _Home.apply(self, *self._weights)  # type: ignore[no-untyped-call]
+        self._boundary: Tensor = _Home.apply(self, *self._weights)
 
     @torch.no_grad()
     def fetch(self) -> None:
@@ -84,9 +85,7 @@ class ExpertClones:
         """Maps rows [R, I] to [R, O] with the clones of stack `which`, as `ExpertStack` does. Experts with clones have
         no biases, to which `probs_R` would apply."""
         assert index is None and rows_q is None, "clones process plain rows"
-        out_RO: Tensor = _CloneLinear.apply(  # type: ignore[no-untyped-call]
-            self._boundary, rows, self, which, kernels, offsets_e[: self._num_clones]
-        )
+        out_RO: Tensor = _CloneLinear.apply(self._boundary, rows, self, which, kernels, offsets_e[: self._num_clones])
         if which == len(self._weights) - 1 and not self._keeps_weights:
             self._release()
         return out_RO
@@ -95,7 +94,7 @@ class ExpertClones:
         """Returns `rows`, and takes part in the exchange of weights and, in backward, of gradients."""
         self.fetch()
         self._release()
-        joined: Tensor = _Join.apply(rows, self._boundary, self)  # type: ignore[no-untyped-call]
+        joined: Tensor = _Join.apply(rows, self._boundary, self)
         return joined
 
     def weight(self, which: int) -> Tensor:
@@ -139,7 +138,7 @@ class ExpertClones:
         self._received = []
 
 
-class _Home(torch.autograd.Function):
+class _Home(AutogradFunction):
     """Connects the weights of experts with their clones: backward adds the gradients of the clones."""
 
     @staticmethod
@@ -152,7 +151,7 @@ class _Home(torch.autograd.Function):
         return None, *ctx.clones.receive_grads()
 
 
-class _CloneLinear(torch.autograd.Function):
+class _CloneLinear(AutogradFunction):
     """Grouped GEMM of rows [R, I] and the weights of clones [n, O, I]."""
 
     @staticmethod
@@ -177,7 +176,7 @@ class _CloneLinear(torch.autograd.Function):
         return grad_boundary, grad_rows, None, None, None, None
 
 
-class _Join(torch.autograd.Function):
+class _Join(AutogradFunction):
     """Identity on rows. Backward takes part in the exchanges of other ranks' clones."""
 
     @staticmethod

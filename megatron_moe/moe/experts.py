@@ -19,6 +19,7 @@ from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.expert_clones import ExpertClones
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
@@ -116,7 +117,7 @@ class Experts(nn.Module):
         with self.saved_tensors.stash_rows(act_RF, used), discard:
             out_RH = fc2(act_RF, offsets_e, probs_R=probs_R)
         if self.config.probs_on_output:
-            out_RH = _ScaleByProbs.apply(out_RH, rows.probs_R)  # type: ignore[no-untyped-call]
+            out_RH = _ScaleByProbs.apply(out_RH, rows.probs_R)
         return replace(rows, data=out_RH, index=None, quantized=None)
 
     @property
@@ -185,11 +186,11 @@ class ExpertStack(QuantizedModule):
         # on the other etp ranks the bias is 0 but receives the full gradient, so that the biases of all ranks stay
         # equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
-        out_RO = _AddBias.apply(out_RO, bias_eO, offsets_e, probs_R)  # type: ignore[no-untyped-call]
+        out_RO = _AddBias.apply(out_RO, bias_eO, offsets_e, probs_R)
         return out_RO
 
 
-class _AddBias(torch.autograd.Function):
+class _AddBias(AutogradFunction):
     """Adds the bias of each row's expert, multiplied by the row's probability unless `probs_R` is None, to [R, O].
 
     Padding rows get no bias. Backward expands the biases to rows again, so only tensors of the size of the
@@ -230,7 +231,7 @@ def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
     return (rows_RH * probs_R.to(internal_dtype(rows_RH.dtype))[:, None]).to(rows_RH.dtype)
 
 
-class _ScaleByProbs(torch.autograd.Function):
+class _ScaleByProbs(AutogradFunction):
     """Multiplies the experts' output rows [R, H] by their probabilities [R], computed in promote(fp32, dtype).
 
     Results and gradients of rows with probability 0 (padding) are 0. Rows are saved for backward in their own dtype.

@@ -28,6 +28,7 @@ from megatron_moe.moe.balancing import AttachLosses, AttachWeightedScores, Balan
 from megatron_moe.moe.router_metrics import record_drops, record_load, record_loss, record_tokens, token_metrics
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel import rng
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.rng import RNGKey
@@ -257,7 +258,7 @@ class Router(nn.Module):
         if self._forces_logits:
             forced = mb.forced_logits
             drawn = self.random_logits(len(logits_TE), hidden_SBH.dtype, mb) if forced is None else forced[self.layer]
-            logits_TE = _StraightThrough.apply(logits_TE, drawn)  # type: ignore[no-untyped-call]
+            logits_TE = _StraightThrough.apply(logits_TE, drawn)
         return logits_TE
 
     def _logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -329,14 +330,14 @@ class Router(nn.Module):
             if isinstance(loss, WeightedScores):
                 if mb.metrics is not None:
                     record_loss(mb.metrics, entry.metric, self.layer, loss.terms(), factor)
-                probs = AttachWeightedScores.apply(probs, coeff, scale, *loss)  # type: ignore[no-untyped-call]
+                probs = AttachWeightedScores.apply(probs, coeff, scale, *loss)
                 continue
             if mb.metrics is not None:
                 mb.metrics.record(entry.metric, loss * factor if factor > 1 else loss, layer=self.layer)
             others.append((loss, coeff))
         if others:
             losses, coeffs = zip(*others, strict=True)
-            probs = AttachLosses.apply(probs, coeffs, scale, *losses)  # type: ignore[no-untyped-call]
+            probs = AttachLosses.apply(probs, coeffs, scale, *losses)
         return replace(routing, probs_TE=probs) if routing.probs_TK is None else replace(routing, probs_TK=probs)
 
     def _batch_counts(self, mb: MicrobatchContext, local_E: Tensor) -> Tensor:
@@ -463,7 +464,7 @@ def _check_scores(name: str, options: Options) -> None:
     raise RegistrationProblem(f"the score function '{name}' returns {wrong}")
 
 
-class _StraightThrough(torch.autograd.Function):
+class _StraightThrough(AutogradFunction):
     """Straight-through estimator: forward returns `replacement_TE`, backward passes its gradient to the logits."""
 
     @staticmethod

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.context import ProcessGroup
 
 Sizes = tuple[int, ...]
@@ -153,12 +154,12 @@ class SplitExchange(ABC):
 
     def start(self, *inputs: Tensor) -> Self:
         """Starts the exchange."""
-        self._boundary = _Start.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        self._boundary = _Start.apply(self, *inputs)
         return self
 
     def finish(self) -> Any:
         """Finishes the exchange and returns what was received. Can be called once."""
-        return _Finish.apply(self._take_boundary(), self)  # type: ignore[no-untyped-call]
+        return _Finish.apply(self._take_boundary(), self)
 
     def replace_boundary(self, change: Callable[[Any], Any]) -> None:
         """Replaces the boundary tensor by `change(tensor)`, so that a schedule can cut the autograd graph between start
@@ -180,7 +181,7 @@ class SplitExchange(ABC):
 # which is the input of `_Finish`.
 
 
-class _Start(torch.autograd.Function):
+class _Start(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, exchange: SplitExchange, *inputs: Tensor) -> Tensor:
         ctx.exchange = exchange
@@ -195,7 +196,7 @@ class _Start(torch.autograd.Function):
         return None, *ctx.exchange.receive_grads(ctx.exchange._take_work())
 
 
-class _Finish(torch.autograd.Function):
+class _Finish(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, boundary: Tensor, exchange: SplitExchange) -> Any:
         ctx.exchange = exchange

@@ -60,27 +60,27 @@ def _map(tree: Any, change: Callable[[Tensor], Tensor], describe: Callable[[Any]
     return tree
 
 
-def map_state(state: Any, change: Callable[[Any], Any], leaves: tuple[type, ...] = (Tensor,)) -> Any:
-    """Copy of the state between two steps of a computation with `change` applied to its objects of the types `leaves`.
+def map_state(state: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Copy of the state between two steps of a computation with `change` applied to its tensors.
 
     A pending exchange is changed in place, because its start and its finish refer to the same object.
     """
-    if state is None:
-        return None
-    if isinstance(state, leaves):
+    if isinstance(state, Tensor):
         return change(state)
     if isinstance(state, tuple):
         if not state:
             return state
-        parts = tuple([map_state(part, change, leaves) for part in state])
+        parts = tuple([map_state(part, change) for part in state])
         return state if all(map(is_, parts, state)) else parts
     if hasattr(state, "replace_boundary"):
         state.replace_boundary(change)
     elif hasattr(state, "__dataclass_fields__"):
         changes = {}
         for name, part in vars(state).items():
-            if part is not None and (changed := map_state(part, change, leaves)) is not part:
-                changes[name] = changed
+            if part is not None:
+                changed = change(part) if isinstance(part, Tensor) else map_state(part, change)
+                if changed is not part:
+                    changes[name] = changed
         return evolve(state, changes) if changes else state
     return state
 

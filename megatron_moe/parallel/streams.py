@@ -4,6 +4,7 @@ On a CPU every operation completes before its call returns, so streams are no-op
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,6 +28,12 @@ class Streams:
     def fork(self, name: str) -> AbstractContextManager[object]:
         """Makes stream `name` current, as `on` does, and makes it wait for the work queued on the previous stream."""
         return _NO_CHANGE
+
+    def run(self, name: str, after: Event, work: Callable[[], object]) -> Event:
+        """Calls `work` with stream `name` current, which first waits for the event `after`; returns the event of its
+        completion."""
+        work()
+        return None
 
     def record(self) -> Event:
         """Records an event on the current stream."""
@@ -75,6 +82,12 @@ class CudaStreams(Streams):
     def fork(self, name: str) -> AbstractContextManager[object]:
         self._streams[name].wait_stream(self._current())
         return self.on(name)
+
+    def run(self, name: str, after: Event, work: Callable[[], object]) -> Event:
+        with self.on(name):
+            self.wait(after)
+            work()
+            return self.record()
 
     def record(self) -> Event:
         return self._current().record_event()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe.config.param_meta import Part
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_, reduce_scatter_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.exchange import Wait, wait_for
@@ -144,7 +145,7 @@ def _finished(work: Any, out: Tensor, given: Tensor) -> Tensor:
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-class _Differentiable(torch.autograd.Function):
+class _Differentiable(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
         ctx.group, ctx.run_backward = group, backward
@@ -158,7 +159,7 @@ class _Differentiable(torch.autograd.Function):
 def _differentiable(x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
     if group.size == 1:
         return x
-    return _Differentiable.apply(x, group, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
+    return _Differentiable.apply(x, group, forward, backward)  # type: ignore[no-any-return]
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -115,7 +115,7 @@ class _ScheduleRun:
         forward_at, backward_at = _at(pair.forward), _at(pair.backward)
         nodes = self._runner.interleaved_nodes(pair.forward.chunk, pair.backward.chunk)
         forward, backward = self._begin_forward(forward_at), self._begin_backward(backward_at)
-        split = any(entry.direction == "weight" for entry in nodes)
+        split = "weight" in [entry.direction for entry in nodes]
         self._runner.defer_weight_gradients(split)
         for entry in nodes:
             match entry.direction:

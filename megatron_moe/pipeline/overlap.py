@@ -32,6 +32,8 @@ class Step:
     """Index of the layer in the chunk, MTP layers last; None for nodes outside the layers."""
     run: Callable[[Any], Any]
     """Maps the previous step's result (for the first step, the chunk's input) to the result of this step."""
+    appended: tuple[NodeName, int | None] | None = None
+    """Node and layer of a second node that runs at the end of the step; None if the step runs one node."""
 
     @property
     def stream(self) -> Stream:
@@ -75,23 +77,18 @@ def pair_nodes(
     backward: StageLayout | None,
     *,
     split_backward: bool = False,
-    early_dispatch: bool = False,
+    exchange_steps: bool = True,
     early_attention_backward: bool = False,
 ) -> tuple[OverlapNode, ...]:
     """Nodes of an overlapped pair in launch order. If one chunk is None, returns the nodes of the other chunk only.
 
     The forward of the first layer is paired with the backward of the last, and so on; layers without partner follow.
-    `early_dispatch` launches the forward's dispatch before the backward of the experts, for exchanges that neither
-    block the host nor have a stream to prepare rows on.
+    `exchange_steps`: False leaves out dispatch and combine, whose halves then run with the computation before and after
+    them (`schedule_steps`), because they neither block the host nor have a stream to prepare rows on.
     `early_attention_backward` moves the backward of attention before the forward of the experts, which frees the
     activations of attention earlier but hides less communication (`--ep-overlap-early-attn-memory-release`).
     """
-    order = list(_PAIR_ORDER)
-    if early_dispatch:
-        order.remove(("forward", "dispatch"))
-        order.insert(order.index(("backward", "experts")), ("forward", "dispatch"))
-        order.remove(("weight", "experts"))
-        order.insert(order.index(("forward", "experts")), ("weight", "experts"))
+    order = [each for each in _PAIR_ORDER if exchange_steps or each[1] not in EXCHANGES]
     if early_attention_backward:
         order.remove(("backward", "attention"))
         order.insert(order.index(("forward", "experts")), ("backward", "attention"))

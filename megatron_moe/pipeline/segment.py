@@ -6,18 +6,19 @@ second step, the finish, waits for the received rows and runs as late as possibl
 step. Work of the other microbatch that is launched between the two overlaps with the exchange, also in the backward.
 
 The autograd graph is cut between steps, and gradients are passed explicitly. The state between two steps is any nest of
-frozen dataclasses and tuples. Each tensor of the state that requires a gradient becomes a `CutTensor`. The graph of the
-next step starts from a tensor that shares the data but does not save it, so unsaved activations are freed as usual.
+frozen dataclasses and tuples. The graph of the next step starts from tensors that share the data of those that the
+previous step computed but do not save it, so unsaved activations are freed as usual.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.pytree import map_state
 from megatron_moe.parallel.streams import Event, Streams
 from megatron_moe.pipeline.overlap import OverlapNode, Step
@@ -26,21 +27,17 @@ from megatron_moe.pipeline.overlap import OverlapNode, Step
 class GradBoundary:
     """Autograd edge of a tensor at a cut of the graph, and the sum of the gradients from all segments that used it."""
 
+    __slots__ = ("edge", "gradient", "stream")
+
     def __init__(self, edge: GradientEdge | None) -> None:
         """`edge`: autograd edge that produced the tensor; None for the input of the chunk."""
         self.edge = edge
         self.gradient: Tensor | None = None
+        self.stream = ""
+        """Stream of the last step whose graph starts from the tensor."""
 
     def add(self, gradient: Tensor) -> None:
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
-
-
-@dataclass(frozen=True, eq=False)
-class CutTensor:
-    """Detached tensor that is passed between segments, and the boundary that accumulates its gradient."""
-
-    data: Tensor
-    boundary: GradBoundary
 
 
 class SegmentedMicrobatch:
@@ -49,52 +46,63 @@ class SegmentedMicrobatch:
     def __init__(self, steps: Sequence[Step], received: Tensor | None, streams: Streams) -> None:
         """`received`: output of the previous stage; None in the first stage."""
         self._steps = steps
+        self._stream_names = [step.stream for step in steps]
         self._indices: dict[tuple[str, int | None], list[int]] = {}
         """Indices of the steps of every node: two if it is an exchange, else one."""
         for index, step in enumerate(steps):
             self._indices.setdefault((step.node, step.layer), []).append(index)
+            if step.appended is not None:
+                self._indices[step.appended] = [index]
         self._streams = streams
         self._last_step: Event = streams.record()
         self._received = GradBoundary(None)
-        self._state: Any = received
-        self._cuts: Sequence[CutTensor] = ()
-        """All `CutTensor`s of the state."""
-        if received is not None and torch.is_grad_enabled():
-            self._state = CutTensor(received, self._received)
-            self._cuts = (self._state,)
+        self._anchor: Tensor | None = None
+        """Empty tensor that requires a gradient; makes autograd record `_Enter`. None if no gradient is required."""
         self._boundaries: list[list[GradBoundary]] = []
         """Boundaries of the outputs of each step, for steps whose forward has run and whose backward has not."""
         self._num_forward = 0
         self._output: GradBoundary | None = None
+        self._loss: Tensor | None = None
+        """Output of the chunk if it is a scalar."""
+        self._state: Any = received
+        if received is not None and torch.is_grad_enabled():
+            self._state = self._enter(received, self._received, self._stream_names[0] if steps else "")
 
     def forward(self, entry: OverlapNode | None = None) -> None:
         """Runs the pending steps up to and including the first step of `entry`, or all of them if `entry` is None."""
-        end = len(self._steps) if entry is None else self._step_indices(entry, (-1,))[0] + 1
+        end = len(self._steps) if entry is None else self._indices.get((entry.node, entry.layer), (-1,))[0] + 1
         while self._num_forward < end:
-            self._forward(self._steps[self._num_forward])
-            self._num_forward += 1
+            self._forward()
 
     def output(self) -> Tensor:
         """Returns the output of the chunk; to be called once, after the last step."""
         assert self._num_forward == len(self._steps), f"{self._num_forward} of {len(self._steps)} steps have run"
         state, self._state = self._state, None
-        if isinstance(state, CutTensor):
-            self._output = state.boundary
-            return state.data
         assert isinstance(state, Tensor), f"the output of a chunk must be a tensor, not a {type(state).__name__}"
-        return state
+        if not state.requires_grad:
+            return state
+        self._output = getattr(state.grad_fn, "cut_boundary", None)
+        if self._output is None:
+            self._output = GradBoundary(_edge(state))
+            self._boundaries[-1].append(self._output)
+        output = state.detach()
+        self._loss = None if output.dim() else output
+        return output
 
     def begin_backward(self, gradient: Tensor | None) -> None:
         """Sets the gradient of the chunk's output; None if the output is the scalar loss."""
         assert self._output is not None, "the output of this chunk requires no gradient"
-        if gradient is not None:
-            self._output.add(gradient)
+        if gradient is None:
+            assert self._loss is not None, "the output of this chunk is not a scalar and needs a gradient"
+            gradient = torch.ones_like(self._loss)
+        self._output.add(gradient)
 
     def backward(self, entry: OverlapNode | None = None) -> None:
         """Runs pending backwards in reverse step order, down to the last step of `entry`, or all if `entry` is None."""
-        start = 0 if entry is None else self._step_indices(entry, (len(self._boundaries),))[-1]
-        while len(self._boundaries) > start:
-            self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
+        end = len(self._boundaries)
+        start = 0 if entry is None else self._indices.get((entry.node, entry.layer), (end,))[-1]
+        for index in reversed(range(start, end)):
+            self._backward(self._stream_names[index], self._boundaries.pop())
 
     def input_gradient(self) -> Tensor:
         """Returns the gradient of the received tensor; to be called once, after the last backward."""
@@ -102,115 +110,94 @@ class SegmentedMicrobatch:
         assert gradient is not None, "the received tensor has no gradient"
         return gradient
 
-    def _step_indices(self, entry: OverlapNode, default: Sequence[int]) -> Sequence[int]:
-        """Indices of the steps of an entry's node in ascending order; `default` if the chunk lacks the node."""
-        return self._indices.get((entry.node, entry.layer), default)
+    def _forward(self) -> None:
+        """Runs the next step and cuts the graph after it."""
+        index = self._num_forward
+        following = index + 1
+        stream = self._stream_names[index]
 
-    def _forward(self, step: Step) -> None:
-        streams = self._streams
-        with streams.on(step.stream):
-            streams.wait(self._last_step)
-            cut = _GraphCut(streams.record_use, self._cuts)
-            state, self._state = cut.enter(self._state), None
-            self._state, self._cuts = cut.leave(step.run(state))
-            self._last_step = streams.record()
-        self._boundaries.append(cut.boundaries)
+        def run() -> None:
+            state, self._state = self._state, None
+            self._state = self._steps[index].run(state)
 
-    def _backward(self, step: Step, boundaries: list[GradBoundary]) -> None:
-        streams = self._streams
-        with streams.on(step.stream):
-            streams.wait(self._last_step)
-            reached = [each for each in boundaries if each.gradient is not None or each is self._output]
-            for boundary in reached:
-                if boundary.gradient is not None:
-                    streams.record_use(boundary.gradient)
-            if reached:
-                _run_backward([each.edge for each in reached], [each.gradient for each in reached])
-            for boundary in boundaries:
-                boundary.edge = boundary.gradient = None
-            self._last_step = streams.record()
+        self._last_step = self._streams.run(stream, self._last_step, run)
+        self._num_forward = following
+        self._boundaries.append([])
+        if following < len(self._steps):
+            # autograd runs the backward of `_Enter` on the stream of its forward: that of the step that computes the
+            # gradient, so that no other stream waits for it
+            name = self._stream_names[following]
+            self._streams.run(name, None, partial(self._cut, name, stream))
 
+    def _cut(self, stream: str, previous: str) -> None:
+        """Replaces every tensor of the state that requires a gradient by one with the same data from which a new graph
+        starts. `stream`, `previous`: streams of the next step and of the previous one."""
+        boundaries, entered = self._boundaries[-1], dict[int, Tensor]()
 
-def _run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
-    """Runs the backward from `edges`; the gradient None means 1. Gradients that an earlier backward has computed have
-    the right shapes, so that they are passed to the engine without the checks of `torch.autograd.backward`, which take
-    as long on the host as the launches of a node."""
-    if any(gradient is None for gradient in gradients):
-        torch.autograd.backward(tuple(edge for edge in edges if edge is not None), tuple(gradients))
-        return
-    run = torch.autograd.Variable._execution_engine.run_backward
-    run(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        def cut(leaf: Tensor) -> Tensor:
+            if stream != previous:
+                self._streams.record_use(leaf)
+            if not leaf.requires_grad:
+                return leaf
+            boundary = getattr(leaf.grad_fn, "cut_boundary", None)
+            if boundary is not None and boundary.stream == stream:
+                return leaf  # passed through by the step
+            key = id(leaf)
+            if key not in entered:
+                if boundary is None:
+                    boundary = GradBoundary(_edge(leaf))
+                    boundaries.append(boundary)
+                entered[key] = self._enter(leaf, boundary, stream)
+            return entered[key]
 
+        self._state = map_state(self._state, cut)
 
-class _GraphCut:
-    """Cuts the autograd graph before and after a step: `enter` converts the step's input, `leave` its output."""
+    def _enter(self, tensor: Tensor, boundary: GradBoundary, stream: str) -> Tensor:
+        """Returns a tensor with the same data from which a new graph starts; its gradient is added to `boundary`."""
+        if self._anchor is None:
+            self._anchor = tensor.new_empty(0, requires_grad=True)
+        boundary.stream = stream
+        entered: Tensor = _Enter.apply(self._anchor, boundary, (tensor,))
+        return entered
 
-    def __init__(self, record_use: Callable[[Tensor], None], cuts: Sequence[CutTensor]) -> None:
-        """`record_use`: called with every tensor of the step's input (`Streams.record_use`). `cuts`: all `CutTensor`s
-        of the step's input."""
-        self.boundaries: list[GradBoundary] = []
-        """Boundaries of the output tensors that the step itself computed, not of tensors that it passed through."""
-        self._record_use = record_use
-        self._entered = dict(zip(cuts, _enter(cuts), strict=True))
-        self._cuts = {id(tensor): (tensor, cut) for cut, tensor in self._entered.items()}
-        """Maps id(tensor) to (tensor, its `CutTensor`). The reference to the tensor keeps the id valid."""
-        self._left: dict[CutTensor, None] = {}
-        """`CutTensor`s of the step's output."""
+    def _backward(self, stream: str, boundaries: Sequence[GradBoundary]) -> None:
+        self._last_step = self._streams.run(stream, self._last_step, partial(self._run_backward, boundaries))
 
-    def enter(self, state: Any) -> Any:
-        """Replaces each `CutTensor` of the state by a tensor that starts a new graph."""
-        return map_state(state, self._enter, (Tensor, CutTensor))
-
-    def leave(self, state: Any) -> tuple[Any, Sequence[CutTensor]]:
-        """Replaces each tensor that requires a gradient by a `CutTensor`, and returns all of these. A tensor that
-        `enter` made from a `CutTensor` is replaced by that `CutTensor`."""
-        state, left = map_state(state, self._leave, (Tensor, CutTensor)), tuple(self._left)
-        del self._entered, self._cuts
-        return state, left
-
-    def _enter(self, leaf: Tensor | CutTensor) -> Tensor:
-        if isinstance(leaf, CutTensor):
-            self._record_use(leaf.data)
-            return self._entered[leaf]
-        self._record_use(leaf)
-        return leaf
-
-    def _leave(self, leaf: Tensor | CutTensor) -> Tensor | CutTensor:
-        assert isinstance(leaf, Tensor), "a CutTensor inside a segment was not replaced by `enter`"
-        if not leaf.requires_grad:
-            return leaf
-        if id(leaf) not in self._cuts:
-            boundary = GradBoundary(get_gradient_edge(leaf))
-            self.boundaries.append(boundary)
-            self._cuts[id(leaf)] = leaf, CutTensor(leaf.detach(), boundary)
-        cut = self._cuts[id(leaf)][1]
-        self._left[cut] = None
-        return cut
+    def _run_backward(self, boundaries: Sequence[GradBoundary]) -> None:
+        """Runs the backward of a step from the gradients of its outputs. They have the right shapes, because an earlier
+        backward has computed them: the checks of `torch.autograd.backward` take as long as the launches of a node."""
+        edges, gradients = [], []
+        for boundary in boundaries:
+            if boundary.gradient is not None:
+                self._streams.record_use(boundary.gradient)
+                edges.append(boundary.edge)
+                gradients.append(boundary.gradient)
+            boundary.edge = boundary.gradient = None
+        if edges:
+            run = torch.autograd.Variable._execution_engine.run_backward
+            run(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _enter(cuts: Sequence[CutTensor]) -> Sequence[Tensor]:
-    """Returns a tensor per `CutTensor` with its data, all of which start a new graph."""
-    if not cuts:
-        return ()
-    data = [cut.data for cut in cuts]
-    anchor = data[0].new_empty(0, requires_grad=True)
-    found: Sequence[Tensor] = _Enter.apply(anchor, [cut.boundary for cut in cuts], *data)  # type: ignore[no-untyped-call]
-    return found
+def _edge(tensor: Tensor) -> GradientEdge:
+    """Edge of a view of the tensor. The view's node owns the graph that computed the tensor, which a node written in
+    Python does not. `torch.autograd.graph.get_gradient_edge` makes such a view too, in three times the host time."""
+    node = tensor.view_as(tensor).grad_fn
+    assert node is not None, "a tensor outside the graph has no edge"
+    return GradientEdge(node, 0)
 
 
-class _Enter(torch.autograd.Function):
-    """Identity of `data`. Its backward adds the gradients to `boundaries`; `anchor` makes autograd record the
-    function."""
+class _Enter(AutogradFunction):
+    """Alias of the tensor in `source`, outside of its graph. Its backward adds the gradient to `boundary`.
+
+    `anchor` makes autograd record the function.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, boundaries: Sequence[GradBoundary], *data: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.boundaries = boundaries
-        return tuple(each.view_as(each) for each in data)
+    def forward(ctx: Any, anchor: Tensor, boundary: GradBoundary, source: tuple[Tensor]) -> Tensor:
+        ctx.cut_boundary = boundary
+        return source[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        for boundary, grad in zip(ctx.boundaries, grads, strict=True):
-            if grad is not None:
-                boundary.add(grad)
-        return (None,) * (2 + len(grads))
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.cut_boundary.add(grad)
+        return None, None, None

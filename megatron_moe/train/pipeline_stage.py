@@ -55,7 +55,7 @@ class Pipeline:
             self._pairs[chunks] = pair_nodes(
                 *(self.model.chunks[chunk] for chunk in chunks),
                 split_backward=self.config.delay_wgrad_compute,
-                early_dispatch=not self.model.blocks_host,
+                exchange_steps=self.model.blocks_host,
                 early_attention_backward=self.config.ep_overlap_early_attn_memory_release,
             )
         return self._pairs[chunks]

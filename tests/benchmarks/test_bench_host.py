@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST = 1.13
+MOST = 1.055
 """Maximum number of calls of the overlapped schedule relative to the plain one."""
 
 

@@ -102,14 +102,18 @@ def test_nodes_and_the_steps_of_a_schedule_compute_the_layer(config, names, slot
 
 def test_steps_without_those_of_exchanges_send_at_the_end_and_receive_at_the_beginning():
     layer, x = make(SPECS["MoE"]), randn(5, 2, HIDDEN)
-    steps = schedule_steps([BoundNodes(layer.nodes, mb_of(layer), 3)], exchange_steps=False)
-    assert [(step.node, step.layer) for step in steps] == [(slot, 3) for slot in ("attention", "experts", "post")]
+    mb = mb_of(layer)
+    steps = schedule_steps([BoundNodes(layer.nodes, mb, each) for each in (3, 4)], exchange_steps=False)
+    assert [(step.node, step.layer, step.appended) for step in steps] == [
+        ("attention", 3, None), ("experts", 3, None), ("post", 3, ("attention", 4)), ("experts", 4, None),
+        ("post", 4, None),
+    ]  # fmt: skip
     state, pending = LayerState(hidden_SBH=x), []
     for step in steps:
         state = step.run(state)
         pending.append(state.pending is not None)
-    EXACT.check(state.hidden_SBH, layer(x, mb_of(layer)), "steps")
-    assert pending == [True, True, False], "exchanges between steps"
+    EXACT.check(state.hidden_SBH, layer(layer(x, mb), mb), "steps")
+    assert pending == [True, True, True, True, False], "exchanges between steps"
 
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())

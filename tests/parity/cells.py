@@ -128,10 +128,10 @@ def oracle_of(name: str) -> RankRecord:
     return record_one_rank(plan_of(cell_of(name)))
 
 
-def record_one_rank(plan: RunPlan) -> RankRecord:
+def record_one_rank(plan: RunPlan, device: str = "cpu") -> RankRecord:
     """Record of one rank that uses the plan's partition of the tokens."""
-    datasets = random_datasets(plan, num_steps=num_steps_of(plan))
-    return record_oracle(plan, ParallelContext.single(), REFERENCE, datasets, num_steps=num_steps_of(plan))
+    context, num_steps = ParallelContext.single(device=device), num_steps_of(plan)
+    return record_oracle(plan, context, REFERENCE, random_datasets(plan, num_steps=num_steps), num_steps=num_steps)
 
 
 def plan_of(cell: Cell) -> RunPlan:

@@ -24,11 +24,10 @@ def test_order_of_two_layers_is_megatrons():
     )
 
 
-def test_a_dispatch_that_does_not_block_the_host_is_launched_before_the_experts():
+def test_exchanges_without_steps_are_left_out():
     one = StageLayout(layers=(7,))
-    assert " ".join(map(str, pair_nodes(one, one, split_backward=True, early_dispatch=True))) == (
-        "B0.post B0.combine F0.attention F0.dispatch B0.experts B0.dispatch W0.experts F0.experts F0.combine "
-        "B0.attention F0.post W0.attention"
+    assert " ".join(map(str, pair_nodes(one, one, split_backward=True, exchange_steps=False))) == (
+        "B0.post F0.attention B0.experts W0.experts F0.experts B0.attention F0.post W0.attention"
     )
 
 
@@ -41,18 +40,19 @@ def test_early_release_moves_the_backward_of_attention_before_the_experts():
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("ahead", "behind"), [(2, 2), (1, 3), (3, 1), (0, 2), (2, 0), (4, 4)])
-def test_every_direction_keeps_its_own_order(ahead, behind, split, dispatch, early):
+def test_every_direction_keeps_its_own_order(ahead, behind, split, steps, early):
     forward = StageLayout(layers=tuple(range(ahead)), embedding=True)
     backward = StageLayout(layers=tuple(range(behind)), loss=True)
-    nodes = pair_nodes(forward, backward, split_backward=split, early_dispatch=dispatch, early_attention_backward=early)
+    nodes = pair_nodes(forward, backward, split_backward=split, exchange_steps=steps, early_attention_backward=early)
+    order = {kind: [node for node in names if steps or node not in EXCHANGES] for kind, names in ORDER.items()}
     assert len(nodes) == len(set(nodes))
     for layer in range(ahead):
-        assert own_order(nodes, "forward", layer) == ORDER["forward"]
+        assert own_order(nodes, "forward", layer) == order["forward"]
     for layer in range(behind):
-        assert own_order(nodes, "backward", layer) == ORDER["backward"]
+        assert own_order(nodes, "backward", layer) == order["backward"]
     layers = [entry.layer for entry in nodes if entry.direction == "forward" and entry.layer is not None]
     assert layers == sorted(layers), "layers forward in order"
     layers = [entry.layer for entry in nodes if entry.direction == "backward" and entry.layer is not None]
@@ -93,10 +93,9 @@ def test_single_direction_is_the_plain_chain():
     )
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_exchanges_are_followed_by_computation_of_the_other_direction(early):
+def test_exchanges_are_followed_by_computation_of_the_other_direction():
     """One of the two nodes after each exchange is a computation of the other direction, which hides the exchange."""
-    nodes = pair_nodes(MIDDLE, MIDDLE, split_backward=not early, early_dispatch=early)
+    nodes = pair_nodes(MIDDLE, MIDDLE, split_backward=True)
     for at, entry in enumerate(nodes[:-1]):
         if entry.node in EXCHANGES:
             others = [s for s in nodes[at + 1 : at + 3] if s.direction[0] != entry.direction[0]]

@@ -22,7 +22,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
 from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.overlap import OverlapNode, Step, pair_nodes
-from megatron_moe.pipeline.segment import CutTensor, SegmentedMicrobatch
+from megatron_moe.pipeline.segment import SegmentedMicrobatch
 from tests.helpers import tiny
 from tests.helpers.ranks import on_processes
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, randn
@@ -43,12 +43,31 @@ def two_steps() -> list[Step]:
     ]
 
 
-def test_tensor_passed_through_a_step_sums_the_gradients_of_all_uses():
+@pytest.mark.parametrize("node", ["experts", "dispatch"], ids=["one stream", "two streams"])
+def test_tensor_passed_through_steps_sums_the_gradients_of_all_uses(node):
     x = randn(3)
-    chain = SegmentedMicrobatch(two_steps(), x, Streams())
+    first, last = two_steps()
+    between = Step(node, 0, lambda two: Two(two.first + two.second, two.second))
+    chain = SegmentedMicrobatch([first, between, last], x, Streams())
     chain.forward()
+    EXACT.check(chain.output(), 3 * x * x + x, "output")
+    chain.begin_backward(torch.ones_like(x))
+    chain.backward()
+    EXACT.check(chain.input_gradient(), (3 * x + 1) + x + 2 * x, "gradient")
+
+
+def test_a_step_of_two_nodes_runs_at_the_first_in_forward_and_at_the_second_in_backward():
+    x = randn(3)
+    first, last = two_steps()
+    chain = SegmentedMicrobatch([first, replace(last, appended=("attention", 1))], x, Streams())
+    chain.forward(OverlapNode("forward", "post", 0))
+    chain.forward(OverlapNode("forward", "attention", 1))
     EXACT.check(chain.output(), 2 * x * x + x, "output")
     chain.begin_backward(torch.ones_like(x))
+    chain.backward(OverlapNode("backward", "attention", 1))
+    assert len(chain._boundaries) == 1, "the backward of the second step has run"
+    chain.backward(OverlapNode("backward", "post", 0))
+    assert len(chain._boundaries) == 1
     chain.backward()
     EXACT.check(chain.input_gradient(), (2 * x + 1) + 2 * x, "gradient")
 
@@ -57,7 +76,7 @@ def test_chunk_without_steps_passes_input_and_gradient_through():
     x = randn(3)
     chain = SegmentedMicrobatch([], x, Streams())
     chain.forward()
-    assert chain.output() is x
+    assert chain.output().data_ptr() == x.data_ptr()
     chain.begin_backward(2 * x)
     chain.backward()
     EXACT.check(chain.input_gradient(), 2 * x, "gradient")
@@ -104,7 +123,7 @@ def test_graph_is_not_cut_without_gradients():
     with torch.no_grad():
         chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
         chain.forward(OverlapNode("forward", "attention", 0))
-        assert not isinstance(chain._state.first, CutTensor)
+        assert not chain._state.first.requires_grad
 
 
 @pytest.mark.parametrize("bad", [OverlapNode("backward", "attention", 0), None])

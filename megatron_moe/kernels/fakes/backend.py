@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 _BACKENDS = "megatron_moe.kernels.backends"
 _CUDNN_WIDEST_HEAD = 256
@@ -130,10 +131,10 @@ def _differentiate(
 def _dot_product_attention(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None, config: CoreAttentionConfig
 ) -> Tensor:
-    return _FakeAttention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
+    return _FakeAttention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-any-return]
 
 
-class _FakeAttention(torch.autograd.Function):
+class _FakeAttention(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None) -> Tensor:
         out_BNSE, *others = _attend(*(x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE)))
@@ -148,10 +149,10 @@ class _FakeAttention(torch.autograd.Function):
 
 
 def _channel_decay(q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor, *others: Any) -> Tensor:
-    return _FakeChannelDecay.apply(q_SBND, k_SBND, v_SBME, *others)  # type: ignore[no-untyped-call,no-any-return]
+    return _FakeChannelDecay.apply(q_SBND, k_SBND, v_SBME, *others)  # type: ignore[no-any-return]
 
 
-class _FakeChannelDecay(torch.autograd.Function):
+class _FakeChannelDecay(AutogradFunction):
     """Fake of linear attention in plain torch, whose loop over chunks would make many small calls."""
 
     @staticmethod

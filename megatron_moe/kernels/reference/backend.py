@@ -69,6 +69,7 @@ from megatron_moe.kernels.reference.routing import sort_rows_dense as sort_rows_
 from megatron_moe.kernels.reference.routing import unpermute as unpermute
 from megatron_moe.kernels.reference.sparse_attention import sparse_attention as sparse_attention
 from megatron_moe.parallel import rng
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.precision.dither import dither
 from megatron_moe.precision.optimizer_state import FIRST_SALT, SECOND_SALT, pack, round_weights, unpack
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, dequantize
@@ -348,13 +349,13 @@ def rms_norm_quantized(
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
     if shard is not None:
-        return _ShardedCrossEntropy.apply(logits_TV, labels_T, shard)  # type: ignore[no-untyped-call,no-any-return]
+        return _ShardedCrossEntropy.apply(logits_TV, labels_T, shard)  # type: ignore[no-any-return]
     logits_TV = logits_TV.to(internal_dtype(logits_TV.dtype))
     chosen_T = logits_TV.gather(-1, labels_T[:, None]).squeeze(-1)
     return logits_TV.logsumexp(dim=-1) - chosen_T
 
 
-class _ShardedCrossEntropy(torch.autograd.Function):
+class _ShardedCrossEntropy(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard) -> Tensor:
         wide_TV = logits_TV.to(internal_dtype(logits_TV.dtype))

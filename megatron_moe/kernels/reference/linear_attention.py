@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 _BLOCK = 16
 """Tokens per block of a chunk. With a decay per channel, scores within a block are computed from a tensor [16, 16,
@@ -75,14 +76,14 @@ def linear_attention(
 
 def channel_decay(*inputs: Tensor | float | None) -> Tensor:
     """Linear attention with a decay per channel of k; see `Kernels.linear_attention` for the inputs."""
-    out: Tensor = _ChannelDecay.apply(*inputs)  # type: ignore[no-untyped-call]
+    out: Tensor = _ChannelDecay.apply(*inputs)
     return out
 
 
 _DIFFERENTIABLE = ("q", "k", "v", "log_decay", "beta")
 
 
-class _ChannelDecay(torch.autograd.Function):
+class _ChannelDecay(AutogradFunction):
     """Linear attention with a decay per channel of k (Kimi delta attention, arXiv 2510.26692). Only the inputs are
     saved: backward computes the states of the chunks again, and then each chunk with its gradients."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_moe.config.costs import most_rows
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, RowIndex, internal_dtype
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 EPSILON = 1e-20
 """Added to the sum by which a token's scores are divided, so that the result is finite if all scores are 0."""
@@ -18,11 +19,11 @@ EPSILON = 1e-20
 
 
 def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    logits_TE: Tensor = _ReferenceRouterGemm.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _ReferenceRouterGemm.apply(hidden_TH, weight_EH, dtype)
     return logits_TE
 
 
-class _ReferenceRouterGemm(torch.autograd.Function):
+class _ReferenceRouterGemm(AutogradFunction):
     """Router GEMM with an explicit backward, so that copies of the inputs in a wider dtype are not saved."""
 
     @staticmethod

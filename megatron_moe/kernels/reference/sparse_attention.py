@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 BLOCK_BYTES = 1 << 28
 """Maximum bytes of the rows gathered for one block of queries; a block has at least one query."""
@@ -15,10 +16,10 @@ BLOCK_BYTES = 1 << 28
 def sparse_attention(
     q_UBND: Tensor, kv_SBD: Tensor, ids_UBK: Tensor, sinks_N: Tensor | None, value_width: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _AttentionInBlocks.apply(q_UBND, kv_SBD, ids_UBK, sinks_N, value_width, scale)  # type: ignore[no-untyped-call,no-any-return]
+    return _AttentionInBlocks.apply(q_UBND, kv_SBD, ids_UBK, sinks_N, value_width, scale)  # type: ignore[no-any-return]
 
 
-class _AttentionInBlocks(torch.autograd.Function):
+class _AttentionInBlocks(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, kv: Tensor, ids: Tensor, sinks: Tensor | None, value_width: int, scale: float

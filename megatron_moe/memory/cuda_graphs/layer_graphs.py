@@ -29,6 +29,7 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
 from megatron_moe.memory.cuda_graphs.graph_metrics import MetricRecorder, RecordedMetrics
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.pytree import TreeSpec, flatten, unflatten
 
@@ -166,7 +167,7 @@ class GraphInstance:
         if key not in self._forwards:
             self._forwards[key] = _CapturedForward(self, module, state, tensors, static.context, recorded)
         self.last_forward = captured = self._forwards[key]
-        outputs = _Replay.apply(captured, *tensors)  # type: ignore[no-untyped-call]
+        outputs = _Replay.apply(captured, *tensors)
         if mb.metrics is not None:
             captured.record_metrics(mb.metrics)
         return captured.state_with(tensors, outputs)
@@ -223,7 +224,7 @@ def _location(tensor: Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-class _Replay(torch.autograd.Function):
+class _Replay(AutogradFunction):
     """Autograd function that replays a captured module's forward and backward graphs."""
 
     @staticmethod

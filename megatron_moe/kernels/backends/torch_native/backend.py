@@ -38,6 +38,7 @@ from megatron_moe.kernels.ops import (
 from megatron_moe.kernels.permute import RowCopies
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.attention_blocks import empty_result, merge_, no_gradients
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.precision.optimizer_state import PackedState, round_weights
 
 NAME = "torch_native"
@@ -249,11 +250,11 @@ def _rectangles(block: AttentionBlock) -> tuple[MaskBlock, ...] | None:
 
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-    out: Tensor = _NativeActivation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
+    out: Tensor = _NativeActivation.apply(x_RF, probs_R, config)
     return out
 
 
-class _NativeActivation(torch.autograd.Function):
+class _NativeActivation(AutogradFunction):
     """Autograd function of an activation that saves only its input and recomputes all other tensors in backward."""
 
     @staticmethod
@@ -304,14 +305,14 @@ def recomputed_route(
     z: bool = False,
 ) -> RoutedTokens:
     """`Kernels.route` for score functions that no kernel fuses. Only logits and ids are saved for backward."""
-    ids_TK, counts_E, probs_TK, scores_GE, counts_GE, z_sum = _NativeRoute.apply(  # type: ignore[no-untyped-call]
+    ids_TK, counts_E, probs_TK, scores_GE, counts_GE, z_sum = _NativeRoute.apply(
         logits_TE, bias_E, config, forced_ids_TK, valid_T, balance_sets, z
     )
     balance = BalanceSums(scores_GE, counts_GE) if balance_sets else None
     return RoutedTokens(ids_TK, probs_TK, counts_E, balance, z_sum)
 
 
-class _NativeRoute(torch.autograd.Function):
+class _NativeRoute(AutogradFunction):
     """Autograd function that recomputes the reference routing in backward, with the expert ids of forward."""
 
     @staticmethod
@@ -353,11 +354,11 @@ def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> T
     exact = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not exact or hidden_TH.device.type == "cpu":
         return reference.router_logits(hidden_TH, weight_EH, dtype)
-    logits_TE: Tensor = _NativeRouterGemm.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _NativeRouterGemm.apply(hidden_TH, weight_EH)
     return logits_TE
 
 
-class _NativeRouterGemm(torch.autograd.Function):
+class _NativeRouterGemm(AutogradFunction):
     """Router GEMM with fp32 accuracy on bf16 tensor cores. Products of bf16 operands are exact in fp32. Backward splits
     the fp32 gradient into three bf16 summands, because GEMMs with fp32 operands would not use tensor cores."""
 

@@ -19,6 +19,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.attention_blocks import MaskBlock
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, internal_dtype
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 Deltas = Callable[[Tensor, Tensor], Tensor]
 """Function that computes delta, fp32 [B, N, S], from (grad, out), both [S, B, N, E]: the sum over E of grad * out."""
@@ -143,7 +144,7 @@ def attention_with_sinks(
     """Causal or full attention with sinks over a whole sequence. Without `sinks_N`, all sink logits are 0."""
     if sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)  # type: ignore[no-untyped-call]
+    out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
     return out
 
 
@@ -153,7 +154,7 @@ def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:
     return -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
 
 
-class _WithSinks(torch.autograd.Function):
+class _WithSinks(AutogradFunction):
     """Autograd function of attention with sinks: the output without sinks times (1 - softmax weight of the sink)."""
 
     @staticmethod

@@ -30,6 +30,7 @@ from megatron_moe.kernels.backends.transformer_engine.low_precision import (
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, VocabShard
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 NAME = "transformer_engine"
 NEEDS = ("transformer_engine",)
@@ -170,11 +171,11 @@ def _held(rows: Tensor, splits: list[int]) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _TERMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _TERMSNorm.apply(x, weight, eps, zero_centered)
     return out
 
 
-class _TERMSNorm(torch.autograd.Function):
+class _TERMSNorm(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.flatten(0, -2).contiguous()
@@ -198,11 +199,11 @@ class _TERMSNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _TELayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _TELayerNorm.apply(x, weight, bias, eps, zero_centered)
     return out
 
 
-class _TELayerNorm(torch.autograd.Function):
+class _TELayerNorm(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.flatten(0, -2).contiguous()
@@ -251,11 +252,11 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
     plain_swiglu = config == ActivationConfig(kind="silu", gated=True)
     if not plain_swiglu or x_RF.numel() == 0:
         return reference.activation(x_RF, probs_R, config)
-    out: Tensor = _SwiGLU.apply(x_RF, probs_R)  # type: ignore[no-untyped-call]
+    out: Tensor = _SwiGLU.apply(x_RF, probs_R)
     return out
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(AutogradFunction):
     """Autograd function of Transformer Engine's SwiGLU, multiplied by a probability per row if given. Rows of
     probability 0 are padding."""
 

@@ -29,6 +29,7 @@ from megatron_moe.kernels.backends.triton.quantize import (
 )
 from megatron_moe.kernels.ops import QuantizedActivationGrads
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
@@ -44,11 +45,11 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
     """See `Kernels.activation`."""
     if not ACTIVATIONS.get(config.kind).fused:
         return torch_native.activation(x_RF, probs_R, config)
-    out: Tensor = _FusedActivation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
+    out: Tensor = _FusedActivation.apply(x_RF, probs_R, config)
     return out
 
 
-class _FusedActivation(torch.autograd.Function):
+class _FusedActivation(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, config: ActivationConfig) -> Tensor:
         x_RF, probs_R = rows_of(x), None if probs is None else probs.reshape(-1).contiguous()

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
 from megatron_moe.kernels.ops import VocabShard
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 TILE = 8192
 """Number of logits that a program processes at a time."""
@@ -25,11 +26,11 @@ _TOKENS = 256
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
     """See `Kernels.cross_entropy`."""
-    loss_T: Tensor = _CrossEntropy.apply(logits_TV, labels_T, shard)  # type: ignore[no-untyped-call]
+    loss_T: Tensor = _CrossEntropy.apply(logits_TV, labels_T, shard)
     return loss_T
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels_T: Tensor, shard: VocabShard | None) -> Tensor:
         logits_TV, labels_T = logits.contiguous(), labels_T.contiguous()

@@ -21,6 +21,7 @@ from megatron_moe.kernels.backends.triton.launch import (
     rows_of,
     weight_grad,
 )
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 class Tile(NamedTuple):
@@ -49,11 +50,11 @@ def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> T
     is_fused = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not is_fused or len(weight_EH) > BACKWARD.experts:
         return torch_native.router_logits(hidden_TH, weight_EH, dtype)
-    logits_TE: Tensor = _RouterGemm.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _RouterGemm.apply(hidden_TH, weight_EH)
     return logits_TE
 
 
-class _RouterGemm(torch.autograd.Function):
+class _RouterGemm(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
         hidden_TH = rows_of(hidden_TH)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import weight_grad
 from megatron_moe.kernels.backends.triton.norm import backward_tiles, forward_tiles
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 def gated_rms_norm(
@@ -21,11 +22,11 @@ def gated_rms_norm(
 ) -> Tensor:
     """See `Kernels.gated_rms_norm`."""
     is_silu = activation == "silu"
-    out: Tensor = _GatedRMSNorm.apply(x, gate, weight, eps, norm_first, is_silu)  # type: ignore[no-untyped-call]
+    out: Tensor = _GatedRMSNorm.apply(x, gate, weight, eps, norm_first, is_silu)
     return out
 
 
-class _GatedRMSNorm(torch.autograd.Function):
+class _GatedRMSNorm(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_first: bool, is_silu: bool

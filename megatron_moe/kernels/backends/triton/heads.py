@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import cdiv, num_sms, power_of_two, weight_grad
 from megatron_moe.kernels.ops import QueryKeyTransform
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 TILE = 2048
 """Maximum elements in a tile of queries or keys."""
@@ -28,11 +29,11 @@ def query_key_value(
     transform = transform._replace(
         eps=eps, cos_SBD=transform.cos_SBD.contiguous(), sin_SBD=transform.sin_SBD.contiguous()
     )
-    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, transform)  # type: ignore[no-untyped-call]
+    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, transform)
     return q, k, v
 
 
-class _QueryKeyValue(torch.autograd.Function):
+class _QueryKeyValue(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 TILE = 2048
 """Maximum elements of a key or value part that a program processes at a time."""
@@ -15,11 +16,11 @@ TILE = 2048
 
 def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
     """See `Kernels.latent_key_value`."""
-    key, value = _KeyValue.apply(kv_SBNC, shared_SBR, key_width)  # type: ignore[no-untyped-call]
+    key, value = _KeyValue.apply(kv_SBNC, shared_SBR, key_width)
     return key, value
 
 
-class _KeyValue(torch.autograd.Function):
+class _KeyValue(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
         kv_SBNC, shared_SBR = kv_SBNC.contiguous(), shared_SBR.contiguous()

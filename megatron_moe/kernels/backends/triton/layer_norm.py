@@ -9,15 +9,16 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import rows_of, weight_grad
 from megatron_moe.kernels.backends.triton.norm import backward_tiles, forward_tiles
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """See `Kernels.layer_norm`."""
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered)
     return out
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
         x_RH = rows_of(x)

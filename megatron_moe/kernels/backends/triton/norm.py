@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import cdiv, num_sms, power_of_two, rows_of, weight_grad
 from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, quantize_rows, store_tile
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 TILE = 8192
@@ -21,7 +22,7 @@ BACKWARD_PROGRAMS = 2
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """See `Kernels.rms_norm`."""
-    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)
     return out
 
 
@@ -29,7 +30,7 @@ def add_rms_norm(
     residual: Tensor | None, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`."""
-    total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, None)  # type: ignore[no-untyped-call]
+    total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, None)
     return total, normed
 
 
@@ -40,7 +41,7 @@ def rms_norm_quantized(
     width, cast = x.shape[-1], None
     if power_of_two(width) >= BLOCK:  # narrower rows do not contain a whole block
         cast = empty_rows(x.numel() // width, width, x.device, fmt), fmt
-    total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, cast)  # type: ignore[no-untyped-call]
+    total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, cast)
     if cast is None:
         return total, normed, quantize_rows(normed.detach(), fmt)
     return total, normed, QuantizedTensor.of(cast[0], None, fmt.block, x.dtype)
@@ -50,7 +51,7 @@ _Cast = tuple[QuantizedCopy, OperandFormat]
 """Quantised rowwise copy of a norm's result, which the kernel also writes, and its format."""
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         x_RH = rows_of(x)
@@ -66,7 +67,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x_RH.view(grads[0].shape), grad_weight, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(AutogradFunction):
     """Fused residual add and RMSNorm. The backward kernel also adds the gradient of the first output, residual + x. If
     `residual` is None, it first rounds the norm's gradient, as autograd would."""
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 TILE = 4096
 """Maximum elements of x that one program rotates."""
@@ -18,11 +19,11 @@ TILE = 4096
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
     """See `Kernels.rope`."""
-    out: Tensor = _Rope.apply(x_SBND, cos_SBD, sin_SBD, interleaved, start)  # type: ignore[no-untyped-call]
+    out: Tensor = _Rope.apply(x_SBND, cos_SBD, sin_SBD, interleaved, start)
     return out
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int) -> Tensor:
         ctx.save_for_backward(cos_SBD, sin_SBD)

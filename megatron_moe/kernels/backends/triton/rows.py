@@ -14,6 +14,7 @@ from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.permute import RowCopies
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 COPY_TILE = 2048
 """Maximum number of elements of one row that a Triton program copies or sums."""
@@ -33,11 +34,11 @@ def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
     """See `Kernels.gather_probs`."""
     if index.rows_TK is None:
         return reference.gather_probs(probs, index)
-    out: Tensor = _GatherProbs.apply(probs, index)  # type: ignore[no-untyped-call]
+    out: Tensor = _GatherProbs.apply(probs, index)
     return out
 
 
-class _GatherProbs(torch.autograd.Function):
+class _GatherProbs(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, probs_TK: Tensor, index: RowIndex) -> Tensor:
         ctx.rows_TK = index.rows_TK

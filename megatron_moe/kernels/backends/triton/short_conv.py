@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import cdiv, sum_of_shares
 from megatron_moe.kernels.reference import linear_attention as reference
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 _ROWS, _COLUMNS = 32, 64
 """Tokens and channels of a forward tile."""
@@ -25,11 +26,11 @@ def short_conv(x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments
     """See `Kernels.short_conv`."""
     if weight_CK.shape[1] > _MAX_WIDTH:
         return reference.short_conv(x_SBC, weight_CK, bias_C, segments_BS)
-    out: Tensor = _ShortConv.apply(x_SBC, weight_CK, bias_C, segments_BS)  # type: ignore[no-untyped-call]
+    out: Tensor = _ShortConv.apply(x_SBC, weight_CK, bias_C, segments_BS)
     return out
 
 
-class _ShortConv(torch.autograd.Function):
+class _ShortConv(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None) -> Tensor:
         x = _strided(x)

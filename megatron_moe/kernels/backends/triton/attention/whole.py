@@ -17,6 +17,7 @@ from megatron_moe.kernels.backends.triton.attention.backward import deltas, grad
 from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.tiles import Shape, of_both, serves, strided
 from megatron_moe.kernels.ops import AttentionInputs
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
@@ -31,11 +32,11 @@ def attention(inputs: AttentionInputs) -> Tensor:
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
     if config.off_by_one and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    out: Tensor = _FlashAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)  # type: ignore[no-untyped-call]
+    out: Tensor = _FlashAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)
     return out
 
 
-class _FlashAttention(torch.autograd.Function):
+class _FlashAttention(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any,

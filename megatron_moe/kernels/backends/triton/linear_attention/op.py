@@ -7,13 +7,13 @@ and solutions, so only the inputs and the inverses of the systems are saved.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.linear_attention import backward, forward
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import WIDEST_HEAD, ScanShape, strided
 from megatron_moe.kernels.reference import linear_attention as reference
 from megatron_moe.kernels.reference.linear_attention import channel_decay
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 def linear_attention(
@@ -32,11 +32,11 @@ def linear_attention(
         return channel_decay(*inputs)
     if max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD or not v_SBME.numel():
         return reference.linear_attention(*inputs)
-    out: Tensor = _ChunkScan.apply(*inputs)  # type: ignore[no-untyped-call]
+    out: Tensor = _ChunkScan.apply(*inputs)
     return out
 
 
-class _ChunkScan(torch.autograd.Function):
+class _ChunkScan(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any,

@@ -14,6 +14,7 @@ from megatron_moe.kernels.backends.triton.routing.forward import route_forward
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.routing import EPSILON
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 """Number of elements (tokens times columns) of an fp32 tile. An fp64 tile has half as many elements."""
@@ -37,7 +38,7 @@ def route(
         return plain(
             logits_TE, bias_E, config, forced_ids_TK=forced_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
-    probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(  # type: ignore[no-untyped-call]
+    probs_TK, scores_GE, z_sum, ids_TK, counts = _Route.apply(
         logits_TE, bias_E, forced_ids_TK, valid_T, config, balance_sets, z
     )
     num_experts = config.num_experts
@@ -47,7 +48,7 @@ def route(
     return RoutedTokens(ids_TK, probs_TK, counts[:num_experts], balance, z_sum)
 
 
-class _Route(torch.autograd.Function):
+class _Route(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any,

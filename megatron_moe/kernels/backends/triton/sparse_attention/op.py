@@ -9,6 +9,7 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, power
 from megatron_moe.kernels.backends.triton.sparse_attention.backward import chosen_grads
 from megatron_moe.kernels.backends.triton.sparse_attention.forward import attend_to_chosen
 from megatron_moe.kernels.reference import sparse_attention as reference
+from megatron_moe.parallel.autograd_function import AutogradFunction
 
 WIDEST_VALUE, WIDEST_REST = 512, 64
 """Maximum number of channels of the values, and of the remaining channels of the keys, for which the tiles fit into an
@@ -29,10 +30,10 @@ def sparse_attention(
     near = max(kv_SBD.numel(), kv_SBD.shape[0] * kv_SBD.stride(0)) < 2**31  # offsets of rows are 32-bit
     if torch.are_deterministic_algorithms_enabled() or not (narrow and fast and near and q_UBND.numel()):
         return reference.sparse_attention(*inputs)
-    return _GatheredAttention.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]
+    return _GatheredAttention.apply(*inputs)  # type: ignore[no-any-return]
 
 
-class _GatheredAttention(torch.autograd.Function):
+class _GatheredAttention(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, kv: Tensor, ids: Tensor, sinks: Tensor | None, value_width: int, scale: float
