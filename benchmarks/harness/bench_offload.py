@@ -2,7 +2,7 @@
 
     python benchmarks/harness/bench_offload.py core_attn "core_attn expert_fc1 moe_act" -- --recipe m8
     --hidden-size 7168 --num-attention-heads 128 --q-lora-rank 1536 --moe-ffn-hidden-size 2048 --num-experts 16
-    --moe-router-topk 8 --num-layers 5 --micro-batch-size 1
+    --moe-router-topk 8 --num-layers 5 --moe-layer-freq "([0]*1+[1]*4)" --micro-batch-size 1
 
 Every argument is a list of --offload-modules; a run without offload comes first. Arguments after `--` go to
 pretrain_moe.py. The copies to the host can overlap with the forward, a third of the plain step's computation, and the
