@@ -182,6 +182,7 @@ def _options(plan: RunPlan) -> list[str]:
     """Memory options of a plan, one phrase each."""
     recompute, offload, precision = plan.memory.recompute, plan.memory.offload, plan.precision
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    fsdp = plan.data_parallel.fsdp
     options = {
         "recompute of whole layers": recompute.recompute_granularity == "full",
         f"recompute of {' '.join(modules)}": modules,
@@ -189,6 +190,8 @@ def _options(plan: RunPlan) -> list[str]:
         "moments in bf16": precision.exp_avg_dtype == precision.exp_avg_sq_dtype == "bf16",
         "16-bit remainders of master weights": precision.store_param_remainders,
         "the optimizer on the host": plan.optimizer.offload.cpu_step,
+        "sharded gradients": fsdp is not None and not fsdp.shards_weights,
+        "sharded weights": fsdp is not None and fsdp.shards_weights,
     }
     return [text for text, is_on in options.items() if is_on]
 

@@ -3,6 +3,7 @@ run.
 """
 
 import json
+import re
 import shlex
 from pathlib import Path
 from time import process_time
@@ -93,13 +94,22 @@ def test_what_does_not_fit_comes_with_ways_out(tmp_path, monkeypatch):
     assert all(way["total_gib"] < memory["device_gib"] - 3 for way in (*memory["ways_out"], memory["enough_gpus"]))
     text = answer_to(f"{line} --dry-run")
     assert "what fits instead" in text and "options that are on" not in text and "bf16, " not in text
+    shown = text.partition("what fits instead")[2].splitlines()[1:5]
+    enough = memory["enough_gpus"]
+    ways = [(way["changes"], way) for way in memory["ways_out"]] + [(f"2,048 GPUs, {enough['changes']}", enough)]
+    for row, (changes, way) in zip(shown, ways, strict=True):
+        cells = (changes, f"{way['total_gib']:.1f} GiB", f"{way['step_ms'] / 1e3:.3g} s", f"{way['slower']:+.1%}")
+        assert tuple(re.split("  +", row.strip())) == cells
+    assert len({changes for changes, _ in ways}) == 4 and all(way["step_ms"] > 1e4 for _, way in ways[:3])
     command = memory["command"].split()
     assert memory["command"] in text and command[:2] == ["python", "tools/plan.py"]
     monkeypatch.chdir(tmp_path)
     assert plan.main(command[2:]) == ExitCode.OK
     found = values("--config plans/fit.yaml")
     assert found["memory"]["fits"] and found["ranks"]["world_size"] == 1024
-    assert found["memory"]["total_gib"] == pytest.approx(memory["ways_out"][0]["total_gib"])
+    first = memory["ways_out"][0]
+    assert found["memory"]["total_gib"] == pytest.approx(first["total_gib"])
+    assert found["time"]["estimate"]["step_ms"] == pytest.approx(first["step_ms"])
 
 
 def test_a_plan_that_fits_with_no_memory_option_is_reported():

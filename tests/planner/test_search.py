@@ -165,6 +165,11 @@ def test_sharding_is_proposed_where_it_is_the_fastest_way_to_fit():
         assert found is not None and planner.fits(planner.heaviest(found.plan))
         fsdp = found.plan.data_parallel.fsdp
         assert (fsdp and fsdp.shards_weights) == shards_weights, f"{less} GiB less"
+        named = {None: [], False: ["sharded gradients"], True: ["sharded weights"]}[shards_weights]
+        for text in (plan_settings.changes_text(plan, found.plan), plan_settings.layout_text(found)):
+            assert [words for words in text.split(", ") if words.startswith("sharded")] == named
+        ways = planner.ways_to_fit(plan)
+        assert len({plan_settings.changes_text(plan, each.plan) for each in ways}) == len(ways)
         other = planner.fit(plan)
         assert other is None or found.step.total <= other.step.total
 

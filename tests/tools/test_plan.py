@@ -26,6 +26,7 @@ def test_recipe_written_by_fit_can_be_read(tmp_path: Path, capsys):
     assert plan.main([*words, str(tmp_path)]) == ExitCode.OK
     output = capsys.readouterr().out
     assert "does not fit: 99.0 of 79.2 GiB" in output and "moments in bf16" in output
+    assert re.search(r"^or (2|4|8|16) GPUs: TP1 CP1 PP1x1 EP\d+ ETP1 MBS4", output, re.MULTILINE), output
     assert "time: estimate ± 20%: " in output and " GPU hours, cost " in output and "1 B tokens" in output
     assert "estimate ±: the largest deviation measured" in output and "--write DIR" not in output
     assert {path.name for path in tmp_path.iterdir()} == {"fit.yaml", "fit-2.yaml", "fit-3.yaml"}
