@@ -3,12 +3,20 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig
+from megatron_moe.config.component import UNSHARDED
+from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
+from megatron_moe.config.kimi_delta_attention import KimiDeltaAttentionConfig
+from megatron_moe.config.linear_attention import CHUNK, LinearAttentionConfig
+from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.cost_model.flops import count_flops, flops_per_step, peak_flops
+from megatron_moe.cost_model.flops import count_flops, flops_per_step, gemm_flops, peak_flops
+from megatron_moe.kernels.reference import backend as reference
 from tests.helpers.zoo import ZooRow, model_config, zoo_rows
 
 ROWS = {str(row): row for row in zoo_rows()}
@@ -96,6 +104,72 @@ def test_attention_without_a_mask_counts_every_pair():
     open_core = CoreAttentionConfig(softmax_scale=1.0, causal=False)
     unmasked = replace(config, layers=(replace(config.layers[0], mixer=replace(mixer, core=open_core)),))
     assert count_flops(unmasked, 1, 64).core_attention == 2 * count_flops(config, 1, 64).core_attention
+
+
+def linear_attention(kind: type[LinearAttentionConfig], *sizes: int) -> LinearAttentionConfig:
+    names = ("hidden_size", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    return kind(**dict(zip(names, sizes, strict=True)), conv_width=4, norm=NormConfig(kind="RMSNorm", eps=1e-6))
+
+
+QWEN3_NEXT = linear_attention(GatedDeltaNetConfig, 2048, 16, 32, 128, 128)
+NEMOTRON_3_NANO = linear_attention(MambaConfig, 2688, 8, 64, 128, 64)
+KIMI_LINEAR = linear_attention(KimiDeltaAttentionConfig, 2304, 32, 32, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "projections", "convolution", "recurrence"),
+    [
+        # q, k: 2048 each; v, gate: 4096 each; beta, decay: 32 each
+        (QWEN3_NEXT, 2048 * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * 2048, 4 * (2 * 2048 + 4096), 4 * 32 * 128**2),
+        # x, gate: 4096 each; B, C: 1024 each; time steps: 64
+        (NEMOTRON_3_NANO, 2688 * (2 * 4096 + 2 * 1024 + 64) + 4096 * 2688, 4 * (4096 + 2 * 1024), 7 * 4096 * 128 // 2),
+        # q, k, v: 4096 each; beta: 32; decay and gate: through latents of 128
+        (KIMI_LINEAR, 2304 * (3 * 4096 + 32 + 2 * 128) + 2 * 128 * 4096 + 4096 * 2304, 4 * 3 * 4096, 4 * 32 * 128**2),
+    ],
+    ids=["gated delta net", "Mamba-2", "Kimi delta attention"],
+)
+def test_linear_attention_costs_projections_convolution_and_recurrence(
+    mixer: LinearAttentionConfig, projections: int, convolution: int, recurrence: int
+):
+    """Multiply-adds per token at published sizes, as Megatron counts them."""
+    config = model_config(ROWS["Mixtral-8x2B"])
+    before = count_flops(replace(config, layers=config.layers[:1]), 2, 96)
+    after = count_flops(replace(config, layers=(replace(config.layers[0], mixer=mixer),)), 2, 96)
+    assert after.attention == 6 * 2 * 96 * projections == 2 * gemm_flops(mixer.parameters(UNSHARDED), 96).attention
+    assert after.core_attention == 6 * 2 * 96 * (convolution + recurrence)
+    assert after.total - before.total == (
+        after.attention + after.core_attention - before.attention - before.core_attention
+    )
+
+
+def counted_macs(mixer: LinearAttentionConfig, length: int) -> int:
+    """Multiply-adds of the GEMMs in the forward of the reference implementation in chunks."""
+    heads, keys = mixer.num_value_heads, mixer.key_head_dim
+    q, k = (torch.rand(length, 1, mixer.num_key_heads, keys) for _ in range(2))
+    per_channel = (keys,) if isinstance(mixer, KimiDeltaAttentionConfig) else ()
+    beta = torch.rand(length, 1, heads) if mixer.solves_systems else None
+    v, decay = torch.rand(length, 1, heads, mixer.value_head_dim), -torch.rand(length, 1, heads, *per_channel)
+    with FlopCounterMode(display=False) as counter:
+        reference.bundle().linear_attention(q, k, v, decay, beta, None, 1.0)
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("mixer", [QWEN3_NEXT, NEMOTRON_3_NANO, KIMI_LINEAR], ids=["delta", "mamba", "kda"])
+def test_recurrences_cost_about_the_gemms_of_their_chunks(mixer: LinearAttentionConfig):
+    """Per head and token, chunks of C tokens need C multiply-adds per channel of a product of two chunks, and K V per
+    read or update of the state. At the published sizes, Megatron's count equals that of Mamba-2, and is 8/9 of that of
+    the delta rule, without the solution of its systems."""
+    keys, values = mixer.key_head_dim, mixer.value_head_dim
+    products = 2 if mixer.solves_systems else 1  # q with k; for the delta rule also k with k
+    states = 3 if mixer.solves_systems else 2  # read for q, update; for the delta rule also read for k
+    chunk = CHUNK * (products * keys + values) + states * keys * values
+    small = replace(mixer, num_key_heads=2, num_value_heads=4)
+    # with a decay per channel, products between blocks of 16 tokens are GEMMs only below the diagonal
+    blocks = products * keys * (CHUNK - sum(range(0, CHUNK, 16)) * 16 // CHUNK)
+    expected = chunk - (blocks if isinstance(mixer, KimiDeltaAttentionConfig) else 0)
+    assert counted_macs(small, 2 * CHUNK) == 2 * CHUNK * 4 * expected
+    model = mixer.recurrence_macs_per_token()
+    assert model * (9 if mixer.solves_systems else 8) == 8 * mixer.num_value_heads * chunk
 
 
 @pytest.mark.parametrize(
